@@ -5,7 +5,10 @@ never come. The supervisor separates the cause from its consequences: after the 
 other ranks lose the connection to a peer, and their own errors do not say why.
 """
 
+import contextlib
 import os
+import shutil
+import tempfile
 import time
 import traceback
 from pathlib import Path
@@ -14,11 +17,15 @@ from typing import Literal
 import msgspec
 
 from boltmesh.errors import BoltMeshError
-from boltmesh.process import encodable, without_control
+from boltmesh.process import ProcessId, encodable, without_control
 from boltmesh.telemetry.reader.cause import LOST_PEER
 
 Kind = Literal["running", "done", "stopped", "user", "failure", "consequence"]
 """``user``: an error in a config or command line. ``consequence``: a peer was lost."""
+
+
+_FOLDERS = "boltmesh-ranks-"
+"""Begins the names of folders in which ranks write reports; the process that made it follows."""
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,6 +45,24 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """Whether ranks may be started again after this failure."""
     signum: int = 0
     """The signal that stopped the rank; 0 for none."""
+
+
+def make_report_folder() -> Path:
+    """Make a folder for the reports of the ranks that this process starts.
+
+    Folders that killed processes of this user have left are deleted.
+    """
+    for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDERS}*-*-*-*"):
+        machine, pid, started, _ = folder.name.removeprefix(_FOLDERS).split("-", 3)
+        if not (pid.isdecimal() and started.isdecimal()):
+            continue
+        with contextlib.suppress(OSError):
+            is_own = folder.lstat().st_uid == os.geteuid() and not folder.is_symlink()
+            if is_own and ProcessId(machine, int(pid), int(started)).has_ended():
+                shutil.rmtree(folder)
+    own = ProcessId.own()
+    prefix = f"{_FOLDERS}{own.machine}-{own.pid}-{own.started}-"
+    return Path(tempfile.mkdtemp(prefix=prefix))
 
 
 def describe_error(error: BaseException) -> str:

@@ -18,6 +18,7 @@ SHARED = (
     "checkpoint_in_memory_every",
     "activation_checkpointing",
     "activation_offload",
+    "compile_blocks",
     "tile_logits",
     "process_group_backend",
 )

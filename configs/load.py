@@ -22,6 +22,11 @@ from boltmesh.errors import ConfigError
 COMMAND_LINE = "command line"
 """The source that errors name for what ``key=value`` changed."""
 
+TEXT_LOADER = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
+"""Reads every value as the text that it is, by the parser that OmegaConf uses."""
+
+_WORD = re.compile(r"[\w.:+-]+")
+
 RECIPE_FOLDER = Path(__file__).resolve().parent
 
 
@@ -46,15 +51,20 @@ def load(name_or_path: str | Path, overrides: Sequence[str] = ()) -> DictConfig:
 
 def _load(path: Path, overrides: Sequence[str]) -> DictConfig:
     config: DictConfig = OmegaConf.structured(Config)
-    Merge(config, source=str(path), folder=path.parent).section("", Config, _read(path))
-    from_command_line = Merge(config, source=COMMAND_LINE, folder=None)
+    from_file = Merge(
+        config, source=str(path), folder=path.parent, written=partial(_written_in, path)
+    )
+    from_file.section("", Config, _read(path))
+    texts: dict[str, str] = {}
+    from_command_line = Merge(config, source=COMMAND_LINE, folder=None, written=texts.get)
     # Another class or strategy drops the arguments of the old one: names come before arguments.
     names = ("strategy", "strategy.name")
     pairs = sorted(
         map(_split, overrides),
         key=lambda pair: not (pair[0] in names or pair[0].endswith(".class_path")),
     )
-    for key, value in pairs:
+    for key, value, text in pairs:
+        texts[key] = text
         from_command_line.assign(key, value)
     if not OmegaConf.is_interpolation(config.run, "name") and config.run.name is None:
         config.run.name = re.sub(r"[^\w.-]+", "-", path.stem)
@@ -118,7 +128,16 @@ def _read(path: Path) -> dict[str, Any]:
     return {str(key): value for key, value in content.items()}
 
 
-def _split(override: str) -> tuple[str, Any]:
+def _written_in(path: Path, key: str) -> str | None:
+    """Return the text of a value in a file."""
+    node: Any = yaml.load(path.read_text(encoding="utf-8"), TEXT_LOADER)  # noqa: S506 - texts alone
+    for name in key.split("."):
+        node = node.get(name) if isinstance(node, dict) else None
+    return node if isinstance(node, str) else None
+
+
+def _split(override: str) -> tuple[str, Any, str]:
+    """Return the full key, the value, and its text where that is one word and no more."""
     key, equals, text = override.partition("=")
     if not equals or not key.strip():
         known = [each for each in all_keys() if each.rpartition(".")[2] == override]
@@ -136,7 +155,8 @@ def _split(override: str) -> tuple[str, Any]:
             f"Quote a text with special characters, twice: {key}='\"...\"'."
         ) from error
     assert isinstance(value, dict)
-    return full_key(key.strip()), value["value"]
+    word = text.strip() if _WORD.fullmatch(text.strip()) else ""
+    return full_key(key.strip()), value["value"], word
 
 
 def _check_resolves(config: DictConfig, *, source: str) -> None:

@@ -6,7 +6,7 @@ is said here.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
@@ -80,12 +80,22 @@ class Merge:
         config: Changed in place.
         source: What errors name: a file, or the command line.
         folder: Where the paths in this source start; None leaves them to the working directory.
+        written: Gives what the source has as the value of a full key, or None. YAML reads 010 as
+            the number 8, and where a text is wanted it is 010.
     """
 
-    def __init__(self, config: DictConfig, *, source: str, folder: Path | None) -> None:
+    def __init__(
+        self,
+        config: DictConfig,
+        *,
+        source: str,
+        folder: Path | None,
+        written: Callable[[str], str | None],
+    ) -> None:
         self.config = config
         self.source = source
         self.folder = folder
+        self._written = written
 
     def assign(self, key: str, value: Any) -> None:
         """Set one full key, which may end inside a free mapping or a list of classes."""
@@ -148,6 +158,8 @@ class Merge:
             value = {}
         if key == "strategy":
             value = self._strategy(value)
+        if type(value) in (int, float) and _is_text(hint):
+            value = self._written(key) or value
         complaint = _complaint(found, hint, value)
         if complaint is None:
             try:
@@ -272,6 +284,10 @@ class Merge:
 
     def _error(self, message: str) -> ConfigError:
         return ConfigError(f"{self.source}: {message}")
+
+
+def _is_text(hint: Any) -> bool:
+    return str in (hint, *get_args(hint)) and not {int, float} & set(get_args(hint))
 
 
 def _complaint(found: Field[Any], hint: Any, value: Any) -> str | None:

@@ -25,6 +25,7 @@ from typing_extensions import override
 
 from boltmesh.errors import ConfigError
 from boltmesh.strategies.blocks import find_blocks
+from boltmesh.strategies.compiled_blocks import CompiledForward
 from boltmesh.strategies.offload.activations import ActivationOffload
 from boltmesh.strategies.torch_compat.tensors import COSTLY_OPERATORS
 from boltmesh.telemetry.writer.null_recorder import NullRecorder
@@ -143,6 +144,9 @@ def _run(
         return forward(*args, **kwargs)
     args = tuple(_without_cache(block, each) for each in args)
     kwargs = {name: _without_cache(block, each) for name, each in kwargs.items()}
+
+    if isinstance(forward, CompiledForward):
+        forward = forward.choose((*args, *kwargs.values()))
 
     def call(*given: Any) -> Any:
         return forward(*given[:-1], **given[-1])

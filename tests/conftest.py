@@ -7,7 +7,8 @@ machine to itself.
 import os
 import signal
 import sys
-from collections.abc import Generator, Iterator
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,12 +16,38 @@ import pytest
 from tests.support.pairwise import mark_the_rest
 from tests.support.turnstile import taking_turns
 
+FIGURE = "figure"
+
 # Before torch is imported, here or in a rank: several ranks share few cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A shell gives what it starts in the background an ignored Ctrl-C, which processes inherit.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture
+def figure(record_property: Callable[[str, object], None]) -> Callable[[str, int, int], None]:
+    """Print a figure at the end, from other workers too: ``figure("flips found", 200, 200)``.
+
+    Figures of one name are summed.
+    """
+    return lambda name, found, of: record_property(FIGURE, (name, found, of))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print the figures that tests have reached."""
+    found: Counter[str] = Counter()
+    wanted: Counter[str] = Counter()
+    for report in terminalreporter.stats.get("passed", []):
+        for kind, value in report.user_properties:
+            if kind == FIGURE and report.when == "call":
+                found[value[0]] += value[1]
+                wanted[value[0]] += value[2]
+    if found:
+        terminalreporter.section("figures")
+    for name, count in wanted.items():
+        terminalreporter.write_line(f"{found[name]:,}/{count:,} {name}")
 
 
 @pytest.fixture(autouse=True)

@@ -43,6 +43,8 @@ class DashboardApp(App[None]):
         interval_s: Time between two looks. None: only when a test asks for one.
         settings_path: Where choices are remembered. None: nothing is read or written.
         on_alert: Command for ``/bin/sh``, run for each alert.
+        other: A run that ``source`` is compared with.
+        first_page: The name of the page to begin with. None: the one of last time.
     """
 
     TITLE = "boltmesh"
@@ -67,6 +69,8 @@ class DashboardApp(App[None]):
         interval_s: float | None = 1.0,
         settings_path: Path | None = None,
         on_alert: str | None = None,
+        other: Source | None = None,
+        first_page: str | None = None,
     ) -> None:
         # Textual decides here, before a theme can be set, whether NO_COLOR means greys or nothing.
         super().__init__(ansi_color=True if "NO_COLOR" in os.environ else None)
@@ -77,6 +81,8 @@ class DashboardApp(App[None]):
         self.is_focused = True
         """Whether this terminal has the keyboard; one that never tells has it."""
         self._source = source
+        self._other = other
+        self._first_page = first_page
         self._list_jobs = list_jobs
         self._open_source = open_source
         self._interval_s = interval_s
@@ -220,7 +226,9 @@ class DashboardApp(App[None]):
         before = self._job_screen
         view = settings.view_of(self._remembered) if before is None else before.session.view
         page = self._remembered.screen if before is None else before.page.tab.name
-        session = Session(source, view=view, watch=AlertWatch(), hook=self._hook)
+        other, self._other = self._other, None
+        page, self._first_page = self._first_page or page, None
+        session = Session(source, view=view, watch=AlertWatch(), hook=self._hook, other=other)
         self._job_screen = JobScreen(session, page=page, interval_s=self._interval_s)
         if self._note is not None:
             self._job_screen.note, self._note = self._note, None

@@ -22,6 +22,7 @@ from boltmesh.tui.metrics.step_time import phase_split
 from boltmesh.tui.metrics.traffic import traffic_rows
 from boltmesh.tui.panels.chart import newest_metrics
 from boltmesh.tui.panels.diagnosis import diagnosis_text
+from boltmesh.tui.panels.differences import differences, differences_report, draw_differences
 from boltmesh.tui.panels.events import draw_events
 from boltmesh.tui.panels.header import draw_header
 from boltmesh.tui.panels.jobs import draw_jobs
@@ -87,6 +88,17 @@ def state_json(state: State) -> str:
             stopped=state.job.stop_reason is not None,
         )
     )
+
+
+def differences_json(state: State) -> str:
+    """Return what differs from the other run, as one JSON object on one line."""
+    return _encode(differences_report(state))
+
+
+def differences_text(state: State, width: int, look: Style) -> str:
+    """Return the same as a table."""
+    num_rows = len(differences(state))
+    return _join([draw_differences(state, width, num_rows + 2, look)], look)
 
 
 def jobs_json(jobs: Sequence["JobSummary"]) -> str:

@@ -4,6 +4,7 @@ All screens of a job share one session. :meth:`Session.look` does all of the I/O
 thread; everything else belongs to the thread of the screen.
 """
 
+import contextlib
 from collections import deque
 from collections.abc import Iterable
 from typing import Any, Protocol, TypeGuard
@@ -87,6 +88,7 @@ class Session:
         view: What was chosen before, as remembered settings have it.
         watch: Raises alerts; None: there are none.
         hook: Is sent the alerts too, and tells what went wrong with it as alerts.
+        other: A run that this one is compared with; it belongs to the session too.
     """
 
     def __init__(
@@ -96,8 +98,12 @@ class Session:
         view: View | None = None,
         watch: Watch | None = None,
         hook: Hook | None = None,
+        other: Source | None = None,
     ) -> None:
         self.source = source
+        self._other = other
+        self._other_seen: Observation | None = None
+        self._other_state: State | None = None
         self.view = view or View()
         self.waiting_for: str | None = None
         """Why nothing is known of the job yet, once a first look has failed."""
@@ -120,11 +126,20 @@ class Session:
 
     def look(self) -> Observation | Lost:
         """Read the source; what goes wrong is part of the answer."""
+        self._look_at_other()
         try:
             return self.source.read()
         except (TelemetryError, OSError, ValueError) as error:
             # A source that was closed while a thread read it raises a ValueError.
             return Lost(str(error) or type(error).__name__)
+
+    def _look_at_other(self) -> None:
+        """Read the other run, one that has ended once; what cannot be read stays as it was."""
+        known = self._other_seen
+        if self._other is None or (known is not None and known.job.state != "running"):
+            return
+        with contextlib.suppress(TelemetryError, OSError, ValueError):
+            self._other_seen = self._other.read()
 
     def take(self, seen: Observation | Lost) -> int:
         """Fold one look; return how many alerts want to be heard."""
@@ -135,7 +150,7 @@ class Session:
             self._newest = fold_loss_of_source(self._newest, seen.reason)
             num_alerts = 0
         else:
-            state = fold(self._newest, seen)
+            state = self._with_other(fold(self._newest, seen))
             if seen.is_rewound:
                 self._forget_alerts_after(seen.time)
             num_alerts = self._raise_alerts(state)
@@ -144,6 +159,14 @@ class Session:
         if not self.view.is_paused or self._shown is None:
             self._shown = self._newest
         return num_alerts
+
+    def _with_other(self, state: State) -> State:
+        seen, known = self._other_seen, self._other_state
+        if seen is None:
+            return state
+        if known is None or known.job is not seen.job:
+            self._other_state = fold(known, seen)
+        return msgspec.structs.replace(state, other=self._other_state)
 
     def choose(self, **changes: Any) -> None:
         """Change the view."""
@@ -170,6 +193,8 @@ class Session:
         if not self._is_closed:
             self._is_closed = True
             self.source.close()
+            if self._other is not None:
+                self._other.close()
 
     def _raise_alerts(self, state: State) -> int:
         """Note what is new, and return how many alerts want to be heard."""

@@ -19,7 +19,7 @@ MAX_POINTS = 4096
 class Series(msgspec.Struct, frozen=True):
     """One metric over the run, steps ascending."""
 
-    steps: tuple[int, ...]
+    steps: tuple[float, ...]
     values: tuple[float, ...]
 
 
@@ -36,6 +36,8 @@ class State(msgspec.Struct, frozen=True):
     recorded them, utilisation, power and temperature since it is watched."""
     standing: frozenset[str] = frozenset()
     """Kinds of the findings at the look before."""
+    other: "State | None" = None
+    """The run that this one is compared with."""
     lost: str | None = None
     """Why the job can no longer be read, while its last data stay on the screen."""
 

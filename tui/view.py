@@ -52,7 +52,15 @@ class View(msgspec.Struct, frozen=True):
     is_log: bool = False
     """Whether the chart's values stand on a logarithmic axis."""
     zoom: int = 0
-    """Charts show the newest 1 / 2**zoom of the steps."""
+    """Charts show 1 / 2**zoom of the steps."""
+    pan: float | None = None
+    """The last step, or second, that they show; None: the newest."""
+    cursor: float | None = None
+    """The step, or second, at which they tell their values; None: the newest."""
+    is_time: bool = False
+    """Whether charts of the run have seconds since its begin as their axis."""
+    chart_row: int = 0
+    """The first row of charts that is shown."""
     is_smooth: bool = False
     """Whether charts show a moving mean."""
     is_paused: bool = False

@@ -112,6 +112,8 @@ class AutoStrategy(MeshStrategy):
             rank_zero_info(f"bolt_auto: {name} on {self.world_size} ranks: {why}.")
             self.add_axis(_axis_of(name))
             self.chosen = name
+        if self.chosen is not None:
+            self.recorder.chose(f"{type(self).__name__}: {self.chosen}")
         super().setup(trainer)
 
     def _evaluate(self, trainer: Trainer) -> None:

@@ -44,6 +44,10 @@ def run_command(arguments: list[str]) -> int:
         # Whoever reads stdout has seen enough. Python would complain once more while it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except OSError as error:
+        if error.filename is None:
+            raise
+        return _complain(f"{error.filename} cannot be used: {error.strerror}.", 2)
     return result if isinstance(result, int) else 0
 
 

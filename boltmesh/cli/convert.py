@@ -85,8 +85,9 @@ def export(
     folder as Hugging Face has them. One tensor is in memory at a time.
     """
     from boltmesh.conversion.export_checkpoint import export as write
+    from boltmesh.strategies.checkpoint.shard_reader import refusing_nonsense
 
-    with stopped_cleanly(), _Bar() as bar:
+    with stopped_cleanly(), refusing_nonsense(checkpoint), _Bar() as bar:
         lines = write(
             checkpoint,
             target,
@@ -121,6 +122,7 @@ def import_command(
     file, or a folder of them as Hugging Face has it. One tensor is in memory at a time.
     """
     from boltmesh.conversion.import_checkpoint import import_checkpoint
+    from boltmesh.strategies.checkpoint.shard_reader import refusing_nonsense
 
     pairs = {}
     for each in ties:
@@ -128,7 +130,7 @@ def import_command(
         if not (name and equals and kept):
             raise click.BadParameter(f"{each!r} is not NAME=STORED.", param_hint="--tie")
         pairs[name] = kept
-    with stopped_cleanly():
+    with stopped_cleanly(), refusing_nonsense(source):
         lines = import_checkpoint(source, target, prefix=prefix, ties=pairs, force=force)
     click.echo("\n".join(lines))
     return 0

@@ -18,9 +18,14 @@ REMOTE_COMMAND = click.option(
 
 @click.command()
 @click.argument("job", required=False)
+@click.argument("other", required=False)
 @click.option("--once", is_flag=True, help="Print a summary, and stop.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, a line for each look.")
-@click.option("--demo", is_flag=True, help="Show a made-up job.")
+@click.option(
+    "--demo",
+    is_flag=True,
+    help="Show a made-up job: healthy, straggler, input_bound, hang, crashed or gpu.",
+)
 @click.option("--replay", type=click.Path(path_type=Path), help="Show a recording.")
 @click.option(
     "--at",
@@ -48,6 +53,7 @@ REMOTE_COMMAND = click.option(
 )
 def top(
     job: str | None,
+    other: str | None,
     once: bool,
     as_json: bool,
     demo: bool,
@@ -65,11 +71,14 @@ def top(
     """Watch a running job, or look back at one that has ended.
 
     JOB is an id, the beginning of one, or the folder of a job; without it the running one.
+    With --demo it is what happens to the made-up job.
+    With OTHER the two are compared; each may be a recording.
     """
     from boltmesh.tui.commands.top import top as show
 
     return show(
         job,
+        other,
         once=once,
         as_json=as_json,
         demo=demo,

@@ -13,7 +13,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,8 +23,8 @@ from types import FrameType
 from boltmesh.errors import TelemetryError
 from boltmesh.launch.rank import RENDEZVOUS_VARIABLE, SUPERVISOR_VARIABLE, stop_line, traceback_hint
 from boltmesh.launch.stopping import HANDLED, STOPPING, describe_stop
-from boltmesh.process import ProcessId, describe_exit, write_stderr
-from boltmesh.rank_reports import Report, read_reports, store_traceback
+from boltmesh.process import describe_exit, write_stderr
+from boltmesh.rank_reports import Report, make_report_folder, read_reports, store_traceback
 from boltmesh.telemetry.job import ID_VARIABLE, job_path, record_end
 
 _FROM_OUTSIDE = {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
@@ -132,8 +131,6 @@ def where_it_was(job_id: str, rank: int, pid: int) -> str:
     return (f" in {found.phase}" if found.phase else "") + f" after step {found.global_step}"
 
 
-_FOLDERS = "boltmesh-ranks-"
-"""Begins the names of the folders in which ranks write their reports; their supervisor follows."""
 POLL_S = 0.1
 FAILED_GRACE_S = 2.0
 """Seconds that the other ranks have to fail by themselves after the first one."""
@@ -175,18 +172,6 @@ class _RankProcess:
             os.killpg(self.process.pid, signal.SIGKILL)
 
 
-def remove_killed_folders(temporary: Path) -> None:
-    """Delete the folders of reports that killed supervisors of this user have left."""
-    for folder in temporary.glob(f"{_FOLDERS}*-*-*-*"):
-        machine, pid, started, _ = folder.name.removeprefix(_FOLDERS).split("-", 3)
-        if not (pid.isdecimal() and started.isdecimal()):
-            continue
-        with contextlib.suppress(OSError):
-            is_own = folder.lstat().st_uid == os.geteuid() and not folder.is_symlink()
-            if is_own and ProcessId(machine, int(pid), int(started)).has_ended():
-                shutil.rmtree(folder)
-
-
 class Supervisor:
     """Runs ``python -m boltmesh ARGUMENTS`` once per rank of this host.
 
@@ -225,10 +210,7 @@ class Supervisor:
 
     def run(self) -> int:
         """Start the ranks, wait for them, and return the exit code of the job."""
-        remove_killed_folders(Path(tempfile.gettempdir()))
-        own = ProcessId.own()
-        prefix = f"{_FOLDERS}{own.machine}-{own.pid}-{own.started}-"
-        self._folder = Path(tempfile.mkdtemp(prefix=prefix))
+        self._folder = make_report_folder()
         try:
             with self._handled_signals():
                 self._start()
@@ -297,6 +279,9 @@ class Supervisor:
         # Every rank would otherwise start one thread per core of the machine.
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         environment.setdefault("OMP_NUM_THREADS", str(max(1, (cores or 1) // self.num_ranks)))
+        if "PYTORCH_ALLOC_CONF" not in environment:
+            # Gathered parameters of changing sizes would fragment a GPU's memory.
+            environment.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
         if sys.platform.startswith("linux"):  # all ranks are on this host, whatever its name
             environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
         return environment

@@ -321,6 +321,18 @@ def read_private(path: Path) -> bytes:
         return file.read(MAX_JSON_BYTES)
 
 
+Stamp = tuple[int, int, int]
+
+
+def stamp_of(path: Path) -> Stamp | None:
+    """Return what changes with a file's content, for files that are only ever replaced."""
+    try:
+        found = os.lstat(path)
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns, found.st_size
+
+
 def _program(command: Sequence[str]) -> str:
     return Path(command[0]).stem if command and command[0] else "python"
 

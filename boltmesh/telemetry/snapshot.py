@@ -176,6 +176,16 @@ class OffloadTotal(msgspec.Struct, frozen=True, gc=False):
     """Over that time, in the recent steps."""
 
 
+class ExpertLoad(msgspec.Struct, frozen=True, gc=False):
+    """Rows that one rank has sent to the experts of one module, in forward passes of training."""
+
+    module: str
+    rows: tuple[int, ...]
+    """By expert, since the run began."""
+    recent: tuple[int, ...]
+    """Those of the last seconds."""
+
+
 class Chunk(msgspec.Struct, frozen=True, gc=False):
     """One microbatch in one stage of a pipeline, as this rank ran it."""
 
@@ -296,6 +306,8 @@ class RankSnapshot(msgspec.Struct, frozen=True):
     """Records of its file that were damaged, or of a version that this reader does not know."""
     output: tuple[str, ...] = ()
     """The newest lines that this rank has printed, oldest first, without secrets."""
+    experts: tuple[ExpertLoad, ...] = ()
+    """Loads of divided experts, in the order of the model."""
     is_summary: bool = False
     """Known only through the job's own store, from another host: no steps, no collectives."""
 
@@ -345,8 +357,9 @@ class JobSnapshot(msgspec.Struct, frozen=True):
     pipeline: PipelinePlan | None = None
     alerts: AlertThresholds = AlertThresholds()
     trends: tuple[MetricPoint, ...] = ()
-    """``step_s``, ``tokens_per_s`` and ``memory_bytes`` over the whole run, thinned, of rank 0; the
-    tokens are those of the whole job."""
+    """``step_s``, ``tokens_per_s``, ``memory_bytes``, ``bytes_per_s``, ``bubble_ratio`` and the
+    clock ``wall_s`` over the whole run, thinned, of rank 0; the tokens are those of the whole
+    job."""
     tensor_plan: TensorPlanTable | None = None
     """None where no layer is divided, or nobody has told."""
     stop_reason: str | None = None

@@ -35,9 +35,9 @@ from boltmesh.strategies.checkpoint.manifest import (
 )
 from boltmesh.strategies.checkpoint.optimizer_state import is_named
 from boltmesh.strategies.checkpoint.safe_load import safe_load
-from boltmesh.strategies.checkpoint.shard_reader import ShardReader, stored
+from boltmesh.strategies.checkpoint.shard_reader import ShardReader, refusing_nonsense, stored
 from boltmesh.strategies.checkpoint.shard_writer import PiecePlanner, ShardWriter
-from boltmesh.strategies.checkpoint.storage.folder import Draft, DraftStart, folder_at
+from boltmesh.strategies.checkpoint.storage.folder import Draft, DraftStart, Folder, folder_at
 
 MODEL, OPTIMIZERS = "state_dict", "optimizer_states"
 """Keys of a Lightning checkpoint whose tensors may be shards."""
@@ -152,7 +152,11 @@ def load_directory(place: str | Path, *, checks_files: bool = True) -> dict[str,
             f"{place} is no complete checkpoint: {fault}. Resume from another one; a directory "
             f"of another program has to be made a single file first."
         )
-    folder = folder_at(place)
+    with refusing_nonsense(place):
+        return _read(folder_at(place))
+
+
+def _read(folder: Folder) -> dict[str, Any]:
     rest = BytesIO(read_checked(folder, REST))
     checkpoint: dict[str, Any] = safe_load(rest, f"{folder}/{REST}")
     reader = ShardReader(*files_of(folder), read_checked(folder, METADATA))
@@ -183,8 +187,10 @@ def find_damage(place: str | Path, *, threads: int = 1) -> str | None:
         return fault
     folder = folder_at(place)
     try:
-        read_checked(folder, REST)
-        reader = ShardReader(*files_of(folder), read_checked(folder, METADATA))
+        with refusing_nonsense(place):
+            read_checked(folder, REST)
+            metadata = read_checked(folder, METADATA)
+        reader = ShardReader(*files_of(folder), metadata)
         with ThreadPoolExecutor(threads) as pool:
             for _ in pool.map(reader.check, reader.pieces()):
                 pass

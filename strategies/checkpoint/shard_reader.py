@@ -11,7 +11,8 @@ loading run as usual, and no rank holds a full tensor.
 import io
 import pickle
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from typing_extensions import override
 
-from boltmesh.errors import CheckpointError
+from boltmesh.errors import BoltMeshError, CheckpointError
 from boltmesh.strategies.checkpoint.chunks import (
     DimDivision,
     OffloadedChunk,
@@ -55,6 +56,28 @@ _TORCH_NAMES = {
 }
 
 
+@contextmanager
+def refusing_nonsense(place: object) -> Iterator[None]:
+    """Name the checkpoint in errors that come of what it holds.
+
+    Raises:
+        CheckpointError: It has what no checkpoint has.
+    """
+    try:
+        yield
+    except (BoltMeshError, torch.OutOfMemoryError):
+        raise
+    except (
+        ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError,
+        ValueError,
+    ) as error:  # fmt: skip
+        reason = "".join(each if each.isprintable() else "?" for each in str(error)[:200])
+        raise CheckpointError(
+            f"{place} has contents that contradict each other ({type(error).__name__}: {reason}). "
+            f"Take another checkpoint."
+        ) from error
+
+
 class ShardReader:
     """The tensors of one directory.
 
@@ -74,7 +97,10 @@ class ShardReader:
 
     def paths(self) -> dict[str, tuple[str, ...]]:
         """Each tensor's name in the directory, and the keys under which it was saved."""
-        return {name: tuple(map(str, keys)) for name, keys in self._metadata.planner_data.items()}
+        with refusing_nonsense(self._folder):
+            return {
+                name: tuple(map(str, keys)) for name, keys in self._metadata.planner_data.items()
+            }
 
     def size_and_dtype(self, name: str) -> tuple[torch.Size, torch.dtype]:
         """Size and dtype of the full tensor."""
@@ -98,7 +124,10 @@ class ShardReader:
     def pieces(self) -> list[MetadataIndex]:
         """All pieces of all tensors, in the order in which they are stored."""
         places = self._metadata.storage_data
-        return sorted(places, key=lambda index: (places[index].relative_path, places[index].offset))
+        with refusing_nonsense(self._folder):
+            return sorted(
+                places, key=lambda index: (places[index].relative_path, places[index].offset)
+            )
 
     def check(self, index: MetadataIndex) -> None:
         """Compare the checksum of a piece.
@@ -107,17 +136,20 @@ class ShardReader:
             CheckpointError: The bytes are not those that were written.
             OSError: They could not be read.
         """
-        self._read(index)
+        with refusing_nonsense(self._folder):
+            self._read(index)
 
     def _entry(self, name: str) -> TensorStorageMetadata:
-        entry = self._metadata.state_dict_metadata[name]
-        assert isinstance(entry, TensorStorageMetadata)
+        with refusing_nonsense(self._folder):
+            entry = self._metadata.state_dict_metadata[name]
+            assert isinstance(entry, TensorStorageMetadata), f"{name!r} is no tensor"
         return entry
 
     def _fill(self, name: str, part: Tensor, chunk: ChunkStorageMetadata) -> None:
-        for item in create_read_items_for_chunk_list(name, self._entry(name), [chunk]):
-            piece = narrow(self._piece(item.storage_index), item.storage_offsets, item.lengths)
-            narrow(part, item.dest_offsets, item.lengths).copy_(piece)
+        with refusing_nonsense(self._folder):
+            for item in create_read_items_for_chunk_list(name, self._entry(name), [chunk]):
+                piece = narrow(self._piece(item.storage_index), item.storage_offsets, item.lengths)
+                narrow(part, item.dest_offsets, item.lengths).copy_(piece)
 
     def _piece(self, index: MetadataIndex) -> Tensor:
         piece: Tensor = safe_load(self._read(index), f"{self._folder}: {index.fqn}")

@@ -60,6 +60,7 @@ class ContextAxis(Axis):
     name = "context"
     averages_gradients = True
     reasons = SEQUENCES
+    can_compile = False
 
     def __init__(self, options: ContextOptions, size: int | None = None) -> None:
         self.options = options
@@ -188,6 +189,7 @@ class ContextAxis(Axis):
         group = strategy.new_group(self.name, timeout=min(strategy.timeout, _PATIENCE))
         on_device = DryRun(module, step, self._sample, strategy.root_device)
         ContextProof(on_device, self.entries, self._new_state(group), self._judges, blocks).check()
+        dist.destroy_process_group(group)
         self._steps.add(step)
 
     def _found(self, run: DryRun, blocks: dict[str, Module]) -> tuple[SequenceEntry, ...]:

@@ -34,8 +34,10 @@ WINDOW_BYTES = 64 << 20
 WINDOW_UNITS = 3
 """... but at least that of this many units."""
 
-AHEAD = 4
-"""Shards that are copied from the host to a device before their use."""
+RING_UNITS = 3
+"""Units that fit into the device's memory for shards that are copied from the host."""
+RING_ALIGNMENT_BYTES = 512
+"""Each shard there takes a multiple of this."""
 
 ALIGNMENT = {"device": 1, "host": 64, "disk": 4096}
 """The length of a stored tensor is rounded up to a multiple of this, in bytes."""
@@ -173,7 +175,9 @@ def fetched_ahead(model: ModelShape, sharing: ShardingLayout, job: JobShape) -> 
     if sharing.parameter_place == "disk":
         of_units = list(map(sum, sizes))
         return min(sum(of_units), _window(max(of_units, default=0)))
-    return sum(sorted((each for unit in sizes for each in unit), reverse=True)[: AHEAD + 1])
+    unit_bytes = RING_ALIGNMENT_BYTES
+    rings = [sum(-(-each // unit_bytes) * unit_bytes for each in unit) for unit in sizes]
+    return min(sum(rings), RING_UNITS * max(rings, default=0))
 
 
 def _ring(sizes: list[int]) -> int:

@@ -13,7 +13,6 @@ collective for a rank that never enters it.
 
 import hashlib
 import threading
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
@@ -132,7 +131,8 @@ class OrderCheck:
         )
         self._order = KnownOrder()
         self._events: dict[tuple[str, ...], CollectiveEvent] = {}
-        self._history: deque[CollectiveEvent] = deque(maxlen=_REMEMBERED_EVENTS)
+        # A ring, whole from the beginning, so that a long run does not grow by it.
+        self._history: list[CollectiveEvent | None] = [None] * _REMEMBERED_EVENTS
         self._count = 0
         self._lock = threading.Lock()
         self._is_on = False
@@ -170,7 +170,6 @@ class OrderCheck:
         self._is_on, self._has_failed, self._is_evaluating = True, False, False
         self._order.restart(START)
         with self._lock:  # a run that failed may have left ranks at different places
-            self._history.clear()
             self._count = 0
         self._watchdog.start()
 
@@ -208,8 +207,10 @@ class OrderCheck:
     def call_at(self, index: int) -> str | None:
         """Return this rank's call by its number from the start; None if it is not known."""
         with self._lock:
-            position = index - (self._count - len(self._history))
-            return self._history[position].text if 0 <= position < len(self._history) else None
+            if not max(0, self._count - _REMEMBERED_EVENTS) <= index < self._count:
+                return None
+            event = self._history[index % _REMEMBERED_EVENTS]
+            return None if event is None else event.text
 
     def _before_reduction(self, named: str, reduced: Sequence[str], missing: Sequence[str]) -> None:
         key = (named, *reduced)
@@ -248,7 +249,7 @@ class OrderCheck:
         if not self._is_on or self._is_synchronized():
             return
         with self._lock:
-            self._history.append(event)
+            self._history[self._count % _REMEMBERED_EVENTS] = event
             self._count += 1
         self._watchdog.board.note_progress()
         if not self._order.matches_last(event.key):

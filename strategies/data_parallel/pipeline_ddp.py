@@ -26,7 +26,7 @@ from boltmesh.strategies.data_parallel.axis import PipelineDataAxis
 from boltmesh.strategies.data_parallel.expected_memory import expected_held_memory
 from boltmesh.strategies.data_parallel.param_state import BufferSync
 from boltmesh.strategies.engine.data_axis import AxisContext
-from boltmesh.strategies.torch_compat.communication import broadcast_coalesced
+from boltmesh.strategies.torch_compat.communication import broadcast_coalesced, sum_flags
 from boltmesh.telemetry.snapshot import MemoryKind
 from boltmesh.telemetry.traffic import ExpectedTraffic
 
@@ -51,11 +51,11 @@ def agree_on_gradients(
         ConfigError: For sparse gradients.
         DivergenceError: When some ranks have a loss and others have none.
     """
-    flags = [int(has_loss), *(int(each.grad is not None) for each in trained)]
-    counted = torch.tensor(flags, dtype=FLAG, device=device)
-    dist.all_reduce(counted, group=group)
-    num_losses, *counts = counted.tolist()
+    flags = [has_loss, *(each.grad is not None for each in trained)]
+    num_losses, *counts = sum_flags(flags, group, device, dtype=FLAG)
     size = group.size()
+    if all(flags) and device.type != "cpu":
+        num_losses = size  # not asked for; a rank without a loss raises the error
     if num_losses not in {0, size}:
         raise DivergenceError(
             f"training_step gave a loss on {num_losses} of {size} data ranks and None on the "

@@ -7,6 +7,7 @@ calls them one after the other. A new axis is a subclass of ``Axis`` and an entr
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
+from boltmesh.errors import ConfigError
 from boltmesh.strategies.checkpoint.chunks import DimDivision
 from boltmesh.strategies.checkpoint.optimizer_state import Take
 from boltmesh.strategies.dry_run.batch_check import BatchDigest
@@ -60,6 +62,10 @@ class Axis:
     then averages, shards and replicates over both."""
     divides_modules = False
     """Whether parameters are whole, each on some of the ranks."""
+    cuda_variables: Mapping[str, str] = MappingProxyType({})
+    """Variables of the environment for CUDA on ranks of the axis, where they are not set."""
+    can_compile = True
+    """Whether blocks may be compiled: the compiler can trace what ranks exchange within them."""
     reasons: Reasons | None = None
     """Why ranks of the axis cannot do separately what one process does, for error messages."""
 
@@ -87,6 +93,11 @@ class Axis:
             ConfigError: When an option contradicts one of the strategy or of an outer axis.
         """
         self.strategy = strategy
+        if strategy.compilation.is_on and not self.can_compile:
+            raise ConfigError(
+                f"compile_blocks=True cannot trace what ranks of a {self.name} axis exchange "
+                f"within layers. Leave compile_blocks or {self.name} out."
+            )
 
     def check_layout(self, layout: MeshLayout) -> None:
         """Refuse sizes of the mesh that the axis cannot run on.

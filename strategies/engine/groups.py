@@ -3,6 +3,7 @@
 Nothing here depends on a model; ``strategy.py`` puts one on the axes.
 """
 
+import os
 import warnings
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
@@ -25,6 +26,12 @@ from boltmesh.strategies.engine.axis import Axis
 from boltmesh.strategies.engine.data_axis import DataAxis
 from boltmesh.strategies.lightning_compat.launchers import MultiProcessingLauncher, ScriptLauncher
 from boltmesh.strategies.mesh import AXES, MeshLayout, fit_layout
+from boltmesh.strategies.topology.cuda_devices import (
+    CORES,
+    explain_cuda,
+    near_cores,
+    refuse_devices,
+)
 from boltmesh.strategies.topology.gather import gather_topology
 from boltmesh.strategies.topology.slow_links import find_slow_groups
 from boltmesh.strategies.torch_compat.communication import device_index
@@ -222,7 +229,28 @@ class RankMeshStrategy(ParallelStrategy):
 
     @override
     def setup_environment(self) -> None:
+        try:
+            self._setup_environment()
+        except RuntimeError as error:
+            explained = explain_cuda(error, os.environ)
+            if explained is None:
+                raise
+            raise explained from error
+
+    def _prepare_cuda(self) -> None:
+        """Check the devices of this host's ranks, and set what CUDA reads when it starts."""
+        if self.root_device.type != "cuda":
+            return
+        for axis in self.axes:
+            for name, value in axis.cuda_variables.items():
+                os.environ.setdefault(name, value)
+        refuse_devices(self.parallel_devices or [], torch.cuda.device_count, os.environ)
+
+    def _setup_environment(self) -> None:
+        self._prepare_cuda()
         super().setup_environment()
+        if self.root_device.type == "cuda":
+            CORES.bind(near_cores(torch.cuda.get_device_properties(self.root_device)))
         self._reset_seed()
         self.set_world_ranks()
         assert self.cluster_environment is not None

@@ -27,6 +27,7 @@ from boltmesh.strategies.checkpoint.adapters import TRAINABLE_ONLY
 from boltmesh.strategies.checkpoint.async_save import refuse_beside
 from boltmesh.strategies.checkpoint.file import AtomicCheckpointIO
 from boltmesh.strategies.checkpoint.shared_fs_check import mend_folders, refuse_unshared_folders
+from boltmesh.strategies.compiled_blocks import CompiledBlocks
 from boltmesh.strategies.deferred_initialization.deferred import deferred_init
 from boltmesh.strategies.deferred_initialization.materialize import materialize
 from boltmesh.strategies.dry_run.broadcast import share_random_state
@@ -66,6 +67,7 @@ class MeshStrategy(LoopStrategy):
         timeout_s: How long a collective may take before the run ends with an error, seconds.
         telemetry: Record what ``boltmesh top`` shows.
         activation_checkpointing, activation_offload: As for ``ActivationCheckpointing``.
+        compile_blocks: Compile each repeated block by ``torch.compile``, for training.
         tile_logits: As for ``LogitTiling``: positions whose logits exist at the same time.
         seed: Give every data rank a random stream of its own, derived from this number, once the
             model is built: dropout then differs between ranks and repeats between runs. With None
@@ -95,6 +97,7 @@ class MeshStrategy(LoopStrategy):
         telemetry: bool = True,
         activation_checkpointing: Recompute | None = None,
         activation_offload: bool | str | Path = False,
+        compile_blocks: bool = False,
         tile_logits: int | None = None,
         seed: int | None = None,
         async_save: bool = False,
@@ -124,6 +127,7 @@ class MeshStrategy(LoopStrategy):
             self.checkpoint_io = checkpoint_io  # which ranks with shards refuse
         self.telemetry = telemetry
         self.recomputation = ActivationCheckpointing(activation_checkpointing, activation_offload)
+        self.compilation = CompiledBlocks(activation_checkpointing, is_on=compile_blocks)
         self.logit_tiling = LogitTiling(tile_logits)
         self.seed = seed
         self.async_save = async_save
@@ -265,6 +269,7 @@ class MeshStrategy(LoopStrategy):
             refuse_beside(trainer, self.checkpoint_io, keeps_state_on_disk=keeps_state_on_disk)
             self.checkpoints.open()
         assert self.model is not None
+        self.compilation.put_on(self.model, self.root_device)
         self.recomputation.put_on(self.model, rank=self.global_rank, recorder=self.recorder)
         self.logit_tiling.put_on(self.model, is_divided=self.divides_layers)
         if self._layer_sync is not None:
@@ -332,8 +337,6 @@ class MeshStrategy(LoopStrategy):
     def holds_buffer(self, name: str) -> bool:
         """Whether this rank has the model's value of a buffer, and not what it needs no longer."""
         return all(axis.holds_buffer(name) for axis in self.axes)
-
-    # Forecasts.
 
     def expected_traffic(self) -> list[ExpectedTraffic]:
         """What one optimizer step should move on this rank, to be shown beside what it moved.
@@ -452,8 +455,6 @@ class MeshStrategy(LoopStrategy):
         else:
             super().load_optimizer_state_dict(checkpoint)
 
-    # Ending.
-
     @override
     def on_exception(self, exception: BaseException) -> None:
         self.explain(exception)
@@ -482,8 +483,8 @@ class MeshStrategy(LoopStrategy):
         if self.sigterm is not None:
             self.sigterm.end()
             self.sigterm = None
-        self.recomputation.take_off()
-        self.logit_tiling.take_off()
+        for feature in (self.recomputation, self.compilation, self.logit_tiling):
+            feature.take_off()
         self.model = self.lightning_module
         if (
             self.model is not None

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from typing_extensions import override
@@ -51,6 +52,7 @@ class ExpertAxis(Axis):
     name = "expert"
     folds = "data"
     shares_batches = False
+    can_compile = False
 
     def __init__(self, asked: int | str) -> None:
         self.asked = asked
@@ -244,11 +246,16 @@ class ExpertAxis(Axis):
                 warnings.warn(f"Experts that are not divided: {text}.", stacklevel=2)
         for divided in self.divided.values():
             divided.put_on()
+            divided.count = self._count
         one = next(iter(self.divided.values()))
         rank_zero_info(
             f"Experts: {len(self.divided)} modules such as {one.name!r}, "
             f"{one.exchange.num_local} of {one.experts.num_experts} experts on each rank."
         )
+
+    def _count(self, name: str, chosen: Tensor, num_experts: int) -> None:
+        # The recorder is that of the run: another one for each fit.
+        self.strategy.recorder.expert_rows(name, chosen, num_experts)
 
     @override
     def owned_rows(self) -> OwnedRows | None:

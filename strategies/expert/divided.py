@@ -40,6 +40,8 @@ class DividedExperts:
     ) -> None:
         self.module, self.experts, self.name = module, experts, experts.name
         self.exchange = ExpertExchange(experts.name, experts.num_experts, group)
+        self.count: Callable[[str, Tensor, int], None] = _uncounted
+        """Called with the module's name, the experts that it has chosen, and their number."""
         self._forward = module.forward
         self._around = around
         given = arguments(call.args, call.kwargs)
@@ -100,6 +102,7 @@ class DividedExperts:
             chosen = given[slots["experts"]].flatten(0, -2)
             weights = self._weights(given, chosen, flat)
         self._weights_type = weights.dtype
+        self.count(self.name, chosen, self.experts.num_experts)
         result = self.exchange.run(flat, chosen.long(), weights, self._computing(args, kwargs))
         return result.reshape(*rows.shape[:-1], self.shape.output_width)
 
@@ -185,3 +188,7 @@ class DividedExperts:
             **{slot: value for slot, value in given.items() if isinstance(slot, str)},
         )
         return result
+
+
+def _uncounted(_: str, __: Tensor, ___: int) -> None:
+    """Count nothing."""

@@ -17,6 +17,7 @@ from types import TracebackType
 
 from boltmesh.rank_reports import (
     Report,
+    make_report_folder,
     read_reports,
     report_of_error,
     store_traceback,
@@ -43,8 +44,7 @@ class RankErrors:
     @staticmethod
     def open_folder() -> None:
         """Make a folder for reports, which processes that are started later inherit."""
-        folder = tempfile.mkdtemp(prefix="boltmesh-ranks-")
-        os.environ[_FOLDER] = folder
+        os.environ[_FOLDER] = str(make_report_folder())
         atexit.register(RankErrors.remove_folder, of=os.getpid())
 
     @staticmethod

@@ -8,6 +8,7 @@ Carries stepped parameters from their chunks to the stores that all-gathers read
 import threading
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,7 +18,12 @@ from boltmesh.strategies.offload.access_trace import AccessTrace
 from boltmesh.strategies.offload.buckets import Bucket, BucketChunk, Slot
 from boltmesh.strategies.offload.host_memory import HostArena
 from boltmesh.strategies.offload.store_api import ParameterStore, StateStore
-from boltmesh.strategies.offload.streams import CopyStream, event_on_stream, wait_on_stream
+from boltmesh.strategies.offload.streams import (
+    CopyStream,
+    DeviceRing,
+    event_on_stream,
+    wait_on_stream,
+)
 from boltmesh.strategies.offload.update_rule import PieceGradient
 from boltmesh.telemetry.writer.null_recorder import NullRecorder
 from boltmesh.telemetry.writer.recorder import Recorder
@@ -105,29 +111,27 @@ class DeviceStore(_MemoryStore):
         return {"device": sum(each.nbytes for each in tensors)}
 
 
-NUM_AHEAD = 4
-"""Shards copied to a device before they are asked for; a unit gathers several at once."""
+RING_UNITS = 3
+"""Units that fit into the memory that shards are copied to: one that is gathered, one that FSDP2
+gathers early, and one that is read ahead."""
 
 
 class MemoryParameterStore(ParameterStore):
     """A store that takes a shard in parts, as the chunks that hold it are stepped."""
 
     @abstractmethod
-    def put_part(self, index: int, start: int, value: Tensor) -> None:
-        """Replace a stretch of a shard. ``value`` stays as it is until ``settle``."""
+    def put_part(self, index: int, start: int, value: Tensor) -> torch.Event | None:
+        """Replace a stretch of a shard.
 
-    @abstractmethod
-    def settle(self) -> None:
-        """Return when the values given to ``put_part`` so far may be overwritten."""
+        Returns:
+            What passes when ``value`` may be overwritten; None where it may at once.
+        """
 
     @override
     def put(self, index: int, value: Tensor) -> None:
-        self.put_part(index, 0, value)
-        self.settle()
-
-    @override
-    def flush(self) -> None:
-        self.settle()
+        copied = self.put_part(index, 0, value)
+        if copied is not None:
+            copied.synchronize()
 
 
 class DeviceParameterStore(MemoryParameterStore):
@@ -160,7 +164,7 @@ class DeviceParameterStore(MemoryParameterStore):
         self._read[index] = event_on_stream(self._device)
 
     @override
-    def put_part(self, index: int, start: int, value: Tensor) -> None:
+    def put_part(self, index: int, start: int, value: Tensor) -> torch.Event | None:
         here = self._shards[index][start : start + value.numel()]
         # State that is on the device too has just been submitted on this thread's stream.
         stepped = None if value.device.type == "cpu" else event_on_stream(self._device)
@@ -172,9 +176,10 @@ class DeviceParameterStore(MemoryParameterStore):
                     value = value.to(self._device, non_blocking=True)
             here.copy_(value)
             self._written[index] = event_on_stream(self._device)
+        return self._written[index]
 
     @override
-    def settle(self) -> None:
+    def flush(self) -> None:
         self._lane.synchronize()
 
     @override
@@ -186,12 +191,27 @@ class DeviceParameterStore(MemoryParameterStore):
         return {"device": sum(each.nbytes for each in self._shards.values())}
 
 
+@dataclass
+class _DeviceShard:
+    """A shard that was copied to the device."""
+
+    value: Tensor
+    copied: torch.Event | None
+    part: Tensor | None
+    """The part of the ring; None where the value has memory of its own."""
+    read: torch.Event | None = None
+    """Passes when the device has read the value for the last time so far."""
+    is_in_use: bool = False
+
+
 class HostParameterStore(MemoryParameterStore):
     """Shards in host memory; on an accelerator they are copied to it ahead of their use.
 
     Args:
         device: Where the model is computed.
         num_bytes: What is to be stored, as ``HostArena.bytes_of`` counts it.
+        ring_bytes: Device memory for shards that are copied there. A shard that is needed while
+            the ring is full gets memory of its own.
         is_current: Whether a shard has been through the last step: others are not read ahead.
         recorder: Is told of copies to the device.
     """
@@ -201,17 +221,23 @@ class HostParameterStore(MemoryParameterStore):
         device: torch.device,
         num_bytes: int = 0,
         *,
+        ring_bytes: int = 0,
         is_current: Callable[[int], bool] = lambda _: True,
         recorder: Recorder | NullRecorder | None = None,
     ) -> None:
         self._arena = HostArena(device, num_bytes)
         self._device = device
+        self._is_on_host = device.type == "cpu"
         self._is_current = is_current
         self._lane = CopyStream(device, recorder)
         self._order = AccessTrace()
         self._shards: dict[int, Tensor] = {}
-        self._ahead: dict[int, tuple[Tensor, torch.Event | None]] = {}
+        self._ahead: dict[int, _DeviceShard] = {}
+        self._outdated: dict[int, _DeviceShard] = {}
+        """Replaced on the host while they were in use."""
         self._copied: dict[int, torch.Event | None] = {}
+        self._ring_bytes = ring_bytes
+        self._ring: DeviceRing | None = None
         self._lock = threading.Lock()
 
     @override
@@ -226,68 +252,118 @@ class HostParameterStore(MemoryParameterStore):
 
     @override
     def get(self, index: int) -> Tensor:
-        if self._device.type == "cpu":
+        if self._is_on_host:
             return self._shards[index]
         with self._lock:
             self._order.note(index)
-            if index not in self._ahead:
-                self._copy(index)
-            shard, event = self._ahead[index]
+            shard = self._ahead.get(index) or self._copy(index, is_ahead=False)
+            assert shard is not None
+            shard.is_in_use = True
             for following in self._order.upcoming():
-                if len(self._ahead) > NUM_AHEAD or not self._is_current(following):
+                if not self._is_current(following):
                     break
-                if following not in self._ahead:
-                    self._copy(following)
-        wait_on_stream(self._device, event)
-        return shard
+                if following not in self._ahead and self._copy(following, is_ahead=True) is None:
+                    break
+        wait_on_stream(self._device, shard.copied)
+        return shard.value
 
     @override
     def get_part(self, index: int, start: int, stop: int) -> Tensor:
         # Waits for the copy, so nobody has to wait for it before the shard is replaced.
         return self._shards[index][start:stop].to(self._device, copy=True)
 
-    def _copy(self, index: int) -> None:
-        with self._lane.after(None):
-            with self._lane.meter.copy("read", self._shards[index].nbytes):
-                shard = self._shards[index].to(self._device, non_blocking=True)
+    def _copy(self, index: int, *, is_ahead: bool) -> _DeviceShard | None:
+        """Copy a shard to the device; None where one that is read ahead finds no room."""
+        here = self._shards[index]
+        if self._ring is None:
+            self._ring = DeviceRing(
+                torch.empty(self._ring_bytes, dtype=torch.uint8, device=self._device)
+            )
+            # The ring's memory was freed by work of the stream that allocated it.
+            with self._lane.after(event_on_stream(self._device)):
+                pass
+        taken = self._ring.take(here.nbytes)
+        if taken is None and is_ahead:
+            return None
+        part, events = taken or (None, [])
+        with self._lane.after(*events):
+            with self._lane.meter.copy("read", here.nbytes):
+                if part is None:
+                    value = here.to(self._device, non_blocking=True)
+                else:
+                    value = part[: here.nbytes].view(here.dtype)
+                    value.copy_(here, non_blocking=True)
             event = event_on_stream(self._device)
-        self._ahead[index] = shard, event
+        shard = self._ahead[index] = _DeviceShard(value, event, part)
         self._copied[index] = event
+        return shard
 
     @override
     def release(self, index: int) -> None:
-        if self._device.type == "cpu":
+        if self._is_on_host:
             return
         with self._lock:
-            soon = [each for each, _ in zip(self._order.upcoming(), range(NUM_AHEAD), strict=False)]
-            if index not in soon and index in self._ahead:
-                # Its memory belongs to the copying stream, and is in use on this one.
-                shard, _ = self._ahead.pop(index)
-                shard.record_stream(torch.accelerator.current_stream(self._device))
+            shard = self._outdated.pop(index, None)
+            if shard is None:
+                shard = self._ahead.get(index)
+                if shard is None:
+                    return
+                shard.is_in_use, shard.read = False, event_on_stream(self._device)
+                if self._is_needed_soon(index):
+                    return
+                del self._ahead[index]
+            shard.read = event_on_stream(self._device)
+            self._free(shard)
+
+    def _is_needed_soon(self, index: int) -> bool:
+        """Whether a shard is asked for again before the ring is full of others."""
+        num_bytes = 0
+        for following in self._order.upcoming():
+            if following == index:
+                return True
+            num_bytes += self._shards[following].nbytes
+            if RING_UNITS * num_bytes > self._ring_bytes:  # a unit is read ahead already
+                break
+        return False
+
+    def _free(self, shard: _DeviceShard) -> None:
+        if shard.part is not None:
+            assert self._ring is not None
+            self._ring.give_back(shard.part, shard.read or shard.copied)
+        else:  # Its memory belongs to the copying stream, and is in use on this one.
+            shard.value.record_stream(torch.accelerator.current_stream(self._device))
 
     @override
-    def put_part(self, index: int, start: int, value: Tensor) -> None:
+    def put_part(self, index: int, start: int, value: Tensor) -> torch.Event | None:
         with self._lock:
-            self._ahead.pop(index, None)
+            shard = self._ahead.pop(index, None)
+            if shard is not None and shard.is_in_use:
+                self._outdated[index] = shard
+            elif shard is not None:
+                self._free(shard)
             copied = self._copied.pop(index, None)
         if copied is not None:
             copied.synchronize()
         self._shards[index][start : start + value.numel()].copy_(value)
+        return None
 
     @override
-    def settle(self) -> None:
+    def flush(self) -> None:
         pass
 
     @override
     def close(self) -> None:
         self._ahead.clear()
+        self._outdated.clear()
+        self._ring = None
         self._shards.clear()
         self._arena = HostArena(self._device)
 
     @override
     def bytes_by_place(self) -> dict[str, int]:
-        ahead = sum(shard.nbytes for shard, _ in list(self._ahead.values()))
-        return {"host": self._arena.num_bytes, "device": ahead}
+        ring = self._ring.num_bytes if self._ring is not None else 0
+        own = sum(each.value.nbytes for each in list(self._ahead.values()) if each.part is None)
+        return {"host": self._arena.num_bytes, "device": ring + own}
 
 
 class ParameterCopies:
@@ -295,6 +371,8 @@ class ParameterCopies:
 
     def __init__(self) -> None:
         self.stores: dict[Slot, ParameterStore] = {}
+        self._in_flight: dict[BucketChunk, list[torch.Event]] = {}
+        """Copies that read the state of chunks, which stays where it is."""
         self._staged: dict[Slot, tuple[Tensor, set[int]]] = {}
 
     def is_written_once(self, bucket: Bucket) -> bool:
@@ -305,29 +383,43 @@ class ParameterCopies:
         """
         return any(self._is_staged(bucket, slot) for slot in bucket.slots)
 
+    def wait(self, chunk: BucketChunk) -> None:
+        """Return when the state of a chunk may be written to."""
+        for each in self._in_flight.pop(chunk, ()):
+            each.synchronize()
+
+    def wait_for_all(self) -> None:
+        """Return when the state of any chunk may be written to, or given back."""
+        for chunk in list(self._in_flight):
+            self.wait(chunk)
+
     def update(self, chunk: BucketChunk, values: Tensor, pieces: Sequence[PieceGradient]) -> None:
-        """Copy the parameters that were stepped out of a chunk, which may be reused afterwards.
+        """Copy the parameters that were stepped out of a chunk.
+
+        State on the host stays as it is until the chunk is stepped again, so copies of it go on
+        beside the next chunk's step: ``wait`` before the state is written to. That of other
+        places may be reused at once.
 
         Args:
             chunk: The chunk.
             values: Its first tensor.
             pieces: What was stepped.
         """
-        used: set[MemoryParameterStore] = set()
+        copied: list[torch.Event | None] = []
         for each in pieces:
             slot, start, stop = each.piece.slot, each.piece.start, each.piece.stop
             store = self.stores[slot]
             part = values[start - chunk.start : stop - chunk.start]
             if isinstance(store, MemoryParameterStore):
-                store.put_part(slot.index, start - slot.offset, part)
-                used.add(store)
+                copied.append(store.put_part(slot.index, start - slot.offset, part))
             elif self._is_staged(chunk.bucket, slot):
                 self._stage(chunk, slot, start, part)
             else:
                 begin = slot.offset - chunk.start
                 store.put(slot.index, values[begin : begin + slot.padded_numel])
-        for store in used:
-            store.settle()
+        self._in_flight[chunk] = [each for each in copied if each is not None]
+        if chunk.place != "host":
+            self.wait(chunk)
 
     def _is_staged(self, bucket: Bucket, slot: Slot) -> bool:
         # With its padding, which may reach into a chunk that holds nothing else of it.

@@ -6,7 +6,6 @@ One thread is enough: the kernels and the disk release the interpreter's lock, a
 parallel inside. Norms are urgent, since the training thread waits for them before it can clip.
 """
 
-import os
 import threading
 import weakref
 from collections import Counter, deque
@@ -20,8 +19,9 @@ from boltmesh.strategies.offload.buckets import Bucket, BucketChunk, Slot
 from boltmesh.strategies.offload.gradients import BucketGradients
 from boltmesh.strategies.offload.memory_stores import ParameterCopies
 from boltmesh.strategies.offload.store_api import CHUNK_NUMEL
-from boltmesh.strategies.offload.streams import use_device
+from boltmesh.strategies.offload.streams import event_on_stream, own_stream, use_device
 from boltmesh.strategies.offload.update_rule import ChunkStep, Update, UpdateRule
+from boltmesh.strategies.topology.cuda_devices import CORES
 
 CPU = torch.device("cpu")
 
@@ -31,6 +31,8 @@ class WorkerTask:
 
     def __init__(self, run: Callable[[], None], chunk: object = None) -> None:
         self.chunk = chunk
+        self.submitted: torch.Event | None = None
+        """Passes when the device has done what was submitted before the task."""
         self._run = run
         self._is_done = threading.Event()
 
@@ -43,10 +45,12 @@ class WorkerTask:
         """Whether it has run."""
         return self._is_done.is_set()
 
-    def run(self) -> None:
-        """Do it, on the worker."""
+    def run(self, stream: torch.Stream | None = None) -> None:
+        """Do it, on the worker; done is what the device has done."""
         try:
             self._run()
+            if stream is not None:
+                stream.synchronize()
         finally:
             self._run = _nothing  # holds gradients
             self._is_done.set()
@@ -92,6 +96,7 @@ class Worker:
     def submit(self, job: WorkerTask, *, is_urgent: bool = False) -> WorkerTask:
         """Queue a job, before those that are not urgent if it is."""
         self.raise_error()
+        job.submitted = event_on_stream(self._device)
         with self._changed:
             (self._urgent if is_urgent else self._jobs).append(job)
             self._changed.notify_all()
@@ -153,15 +158,17 @@ class Worker:
     def _work(self) -> None:
         use_device(self._device)
         torch.set_num_threads(self._num_threads)  # holds for the calling thread
-        with torch.no_grad():
+        with torch.no_grad(), own_stream(self._device) as stream:
             while (job := self._next()) is not None:
-                self._run(job)
+                self._run(job, stream)
 
-    def _run(self, job: WorkerTask) -> None:
+    def _run(self, job: WorkerTask, stream: torch.Stream | None) -> None:
         try:
+            if stream is not None and job.submitted is not None:
+                stream.wait_event(job.submitted)
             if self._look_ahead is not None and job.chunk is not None:
                 self._look_ahead([job, *self._following()])
-            job.run()
+            job.run(stream)
         except BaseException as error:  # noqa: BLE001 - handed to whoever waits
             with self._changed:
                 self._error = self._error or error
@@ -174,8 +181,7 @@ def worker_threads(device: torch.device, ranks_per_node: int) -> int:
     """What the worker may use of the host: beside an accelerator, the cores less two."""
     if device.type == "cpu":
         return torch.get_num_threads()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(1, (cores or 1) // max(1, ranks_per_node) - 2)
+    return max(1, CORES.num_cores() // max(1, ranks_per_node) - 2)
 
 
 def _nothing() -> None:
@@ -279,6 +285,7 @@ class Stepper:
     def drain(self) -> None:
         """Return when everything submitted is done."""
         self.worker.drain()
+        self._copies.wait_for_all()
         self._pending.clear()
 
     def _submit(self, chunk: BucketChunk, step: BucketStep, action: _Action) -> WorkerTask:
@@ -293,6 +300,7 @@ class Stepper:
         if not pieces:
             return
         assert chunk.store is not None
+        self._copies.wait(chunk)
         state = chunk.store.acquire(chunk.number)
         try:
             action(ChunkStep(state, chunk.start, pieces, step.updates))

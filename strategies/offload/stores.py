@@ -15,12 +15,14 @@ from boltmesh.strategies.offload.disk.state_store import NUM_BUFFERS, DiskStateS
 from boltmesh.strategies.offload.disk.swap_file import Swap
 from boltmesh.strategies.offload.host_memory import HostArena
 from boltmesh.strategies.offload.memory_stores import (
+    RING_UNITS,
     DeviceParameterStore,
     DeviceStore,
     HostParameterStore,
     HostStore,
 )
 from boltmesh.strategies.offload.store_api import CHUNK_NUMEL, ParameterStore, StateStore
+from boltmesh.strategies.offload.streams import aligned
 from boltmesh.telemetry.writer.null_recorder import NullRecorder
 from boltmesh.telemetry.writer.recorder import Recorder
 
@@ -158,8 +160,19 @@ def open_stores(
             is_current=is_current,
         )
     elif large:
-        num_bytes = sum(HostArena.bytes_of(s.padded_numel * s.dtype.itemsize) for s in large)
-        away = HostParameterStore(device, num_bytes, is_current=is_current, recorder=recorder)
+        is_large = set(large)
+        sizes_of = [
+            [s.padded_numel * s.dtype.itemsize for s in bucket.slots if s in is_large]
+            for bucket in buckets
+        ]
+        units = [sum(map(aligned, each)) for each in sizes_of]
+        away = HostParameterStore(
+            device,
+            sum(HostArena.bytes_of(each) for of_unit in sizes_of for each in of_unit),
+            ring_bytes=min(sum(units), RING_UNITS * max(units)),
+            is_current=is_current,
+            recorder=recorder,
+        )
     if away is not resident:
         stores.parameters.append(away)
     is_away = set(large)

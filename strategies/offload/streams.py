@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from boltmesh.strategies.offload.host_memory import RangeAllocator
 from boltmesh.telemetry.writer.null_recorder import NullRecorder
 from boltmesh.telemetry.writer.recorder import Recorder
 
@@ -108,6 +109,57 @@ def wait_on_stream(device: torch.device, event: torch.Event | None) -> None:
         torch.accelerator.current_stream(device).wait_event(event)
 
 
+ALIGNMENT_BYTES = 512
+"""Alignment of the parts of a ring, as of torch's allocator: kernels read them at full speed."""
+
+
+class DeviceRing:
+    """Memory of the device that copies are made into, of a size that does not grow.
+
+    The host runs ahead of the device. A part is given out again while the device may still read
+    it, together with the events of these reads: a copy into the part waits for them on its stream,
+    and the host for nothing.
+
+    Args:
+        memory: ``uint8``, contiguous.
+    """
+
+    def __init__(self, memory: Tensor) -> None:
+        self._ranges = RangeAllocator(memory)
+        self._start = memory.data_ptr()
+        self._reads: list[tuple[int, int, torch.Event]] = []
+
+    @property
+    def num_bytes(self) -> int:
+        """Size in bytes."""
+        return self._ranges.num_bytes
+
+    def take(self, num_bytes: int) -> tuple[Tensor, list[torch.Event]] | None:
+        """Return a part of at least this size, and what a copy into it has to wait for.
+
+        None where no part is free.
+        """
+        part = self._ranges.take(aligned(num_bytes))
+        if part is None:
+            return None
+        start = part.data_ptr() - self._start
+        stop = start + part.numel()
+        self._reads = [each for each in self._reads if not each[2].query()]
+        return part, [event for first, last, event in self._reads if first < stop and start < last]
+
+    def give_back(self, part: Tensor, read: torch.Event | None) -> None:
+        """Free a part that ``take`` gave; ``read`` passes when the device has read it."""
+        self._ranges.give_back(part)
+        start = part.data_ptr() - self._start
+        if read is not None:
+            self._reads.append((start, start + part.numel(), read))
+
+
+def aligned(num_bytes: int) -> int:
+    """Bytes of a ring that a part of this size uses."""
+    return -(-max(1, num_bytes) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
 class DeviceCopy:
     """A value that is on its way to the device; on the CPU it is there already."""
 
@@ -161,6 +213,21 @@ class DeviceCopy:
 def copy_stream(device: torch.device) -> torch.Stream | None:
     """A stream for ``DeviceCopy``; None where the compute device is the host."""
     return None if device.type == "cpu" else torch.get_device_module(device).Stream(device)
+
+
+@contextmanager
+def own_stream(device: torch.device) -> Iterator[torch.Stream | None]:
+    """Submit the kernels of the calling thread to a stream of its own; None on the CPU.
+
+    Every thread begins with the stream that training uses: it would wait for the computation
+    before it, and the computation for it.
+    """
+    if device.type == "cpu":
+        yield None
+        return
+    stream = torch.Stream(device)
+    with stream:
+        yield stream
 
 
 def use_device(device: torch.device) -> None:

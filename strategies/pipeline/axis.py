@@ -7,6 +7,7 @@ and what its ranks answer in checkpoints and forecasts.
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -88,6 +89,9 @@ class PipelineAxis(Axis):
     stores_shards = True
     defers_building = True
     reasons = STAGES
+    # A kernel that is loaded at its first launch may wait for the device to be idle, and a receive
+    # that is posted already keeps it busy until a peer sends, which waits for that kernel.
+    cuda_variables: Mapping[str, str] = MappingProxyType({"CUDA_MODULE_LOADING": "EAGER"})
 
     def __init__(self, options: PipelineOptions, size: int | None = None) -> None:
         self.options = options
@@ -158,6 +162,7 @@ class PipelineAxis(Axis):
         module = strategy.lightning_module
         assert module is not None
         if strategy.is_fitting:
+            strategy.compilation.put_on(module, strategy.root_device)
             strategy.recomputation.put_on(
                 module, rank=strategy.global_rank, recorder=strategy.recorder
             )
@@ -384,6 +389,7 @@ class PipelineAxis(Axis):
         bubble = self.staged.bubble
         if bubble is None:
             return
+        self.strategy.recorder.trend("bubble_ratio", bubble)
         if not self._has_logged_bubble or loggers_follow(self.strategy.trainer):
             self._has_logged_bubble = True
             module = self.staged.module

@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.nn import Parameter
 from typing_extensions import override
 
+from boltmesh.strategies.torch_compat.tensors import scalar_on
+
 
 def _nothing() -> None:
     """What follows where nobody else has to know."""
@@ -111,7 +113,7 @@ class _HandoffFunction(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         # In the same way on every rank, in no less than fp32: parts of the model take equal steps.
         scale = gradients[0].double()
-        total = torch.as_tensor(ctx.total, dtype=torch.float64, device=scale.device)
+        total = scalar_on(ctx.total, scale.device)
         factor = torch.where(total == 0, 0.0, scale / total)
         ctx.deposit.add(factor.to(torch.promote_types(gradients[0].dtype, torch.float32)))
         ctx.then()

@@ -14,6 +14,7 @@ from torch import Tensor
 from boltmesh.errors import PipelineError
 from boltmesh.strategies.pipeline.runtime.stage import ValueSpec
 from boltmesh.strategies.pipeline.stage.cut import StagePlan
+from boltmesh.strategies.torch_compat.tensors import scalar_on
 
 Joints = tuple[int | None, ...]
 """For each value the dimension that holds the batch's rows; None where it holds none of them."""
@@ -195,7 +196,7 @@ def _merge_tensors(
     if parts[0].ndim == 0:
         if not parts[0].is_floating_point():
             return torch.stack(list(parts)).sum()  # a count
-        scaled = [torch.as_tensor(each, device=parts[0].device).float() for each in weights]
+        scaled = [scalar_on(each, parts[0].device).float() for each in weights]
         values = torch.stack(list(parts))
         factors = torch.stack(scaled).to(values.dtype)
         return torch.where(factors == 0, 0.0, values * factors).sum() / factors.sum()

@@ -293,6 +293,8 @@ class MetricBroadcast:
         group: The pipeline.
         source: Global rank that holds the last stage.
         device: Of what is sent.
+        host_group: The same ranks on the CPU, where the length of a message is sent if the device
+            is a GPU: reading it there would wait for all queued work.
     """
 
     def __init__(
@@ -301,8 +303,11 @@ class MetricBroadcast:
         group: ProcessGroup,
         source: int,
         device: torch.device,
+        host_group: ProcessGroup | None = None,
     ) -> None:
         self._metrics = metrics
+        is_apart = device.type != "cpu" and host_group is not None
+        self._heads = (host_group, torch.device("cpu")) if is_apart else (group, device)
         self._group = group
         self._source = source
         self._device = device
@@ -320,7 +325,8 @@ class MetricBroadcast:
         wire = _pack(tensors, self._device)
         if self._group.size() > 1:
             is_news = told != self._known
-            self._broadcast(torch.tensor([int(is_news), len(wire)], device=self._device))
+            head = torch.tensor([int(is_news), len(wire)], device=self._heads[1])
+            dist.broadcast(head, self._source, group=self._heads[0])
             if is_news:
                 dist.broadcast_object_list([told], self._source, group=self._group)
             if len(wire):
@@ -330,7 +336,8 @@ class MetricBroadcast:
 
     def receive(self) -> Given:
         """Make the calls that the last stage's rank sends. Collective over the pipeline."""
-        head = self._broadcast(torch.zeros(2, dtype=torch.int64, device=self._device))
+        head = torch.zeros(2, dtype=torch.int64, device=self._heads[1])
+        dist.broadcast(head, self._source, group=self._heads[0])
         is_news, size = map(int, head.tolist())
         if is_news:
             holder: list[Any] = [None]

@@ -26,6 +26,7 @@ from boltmesh.errors import ConfigError
 from boltmesh.strategies.pipeline.stage_params import TiedWeights
 from boltmesh.strategies.torch_compat.autograd import has_gradient_hooks
 from boltmesh.strategies.torch_compat.optimizers import scale_all
+from boltmesh.strategies.torch_compat.tensors import scalar_on
 
 
 class ParamSites:
@@ -239,7 +240,7 @@ class DelayedGradients:
 
 def _divide(gradients: Sequence[Tensor], total: Tensor | float) -> None:
     """Divide as ``GradHandoff`` does, equally on every rank; a total of 0 gives zeros."""
-    divisor = torch.as_tensor(total, dtype=torch.float64, device=gradients[0].device)
+    divisor = scalar_on(total, gradients[0].device)
     factor = torch.where(divisor == 0, 0.0, 1 / divisor)
     for dtype in {grad.dtype for grad in gradients}:
         same_dtype = [grad for grad in gradients if grad.dtype == dtype]

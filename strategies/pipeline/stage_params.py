@@ -25,6 +25,7 @@ from boltmesh.strategies.pipeline.options import PipelineContext
 from boltmesh.strategies.pipeline.partition.placement import StageAssignment
 from boltmesh.strategies.pipeline.stage.absent_params import AbsentError, make_absent
 from boltmesh.strategies.pipeline.stage.cut import StagePlan
+from boltmesh.strategies.torch_compat.communication import sum_flags
 from boltmesh.strategies.torch_compat.modules import ParametersInPlace
 from boltmesh.strategies.torch_compat.tensors import local_tensor
 
@@ -168,10 +169,10 @@ class TiedWeights:
                 continue
             found = [gradients.get(id(each)) for each in trained]
             # Without a gradient on any rank there is none, which optimizers tell from zeros.
-            flags = torch.tensor([each is not None for each in found], dtype=_FLAG)
-            flags = flags.to(trained[0].device)
-            dist.all_reduce(flags, group=group)
-            for each, own, count in zip(trained, found, flags.tolist(), strict=True):
+            counts = sum_flags(
+                [each is not None for each in found], group, trained[0].device, dtype=_FLAG
+            )
+            for each, own, count in zip(trained, found, counts, strict=True):
                 if count:
                     gradient = torch.zeros_like(each) if own is None else own
                     dist.all_reduce(gradient, group=group)

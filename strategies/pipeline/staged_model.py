@@ -139,10 +139,10 @@ class StagedModel:
         self.holds_last_stage = dist.get_rank() == self.last
         self.proofs = LossChecks(context.device)
         self.sharing = LastStageBroadcast(context.group, self.last, context.device)
-        self.metric_sharing = MetricBroadcast(
-            self.metrics, context.group, self.last, context.device
-        )
         self._executor = self._build_executor(context)
+        self.metric_sharing = MetricBroadcast(
+            self.metrics, context.group, self.last, context.device, self._executor.control_group
+        )
         self.holdings = StageParameters(module, placement.division, context)
         self.runner = StepRunner(
             module,

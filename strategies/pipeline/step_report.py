@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 
 from boltmesh.strategies.pipeline.metrics import MetricValue
 from boltmesh.strategies.pipeline.step_logs import Logged, MetricName
+from boltmesh.strategies.torch_compat.tensors import scalar_on
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -98,10 +99,8 @@ class LastStageBroadcast:
         """
         told = [(each.name, each.key, _told(each.value), each.options) for each in logged]
         numbers = [each.value for each in logged if isinstance(each.value, Tensor)]
-        given = [torch.zeros(()) if loss is None else loss.detach(), torch.as_tensor(total)]
-        values = torch.stack(
-            [each.to(self._device, torch.float64).reshape(()) for each in (*given, *numbers)]
-        )
+        given = (0.0 if loss is None else loss.detach(), total, *numbers)
+        values = torch.stack([scalar_on(each, self._device) for each in given])
         self._found = told, values
         is_news = told != self._known
         row = torch.zeros(self.length, dtype=torch.float64)

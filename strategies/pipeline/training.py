@@ -28,7 +28,7 @@ from boltmesh.strategies.pipeline.loss.trial import TailTrial
 from boltmesh.strategies.pipeline.merge import merge
 from boltmesh.strategies.pipeline.microbatch_runs import Around, MicrobatchRun
 from boltmesh.strategies.pipeline.step_logs import StepLogs, repeat, take_numbers
-from boltmesh.strategies.torch_compat.tensors import tree_map_only
+from boltmesh.strategies.torch_compat.tensors import scalar_on, tree_map_only
 
 if TYPE_CHECKING:
     from boltmesh.strategies.pipeline.metrics import Given
@@ -115,7 +115,8 @@ def training_step(
         known = results.weights()
         logged, given = take_numbers(logs.collected(known, proofs.rules(known)))
         numbers.update(given)
-        total = torch.as_tensor(weights.total).double() * scale
+        device = model.context.device
+        total = scalar_on(weights.total, device) * scalar_on(scale, device)
         return model.sharing.row(
             results.loss(weights.total), total, logged, is_mapping=results.is_mapping
         )
@@ -254,7 +255,7 @@ class _Results:
         sizes = [self._sizes[number] for number in self._losses]
         pairs = zip(self._losses.values(), sizes, strict=True)
         told = sum((loss * size for loss, size in pairs), torch.zeros_like(self._sum)) / sum(sizes)
-        whole = torch.as_tensor(total, device=told.device)
+        whole = scalar_on(total, told.device)
         return torch.where(whole == 0, told, self._sum / whole)
 
     def merged(self, proofs: StepLossCheck) -> dict[str, Any]:

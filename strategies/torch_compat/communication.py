@@ -1,5 +1,6 @@
 """Data parallelism on groups of its own, and how ranks reach each other."""
 
+from collections.abc import Sequence
 from typing import Any, Protocol, cast
 
 import torch
@@ -96,3 +97,29 @@ BROADCAST_BUCKET_BYTES = 250 << 20
 def broadcast_coalesced(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
     """Give every rank of a group the values of its first one, in few messages. Collective."""
     dist._broadcast_coalesced(group, tensors, BROADCAST_BUCKET_BYTES, 0)  # type: ignore[attr-defined]
+
+
+def sum_flags(
+    flags: Sequence[bool], group: dist.ProcessGroup, device: torch.device, *, dtype: torch.dtype
+) -> list[int]:
+    """Return on how many ranks of a group each flag is set. Collective.
+
+    A rank with a GPU reads the sums only if one of its own flags is not set, because reading waits
+    for all queued work. Otherwise it returns 1 for each: no sum is 0.
+
+    Args:
+        flags: One for each question, in the same order on all ranks.
+        group: The ranks.
+        device: Device of the communication.
+        dtype: Integer type of the sums.
+    """
+    are_set = all(flags)
+    if are_set:
+        sums = torch.ones(len(flags), dtype=dtype, device=device)
+    else:
+        sums = torch.tensor(flags, dtype=dtype, device=device)
+    dist.all_reduce(sums, group=group)
+    if are_set and device.type != "cpu":
+        return [1] * len(flags)
+    counts: list[int] = sums.tolist()
+    return counts

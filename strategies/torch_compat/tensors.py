@@ -152,6 +152,16 @@ def _set_data(tensor: DTensor, value: Tensor) -> None:
     torch.autograd.graph.increment_version(tensor)
 
 
+def scalar_on(value: Tensor | float, device: torch.device) -> Tensor:
+    """Return a 0-dim fp64 tensor on a device without waiting for the device.
+
+    A number is filled in by a kernel: a copy of it would wait for all work that is queued.
+    """
+    if isinstance(value, Tensor) and (device.type == "cpu" or value.device.type != "cpu"):
+        return value.to(device, torch.float64).reshape(())
+    return torch.full((), float(value), dtype=torch.float64, device=device)
+
+
 def local_tensor(tensor: Tensor) -> Tensor:
     """Return a DTensor's local tensor itself, where ``to_local`` makes a view; others as they are.
 
@@ -215,6 +225,11 @@ COSTLY_OPERATORS: frozenset[Any] = frozenset(
     if hasattr(torch.ops.aten, name)
 )  # fmt: skip
 """Operators that are worth their outputs' memory: everything else is quickly done again."""
+
+
+def is_watched() -> bool:
+    """Whether a mode sees the functions or operators that this thread calls."""
+    return bool(torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack())
 
 
 def functions_unwatched() -> AbstractContextManager[None]:

@@ -43,7 +43,9 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], object]]] = {
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_the_newest_whole_one_is_taken(kind: str, workplace: Path, capfd) -> None:
+def test_the_newest_whole_one_is_taken(
+    kind: str, workplace: Path, capfd, figure: Callable[[str, int, int], None]
+) -> None:
     strategy, harm = DAMAGE[kind]
     line = ["fit", str(TINY), "devices=1", strategy]
     keep = ["checkpoint.every_n_steps=4", "checkpoint.save_top_k=-1", "checkpoint.save_last=false"]
@@ -65,6 +67,7 @@ def test_the_newest_whole_one_is_taken(kind: str, workplace: Path, capfd) -> Non
         assert (KEPT / f"{NEW}.damaged" / path.relative_to(KEPT / NEW)).read_bytes() == data
     assert newest_verified_checkpoint(KEPT.parents[1], "run.resume") == KEPT / NEW
     assert run_command(["validate", str(TINY), "devices=1", strategy]) == 0
+    figure("kinds of damage of the newest checkpoint: the one before it is taken", 1, 1)
 
 
 def test_without_a_whole_one_nothing_begins_anew(workplace: Path, capfd) -> None:

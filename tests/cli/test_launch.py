@@ -14,6 +14,7 @@ import pytest
 from boltmesh.launch import launch
 from boltmesh.launch.launch import Supervisor, resume_command
 from boltmesh.process import ProcessId
+from boltmesh.rank_reports import make_report_folder
 from boltmesh.telemetry.job import JobInfo, job_path, make_private_folder, read_end, write_job
 
 RANK = """
@@ -398,6 +399,22 @@ def test_folders_of_killed_supervisors_are_deleted_by_the_next(workplace, monkey
     assert supervisor("pass").run() == 0
     found = {each.name for each in workplace.glob("boltmesh-ranks-*")}
     assert found == {f"boltmesh-ranks-{name}" for name in kept}
+
+
+def test_and_so_are_those_of_killed_scripts(workplace, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(workplace))
+    code = (
+        "import os, signal\n"
+        "from boltmesh.strategies.lightning_compat.rank_errors import RankErrors\n"
+        "RankErrors.open_folder()\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    environment = {**os.environ, "TMPDIR": str(workplace)}
+    ended = subprocess.run([sys.executable, "-c", code], env=environment, check=False)
+    assert ended.returncode == -signal.SIGKILL
+    (left,) = workplace.glob("boltmesh-ranks-*")
+    assert make_report_folder() != left
+    assert not left.exists()
 
 
 def test_a_rank_that_starts_after_its_supervisor_is_gone_ends_at_once(workplace):

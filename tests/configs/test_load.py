@@ -83,6 +83,14 @@ def test_an_override_sets_what_it_names(config_file, override, key, value):
     assert (OmegaConf.to_container(found) if OmegaConf.is_config(found) else found) == value
 
 
+@pytest.mark.parametrize("word", ["010", "1_0", "1e3", "0x10", "1:30", "7"])
+def test_a_text_that_looks_like_a_number_is_as_it_is_written(tmp_path, config_file, word):
+    path = write(tmp_path / "other.yaml", f"model: {{class_path: a.B}}\nrun: {{dir: {word}}}\n")
+    assert load(path).run.dir == word
+    assert load(config_file, [f"run.dir={word}"]).run.dir == word
+    assert load(config_file, ["max_time=00:12:00:00"]).trainer.max_time == "00:12:00:00"
+
+
 def test_the_last_override_of_a_key_wins(config_file):
     assert load(config_file, ["max_steps=1", "max_steps=2"]).trainer.max_steps == 2
 
@@ -250,9 +258,9 @@ def test_a_file_of_code_is_looked_for_beside_the_config_that_names_it(tmp_path):
             ),
         ),
         (
-            "max_time=12:00:00:00",
+            "max_time=12:00:00",
             (
-                "trainer.max_time=2592000 is not days:hours:minutes:seconds in quotes. "
+                "trainer.max_time=12:00:00 is not days:hours:minutes:seconds in quotes. "
                 "Write for example trainer.max_time=00:12:00:00."
             ),
         ),

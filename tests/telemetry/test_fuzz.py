@@ -283,7 +283,7 @@ MUTATIONS = (
 @pytest.mark.parametrize(
     "num_cases", [NUM_FILE_CASES // 6, pytest.param(NUM_FILE_CASES, marks=pytest.mark.full)]
 )
-def test_damaged_files_give_a_snapshot_or_a_reason(whole, tmp_path, num_cases):
+def test_damaged_files_give_a_snapshot_or_a_reason(whole, tmp_path, num_cases, figure):
     draw = random.Random(20260101)
     patches = Patches(tmp_path / "rank-0.bin", whole)
     steady = RankView(0, RankReader(patches.path))
@@ -312,6 +312,7 @@ def test_damaged_files_give_a_snapshot_or_a_reason(whole, tmp_path, num_cases):
     patches.close()
     assert num_present > num_cases / 2
     assert num_counted > num_cases / 4
+    figure("damaged telemetry files: no traceback, hang or bad number", num_cases, num_cases)
 
 
 def mutate_text(draw, text):
@@ -333,7 +334,7 @@ def mutate_text(draw, text):
 @pytest.mark.parametrize(
     "num_cases", [NUM_JSON_CASES // 8, pytest.param(NUM_JSON_CASES, marks=pytest.mark.full)]
 )
-def test_hostile_jobs_give_a_snapshot_or_a_reason(num_cases):
+def test_hostile_jobs_give_a_snapshot_or_a_reason(num_cases, figure):
     draw = random.Random(20260101)
     path = make_job(world_size=2)
     make_rank(path, world_size=2).close()
@@ -365,6 +366,7 @@ def test_hostile_jobs_give_a_snapshot_or_a_reason(num_cases):
             check(seen, JobSnapshot)
     assert num_cases / 5 < num_read < num_cases
     assert len(list_jobs()) <= 1
+    figure("hostile descriptions of jobs: no traceback, no hang", num_cases, num_cases)
 
 
 @pytest.mark.parametrize("world_size", [-3, 0, 2**40])

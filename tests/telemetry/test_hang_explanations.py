@@ -81,6 +81,19 @@ def test_who_says_nothing_is_told_with_the_reason() -> None:
     assert "Rank 1 is stopped, in forward after step 7." in found.text
 
 
+def test_a_rank_that_was_stopped_in_the_collective_is_named() -> None:
+    entered = waits(DATA, (0, 1), 4)
+    ranks = {0: standing(0, entered), 1: standing(1, entered, silence="is stopped by a signal")}
+    found = explain(ranks, 0, 2)
+    assert found is not None
+    assert found.text.startswith("all ranks entered allreduce #4 of data (ranks 0-1), and it does")
+    assert "Rank 1 is stopped by a signal, in forward after step 7." in found.text
+    ranks[1] = standing(1, entered)
+    found = explain(ranks, 0, 2)
+    assert found is not None
+    assert found.text.endswith("and it does not complete.")
+
+
 def test_on_a_device_only_the_numbers_tell() -> None:
     # Completion is not known there: who is ahead waits, who is behind does not.
     ranks = {

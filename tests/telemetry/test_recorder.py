@@ -61,19 +61,31 @@ def test_trends_are_means_of_ordinary_steps_and_no_metrics(recorder):
         if number == 12:
             with recorder.phase("validation"):
                 time.sleep(0.3)
+        recorder.trend("bubble_ratio", number / 100)
         run_step(recorder, number, tokens=128)
+        recorder._file.payload_bytes += 1000
     seen = snapshot()
     found: dict[str, dict[int, float]] = {}
     for point in seen.trends:
         found.setdefault(point.name, {})[point.global_step] = point.value
+    names = ("step_s", "tokens_per_s", "memory_bytes", "wall_s", "bubble_ratio")
     assert {name: list(points) for name, points in found.items()} == {
-        name: [8, 16] for name in ("step_s", "tokens_per_s", "memory_bytes")
-    }
+        name: [8, 16] for name in names
+    } | {"bytes_per_s": [16]}
+    passed_s = found["wall_s"][16] - found["wall_s"][8]
+    assert found["bytes_per_s"][16] == pytest.approx(8000 / passed_s)
+    assert found["bubble_ratio"] == {8: 0.07, 16: 0.15}
     steps = seen.ranks[0].steps
     assert found["step_s"][8] == pytest.approx(sum(step.seconds for step in steps[:8]) / 8)
     assert found["step_s"][16] < 0.1
     assert found["tokens_per_s"][8] == pytest.approx(128 / found["step_s"][8])
     assert not any("trend" in name for name in (*seen.metrics, *(p.name for p in seen.history)))
+
+
+def test_a_strategy_that_chooses_is_shown_with_its_choice(recorder):
+    assert snapshot().strategy == "DDPStrategy"
+    recorder.chose("AutoStrategy: bolt_zero3")
+    assert snapshot().strategy == "AutoStrategy: bolt_zero3"
 
 
 def test_a_run_is_recorded_from_start_to_end(recorder):

@@ -81,7 +81,9 @@ def test_the_names_of_themes_are_those_of_the_palettes() -> None:
 
 def test_the_demo_is_no_job_that_could_be_named(capsys: Capture) -> None:
     assert top("abc", demo=True, once=True) == 2
-    assert "--demo" in capsys.readouterr().err
+    assert "has no 'abc'. Use healthy, straggler" in capsys.readouterr().err
+    assert top("gpu", demo=True, once=True) == 0
+    assert "gpt-3b" in capsys.readouterr().out
 
 
 def test_a_summary_is_plain_text_of_the_width_that_is_asked_for(

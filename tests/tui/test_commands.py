@@ -58,7 +58,7 @@ async def test_every_command_does_what_it_says() -> None:
             await pilot.pause()
             assert job_screen(pilot) is screen
         assert screen.session.view.is_log
-        assert screen.page is PAGES["output"]
+        assert screen.page is PAGES["compare"]
         assert app.palette.name == list(PALETTES)[-1]
         next(command for command in commands_of(app, screen) if command.title == "Help").run()
         await pilot.pause()

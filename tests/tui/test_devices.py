@@ -12,12 +12,14 @@ import psutil
 import pynvml
 import pytest
 
+from boltmesh.tui.demo import DemoSource
+from boltmesh.tui.demo.nvml import NvmlDemoSource
 from boltmesh.tui.devices import DeviceReader, DeviceReading, GpuProcess
 from boltmesh.tui.devices.gpu import Gpu, Rates, throttle_words
 from boltmesh.tui.devices.reader import RankProcess
 from tests.support.cpu_time import least_cpu_s
 from tests.tui.fake_nvml import FakeNvml
-from tests.tui.samples import job, rank
+from tests.tui.samples import NOW, job, rank
 
 HERE = socket.gethostname()
 
@@ -343,3 +345,23 @@ def test_rates_need_two_looks_and_survive_a_reset() -> None:
     assert rates.since_last({"a": 30.0, "b": 1.0}) == {"a": 2.0}
     clock.now += 1
     assert rates.since_last({"a": 3.0, "b": 1.0}) == {"b": 0.0}
+
+
+def test_the_demo_reads_its_gpus_through_a_driver() -> None:
+    clock = Clock()
+    source = NvmlDemoSource(clock=lambda: NOW, monotonic=clock)
+    plain = DemoSource(clock=lambda: NOW, scenario="straggler").read().devices
+    source.read()
+    clock.now += 10
+    seen = source.read().devices
+    assert len(seen) == len(plain)
+    for ours, theirs in zip(seen, plain, strict=True):
+        if ours.kind != "gpu":
+            continue
+        for name in ("nvlink_sent", "nvlink_received", "pcie_sent", "pcie_received"):
+            field = f"{name}_bytes_per_second"
+            assert getattr(ours, field) == pytest.approx(getattr(theirs, field), rel=1e-3)
+        gauges = ("utilization_percent", "power_watts", "sm_clock_mhz", "throttle_reasons")
+        for field in (*gauges, "memory_used_bytes", "temperature_celsius", "processes"):
+            assert getattr(ours, field) == getattr(theirs, field)
+    assert any(device.throttle_reasons for device in seen)

@@ -4,11 +4,13 @@ import msgspec
 import pytest
 
 from boltmesh.telemetry.snapshot import MetricPoint
-from boltmesh.tui.panels.chart import charts, draw_plot, seen_through
+from boltmesh.tui.panels.chart import Curve, draw_plot, seen_through
+from boltmesh.tui.panels.history import charts
 from boltmesh.tui.render.style import UNICODE, Style
+from boltmesh.tui.sources.live import Observation
 from boltmesh.tui.state import Series, fold
 from boltmesh.tui.view import View
-from tests.tui.samples import crashed_demo, demo, job
+from tests.tui.samples import NOW, crashed_demo, demo, job
 from tests.tui.screens import job_screen, open_app, screen_text
 
 LOOK = Style(UNICODE)
@@ -31,7 +33,7 @@ async def test_zoom_and_smoothing_are_said_and_end() -> None:
         await pilot.press("h", "z", "z", "e")
         text = screen_text(pilot.app)
         assert "newest 1/4  smooth  4,200" in text
-        assert "step 3,160" in text
+        assert "step 3,152" in text
         await pilot.press("Z", "Z", "Z", "e")
         assert "newest" not in screen_text(pilot.app)
         assert job_screen(pilot).session.view.zoom == 0
@@ -64,7 +66,7 @@ def test_a_view_is_the_newest_part_and_its_moving_mean() -> None:
 
 def test_two_series_share_their_axes() -> None:
     low, high = Series((0, 10), (0.0, 1.0)), Series((0, 10), (9.0, 10.0))
-    lines = draw_plot("a, b", low, 40, 12, LOOK, newest="1", beside=high)
+    lines = draw_plot("a, b", low, 40, 12, LOOK, newest="1", over=[Curve(high, "warn")])
     roles = [{role for text, role in line.spans if text.strip()} for line in lines[1:-1]]
     assert "warn" in roles[0]
     assert "chart" in roles[-1]
@@ -77,3 +79,56 @@ def test_a_metric_of_the_users_is_no_trend() -> None:
     state = fold(None, msgspec.structs.replace(seen, job=changed))
     assert "step_s" not in state.series
     assert any(chart.title == "step time, ms" for chart in charts(state))
+
+
+async def test_a_cursor_reads_the_values_and_ends() -> None:
+    async with open_app(demo(), size=(120, 35)) as pilot:
+        await pilot.press("h", "left")
+        text = screen_text(pilot.app)
+        assert "at step 4,116" in text
+        loss = next(p for p in demo().job.history if p.name == "loss" and p.global_step == 4120)
+        assert f"{loss.value:.4g}"[:4] in text.splitlines()[5]
+        await pilot.press("z", "z", *["left"] * 60)
+        view = job_screen(pilot).session.view
+        assert view.cursor is not None
+        assert view.pan is not None
+        assert view.cursor >= view.pan - 1048
+        await pilot.press("escape")
+        assert job_screen(pilot).page.tab.name == "history"
+        assert job_screen(pilot).session.view.cursor is None
+        await pilot.press("greater_than_sign", *["greater_than_sign"] * 9)
+        assert job_screen(pilot).session.view.pan is None
+
+
+async def test_a_click_puts_the_cursor_and_time_is_an_axis() -> None:
+    async with open_app(demo(), size=(120, 35)) as pilot:
+        await pilot.press("h")
+        await pilot.click(offset=(30, 8))
+        cursor = job_screen(pilot).session.view.cursor
+        assert cursor is not None
+        assert 1500 < cursor < 4000
+        await pilot.press("x")
+        text = screen_text(pilot.app)
+        assert "28m" in text
+        assert job_screen(pilot).session.view.cursor is None
+        await pilot.press("x")
+        assert "step 10" in screen_text(pilot.app)
+
+
+async def test_further_charts_are_reached() -> None:
+    async with open_app(demo(), size=(80, 24)) as pilot:
+        await pilot.press("h")
+        assert "1-4 of" in screen_text(pilot.app)
+        await pilot.press(*["down"] * 9)
+        text = screen_text(pilot.app)
+        assert "hottest GPU" in text
+        assert "loss, val_loss" not in text
+
+
+def test_seconds_of_steps_lie_between_those_that_are_known() -> None:
+    seen = job(
+        trends=(MetricPoint("wall_s", 8, NOW - 90), MetricPoint("wall_s", 16, NOW - 50)),
+        history=tuple(MetricPoint("loss", at, 1.0) for at in (4, 8, 12, 20)),
+    )
+    (chart, *_) = charts(fold(None, Observation(NOW, seen)), is_time=True)
+    assert chart.series.steps == pytest.approx((-10, 10, 30, 70))

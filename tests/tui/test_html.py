@@ -1,5 +1,7 @@
 """``boltmesh report``: one page of a run that is whole, safe, and needs nothing else."""
 
+import shutil
+import subprocess
 import xml.etree.ElementTree as ET
 from html.parser import HTMLParser
 from pathlib import Path
@@ -103,3 +105,33 @@ def test_a_file_is_replaced_only_by_name(
     assert write_report() == 2
     assert "exists" in capsys.readouterr().err
     assert write_report(output=Path("gpt-demo.html")) == 0
+
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "google-chrome", "chrome"))), None)
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium or Chrome is on the PATH")
+def test_a_browser_shows_the_page(tmp_path: Path) -> None:
+    """The real thing parses it, draws the charts, and finds nothing that is forbidden."""
+    page = tmp_path / "run.html"
+    page.write_text(html_page(fold(None, demo())), encoding="utf-8")
+    command = [
+        str(BROWSER), "--headless", "--disable-gpu", "--no-sandbox", "--disable-dev-shm-usage",
+        f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1200,3000",
+        "--enable-logging=stderr", "--v=0",
+    ]  # fmt: skip
+    picture = tmp_path / "page.png"
+    done = subprocess.run(
+        [*command, f"--screenshot={picture}", page.as_uri()],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "CONSOLE" not in done.stderr, done.stderr  # nothing was forbidden, no script failed
+    assert picture.stat().st_size > 50_000
+    done = subprocess.run(
+        [*command, "--dump-dom", page.as_uri()],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    seen, written = _read(done.stdout).tags, _read(page.read_text(encoding="utf-8")).tags
+    for tag, least in (("polyline", 5), ("svg", 5), ("tr", 40)):
+        assert seen.count(tag) == written.count(tag) >= least

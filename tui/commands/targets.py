@@ -3,7 +3,7 @@
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, get_args
 
 from typing_extensions import TypeIs
 
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from boltmesh.tui.sources.replay import ReplaySource
     from boltmesh.tui.sources.ssh.hosts import Hosts
 
+GPU_DEMO = "gpu"
+"""The demo that begins with the devices, which it reads through a driver of its own."""
 CPU_SAMPLE_S = 0.25
 """A process's CPU share is a difference of two looks; who looks once waits this long between."""
 
@@ -61,6 +63,13 @@ def attach(job: str | None, place: Place) -> Source:
         raise ConfigError(str(error)) from error
 
 
+def open_named(word: str | None, place: Place) -> Source:
+    """Return a job, or the end of a recording if the word is the path of a file."""
+    if word is not None and Path(word).is_file():
+        return open_replay(Path(word), None, has_end=True)
+    return attach(word, place)
+
+
 def list_jobs(place: Place) -> Sequence["JobSummary"]:
     """Return the jobs of a place, the newest first."""
     if not is_here(place):
@@ -88,9 +97,7 @@ def other_running(job: str | None, place: Place) -> Sequence[str]:
 def open_source(job: str | None, *, demo: bool, place: Place) -> Source:
     """Return the one job that a command without a screen is about."""
     if demo:
-        from boltmesh.tui.demo import DemoSource
-
-        return DemoSource()
+        return _open_demo(job)
     others = other_running(job, place)
     if others:
         narrate(
@@ -98,6 +105,21 @@ def open_source(job: str | None, *, demo: bool, place: Place) -> Source:
             f"Name another: {', '.join(others[:3])}."
         )
     return attach(job, place)
+
+
+def _open_demo(kind: str | None) -> Source:
+    """Return the demo, in one of the states that a job can be in."""
+    from boltmesh.tui.demo import DemoSource, Scenario
+
+    scenarios: dict[str, Scenario] = {each: each for each in get_args(Scenario)}
+    if kind == GPU_DEMO:
+        from boltmesh.tui.demo.nvml import NvmlDemoSource
+
+        return NvmlDemoSource()
+    if kind is not None and kind not in scenarios:
+        kinds = ", ".join([*scenarios, GPU_DEMO])
+        raise ConfigError(f"--demo shows no job of yours, and has no {kind!r}. Use {kinds}.")
+    return DemoSource(scenario=scenarios[kind or "healthy"])
 
 
 def check_replay(

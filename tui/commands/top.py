@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from boltmesh.errors import ConfigError
 from boltmesh.tui.commands import targets
 from boltmesh.tui.commands.console import (
@@ -19,7 +21,15 @@ from boltmesh.tui.commands.console import (
     width,
 )
 from boltmesh.tui.render.style import Style
-from boltmesh.tui.report import job_json, job_text, jobs_json, jobs_text, state_json
+from boltmesh.tui.report import (
+    differences_json,
+    differences_text,
+    job_json,
+    job_text,
+    jobs_json,
+    jobs_text,
+    state_json,
+)
 from boltmesh.tui.sources.live import InterruptionError, Source
 from boltmesh.tui.state import fold
 
@@ -34,6 +44,7 @@ SSH_INTERVAL_S = 2.0
 
 def top(
     job: str | None = None,
+    other: str | None = None,
     *,
     once: bool = False,
     as_json: bool = False,
@@ -55,10 +66,11 @@ def top(
         job: Id, name, unique prefix of either, or folder of a job. None: the running one; where
             several run, the screen lets the user choose and text takes the newest; where none
             runs, the newest that ended.
+        other: A job to compare it with; then both may be recordings.
         once: Print one summary and return.
         as_json: Print JSON instead of text; without ``once``, a line each interval until the job
             ends.
-        demo: Show a synthetic job.
+        demo: Show a synthetic job; ``job`` may name what happens to it, or ``gpu``.
         replay: Show a recording. ``once`` takes its last frame, JSON without ``once`` each frame.
         at_s: The moment of the recording to begin with, or to take, in seconds from its begin.
         on_alert: Command for ``/bin/sh``, run for each alert.
@@ -76,8 +88,15 @@ def top(
     with as_exit_code() as exit_code:
         if theme is not None and theme not in THEMES:
             raise ConfigError(f"--theme {theme}: there is no such theme. Use {', '.join(THEMES)}.")
-        if demo and job is not None:
-            raise ConfigError(f"--demo shows no job of yours. Leave out {job} or --demo.")
+        if other is not None:
+            if as_json and not once:
+                raise ConfigError("--json of two runs is one document. Add --once.")
+            if at_s is not None or demo or replay is not None:
+                used = "--demo" if demo else "--at" if at_s is not None else "--replay"
+                raise ConfigError(
+                    f"{used} shows one run. Leave it out to compare two; a recording is named "
+                    f"like a job."
+                )
         targets.check_replay(job, demo=demo, replay=replay, at_s=at_s, on_alert=on_alert, once=once)
         if ssh and (demo or replay is not None):
             shown = "--demo" if demo else "--replay"
@@ -101,6 +120,7 @@ def top(
         if is_screen:
             _open_screen(
                 job,
+                other,
                 demo=demo,
                 replay=replay,
                 at_s=at_s,
@@ -116,6 +136,9 @@ def top(
             with contextlib.closing(targets.open_replay(replay, at_s, has_end=once)) as recording:
                 _print_recording(recording, once=once, as_json=as_json, look=look)
             return exit_code()
+        if other is not None:
+            _print_differences(job, other, place=place, as_json=as_json, look=look)
+            return exit_code()
         with contextlib.closing(targets.open_source(job, demo=demo, place=place)) as source:
             if once:
                 _print_once(source, as_json=as_json, look=look)
@@ -126,6 +149,7 @@ def top(
 
 def _open_screen(
     job: str | None,
+    other: str | None,
     *,
     demo: bool,
     replay: Path | None,
@@ -141,9 +165,10 @@ def _open_screen(
     if replay is not None:
         source = targets.open_replay(replay, at_s)
     elif demo:
-        source = targets.open_source(None, demo=True, place=None)
+        source = targets.open_source(job, demo=True, place=None)
     else:
-        source = None if targets.other_running(job, place) else targets.attach(job, place)
+        several = other is None and targets.other_running(job, place)
+        source = None if several else targets.open_named(job, place)
     if source is not None and not targets.is_here(place):
         _wait_for_first_look(source)
 
@@ -151,6 +176,8 @@ def _open_screen(
     from boltmesh.tui.settings import settings_path
 
     is_alone = demo or replay is not None
+    is_gpu_demo = demo and job == targets.GPU_DEMO
+    first_page = "devices" if is_gpu_demo else None if other is None else "compare"
     app = DashboardApp(
         source,
         list_jobs=None if is_alone else lambda: targets.list_jobs(place),
@@ -160,6 +187,8 @@ def _open_screen(
         interval_s=interval_s,
         settings_path=None if demo else settings_path(),
         on_alert=on_alert,
+        other=None if other is None else targets.open_named(other, place),
+        first_page=first_page,
     )
     for name in ("COLUMNS", "LINES"):
         # Where a shell exports them they are the size of its start, and the terminal's own counts.
@@ -189,6 +218,18 @@ def _wait_for_first_look(source: Source) -> None:
 def _print_once(source: Source, *, as_json: bool, look: Style) -> None:
     seen = targets.settled(source)
     print_line(job_json(seen) if as_json else job_text(fold(None, seen), width(), look))
+
+
+def _print_differences(
+    job: str | None, other: str, *, place: targets.Place, as_json: bool, look: Style
+) -> None:
+    with (
+        contextlib.closing(targets.open_named(job, place)) as this,
+        contextlib.closing(targets.open_named(other, place)) as that,
+    ):
+        seen, beside = targets.settled(this), targets.settled(that)
+    state = msgspec.structs.replace(fold(None, seen), other=fold(None, beside))
+    print_line(differences_json(state) if as_json else differences_text(state, width(), look))
 
 
 def _print_until_the_end(source: Source, *, interval_s: float, on_alert: str | None) -> None:

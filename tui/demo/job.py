@@ -51,8 +51,10 @@ def loss(step: int) -> float:
     return 2.72 + 8.1 * math.pow(1 + step / 90, -0.62)
 
 
-def _trends(step: int, tokens_per_s: float | None) -> tuple[MetricPoint, ...]:
-    """Return seconds of a step, tokens a second and memory over the run, 250 points of each."""
+def _trends(
+    step: int, tokens_per_s: float | None, *, moment: float, has_pipeline: bool
+) -> tuple[MetricPoint, ...]:
+    """Return what ranks record over the run, 250 points of each; ``moment`` is the last step's."""
     every = max(1, step // 250)
     points = []
     for at in range(every, step + 1, every):
@@ -61,6 +63,9 @@ def _trends(step: int, tokens_per_s: float | None) -> tuple[MetricPoint, ...]:
             MetricPoint("step_s", at, STEP_S * share),
             MetricPoint("tokens_per_s", at, (tokens_per_s or 0.0) / share),
             MetricPoint("memory_bytes", at, 18.0 * 2**30 * min(1.0, 0.9 + at / 2000)),
+            MetricPoint("bytes_per_s", at, 3.2e10 / share),
+            MetricPoint("bubble_ratio", at, has_pipeline * 0.128 * share),
+            MetricPoint("wall_s", at, moment - (step - at) * STEP_S),
         ]
     return tuple(point for point in points if point.value > 0)
 
@@ -305,7 +310,12 @@ class SimulatedJob:
             max_steps=MAX_STEPS,
             epoch=step // STEPS_PER_EPOCH,
             global_step=step,
-            trends=_trends(step, None if tokens is None else tokens * setup.data),
+            trends=_trends(
+                step,
+                None if tokens is None else tokens * setup.data,
+                moment=self._started + moment.seconds,
+                has_pipeline=setup.mesh["pipeline"] > 1,
+            ),
             metrics={point.name: point.value for point in history},
             history=history,
             samples_per_second=None if rate is None else rate * setup.data,

@@ -17,7 +17,8 @@ from boltmesh.tui.metrics.ranks import rank_rows
 from boltmesh.tui.metrics.status import job_stalled_seconds, status
 from boltmesh.tui.metrics.step_time import phase_split
 from boltmesh.tui.metrics.traffic import traffic_rows
-from boltmesh.tui.panels.chart import MAX_VALUE, Chart, charts, nice_scale
+from boltmesh.tui.panels.chart import MAX_VALUE, nice_scale
+from boltmesh.tui.panels.history import Chart, charts
 from boltmesh.tui.panels.texts import config_entries, output_lines
 from boltmesh.tui.panels.throughput import phase_label
 from boltmesh.tui.panels.traffic import difference_words
@@ -168,7 +169,7 @@ def _chart(chart: Chart) -> str:
     scale = nice_scale(min(values), max(values), ticks=4)
     first, last = min(steps), max(steps)
 
-    def place(step: int, value: float) -> str:
+    def place(step: float, value: float) -> str:
         x = MARGIN + (step - first) / max(1, last - first) * (WIDTH - MARGIN - 8)
         y = 8 + (scale.high - value) / (scale.high - scale.low) * (HEIGHT - 32)
         return f"{x:.1f},{y:.1f}"
@@ -194,7 +195,7 @@ def _chart(chart: Chart) -> str:
     )
 
 
-def _finite(series: Series) -> list[tuple[int, float]]:
+def _finite(series: Series) -> list[tuple[float, float]]:
     pairs = zip(series.steps, series.values, strict=True)
     return [pair for pair in pairs if math.isfinite(pair[1]) and abs(pair[1]) <= MAX_VALUE]
 

@@ -3,13 +3,8 @@
 No sample has a time: Prometheus takes the time at which it reads, and node_exporter refuses others.
 What is not known has no sample.
 
-Source: https://prometheus.io/docs/practices/naming/
-
-The text of Prometheus' exposition format 0.0.4, whatever the figures are.
-
-Source: https://prometheus.io/docs/instrumenting/exposition_formats/
-
-Devices, processes and hosts as Prometheus families.
+Source: https://prometheus.io/docs/practices/naming/ and
+https://prometheus.io/docs/instrumenting/exposition_formats/
 """
 
 import math
@@ -23,6 +18,7 @@ from boltmesh.telemetry.snapshot import JobSnapshot, JobState, RankSnapshot
 from boltmesh.telemetry.stall import stalled_seconds
 from boltmesh.tui.alerts.watch import AlertWatch
 from boltmesh.tui.devices import DeviceReading
+from boltmesh.tui.metrics.experts import layer_loads
 from boltmesh.tui.metrics.figures import figures
 from boltmesh.tui.metrics.findings.diagnose import diagnose
 from boltmesh.tui.metrics.findings.finding import Kind
@@ -239,6 +235,7 @@ def families(seen: Observation) -> Iterator[Family]:
     yield from _of_metrics(seen.job, is_stalled=stalled_s is not None)
     yield from _of_figures(seen)
     yield from _of_ranks(seen.job)
+    yield from _of_experts(seen.job)
     yield from _of_communication(seen.job)
     yield from _of_memory(seen.job)
     yield from _of_offload(seen.job)
@@ -317,6 +314,16 @@ def _of_figures(seen: Observation) -> Iterator[Family]:
         "1 for each kind of alert whose condition holds, 0 for the others; see docs/alerts.md.",
         [({"kind": kind}, int(kind in raised)) for kind in _ALERTS],
     )
+
+
+def _of_experts(job: JobSnapshot) -> Iterator[Family]:
+    samples: list[Sample] = []
+    for load in layer_loads(job):
+        samples += [({"module": load.module, "expert": at}, n) for at, n in enumerate(load.rows)]
+    yield counter("expert_rows", "Rows that the router has sent to an expert.", samples)
+    text = "Rows of the expert with most over the mean, in the last seconds."
+    samples = [({"module": load.module}, load.imbalance) for load in layer_loads(job)]
+    yield gauge("expert_imbalance_ratio", text, samples)
 
 
 def _of_ranks(job: JobSnapshot) -> Iterator[Family]:

@@ -148,6 +148,10 @@ class RankMap(NamedTuple):
     away; ``rank`` is None before the first choice."""
 
 
+WindowOf = Callable[[State, View], tuple[float, float]]
+"""The first and the last step, or second, that charts show."""
+
+
 class Page(ABC):
     """One screen of a job. It has no state: all that it shows is an argument of its methods.
 
@@ -164,6 +168,9 @@ class Page(ABC):
     """Keys that work here and not on every screen."""
     rank_map: RankMap | None = None
     """Where arrows choose a rank. None: they choose rows, and left and right change the screen."""
+
+    charts: WindowOf | None = None
+    """Charts in a panel ``history``: left and right move their cursor, ``<`` and ``>`` pan."""
 
     @abstractmethod
     def panels(self, scene: Scene, body: Region) -> list[Panel]:

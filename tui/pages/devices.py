@@ -8,8 +8,8 @@ from boltmesh.tui.layout.page import Page, Panel, Scene, Table, place, table_dra
 from boltmesh.tui.layout.region import LEAST_SPARE, Item, Region, stack
 from boltmesh.tui.panels import devices
 from boltmesh.tui.panels import processes as processes_module
-from boltmesh.tui.panels.chart import draw_trends
 from boltmesh.tui.panels.help import DEVICE_TERMS, PageHelp
+from boltmesh.tui.panels.history import draw_trends
 from boltmesh.tui.render.tabs import Tab
 
 DEVICES = Table(

@@ -7,8 +7,8 @@ from typing_extensions import override
 
 from boltmesh.tui.layout.page import Page, Panel, Scene
 from boltmesh.tui.layout.region import Region
-from boltmesh.tui.panels.chart import charts, draw_history
 from boltmesh.tui.panels.help import PageHelp
+from boltmesh.tui.panels.history import charts, draw_history, history_window
 from boltmesh.tui.render.tabs import Tab
 from boltmesh.tui.state import State
 
@@ -20,7 +20,11 @@ class HistoryPage(Page):
     help = PageHelp(
         about="history: the logged metrics and the cost of a step over the whole run",
         keys=(
-            ("z Z", "the newest half of the steps; twice as many"),
+            ("left right", "a cursor that reads the values; a click puts it; esc ends it"),
+            ("up down", "further charts"),
+            ("z Z", "half of the steps; twice as many"),
+            ("< >", "earlier steps; later ones"),
+            ("x", "time since the job began instead of steps, and back"),
             ("e", "moving mean, and back"),
             ("L", "logarithmic axes, and back"),
         ),
@@ -31,7 +35,15 @@ class HistoryPage(Page):
             ("", "since this screen watches the job"),
         ),
     )
-    keys = (("z Z", "zoom"), ("e", "smooth"), ("L", "log axis"))
+    keys = (
+        ("arrows", "cursor"),
+        ("z Z", "zoom"),
+        ("< >", "pan"),
+        ("x", "time"),
+        ("e", "smooth"),
+        ("L", "log axis"),
+    )
+    charts = staticmethod(history_window)
 
     @override
     def panels(self, scene: Scene, body: Region) -> list[Panel]:

@@ -6,8 +6,8 @@ from typing_extensions import override
 
 from boltmesh.tui.layout.page import Page, Panel, Scene, Table, table_draw
 from boltmesh.tui.layout.region import Region, split_spare
-from boltmesh.tui.panels.chart import draw_trends
 from boltmesh.tui.panels.help import DEVICE_TERMS, STEP_TIME_TERMS, PageHelp
+from boltmesh.tui.panels.history import draw_trends
 from boltmesh.tui.panels.rank_detail import draw_rank_detail
 from boltmesh.tui.panels.rank_table import COLUMNS, draw_rank_table, shown_ranks
 from boltmesh.tui.render.tabs import Tab

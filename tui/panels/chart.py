@@ -1,13 +1,11 @@
 """Logged metrics: a line chart of one, and the newest value of each.
 
 The chart is drawn in Braille dots, two by four per cell, or in ASCII, one by two.
-
-Charts of the run side by side: what is logged, and what each step costs.
 """
 
 import math
-from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
@@ -66,7 +64,7 @@ def draw_chart(
         return [heading("loss", width, look), Line("nothing logged yet", "muted").crop(width)][
             :height
         ]
-    view = view or View()
+    view = msgspec.structs.replace(view or View(), pan=None)
     series = seen_through(state.series[name], view)
     value = Line(units.number(series.values[-1]), "strong")
     if words := view_words(view):
@@ -81,8 +79,8 @@ def draw_chart(
     plot = plot_series(series, width, height - 1 - has_axis, look, is_log=is_log)
     lines = [heading(name, width, look, right=value), *plot]
     if has_axis and plot:
-        first = Line(f"step {units.count(series.steps[0])}", "muted")
-        last = Line(units.count(series.steps[-1]), "muted")
+        first = Line(f"step {x_words(series.steps[0], is_time=False)}", "muted")
+        last = Line(x_words(series.steps[-1], is_time=False), "muted")
         lines.append(spread(first, last, width))
     return lines[:height]
 
@@ -90,14 +88,22 @@ def draw_chart(
 SMOOTH = 0.9
 """Weight of the past in a moving mean."""
 
+Window = tuple[float, float]
+"""First and last step, or second, of what charts show."""
 
-def seen_through(series: Series, view: View) -> Series:
-    """Return what is shown of a series: its newest steps, and their moving mean if it is wanted."""
+
+def window_of(shown: Iterable[Series], view: View) -> Window:
+    """Return what charts of these series show together: all of it, or a part."""
+    ends = [(each.steps[0], each.steps[-1]) for each in shown if each.steps]
+    first, last = (min(a for a, _ in ends), max(b for _, b in ends)) if ends else (0.0, 0.0)
+    length = (last - first) / 2**view.zoom
+    end = last if view.pan is None else min(max(view.pan, first + length), last)
+    return end - length, end
+
+
+def seen_through(series: Series, view: View, window: Window | None = None) -> Series:
+    """Return what is shown of a series: its part in the window, as a moving mean if wanted."""
     steps, values = series.steps, series.values
-    if view.zoom and steps:
-        first = steps[-1] - (steps[-1] - steps[0]) / 2**view.zoom
-        begin = bisect_left(steps, first)
-        steps, values = steps[begin:], values[begin:]
     if view.is_smooth:
         mean = math.nan
         means = []
@@ -106,13 +112,41 @@ def seen_through(series: Series, view: View) -> Series:
                 mean = value if math.isnan(mean) else SMOOTH * mean + (1 - SMOOTH) * value
             means.append(mean if math.isfinite(value) else value)
         values = tuple(means)
+    if view.zoom and steps:
+        first, last = window or window_of([series], view)
+        part = slice(bisect_left(steps, first), bisect_right(steps, last))
+        steps, values = steps[part], values[part]
     return Series(steps, values)
+
+
+def value_at(series: Series, x: float) -> float | None:
+    """Return the value at the point that is nearest to a step; None beyond the ends."""
+    steps = series.steps
+    if not steps or not steps[0] <= x <= steps[-1]:
+        return None
+    after = bisect_left(steps, x)
+    before = max(0, after - 1)
+    return series.values[before if x - steps[before] <= steps[after] - x else after]
 
 
 def view_words(view: View) -> str:
     """Return how charts are looked at, where that is not the usual way."""
-    words = [f"newest 1/{2**view.zoom}"] if view.zoom else []
+    part = "newest " if view.pan is None else ""
+    words = [f"{part}1/{2**view.zoom}"] if view.zoom else []
     return "  ".join([*words, *(["smooth"] if view.is_smooth else [])])
+
+
+def x_words(x: float, *, is_time: bool) -> str:
+    """Return a place on the axis."""
+    return units.duration(x) if is_time else units.count(round(x))
+
+
+class Curve(NamedTuple):
+    """A series that is drawn over another one, in a colour of its own."""
+
+    series: Series
+    role: Role
+    is_dashed: bool = False
 
 
 def draw_plot(
@@ -124,20 +158,60 @@ def draw_plot(
     *,
     newest: str,
     about: str = "",
-    beside: Series | None = None,
+    over: Sequence[Curve] = (),
     is_log: bool = False,
+    window: Window | None = None,
+    cursor: float | None = None,
+    is_time: bool = False,
 ) -> list[Line]:
-    """A chart with its newest value, and a second series in another colour on the same axes."""
-    if beside is not None and not beside.steps:
-        beside = None
+    """A chart with its newest value or that at the cursor, and other series on the same axes."""
+    over = [curve for curve in over if curve.series.steps]
+    if window is None:
+        window = window_of([series, *(curve.series for curve in over)], View())
     has_axis = height >= AXIS_FROM_HEIGHT
-    plot = plot_series(series, width, height - 1 - has_axis, look, is_log=is_log, beside=beside)
+    plot = plot_series(
+        series,
+        width,
+        height - 1 - has_axis,
+        look,
+        is_log=is_log,
+        over=over,
+        window=window,
+        cursor=cursor,
+    )
     lines = [heading(title, width, look, right=Line(newest, "strong")), *plot]
     if has_axis and plot:
-        first = Line(f"step {units.count(series.steps[0])}", "muted")
+        word = "" if is_time else "step "
+        first = Line(word + x_words(window[0], is_time=is_time), "muted")
+        if cursor is not None:
+            about = f"at {word}{x_words(cursor, is_time=is_time)}"
         last = Line(about, "accent").add("  " if about else "")
-        lines.append(spread(first, last.add(units.count(series.steps[-1]), "muted"), width))
+        last.add(x_words(window[1], is_time=is_time), "muted")
+        lines.append(spread(first, last, width))
     return lines[:height]
+
+
+class _Axes(NamedTuple):
+    scale: Scale
+    labels: list[str]
+    label_width: int
+    """-1: there is no room for labels."""
+    plot_width: int
+
+
+def _axes(values: Sequence[float], width: int, height: int, *, is_log: bool) -> _Axes:
+    ticks = max(2, height // 3)
+    scale = (log_scale if is_log else nice_scale)(min(values), max(values), ticks=ticks)
+    labels = _labels(scale, height, is_log=is_log)
+    label_width = max(len(label) for label in labels)
+    plot_width = width - label_width - 1
+    if plot_width < 4:
+        return _Axes(scale, [""] * height, -1, width)
+    return _Axes(scale, labels, label_width, plot_width)
+
+
+GRID_EVERY = 4
+"""Cells between the dots of a line of the grid."""
 
 
 def plot_series(
@@ -147,44 +221,74 @@ def plot_series(
     look: Style,
     *,
     is_log: bool = False,
-    beside: Series | None = None,
+    over: Sequence[Curve] = (),
+    window: Window | None = None,
+    cursor: float | None = None,
 ) -> list[Line]:
     """Return ``height`` lines: labels of the scale at the left, the curve beside them.
 
-    ``beside`` is drawn over it in another colour, on the same axes.
+    Behind it are a grid at the labels and the cursor; ``over`` is drawn on top.
     """
-    points = _points(series, is_log=is_log)
-    over = [] if beside is None else _points(beside, is_log=is_log)
-    if not points or height < 1:
+    curves = [Curve(series, "chart"), *over]
+    points = [_points(curve.series, is_log=is_log) for curve in curves]
+    values = [value for each in points for _, value in each]
+    if not values or height < 1:
         return [Line("no finite value", "warn").crop(width)][:height]
-    values = [value for _, value in (*points, *over)]
-    ticks = max(2, height // 3)
-    scale = (log_scale if is_log else nice_scale)(min(values), max(values), ticks=ticks)
-    labels = _labels(scale, height, is_log=is_log)
-    label_width = max(len(label) for label in labels)
-    plot_width = width - label_width - 1
-    if plot_width < 4:
-        label_width, plot_width, labels = -1, width, [""] * height
-    steps = [step for step, _ in (*points, *over)]
-    span = (min(steps), max(steps))
-    is_ascii = look.glyphs.is_ascii
-    rows = _rasterise(points, scale, plot_width, height, span, is_ascii=is_ascii)
-    second = [" " * plot_width] * height
-    if over:
-        second = _rasterise(over, scale, plot_width, height, span, is_ascii=is_ascii)
+    axes = _axes(values, width, height, is_log=is_log)
+    if window is None:
+        steps = [step for each in points for step, _ in each]
+        window = min(steps), max(steps)
+    cells = _background(axes, height, window, cursor, look)
+    for curve, each in zip(curves, points, strict=True):
+        rows = _rasterise(
+            each, axes.scale, axes.plot_width, height, window, is_ascii=look.glyphs.is_ascii
+        )
+        for y, row in enumerate(rows):
+            for x, dots in enumerate(row):
+                if dots != " " and not (curve.is_dashed and x % 3 == 2):
+                    cells[y][x] = dots, curve.role
     lines = []
-    for label, row, other in zip(labels, rows, second, strict=True):
-        line = Line(label.rjust(label_width), "muted").add(" " if label_width >= 0 else "")
-        for is_over, cells in groupby(
-            zip(row, other, strict=True), key=lambda pair: pair[1] != " "
-        ):
-            text = "".join(top if is_over else below for below, top in cells)
-            line.add(text, "warn" if is_over else "chart")
+    for label, drawn in zip(axes.labels, cells, strict=True):
+        line = Line(label.rjust(axes.label_width), "muted").add(" " * (axes.label_width >= 0))
+        for role, run in groupby(drawn, key=lambda cell: cell[1]):
+            line.add("".join(text for text, _ in run), role)
         lines.append(line.crop(width))
     return lines
 
 
-def _points(series: Series, *, is_log: bool) -> list[tuple[int, float]]:
+def _background(
+    axes: _Axes, height: int, window: Window, cursor: float | None, look: Style
+) -> list[list[tuple[str, Role]]]:
+    dot, bar = (".", "|") if look.glyphs.is_ascii else ("\u00b7", "\u2502")
+    cells: list[list[tuple[str, Role]]] = []
+    for label in axes.labels:
+        row: list[tuple[str, Role]] = [(" ", "text")] * axes.plot_width
+        if label:
+            row[::GRID_EVERY] = [(dot, "faint")] * len(row[::GRID_EVERY])
+        cells.append(row)
+    if cursor is not None and window[0] <= cursor <= window[1]:
+        share = (cursor - window[0]) / ((window[1] - window[0]) or 1)
+        for y in range(height):
+            cells[y][round(share * (axes.plot_width - 1))] = bar, "accent"
+    return cells
+
+
+def x_at(
+    shown: Sequence[Series], width: int, height: int, x: int, window: Window, *, is_log: bool
+) -> float | None:
+    """Return the step of a plot's column; None: it is among the labels."""
+    values = [value for each in shown for _, value in _points(each, is_log=is_log)]
+    if not values or height < 1:
+        return None
+    axes = _axes(values, width, height, is_log=is_log)
+    place = x - axes.label_width - 1
+    if place < 0:
+        return None
+    share = min(1.0, place / max(1, axes.plot_width - 1))
+    return window[0] + share * (window[1] - window[0])
+
+
+def _points(series: Series, *, is_log: bool) -> list[tuple[float, float]]:
     return [
         (step, math.log10(value) if is_log else value)
         for step, value in zip(series.steps, series.values, strict=True)
@@ -251,11 +355,11 @@ def _label(value: float, step: float) -> str:
 
 
 def _rasterise(
-    points: Sequence[tuple[int, float]],
+    points: Sequence[tuple[float, float]],
     scale: Scale,
     width: int,
     height: int,
-    span: tuple[int, int],
+    span: Window,
     *,
     is_ascii: bool,
 ) -> list[str]:
@@ -282,7 +386,7 @@ def _rasterise(
 
 
 def _by_column(
-    points: Sequence[tuple[int, float]], first: int, last: int, columns: int
+    points: Sequence[tuple[float, float]], first: float, last: float, columns: int
 ) -> list[tuple[int, float, float, float, float]]:
     """Return (column, first, lowest, highest, last value) for each column that has points."""
     found: list[tuple[int, float, float, float, float]] = []
@@ -343,110 +447,3 @@ def newest_metrics(state: State) -> dict[str, float]:
     """Return the last value of each metric, those with a curve first and the loss before all."""
     values = {name: state.series[name].values[-1] for name in metric_names(state)}
     return values | {name: state.job.metrics[name] for name in sorted(state.job.metrics)}
-
-
-LEAST_HEIGHT = 7
-"""Lines of a chart with its axis."""
-LEAST_WIDTH = 38
-GAP = 2
-
-TRENDS = (
-    ("step_s", "step time, ms", 1e3),
-    ("tokens_per_s", "tokens/s", 1.0),
-    ("memory_bytes", "memory of rank 0, GiB", 2.0**-30),
-    ("utilisation_percent", "utilisation, %", 1.0),
-    ("power_watts", "power of a GPU, W", 1.0),
-    ("temperature_celsius", "hottest GPU, C", 1.0),
-)
-"""Name, title and factor."""
-
-
-class Chart(NamedTuple):
-    """One chart, perhaps with a second series on the same axes."""
-
-    title: str
-    series: Series
-    beside: Series | None = None
-    has_units: bool = False
-    """Whether the title names the unit; the newest value is then rounded."""
-
-
-def charts(state: State) -> list[Chart]:
-    """Return the loss, with the validation loss over it, the trends, and the other metrics."""
-    found = list(_charts(state))
-    return sorted(found, key=lambda chart: len(chart.series.steps) < 2)
-
-
-def _charts(state: State) -> Iterator[Chart]:
-    names = metric_names(state)
-    validation = next((name for name in ("val_loss", "val/loss", "loss/val") if name in names), "")
-    if "loss" in names:
-        title = f"loss, {validation}" if validation else "loss"
-        yield Chart(title, state.series["loss"], state.series.get(validation))
-    for name, _, _ in TRENDS:
-        if name in state.trends:
-            yield _trend(state, name)
-    for name in names:
-        if name not in {"loss", validation}:
-            yield Chart(name, state.series[name])
-
-
-def _trend(state: State, name: str) -> Chart:
-    _, title, factor = next(trend for trend in TRENDS if trend[0] == name)
-    series = state.trends[name]
-    values = tuple(factor * value for value in series.values)
-    return Chart(title, Series(series.steps, values), has_units=True)
-
-
-def draw_trends(
-    state: State, width: int, height: int, look: Style, *, view: View, names: Sequence[str]
-) -> list[Line]:
-    """The trends of these names, those that have more than one point."""
-    found = [
-        _trend(state, name)
-        for name in names
-        if name in state.trends and len(state.trends[name].steps) > 1
-    ]
-    return _grid(found, width, height, look, view)
-
-
-def draw_history(state: State, width: int, height: int, look: Style, *, view: View) -> list[Line]:
-    """As many charts as fit, in columns and rows of equal size."""
-    return _grid(charts(state), width, height, look, view)
-
-
-def _grid(found: Sequence[Chart], width: int, height: int, look: Style, view: View) -> list[Line]:
-    if not found or height < 2 or width < 1:
-        return []
-    across = max(1, min(len(found), (width + GAP) // (LEAST_WIDTH + GAP), 4))
-    down = max(1, min(-(-len(found) // across), height // LEAST_HEIGHT))
-    # No column stays empty where fewer would show as many.
-    across = min(across, -(-len(found) // down))
-    cell = (width - GAP * (across - 1)) // across
-    lines: list[Line] = []
-    for row in range(down):
-        room = height // down + (height % down if row == down - 1 else 0)
-        drawn = [_draw(chart, cell, room, look, view) for chart in found[row * across :][:across]]
-        for at in range(room):
-            line = Line()
-            for column, each in enumerate(drawn):
-                line.pad_to(column * (cell + GAP))
-                line.join(each[at] if at < len(each) else Line())
-            lines.append(line)
-    return lines
-
-
-def _draw(chart: Chart, width: int, height: int, look: Style, view: View) -> list[Line]:
-    value = chart.series.values[-1]
-    newest = units.rate(value) if chart.has_units else units.number(value)
-    return draw_plot(
-        chart.title,
-        seen_through(chart.series, view),
-        width,
-        height,
-        look,
-        newest=newest,
-        about=view_words(view),
-        beside=None if chart.beside is None else seen_through(chart.beside, view),
-        is_log=view.is_log and any(value > 0 for value in chart.series.values),
-    )

@@ -13,6 +13,7 @@ from boltmesh.tui.metrics.heat import chosen_heat
 from boltmesh.tui.pages.ranks import RANK
 from boltmesh.tui.pages.registry import PAGES
 from boltmesh.tui.panels.chart import newest_metrics
+from boltmesh.tui.panels.history import cursor_at
 from boltmesh.tui.render.tabs import tab_at
 from boltmesh.tui.screens.navigation import NavigationScreen
 from boltmesh.tui.screens.prompt import Prompt
@@ -42,6 +43,9 @@ class JobScreen(NavigationScreen):
         Binding("L", "toggle_log", "logarithmic axis"),
         Binding("z", "zoom(1)", "newest half of the charts"),
         Binding("Z", "zoom(-1)", "twice as much in the charts"),
+        Binding("less_than_sign", "pan(-1)", "earlier steps in the charts"),
+        Binding("greater_than_sign", "pan(1)", "later steps in the charts"),
+        Binding("x", "toggle_time", "steps or time in the charts"),
         Binding("e", "toggle_smooth", "moving mean in the charts"),
         Binding("w", "write", "write the screen to files"),
         Binding("y", "copy", "copy the screen"),
@@ -70,6 +74,9 @@ class JobScreen(NavigationScreen):
     def action_back(self) -> None:
         """Undo what narrowed the view last: a rank, a filter, a page; then go to the jobs."""
         table = self.table
+        if self.page.charts is not None and self.session.view.cursor is not None:
+            self.put_cursor(None)
+            return
         if self.leave_rank():
             return
         if table is not None and self.session.view.table(table.name).filter:
@@ -172,6 +179,9 @@ class JobScreen(NavigationScreen):
             self._click_tab(region.width, x)
         elif drawn.panel.name == "metrics":
             self._click_metric(y)
+        elif drawn.panel.name == "history" and self.page.charts is not None:
+            state, view = self.scene.state, self.scene.view
+            self.put_cursor(cursor_at(state, region.width, region.height, view, x, y))
         elif (rank_map := self.page.rank_map) and rank_map.panel == drawn.panel.name:
             self._click_rank(rank_map, drawn, x, y, is_double=is_double)
         else:

@@ -146,7 +146,8 @@ class LiveScreen(PanelScreen):
         if state is None:
             return
         is_well = state.job.state == "running" and job_stalled_seconds(state) is None
-        if not is_well or self.page.empty_reason(state):
+        is_compared = state.other is not None
+        if (not is_well and not is_compared) or self.page.empty_reason(state):
             self.page = PAGES["overview"]
         self.place_cursor()
 

@@ -1,18 +1,30 @@
 """The keys that change how a job is looked at: rows, columns, metrics, figures."""
 
+import msgspec
 from textual import events
 from typing_extensions import override
 
-from boltmesh.tui.layout.page import DrawView, Page, RankMap, Table, hold_window, next_column
+from boltmesh.tui.layout.page import (
+    DrawView,
+    Page,
+    RankMap,
+    Table,
+    WindowOf,
+    hold_window,
+    next_column,
+)
 from boltmesh.tui.metrics.heat import HEAT_FIGURES, chosen_heat
 from boltmesh.tui.pages.ranks import RANK
 from boltmesh.tui.pages.registry import PAGES
 from boltmesh.tui.panels.chart import chosen_metric
+from boltmesh.tui.panels.history import has_clock
 from boltmesh.tui.screens.live import LiveScreen
 from boltmesh.tui.state import metric_names
 from boltmesh.tui.view import TableView
 
 MAX_ZOOM = 8
+CURSOR_STEPS = 50
+"""Presses of an arrow from one side of a chart to the other."""
 
 
 class NavigationScreen(LiveScreen):
@@ -132,7 +144,67 @@ class NavigationScreen(LiveScreen):
 
     def action_zoom(self, by: int) -> None:
         """Show the newest half of the steps in the charts, or twice as many."""
-        self.session.choose(zoom=min(max(0, self.session.view.zoom + by), MAX_ZOOM))
+        view = self.session.view
+        zoom = min(max(0, view.zoom + by), MAX_ZOOM)
+        self.session.choose(zoom=zoom, pan=view.pan if zoom else None)
+        self.paint()
+
+    def action_pan(self, by: int) -> None:
+        """Show earlier or later steps in the charts of this page, by half of what is shown."""
+        scene, window_of = self.scene, self.page.charts
+        if scene is None or window_of is None:
+            return
+        if not scene.view.zoom:
+            self.say("all steps are shown; z shows the newest half")
+            return
+        first, last = window_of(scene.state, scene.view)
+        self._pan_to(window_of, last + by * (last - first) / 2)
+
+    def _pan_to(self, window_of: WindowOf, last: float) -> None:
+        """Let the charts end at a step; at the newest they follow the run again."""
+        scene = self.scene
+        if scene is None:
+            return
+        view = msgspec.structs.replace(scene.view, pan=last)
+        newest = window_of(scene.state, msgspec.structs.replace(view, pan=None))[1]
+        pan = None if last >= newest else window_of(scene.state, view)[1]
+        self.session.choose(pan=pan)
+        self.paint()
+
+    def _move_cursor(self, window_of: WindowOf, by: int) -> None:
+        """Move the cursor of the charts by a fiftieth; what is shown follows it."""
+        scene = self.scene
+        if scene is None:
+            return
+        first, last = window_of(scene.state, scene.view)
+        whole = window_of(scene.state, msgspec.structs.replace(scene.view, zoom=0))
+        cursor = last if scene.view.cursor is None else scene.view.cursor
+        cursor = min(max(cursor + by * (last - first) / CURSOR_STEPS, whole[0]), whole[1])
+        self.put_cursor(cursor)
+        if cursor < first:
+            self._pan_to(window_of, last - (first - cursor))
+        elif cursor > last:
+            self._pan_to(window_of, cursor)
+
+    def put_cursor(self, cursor: float | None) -> None:
+        """Let the charts tell their values at a step, or their newest ones."""
+        self.session.choose(cursor=cursor)
+        self.paint()
+
+    def _choose_row(self, row: int) -> None:
+        self.session.choose(chart_row=max(0, row))
+        self.paint()
+
+    def action_toggle_time(self) -> None:
+        """Use seconds as the axis of the charts of the run, or steps again."""
+        if self.page.charts is None:
+            return
+        is_time = not self.session.view.is_time
+        state = self.session.state
+        if is_time and (state is None or not has_clock(state)):
+            self.say("the times of the steps are not known yet")
+            return
+        self.session.choose(is_time=is_time, pan=None, cursor=None)
         self.paint()
 
     def action_toggle_smooth(self) -> None:
@@ -188,6 +260,10 @@ class NavigationScreen(LiveScreen):
             self._move_rank(across + down)
         elif self.page.rank_map is not None:
             self._move_on_map(self.page.rank_map, across, down)
+        elif self.page.charts is not None and across:
+            self._move_cursor(self.page.charts, across)
+        elif self.page.charts is not None and table is None:
+            self._choose_row(self.session.view.chart_row + down)
         elif across:
             self.action_next_page(across)
         elif table is not None:

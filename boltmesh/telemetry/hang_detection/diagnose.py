@@ -114,7 +114,12 @@ def explain(
         return None
     name, group = _call(wait), _group(wait.group, world_size)
     text = _what(wait, name, group)
-    named = sorted({*wait.missing} or {rank for _, ranks in wait.others[1:] for rank in ranks})
+    named = sorted(
+        {*wait.missing}
+        or {rank for _, ranks in wait.others[1:] for rank in ranks}
+        # All have entered it: a rank that was stopped in it takes no further part.
+        or {rank for rank in wait.waiting if rank in progress and progress[rank].silence}
+    )
     sentences = [_where(rank, progress, world_size) for rank in named[:MAX_NAMED]]
     if len(named) > MAX_NAMED:
         sentences.append(f"So are {len(named) - MAX_NAMED} more")

@@ -18,6 +18,7 @@ from boltmesh.telemetry.job import (
     rank_file,
     read_end,
     read_job,
+    stamp_of,
 )
 from boltmesh.telemetry.reader.cause import Failure, describe_death, job_state, stop_reason
 from boltmesh.telemetry.reader.job_view import (
@@ -26,7 +27,6 @@ from boltmesh.telemetry.reader.job_view import (
     describe,
     mean_expected,
     num_ranks,
-    stamp_of,
     started_at,
 )
 from boltmesh.telemetry.reader.nodes_view import NodesView
@@ -175,8 +175,10 @@ class JobReader:
         events = self._newest_events(views)
         if self._about is None:
             self._about = describe(info)
+        chosen = first.chosen_strategy if first else None
+        about = self._about if chosen is None else self._about | {"strategy": chosen}
         return JobSnapshot(
-            **self._about,
+            **about,
             schema=SCHEMA_VERSION,
             state=state,
             started=started,

@@ -11,14 +11,13 @@ What a step is expected to move on a rank, from what the ranks state.
 """
 
 import math
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, Generic, TypeVar
 
 import msgspec
 
-from boltmesh.telemetry.job import JobInfo
+from boltmesh.telemetry.job import JobInfo, Stamp, stamp_of
 from boltmesh.telemetry.plan_files import PLAN_FILE, TENSOR_FILE, read_plan, read_tensor_plan
 from boltmesh.telemetry.reader.rank_view import RankView
 from boltmesh.telemetry.sanitize import clean, clean_mapping
@@ -102,7 +101,6 @@ MAX_ROWS: Final = 4096
 MAX_DIMENSIONS: Final = 16
 
 Plan = TypeVar("Plan")
-Stamp = tuple[int, int, int]
 
 
 class PlansView:
@@ -145,15 +143,6 @@ class _PlanView(Generic[Plan]):
             self._plan = None if plan is None else self._cleaned(plan)
             self._stamp = stamp
         return self._plan
-
-
-def stamp_of(path: Path) -> Stamp | None:
-    """Return what changes with a file's content, for files that are only ever replaced."""
-    try:
-        found = os.lstat(path)
-    except OSError:
-        return None
-    return found.st_ino, found.st_mtime_ns, found.st_size
 
 
 def clean_tensor_plan(plan: TensorPlanTable) -> TensorPlanTable | None:

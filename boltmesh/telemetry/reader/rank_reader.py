@@ -204,6 +204,7 @@ class Facts(msgspec.Struct, frozen=True):
     flops_per_batch: float | None = None
     peak_flops_per_second: float | None = None
     checkpoint: str | None = None
+    chosen_strategy: str | None = None
     live_microbatches: list[tuple[int, int]] = []
 
 

@@ -26,6 +26,7 @@ import msgspec
 from boltmesh.errors import TelemetryError
 from boltmesh.telemetry import layout
 from boltmesh.telemetry.layout import OFFLOAD_WAYS
+from boltmesh.telemetry.reader.experts import ExpertLoads
 from boltmesh.telemetry.reader.output import OutputTail
 from boltmesh.telemetry.reader.rank_reader import Facts, RankReader
 from boltmesh.telemetry.reader.step_sums import StepRates
@@ -181,6 +182,7 @@ class RankView:
 
     def __init__(self, rank: int, reader: RankReader, *, most_lines: int = MOST_LINES) -> None:
         self.rank = rank
+        self._experts = ExpertLoads(reader.path.with_suffix(".experts"))
         self._output = OutputTail(reader.path.with_suffix(".log"), most_lines)
         self.error_time = 0.0
         self.reader = reader
@@ -220,6 +222,8 @@ class RankView:
             self._said = before = self._build(changed, before)
         if not is_quick and (output := self._output.read()) is not before.output:
             self._said = before = msgspec.structs.replace(before, output=output)
+        if not is_quick and (experts := self._experts.read()) is not before.experts:
+            self._said = before = msgspec.structs.replace(before, experts=experts)
         return before
 
     def is_still_since(self, time: float) -> bool:
@@ -307,6 +311,7 @@ class RankView:
             peak_flops_per_second=_positive(facts.peak_flops_per_second),
             skipped_records=reader.num_damaged,
             output=() if before is None else before.output,
+            experts=() if before is None else before.experts,
         )
 
     def _add_steps(self, *, from_scratch: bool) -> None:
@@ -414,6 +419,12 @@ class RankView:
     def expected(self) -> list[dict[str, object]]:
         """What the strategy says that a step moves, undecoded."""
         return self.reader.facts.expected
+
+    @property
+    def chosen_strategy(self) -> str | None:
+        """Name of the strategy that a choosing one has taken."""
+        chosen = self.reader.facts.chosen_strategy if self.is_present else None
+        return clean(chosen, 60) if chosen else None
 
     @property
     def checkpoint(self) -> str | None:

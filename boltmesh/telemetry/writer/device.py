@@ -159,8 +159,12 @@ def uuid(device: torch.device) -> str | None:
     """Return the device's name as NVML spells it."""
     if device.type != "cuda":
         return None
-    found = getattr(torch.cuda.get_device_properties(device), "uuid", None)
-    return f"GPU-{found}" if found else None
+    properties = torch.cuda.get_device_properties(device)
+    found = getattr(properties, "uuid", None)
+    if not found:
+        return None
+    # A slice of a GPU is a device of its own, and its name ends as in "H100 MIG 1g.10gb".
+    return f"{'MIG' if ' MIG ' in properties.name else 'GPU'}-{found}"
 
 
 class DeviceMemory(NamedTuple):

@@ -68,6 +68,15 @@ class NullRecorder:
     def chunk(self, *, stage: int, microbatch: int, kind: str, start_ns: int, end_ns: int) -> None:
         """See ``Recorder``."""
 
+    def trend(self, name: str, value: float) -> None:
+        """See ``Recorder``."""
+
+    def chose(self, strategy: str) -> None:
+        """See ``Recorder``."""
+
+    def expert_rows(self, module: str, chosen: Tensor, num_experts: int) -> None:
+        """See ``Recorder``."""
+
     def live_microbatches(self, peaks: Mapping[int, int]) -> None:
         """See ``Recorder``."""
 

@@ -34,6 +34,7 @@ from boltmesh.telemetry.tensor_plan import TensorPlanTable
 from boltmesh.telemetry.traffic import ExpectedTraffic
 from boltmesh.telemetry.writer import device as devices
 from boltmesh.telemetry.writer.communication import CommunicationCounter
+from boltmesh.telemetry.writer.expert_counter import ExpertCounter
 from boltmesh.telemetry.writer.fail_safe import guarded, warn_off
 from boltmesh.telemetry.writer.memory import MemorySampler, TensorsByKind
 from boltmesh.telemetry.writer.null_recorder import NullRecorder
@@ -43,6 +44,7 @@ from boltmesh.telemetry.writer.phases import (
     CHECKPOINT,
     COMMUNICATION,
     DATA,
+    FORWARD,
     OTHER,
     VALIDATION,
     PhaseClock,
@@ -132,6 +134,7 @@ class Recorder:
         self._phases = {name: _Phase(self, index) for index, name in enumerate(PHASES)}
         self._status = StatusLine(file, self._clock, self._steps, self._memory)
         self._offload = OffloadCounter(file)
+        self._experts = ExpertCounter(file.path)
         self._failing: tuple[int, int] | None = None
         self._nodes: NodeExchange | None = None
         self._live: dict[int, int] = {}
@@ -320,6 +323,28 @@ class Recorder:
                 self.turn_off(error)
 
     @guarded
+    def trend(self, name: str, value: float) -> None:
+        """Say the newest value of a figure that is kept over the whole run."""
+        self._steps.tell(name, value)
+
+    @guarded
+    def chose(self, strategy: str) -> None:
+        """Say which strategy one that chooses has taken."""
+        self._file.write_facts({"chosen_strategy": strategy})
+
+    @guarded
+    def expert_rows(self, module: str, chosen: Tensor, num_experts: int) -> None:
+        """Count rows by expert; of forward passes of training, those of a recomputation not again.
+
+        Args:
+            module: The name of the module whose experts they are.
+            chosen: Numbers of experts, of any shape.
+            num_experts: Experts of the module.
+        """
+        if self._clock.phase == FORWARD:
+            self._experts.add(module, chosen, num_experts)
+
+    @guarded
     def live_microbatches(self, peaks: Mapping[int, int]) -> None:
         """Say how many microbatches each stage has kept at once at most in a batch of training."""
         if any(most > self._live.get(stage, 0) for stage, most in peaks.items()):
@@ -411,6 +436,7 @@ class Recorder:
         self._steps.add(step, self._clock.since_ns, DATA)
         self._counter.step += 1
         self._offload.after_step(global_step)
+        self._experts.after_step()
         self._memory.after_step(self._clock.since_ns, is_updated=global_step > status.start_step)
         status.write_phase()
         if self._nodes is not None:
@@ -465,6 +491,8 @@ class Recorder:
             self._status.write()
             self._file.event(kind, message)
             self._steps.flush()
+            if state == "finished":  # the counts of a device that has failed cannot be read
+                self._experts.write()
         except Exception as failure:  # noqa: BLE001 - telemetry never stops training
             self.turn_off(failure)
         if self._nodes is not None:

@@ -49,6 +49,8 @@ class TrafficRecords:
         """Calls, payload bytes and slot, by group, operator and peer."""
         self._unwritten_peers: set[tuple[int, int, int]] = set()
         self._counted = 0
+        self.payload_bytes = 0
+        """All collectives since this process opened the file."""
 
     def enqueue(
         self,
@@ -71,6 +73,7 @@ class TrafficRecords:
                 counter = self._counters[key] = [0, 0]
             counter[0] += 1
             counter[1] += payload_bytes
+            self.payload_bytes += payload_bytes
             self._unwritten.add(key)
             sequence = self._sequences["traffic"] = self._sequences["traffic"] + 1
             ticket = self._newest[group] = (

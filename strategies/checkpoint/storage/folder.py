@@ -147,7 +147,9 @@ class LocalFolder:
         """Bytes of a file."""
         with self._open(name) as file:
             file.seek(start)
-            return file.read(-1 if length is None else length)
+            if length is not None:  # a forged one would reserve memory
+                length = max(0, min(length, os.fstat(file.fileno()).st_size - start))
+            return file.read(length)
 
     def _open(self, name: str) -> IO[bytes]:
         """Open a plain file of this folder: no pipe, which would wait, and no file elsewhere."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from boltmesh.strategies.pipeline.loss.reduction import count_of
-from boltmesh.strategies.torch_compat.tensors import functions_unwatched
+from boltmesh.strategies.torch_compat.tensors import functions_unwatched, scalar_on
 
 Fold = Literal["mean", "sum", "min", "max"]
 
@@ -160,7 +160,7 @@ def combine(rule: LogRule, noted: Sequence[Noted], weights: MicrobatchWeights) -
 
 
 def _row(weights: Sequence[Tensor | float], like: Tensor) -> Tensor:
-    return torch.stack([torch.as_tensor(each, device=like.device).double() for each in weights])
+    return torch.stack([scalar_on(each, like.device) for each in weights])
 
 
 def _weight(rule: LogRule, noted: Noted, weights: MicrobatchWeights) -> Tensor | float:

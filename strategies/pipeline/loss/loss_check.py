@@ -105,8 +105,9 @@ class LossChecks:
     ) -> LogRule:
         """Return how the values of a key are put together."""
         known = self._rules.get(key)
-        is_open = known is None or (not known.is_firm and not weights.are_alike())
-        if is_open and (known is None or known.tries < MOST_TRIES):
+        may_try = known is None or (not known.is_firm and known.tries < MOST_TRIES)
+        # Looked at last: weights on a GPU are waited for.
+        if may_try and (known is None or not weights.are_alike()):
             self._prove(trial())
             if known is None:
                 self._rules.setdefault(key, _CheckedRule(usual_rule(noted), is_firm=False))

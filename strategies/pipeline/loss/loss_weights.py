@@ -3,10 +3,12 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 from typing_extensions import override
 
 from boltmesh.strategies.pipeline.loss.reduction import (
@@ -177,8 +179,40 @@ def _scaled(loss: Tensor, weight: Tensor | float) -> Tensor:
     if node is not None and node.name().startswith("NllLoss"):
         # Its backward pass divides no zero by zero.
         return _Weighed.apply(loss, weight)  # type: ignore[no-any-return, no-untyped-call]
+    if _hook_divisions(node, weight):
+        return _Weighed.apply(loss, weight)  # type: ignore[no-any-return, no-untyped-call]
     is_number = (weight != 0) | loss.detach().isfinite()
     return loss * weight if bool(is_number) else torch.zeros_like(loss)
+
+
+def _hook_divisions(node: Node | None, weight: Tensor) -> bool:
+    """Let the products and divisions that end a loss give gradients of 0 where its weight is 0.
+
+    A division by zero gives gradients that are no numbers. Reading whether it is one would wait for
+    the device.
+
+    Returns:
+        Whether the loss ends in a division.
+    """
+    has_division = False
+    while node is not None and node.name() in _PRODUCTS:
+        has_division = has_division or node.name() == "DivBackward0"
+        node.register_hook(partial(_without_nan, weight))
+        branches = [each for each, _ in node.next_functions if each is not None]
+        node = behind_transparent(branches[0]) if len(branches) == 1 else None
+    return has_division
+
+
+_PRODUCTS = frozenset({"DivBackward0", "MulBackward0"})
+
+
+def _without_nan(
+    weight: Tensor, gradients: tuple[Tensor | None, ...], _: object
+) -> tuple[Tensor | None, ...]:
+    return tuple(
+        None if each is None else torch.where(weight == 0, torch.zeros_like(each), each)
+        for each in gradients
+    )
 
 
 class _Weighed(torch.autograd.Function):

@@ -73,7 +73,8 @@ def refuse_wrapped_calls(root: Module, units: Mapping[str, Module]) -> None:
         if is_compiled(module):
             raise UnsupportedError(
                 f"{name!r} was compiled by its method compile(), and a pipeline runs layers on "
-                f"tensors without data first, and on stages of its own. Leave compile() out."
+                f"tensors without data first, and on stages of its own. Leave compile() out, and "
+                f"set compile_blocks=True instead."
             )
         if module not in inside and has_full_backward_hooks(module):
             raise UnsupportedError(

@@ -25,6 +25,7 @@ from boltmesh.strategies.checkpoint.manifest import MANIFEST, METADATA, REST, fi
 from boltmesh.strategies.checkpoint.shard_reader import Placeholder
 
 FLIPS = 200
+Figure = Callable[[str, int, int], None]
 
 
 def content() -> dict[str, Any]:
@@ -113,14 +114,14 @@ def bits_of_records(path: Path, count: int) -> list[int]:
 
 
 @pytest.mark.parametrize("is_mapped", [False, True])
-def test_flips_in_a_file(is_mapped: bool, tmp_path: Path) -> None:
+def test_flips_in_a_file(is_mapped: bool, tmp_path: Path, figure: Figure) -> None:
     path = tmp_path / "a.ckpt"
     AtomicCheckpointIO().save_checkpoint(content(), path)
     data = path.read_bytes()
     load = lambda: load_file(path, is_mapped=is_mapped)  # noqa: E731
     found, rest = found_of(data, bits_of_records(path, FLIPS), path, load, content())
-    print(f"{found} of {FLIPS} bit flips in what a file holds are found")
     assert (found, rest) == (FLIPS, 0)
+    figure(f"bit flips in a file {'that is mapped ' * is_mapped}are found", found, FLIPS)
     anywhere = random.Random(2).choices(range(8 * len(data)), k=FLIPS)
     found, rest = found_of(data, anywhere, path, load, content())
     print(f"of {FLIPS} anywhere in it {found} are found, {rest} are padding, and none is wrong")
@@ -149,12 +150,15 @@ def test_flips_at_an_address(place: str, tmp_path: Path) -> None:
     memory.rm("/flips", recursive=True)
 
 
-def test_an_import_finds_them(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("flips", [60, pytest.param(FLIPS, marks=pytest.mark.full)])
+def test_an_import_finds_them(
+    flips: int, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch, figure: Figure
+) -> None:
     monkeypatch.chdir(tmp_path)
     path = Path("a.ckpt")
     AtomicCheckpointIO().save_checkpoint(content(), path)
     data = path.read_bytes()
-    for bit in bits_of_records(path, 60):
+    for bit in bits_of_records(path, flips):
         path.write_bytes(flipped(data, bit))
         assert run_command(["import", "a.ckpt", "--to", "b"]) == 2
         assert (
@@ -164,10 +168,11 @@ def test_an_import_finds_them(tmp_path: Path, capsys: Any, monkeypatch: pytest.M
         assert not Path("b").exists()
     path.write_bytes(data)
     assert run_command(["import", "a.ckpt", "--to", "b"]) == 0
+    figure("bit flips are found by an import", flips, flips)
 
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", METADATA, REST, MANIFEST])
-def test_flips_in_a_directory(name: str, tmp_path: Path) -> None:
+def test_flips_in_a_directory(name: str, tmp_path: Path, figure: Figure) -> None:
     place = tmp_path / "a.ckpt"
     save_alone(content(), place)
     wanted = in_memory(load_directory(place))
@@ -179,8 +184,8 @@ def test_flips_in_a_directory(name: str, tmp_path: Path) -> None:
     for bit in bits:
         path.write_bytes(flipped(data, bit))
         found += find_damage_in_directory(place, threads=2) is not None
-    print(f"{found} of {FLIPS} bit flips in {name} are found")
     assert found == FLIPS
+    figure(f"bit flips in {name} are found", found, FLIPS)
     # Whoever loads finds them too, but for those in the piece of a tensor without elements.
     found, rest = found_of(data, bits, path, lambda: load_directory(place), wanted)
     assert found + rest == FLIPS

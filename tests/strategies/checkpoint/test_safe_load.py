@@ -3,7 +3,7 @@
 import ast
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,15 @@ from boltmesh.errors import CheckpointError, ConfigError, UnsafeCheckpointError
 from boltmesh.strategies import DDPStrategy, StartingWeights, ZeROStrategy
 from boltmesh.strategies.checkpoint.file import AtomicCheckpointIO, load_file
 from boltmesh.strategies.checkpoint.safe_load import safe_load
+from tests.support import object_store
 from tests.support.file_server import serving
+from tests.support.ftp_server import serving_ftp
 from tests.support.ranks import run_ranks
 from tests.support.tiny import TinyData, TinyModel
 
 ROOT = Path(__file__).parents[3]
 TINY = ROOT / "tests" / "support" / "tiny.yaml"
+Figure = Callable[[str, int, int], None]
 VERBS = ("fit", "validate", "test", "predict")
 STRATEGIES: dict[str, Any] = {"ddp": DDPStrategy, "zero3": lambda: ZeROStrategy(stage=3)}
 
@@ -78,12 +81,16 @@ def mark(tmp_path: Path) -> Iterator[Path]:
     assert not path.exists()
 
 
-@pytest.fixture(params=["path", "http", "memory"])
+@pytest.fixture(params=["path", "file", "http", "ftp", "memory", "objects"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     """Where the file ``served/a.ckpt`` of the test lies, once ``publish`` has been called."""
     (tmp_path / "served").mkdir()
-    with serving(tmp_path / "served") as address:
+    object_store.install(tmp_path / "objects")
+    with serving(tmp_path / "served") as address, serving_ftp(tmp_path / "served") as ftp:
         yield {
+            "file": f"file://{tmp_path}/served/a.ckpt",
+            "ftp": f"{ftp}/a.ckpt",
+            "objects": "objects://bucket/a.ckpt",  # as s3 and gs are
             "path": str(tmp_path / "served" / "a.ckpt"),
             "http": f"{address}/a.ckpt",
             "memory": "memory://served/a.ckpt",
@@ -97,19 +104,22 @@ def publish(value: Any, folder: Path) -> None:
     file = folder / "served" / "a.ckpt"
     torch.save(value, file)
     fsspec.filesystem("memory").pipe_file("/served/a.ckpt", file.read_bytes())
+    if (folder / "objects").is_dir():
+        fsspec.filesystem("objects").pipe_file("bucket/a.ckpt", file.read_bytes())
 
 
 @pytest.mark.parametrize("kind", STRATEGIES)
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_trainer_runs_no_code(
-    kind: str, verb: str, place: str, mark: Path, tmp_path: Path
+    kind: str, verb: str, place: str, mark: Path, tmp_path: Path, figure: Figure
 ) -> None:
     publish(content(bomb=Harmful(mark)), tmp_path)
     run = trainer(STRATEGIES[kind]())
     with pytest.raises(UnsafeCheckpointError) as caught:
         getattr(run, verb)(TinyModel(), datamodule=TinyData(), ckpt_path=place)
     said = str(caught.value)
-    assert said.startswith(f"{place} was not loaded, because loading it could run code: it names ")
+    shown = place.removeprefix("file://")
+    assert said.startswith(f"{shown} was not loaded, because loading it could run code: it names ")
     assert "posix.system" in said
     assert "weights_only" not in said
     # Lightning does not pass the argument on to strategies that restore after their setup.
@@ -118,6 +128,8 @@ def test_a_trainer_runs_no_code(
         getattr(trainer(STRATEGIES[kind]()), verb)(
             TinyModel(), datamodule=TinyData(), ckpt_path=place, weights_only=False
         )
+    assert not mark.exists()
+    figure("harmful checkpoints at paths and addresses: no code is run", 1, 1)
 
 
 @pytest.mark.parametrize("kind", STRATEGIES)
@@ -141,7 +153,13 @@ def test_a_good_file_still_resumes(kind: str, place: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_commands_run_no_code(
-    verb: str, place: str, mark: Path, tmp_path: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch
+    verb: str,
+    place: str,
+    mark: Path,
+    tmp_path: Path,
+    capfd: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    figure: Figure,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     publish(content(bomb=Harmful(mark)), tmp_path)
@@ -149,7 +167,10 @@ def test_commands_run_no_code(
     assert run_command([verb, str(TINY), "trainer.devices=1", f"{key}={place}"]) == 2
     lines = [each for each in capfd.readouterr().err.splitlines() if "boltmesh: " in each]
     assert len(lines) == 1, lines
-    assert lines[0].startswith(f"boltmesh: {place} was not loaded, because")
+    shown = place.removeprefix("file://")
+    assert lines[0].startswith(f"boltmesh: {shown} was not loaded, because")
+    assert not mark.exists()
+    figure("harmful checkpoints at paths and addresses: no code is run", 1, 1)
 
 
 def test_conversions_run_no_code(
@@ -161,7 +182,8 @@ def test_conversions_run_no_code(
         assert run_command(line) == 2
         said = capfd.readouterr().err
         assert said.count("\n") == 1
-        assert ("posix.system" if Path(place).is_absolute() else "local disk alone") in said
+        is_local = place.startswith(("/", "file:"))
+        assert ("posix.system" if is_local else "local disk alone") in said
 
 
 def _load_on_ranks(rank: int, world_size: int, place: str) -> tuple[str, str, int]:

@@ -19,9 +19,10 @@ from boltmesh.strategies.offload.disk import param_store, state_store
 from boltmesh.strategies.offload.disk.param_store import DiskParameterStore
 from boltmesh.strategies.offload.disk.state_store import DiskStateStore
 from boltmesh.strategies.offload.host_memory import HostArena
-from boltmesh.strategies.offload.memory_stores import NUM_AHEAD, HostStore
+from boltmesh.strategies.offload.memory_stores import RING_UNITS, HostStore
 from boltmesh.strategies.offload.store_api import CHUNK_NUMEL
 from boltmesh.strategies.offload.stores import SMALL_NUMEL, OffloadPlan, place_chunks
+from boltmesh.strategies.offload.streams import aligned
 
 MILLION = 1 << 20
 
@@ -94,7 +95,8 @@ def test_its_constants_are_those_of_the_engine():
     assert offload.SMALL_NUMEL == SMALL_NUMEL
     assert offload.RING_CHUNKS == state_store.NUM_BUFFERS
     assert offload.WINDOW_BYTES == param_store.WINDOW_BYTES
-    assert offload.AHEAD == NUM_AHEAD
+    assert offload.RING_UNITS == RING_UNITS
+    assert aligned(1) == offload.RING_ALIGNMENT_BYTES
 
 
 @pytest.mark.parametrize(("place", "stores"), [("host", HostStore), ("disk", DiskStateStore)])

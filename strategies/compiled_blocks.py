@@ -1,0 +1,182 @@
+"""Compiles the repeated blocks of a model, each by itself: one compilation for all of a kind.
+
+``torch.compile`` takes the forward of the class, and the block as an argument: with parameters as
+inputs of the graph the compiled code serves every block of the class. It replaces ``forward`` on
+the instances, inside of hooks: sharding, gathers and telemetry by hooks stay outside of graphs.
+
+Only training is compiled. Within a mode that looks at torch's functions or operators, such as a dry
+run on tensors without data, blocks run as they are.
+"""
+
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from boltmesh.errors import ConfigError, UnsupportedError
+from boltmesh.strategies.blocks import find_blocks
+from boltmesh.strategies.torch_compat.modules import is_compiled
+from boltmesh.strategies.torch_compat.tensors import is_fake, is_watched
+
+BACKEND = "inductor"
+
+_OPTIONS = {"fallback_random": True}
+"""Random numbers are those of torch's own kernels, so dropout masks are those of the model as it
+is."""
+
+
+class CompiledBlocks:
+    """Compiles the repeated blocks of a model during a fit.
+
+    Args:
+        is_on: Whether blocks are compiled at all.
+        recompute: What ``activation_checkpointing`` is.
+
+    Raises:
+        ConfigError: With selective checkpointing, which cannot look into compiled blocks.
+    """
+
+    def __init__(self, recompute: str | None, *, is_on: bool) -> None:
+        if is_on and recompute == "selective":
+            raise ConfigError(
+                "compile_blocks=True hides the operators of a block from "
+                "activation_checkpointing='selective', which keeps the results of some of them. "
+                "Use activation_checkpointing='full', or leave compile_blocks out."
+            )
+        self.is_on = is_on
+        self._blocks: dict[Module, Any] = {}
+        """The ``forward`` set on each instance before; None: that of its class."""
+        self._limits = ExitStack()
+
+    def put_on(self, root: Module, device: torch.device) -> None:
+        """Let the repeated blocks be compiled at their first call. No effect the second time.
+
+        Args:
+            root: The model, before hooks of other features replace the forward of its blocks.
+            device: Where it is trained.
+
+        Raises:
+            ConfigError: Without a compiler for the device, or if the model has no repeated block.
+            UnsupportedError: When the author has compiled parts of the model.
+        """
+        if not self.is_on or self._blocks:
+            return
+        for name, module in root.named_modules():
+            if is_compiled(module):
+                raise UnsupportedError(
+                    f"{name or type(root).__name__!r} is compiled by torch.compile already, and "
+                    f"compile_blocks=True would compile it once more. Leave one of them out."
+                )
+        refuse_without_compiler(device)
+        found = find_blocks(root)
+        blocks = [each for each in found.values() if any(each.children())]
+        if not blocks:
+            raise ConfigError(
+                f"compile_blocks=True compiles the repeated blocks of a model, and "
+                f"{type(root).__name__} repeats none: a block is a module of several layers that a "
+                f"ModuleList or Sequential holds twice or more. Leave it out, or call "
+                f"torch.compile on the model."
+            )
+        self._limits.enter_context(_compiler().recompile_limit_raises())
+        options: Any = _OPTIONS if BACKEND == "inductor" else None
+        compiled: dict[type[Module], Callable[..., Any]] = {}
+        for block in blocks:
+            kind = type(block)
+            before = vars(block).get("forward")
+            if before is None and kind not in compiled:
+                compiled[kind] = torch.compile(kind.forward, backend=BACKEND, options=options)
+            if before is None:
+                run: Callable[..., Any] = partial(compiled[kind], block)
+            else:
+                run = torch.compile(before, backend=BACKEND, options=options)
+            self._blocks[block] = before
+            vars(block)["forward"] = CompiledForward(kind.__name__, block.forward, run)
+
+    def take_off(self) -> None:
+        """Restore the blocks."""
+        for block, before in self._blocks.items():
+            if before is None:
+                vars(block).pop("forward", None)
+            else:
+                vars(block)["forward"] = before
+        self._blocks = {}
+        self._limits.close()
+
+
+def refuse_without_compiler(device: torch.device) -> None:
+    """Refuse to compile for a device without what the code is made by.
+
+    Raises:
+        ConfigError: Naming what is missing.
+    """
+    missing = _compiler().missing_for(device)
+    if missing is not None:
+        raise ConfigError(
+            f"compile_blocks=True compiles for {device.type}, and {missing}. Install it, or leave "
+            f"compile_blocks out."
+        )
+
+
+def _compiler() -> Any:
+    with warnings.catch_warnings():  # of torch's own modules when they are imported
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from boltmesh.strategies.torch_compat import compiler
+
+    return compiler
+
+
+class CompiledForward:
+    """The forward of a block: compiled in training, as it is where a mode watches.
+
+    Args:
+        name: The class of the block, for messages.
+        plain: Its forward as it is.
+        compiled: The same, compiled.
+    """
+
+    def __init__(self, name: str, plain: Callable[..., Any], compiled: Callable[..., Any]) -> None:
+        self._name = name
+        self._plain = plain
+        self._compiled = compiled
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the block."""
+        return self.choose((*args, *kwargs.values()))(*args, **kwargs)
+
+    def choose(self, arguments: Sequence[Any]) -> Callable[..., Any]:
+        """Return what is to run on these arguments; a recomputation has to run the same again."""
+        if not torch.is_grad_enabled() or _is_looked_at(arguments):
+            return self._plain
+        return self._run
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        compiler = _compiler()
+        try:
+            return self._compiled(*args, **kwargs)
+        except compiler.RecompileLimitError as error:
+            raise UnsupportedError(
+                f"compile_blocks=True compiled {self._name} again and again: its forward depends "
+                f"on more than weights and the shapes of inputs. Leave compile_blocks out. "
+                f"torch.compile: {_first_line(error)}"
+            ) from error
+        except compiler.CompilerError as error:
+            raise UnsupportedError(
+                f"compile_blocks=True could not compile {self._name}. Leave compile_blocks out. "
+                f"torch.compile: {_first_line(error)}"
+            ) from error
+
+
+def _is_looked_at(arguments: Sequence[Any]) -> bool:
+    """Whether a mode watches, or arguments have no data: compiled code would hide its operators."""
+    return is_watched() or any(
+        isinstance(each, Tensor) and (each.is_meta or is_fake(each)) for each in arguments
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -1,0 +1,149 @@
+"""CUDA devices of this host's ranks: errors in terms of what to change, and the cores near them."""
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from boltmesh.errors import ConfigError
+
+PCI = Path("/sys/bus/pci/devices")
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+_TASKS = Path("/proc/self/task")
+
+
+def refuse_devices(
+    devices: Sequence[torch.device], count: Callable[[], int], environment: Mapping[str, str]
+) -> None:
+    """Refuse devices of this host's ranks that do not exist, or that ranks share by accident.
+
+    Args:
+        devices: One for each rank of this host.
+        count: Returns the number of CUDA devices that torch sees.
+        environment: Environment of this process.
+
+    Raises:
+        ConfigError: Naming the device.
+    """
+    indices = [each.index or 0 for each in devices if each.type == "cuda"]
+    if not indices:
+        return
+    num_visible = count()
+    if max(indices) >= num_visible:
+        fitting = f"devices={num_visible}" if num_visible else "accelerator='cpu'"
+        raise ConfigError(
+            f"cuda:{max(indices)} does not exist: torch sees {_number(num_visible)}"
+            f"{_shown(environment)}. Use {fitting}."
+        )
+    twice = next((each for each in indices if indices.count(each) > 1), None)
+    # NCCL distinguishes ranks with host ids of their own.
+    if twice is not None and "NCCL_HOSTID" not in environment:
+        raise ConfigError(
+            f"{indices.count(twice)} ranks of this host were given cuda:{twice}, and NCCL takes "
+            f"one rank for each GPU. Use devices={len(set(indices))}, or give each rank a GPU of "
+            f"its own."
+        )
+
+
+def explain_cuda(error: BaseException, environment: Mapping[str, str]) -> ConfigError | None:
+    """Return an error of CUDA's or NCCL's start in terms of what to change; None for others."""
+    text = str(error)
+    if "Duplicate GPU detected" in text:
+        return ConfigError(
+            f"two ranks of this host use the same GPU{_shown(environment)}, and NCCL takes one "
+            f"rank for each. Start as many ranks as there are GPUs, and give each launcher's rank "
+            f"its own device by LOCAL_RANK."
+        )
+    if "driver" in text and "too old" in text:
+        return ConfigError(
+            f"the NVIDIA driver is too old for this torch, which was built for CUDA "
+            f"{torch.version.cuda}. Update the driver, install a torch for an older CUDA, or train "
+            f"with accelerator='cpu'."
+        )
+    if "No CUDA GPUs are available" in text or "no CUDA-capable device" in text:
+        return ConfigError(
+            f"CUDA finds no GPU{_shown(environment)}. Name GPUs that nvidia-smi -L lists, or train "
+            f"with accelerator='cpu'."
+        )
+    return None
+
+
+def _number(count: int) -> str:
+    return {0: "no CUDA device", 1: "one CUDA device"}.get(count, f"{count} CUDA devices")
+
+
+def _shown(environment: Mapping[str, str]) -> str:
+    visible = environment.get(VISIBLE)
+    if visible is None:
+        return ""
+    slices = (
+        "; a process uses one slice of a GPU (MIG) at most" if visible.startswith("MIG-") else ""
+    )
+    return f" ({VISIBLE}={visible}{slices})"
+
+
+def cores_of(text: str) -> frozenset[int]:
+    """Return the cores of a list such as ``0-3,8``."""
+    cores: set[int] = set()
+    for part in text.strip().split(","):
+        first, _, last = part.partition("-")
+        if first:
+            cores.update(range(int(first), int(last or first) + 1))
+    return frozenset(cores)
+
+
+def near_cores(properties: Any, root: Path = PCI) -> frozenset[int]:
+    """Return the cores on the same NUMA node as a device; none where that is not known.
+
+    Args:
+        properties: What ``torch.cuda.get_device_properties`` gives.
+        root: Where the kernel lists devices.
+    """
+    try:
+        address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}"
+        address += f":{properties.pci_device_id:02x}.0"
+        return cores_of((root / address / "local_cpulist").read_text(encoding="ascii"))
+    except (AttributeError, OSError, ValueError):
+        return frozenset()
+
+
+class CoreBinding:
+    """Keeps this process on the cores near its GPU, and knows how many it had before."""
+
+    def __init__(self) -> None:
+        self._num_before: int | None = None
+
+    def bind(self, near: frozenset[int]) -> bool:
+        """Bind all threads to cores; return whether that was done.
+
+        Cores stay as they are where a user or a batch system has chosen some already, or where all
+        are equally near.
+        """
+        if not sys.platform.startswith("linux"):
+            return False
+        before = os.sched_getaffinity(0)
+        if len(before) != os.cpu_count() or not near & before or near >= before:
+            return False
+        self._num_before = len(before)
+        for thread in _TASKS.iterdir():
+            with contextlib.suppress(OSError):  # it has ended
+                os.sched_setaffinity(int(thread.name), near & before)
+        return True
+
+    def num_cores(self) -> int:
+        """Return the cores that all ranks of this host have together."""
+        if self._num_before is not None:
+            return self._num_before
+        return (
+            len(os.sched_getaffinity(0))
+            if hasattr(os, "sched_getaffinity")
+            else (os.cpu_count() or 1)
+        )
+
+
+CORES = CoreBinding()

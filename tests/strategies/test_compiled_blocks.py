@@ -1,0 +1,215 @@
+"""Compiled blocks train to the numbers of the blocks as they are, by one graph for all of a kind.
+
+Most cases compile by ``aot_eager``, which makes the same graphs without a minute of a C++ compiler.
+"""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer, seed_everything
+from torch import nn
+from torch._inductor.exc import InvalidCxxCompiler
+
+from boltmesh.errors import ConfigError, UnsupportedError
+from boltmesh.strategies import (
+    ContextParallelStrategy,
+    DDPStrategy,
+    Parallel3DStrategy,
+    PipelineParallelStrategy,
+    TensorParallelStrategy,
+    ZeROStrategy,
+    compiled_blocks,
+)
+from boltmesh.strategies.compiled_blocks import CompiledBlocks, refuse_without_compiler
+from boltmesh.strategies.parameter_access import gathered_parameters
+from tests.support.ranks import run_ranks
+from tests.support.stack import Stack, token_data
+
+STRATEGIES: dict[str, Any] = {
+    "ddp": lambda **given: DDPStrategy(**given),
+    "zero1": lambda **given: ZeROStrategy(stage=1, **given),
+    "zero2": lambda **given: ZeROStrategy(stage=2, **given),
+    "zero3": lambda **given: ZeROStrategy(stage=3, **given),
+    "zero3_cpu": lambda **given: ZeROStrategy(
+        stage=3, offload_optimizer="cpu", offload_parameters="cpu", **given
+    ),
+    "tensor": lambda **given: TensorParallelStrategy(**given),
+    "pipeline": lambda **given: PipelineParallelStrategy(microbatches=2, **given),
+    "zero_bubble": lambda **given: PipelineParallelStrategy(
+        schedule="zero_bubble", microbatches=2, **given
+    ),
+    "3d": lambda **given: Parallel3DStrategy(pipeline=2, microbatches=2, **given),
+}
+
+
+class Watch(Callback):
+    """Keeps losses, the parameters at the end, and how many graphs there were after three steps."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.graphs: list[int] = []
+        self.whole: dict[str, torch.Tensor] = {}
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+        self.losses.append(float(outputs["loss"]))
+        self.graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        with gathered_parameters(pl_module) as whole:
+            self.whole = {name: each.detach().clone() for name, each in whole.items()}
+
+
+def fit(world_size: int, strategy: Any, module: Any = None, **arguments: Any) -> Watch:
+    seed_everything(3)
+    watch = Watch()
+    trainer = Trainer(
+        accelerator="cpu", devices=world_size, strategy=strategy, max_steps=6, callbacks=[watch],
+        logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, use_distributed_sampler=False, **arguments,
+    )  # fmt: skip
+    trainer.fit(module or Stack(depth=4, optimizer="sgd"), token_data(48, 8))
+    return watch
+
+
+def both(
+    rank: int, world_size: int, name: str, backend: str, given: dict[str, Any]
+) -> tuple[float, list[int]]:
+    """Return the largest difference of losses and parameters, and graphs after each step."""
+    compiled_blocks.BACKEND = backend
+    plain = fit(world_size, STRATEGIES[name](**given))
+    torch._dynamo.utils.counters.clear()
+    compiled = fit(world_size, STRATEGIES[name](compile_blocks=True, **given))
+    apart = [abs(a - b) for a, b in zip(plain.losses, compiled.losses, strict=True)]
+    apart += [(plain.whole[each] - compiled.whole[each]).abs().max().item() for each in plain.whole]
+    return max(apart), compiled.graphs
+
+
+CASES: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in STRATEGIES] + [
+    (name, {"activation_checkpointing": "full"}) for name in ("ddp", "zero3", "pipeline")
+]
+
+IDS = [f"{name}-{'full' if given else 'plain'}" for name, given in CASES]
+
+
+@pytest.mark.ranks
+@pytest.mark.slow(60)
+@pytest.mark.timeout(500)
+@pytest.mark.sample("zero3-plain", "3d-plain", "ddp-full")
+@pytest.mark.parametrize(("name", "given"), CASES, ids=IDS)
+def test_blocks_are_compiled_once_and_train_to_the_same_numbers(
+    name: str, given: dict[str, Any]
+) -> None:
+    for apart, graphs in run_ranks(both, 2, name, "aot_eager", given, timeout_s=480.0):
+        assert apart < 1e-5
+        assert graphs[2] >= 1
+        assert graphs[2] == graphs[-1], "compiled again after the third step"
+        assert graphs[-1] <= 2, "one graph for all blocks, and one where the first gets no gradient"
+
+
+@pytest.mark.slow(120)
+@pytest.mark.timeout(600)
+@pytest.mark.full
+@pytest.mark.ranks
+def test_inductor_gives_the_numbers_of_the_blocks_as_they_are() -> None:
+    [(apart, graphs)] = run_ranks(both, 1, "ddp", "inductor", {}, timeout_s=560.0)
+    assert apart < 1e-5
+    assert graphs[2] == graphs[-1] >= 1
+
+
+class Branching(nn.Module):
+    """Does something else at every call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.word = ""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) * len(self.word)
+
+
+def model(*blocks: nn.Module) -> nn.Module:
+    root = nn.Module()
+    root.blocks = nn.ModuleList(blocks)
+    return root
+
+
+@pytest.fixture
+def by_aot_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled_blocks, "BACKEND", "aot_eager")
+
+
+@pytest.mark.usefixtures("by_aot_eager")
+def test_a_block_that_is_compiled_again_and_again_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    root: Any = model(Branching(), Branching())
+    compilation = CompiledBlocks(None, is_on=True)
+    compilation.put_on(root, torch.device("cpu"))
+
+    def call_often() -> None:
+        for number in range(9):
+            root.blocks[0].word = "x" * number
+            root.blocks[0](torch.ones(2, 3))
+
+    with (
+        torch._dynamo.config.patch(recompile_limit=2),
+        pytest.raises(UnsupportedError, match="compiled Branching again and again"),
+    ):
+        call_often()
+    compilation.take_off()
+    assert "forward" not in vars(root.blocks[0])
+    assert not torch._dynamo.config.fail_on_recompile_limit_hit
+
+
+@pytest.mark.usefixtures("by_aot_eager")
+def test_evaluation_and_modes_run_blocks_as_they_are() -> None:
+    root: Any = model(Branching(), Branching())
+    compilation = CompiledBlocks(None, is_on=True)
+    compilation.put_on(root, torch.device("cpu"))
+    forward = vars(root.blocks[0])["forward"]
+    x = torch.ones(2, 3)
+    assert forward.choose([x]) == forward._run
+    with torch.no_grad():
+        assert forward.choose([x]) == forward._plain
+    with torch.overrides.BaseTorchFunctionMode():
+        assert forward.choose([x]) == forward._plain
+    assert forward.choose([x.to("meta")]) == forward._plain
+    compilation.take_off()
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")
+def test_what_cannot_be_compiled_is_refused_by_name() -> None:
+    cpu = torch.device("cpu")
+    with pytest.raises(ConfigError, match="activation_checkpointing='full'"):
+        CompiledBlocks("selective", is_on=True)
+    compilation = CompiledBlocks(None, is_on=True)
+    with pytest.raises(ConfigError, match="Linear repeats none"):
+        compilation.put_on(nn.Linear(2, 2), cpu)
+    compiled = model(Branching(), Branching())
+    compiled.blocks[0].compile()  # type: ignore[index]
+    with pytest.raises(UnsupportedError, match=r"'blocks\.0' is compiled by torch"):
+        compilation.put_on(compiled, cpu)
+
+
+@pytest.mark.parametrize(
+    ("device", "missing"), [("cpu", "no C.. compiler"), ("cuda", "triton is not installed")]
+)
+def test_a_missing_compiler_is_named(
+    monkeypatch: pytest.MonkeyPatch, device: str, missing: str
+) -> None:
+    def none() -> str:
+        raise InvalidCxxCompiler
+
+    monkeypatch.setattr("torch._inductor.cpp_builder.get_cpp_compiler", none)
+    monkeypatch.setattr("torch.utils._triton.has_triton", lambda: False)
+    with pytest.raises(ConfigError, match=missing):
+        refuse_without_compiler(torch.device(device))
+
+
+@pytest.mark.parametrize(
+    "door", [ContextParallelStrategy, partial(ZeROStrategy, stage=3, expert=2)], ids=["cp", "ep"]
+)
+def test_axes_whose_layers_cannot_be_traced_refuse_the_option(door: Any) -> None:
+    with pytest.raises(ConfigError, match="Leave compile_blocks or"):
+        door(compile_blocks=True)

@@ -1,0 +1,166 @@
+"""Steps 5 to 10 read no tensor of the device on the host, apart from the places listed here.
+
+Each read of a GPU's tensor waits for all work that is queued. On the CPU a dispatch mode sees the
+reads; which of them are of tensors that lie on the host in a run on GPUs too is said below.
+"""
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer, seed_everything
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader, TensorDataset
+
+import boltmesh
+from boltmesh.strategies import (
+    DDPStrategy,
+    Parallel3DStrategy,
+    PipelineParallelStrategy,
+    TensorParallelStrategy,
+    ZeROStrategy,
+)
+from tests.support.ranks import run_ranks
+from tests.support.stack import Stack, token_data
+
+pytestmark = pytest.mark.ranks
+
+STRATEGIES = {
+    "ddp": lambda folder: DDPStrategy(),
+    "zero1": lambda folder: ZeROStrategy(stage=1),
+    "zero2": lambda folder: ZeROStrategy(stage=2),
+    "zero3": lambda folder: ZeROStrategy(stage=3),
+    "zero3_cpu": lambda folder: ZeROStrategy(
+        stage=3, offload_optimizer="cpu", offload_parameters="cpu"
+    ),
+    "zero3_nvme": lambda folder: ZeROStrategy(
+        stage=3, offload_optimizer="nvme", offload_parameters="nvme", offload_path=folder
+    ),
+    "pipeline": lambda folder: PipelineParallelStrategy(microbatches=8),
+    "zero_bubble": lambda folder: PipelineParallelStrategy(schedule="zero_bubble", microbatches=4),
+    "tensor": lambda folder: TensorParallelStrategy(),
+    "3d": lambda folder: Parallel3DStrategy(pipeline=2, microbatches=8),
+}
+
+ON_HOST = {
+    "pipeline/grad_handoff.py:add": "asked on the host alone",
+    "lightning_compat/launchers.py:_reduce_flags": "flags of signals, over gloo",
+    "pipeline/runtime/handshake.py:": "rows that ranks tell each other, over gloo",
+    "pipeline/step_report.py:take": "one of these rows",
+    "pipeline/step_report.py:hear": "one of these rows",
+    "pipeline/step_report.py:row": "one of these rows",
+    "torch_compat/tensors.py:scalar_on": "a number that is on the host",
+    "offload/": "gradients' norms, in pinned memory once an event has passed",
+    "pipeline/metrics.py:receive": "the length of a message, over gloo",
+    "torch_compat/communication.py:sum_flags": "not read where all flags of a rank are set",
+    "data_parallel/order_check.py:": "which collectives ranks issue, over gloo",
+    "data_parallel/uneven_inputs.py:begin": "how many batches ranks have, once in an epoch",
+    "random_state.py:": "states of the CPU's generator",
+    "pipeline/stage/rng.py:": "seeds of microbatches",
+    "boltmesh/telemetry/": "scalars in pinned memory, two steps late",
+    "dry_run/batch_check.py:": "digests of batches, over gloo",
+}
+"""Places that read tensors of the host, in runs on GPUs too."""
+
+ALLOWED = {
+    "pipeline/metrics.py:_unpacked": "the author gave a metric a number of Python",
+    "pipeline/training.py:_like": "the author's step returned a number of Python",
+    "pipeline/merge.py:merge": "the author's step returned a number of Python",
+    "pipeline/loss/loss_weights.py:_refuse_uneven": "several means, compared before they train",
+    "pipeline/loss/log_rules.py:are_alike": "first steps that tell rules of logged keys apart",
+}
+"""Places that wait for the device, and why."""
+
+
+class Masked(Stack):
+    """Counts tokens on the device, as language models with padding do."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        tokens, targets = batch
+        mask = targets != -100
+        losses = functional.cross_entropy(
+            self(tokens).transpose(1, 2), targets.clamp(min=0), reduction="none"
+        )
+        loss = (losses * mask).sum() / mask.sum()
+        self.log("train_loss", loss)
+        return loss
+
+
+def data() -> DataLoader[Any]:
+    """In the first row of four nothing counts: with microbatches of one row, weights of 0."""
+    tokens, targets = token_data(160, 8).dataset.tensors  # type: ignore[attr-defined]
+    targets = targets.masked_fill((torch.arange(160) % 4 == 0)[:, None], -100)
+    return DataLoader(TensorDataset(tokens, targets), batch_size=8)
+
+
+class Reads(TorchDispatchMode):
+    """Keeps where boltmesh reads the value of a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in {
+            torch.ops.aten._local_scalar_dense,
+            torch.ops.aten.nonzero,
+            torch.ops.aten.equal,
+        }:
+            self.places |= {place for place in [reader()] if place is not None}
+        return func(*args, **(kwargs or {}))
+
+
+def reader() -> str | None:
+    """Return the file of boltmesh and the function that reads; None for others' code."""
+    frame: Any = sys._getframe(2)
+    package = Path(boltmesh.__file__).resolve().parents[1]
+    torchs = str(Path(torch.__file__).parent)
+    while frame is not None and frame.f_code.co_filename.startswith(torchs):
+        frame = frame.f_back
+    if frame is None:
+        return None
+    path = Path(frame.f_code.co_filename).resolve()
+    if not path.is_relative_to(package):
+        return None
+    inside = path.relative_to(package)
+    if inside.parts[0] == "strategies":
+        inside = inside.relative_to("strategies")
+    return None if inside.parts[0] == "tests" else f"{inside}:{frame.f_code.co_name}"
+
+
+class Watch(Callback):
+    def __init__(self) -> None:
+        self.reads = Reads()
+
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_step == 4:
+            self.reads.__enter__()
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_step == 10:
+            self.reads.__exit__(None, None, None)
+
+
+def places_read(rank: int, world_size: int, name: str) -> set[str]:
+    seed_everything(3)
+    watch = Watch()
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = Trainer(
+            accelerator="cpu", devices=world_size, strategy=STRATEGIES[name](folder), max_steps=10,
+            callbacks=[watch], logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        trainer.fit(Masked(), data())
+    return watch.reads.places
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_no_step_waits_for_the_device(name: str) -> None:
+    known = (*ON_HOST, *ALLOWED)
+    for places in run_ranks(places_read, 2, name):
+        unknown = {each for each in places if not each.startswith(known)}
+        assert not unknown, "list it with the reason, or keep the value on the device"

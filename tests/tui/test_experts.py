@@ -1,0 +1,62 @@
+"""The load of experts: summed over ranks, drawn by layer, exported."""
+
+import pytest
+
+from boltmesh.telemetry.snapshot import ExpertLoad
+from boltmesh.tui.export.prometheus import prometheus_text
+from boltmesh.tui.metrics.experts import layer_loads
+from boltmesh.tui.sources.live import Observation
+from tests.tui.exposition import parse
+from tests.tui.samples import NOW, demo, job, rank
+from tests.tui.screens import open_app, screen_text
+
+FIRST = ExpertLoad("blocks.0.moe", (10, 10, 10, 10), (4, 4, 4, 4))
+SKEWED = ExpertLoad("blocks.1.moe", (40, 0, 0, 0), (12, 2, 2, 0))
+JOB = job(ranks=(rank(0, experts=(FIRST, SKEWED)), rank(1, experts=(FIRST,))))
+
+
+def test_loads_are_sums_over_ranks_in_the_order_of_the_model() -> None:
+    first, skewed = layer_loads(JOB)
+    assert first.rows == (20, 20, 20, 20)
+    assert (first.imbalance, first.num_idle) == (1.0, 0)
+    assert (skewed.imbalance, skewed.least, skewed.num_idle) == (3.0, 0.0, 1)
+
+
+def test_before_the_second_count_the_whole_run_is_shown() -> None:
+    load = ExpertLoad("moe", (3, 1), (0, 0))
+    assert layer_loads(job(ranks=(rank(0, experts=(load,)),)))[0].imbalance == 1.5
+
+
+@pytest.mark.parametrize("size", [(60, 15), (80, 24), (160, 45)])
+async def test_the_screen_has_a_row_for_each_layer(size: tuple[int, int]) -> None:
+    async with open_app(Observation(NOW, JOB), size=size) as pilot:
+        await pilot.press("r")
+        text = screen_text(pilot.app)
+        assert "blocks.1.moe" in text
+        assert "3.00" in text
+        await pilot.press("s", "s", "S")
+        lines = screen_text(pilot.app).splitlines()
+        places = [at for at, line in enumerate(lines) if "blocks." in line]
+        assert "blocks.1.moe" in lines[places[0]]
+
+
+async def test_many_experts_are_drawn_by_the_most_loaded() -> None:
+    rows = tuple(1000 if number == 255 else 1 for number in range(256))
+    seen = job(ranks=(rank(0, experts=(ExpertLoad("moe", rows, rows),)),))
+    async with open_app(Observation(NOW, seen), size=(80, 24)) as pilot:
+        await pilot.press("r")
+        line = next(each for each in screen_text(pilot.app).splitlines() if " moe " in each)
+        assert "█" in line
+
+
+async def test_a_job_without_experts_says_so() -> None:
+    async with open_app(demo(), size=(80, 24)) as pilot:
+        await pilot.press("r")
+        assert "bolt_expert" in screen_text(pilot.app)
+
+
+def test_rows_are_exported_by_layer_and_expert() -> None:
+    found = parse(prometheus_text(Observation(NOW, JOB)))
+    rows = found["boltmesh_expert_rows_total"]
+    assert rows.value(module="blocks.0.moe", expert="3") == 20
+    assert found["boltmesh_expert_imbalance_ratio"].value(module="blocks.1.moe") == 3

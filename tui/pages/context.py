@@ -1,0 +1,70 @@
+"""Page ``n``: how even the context axis divides the work, and its largest messages."""
+
+from collections.abc import Sequence
+from typing import Final
+
+from typing_extensions import override
+
+from boltmesh.tui.layout.page import Page, Panel, Scene, Table, place, table_draw
+from boltmesh.tui.layout.region import Item, Region, stack
+from boltmesh.tui.metrics.traffic import traffic_rows
+from boltmesh.tui.panels.context import AXIS, CONTEXT_COLUMNS, draw_context, shown_context
+from boltmesh.tui.panels.help import TRAFFIC_TERMS, PageHelp
+from boltmesh.tui.panels.traffic import draw_axis
+from boltmesh.tui.render.tabs import Tab
+from boltmesh.tui.state import State
+
+WORK: Final = Table(
+    name="context",
+    columns=CONTEXT_COLUMNS,
+    draw=draw_context,
+    rows=shown_context,
+    rank_of=lambda row: int(row.rank),
+    has_cursor=True,
+)
+LEAST_TABLE = 6
+
+
+class ContextPage(Page):
+    """The ranks, and below them the traffic of the axis."""
+
+    tab = Tab("context", "Context", key="n", is_listed=False)
+    help = PageHelp(
+        about="context: work of each rank of the context axis, and its largest messages",
+        terms=(
+            ("part", "place on the axis; it decides which positions the rank has"),
+            ("work", "compute time beside the median of the ranks"),
+            ("comm", "time of a step that the rank waits for communication"),
+            ("largest", "the operator of the axis with the largest messages, and their"),
+            ("message", "mean size since the run began"),
+            *TRAFFIC_TERMS,
+        ),
+    )
+    tables = (WORK,)
+
+    @override
+    def panels(self, scene: Scene, body: Region) -> list[Panel]:
+        """The traffic has what the table leaves."""
+        state, look = scene.state, scene.look
+        items = [Item("context", min(LEAST_TABLE, body.height), body.height, 1, grows=True)]
+        rows = [row for row in traffic_rows(state.job) if row.axis == AXIS]
+        if rows:
+            size = scene.title + 1 + len(rows)
+            items[0] = items[0]._replace(ideal=max(items[0].least, body.height - size))
+            items.append(Item("axis", size, size, 2))
+        return place(
+            stack(body, items),
+            {
+                "context": table_draw(WORK, scene),
+                "axis": lambda width, height: draw_axis(state, width, height, look, axis=AXIS),
+            },
+        )
+
+    @override
+    def empty_reason(self, state: State) -> Sequence[str]:
+        if state.job.mesh.get(AXIS, 1) > 1:
+            return ()
+        return ("This job has no context axis: every rank has whole sequences.",)
+
+
+PAGE: Final[Page] = ContextPage()

@@ -1,0 +1,59 @@
+"""Page ``r``: how the router loads the experts."""
+
+from collections.abc import Sequence
+from typing import Final
+
+from typing_extensions import override
+
+from boltmesh.tui.layout.page import Page, Panel, Scene, Table, table_draw
+from boltmesh.tui.layout.region import Region
+from boltmesh.tui.panels.experts import EXPERT_COLUMNS, draw_experts, shown_experts
+from boltmesh.tui.panels.help import PageHelp
+from boltmesh.tui.render.tabs import Tab
+from boltmesh.tui.state import State
+
+EXPERTS: Final = Table(
+    name="experts",
+    columns=EXPERT_COLUMNS,
+    draw=draw_experts,
+    rows=shown_experts,
+    has_cursor=True,
+)
+
+
+class ExpertsPage(Page):
+    """One table that fills the screen."""
+
+    tab = Tab("experts", "Experts", key="r", is_listed=False)
+    help = PageHelp(
+        about="experts: rows that the router sends to each expert, by layer",
+        terms=(
+            ("cell", "an expert, or of several the one with most rows; of the last seconds"),
+            ("max/mean", "rows of the expert with most over the mean: 1 is even"),
+            ("idle", "experts without a row"),
+            ("rows", "choices of all ranks since the run began, without recomputation"),
+            ("dropped", "the exchange drops no row; a router that drops tokens itself"),
+            ("", "does so before they are counted here"),
+        ),
+    )
+    tables = (EXPERTS,)
+
+    @override
+    def panels(self, scene: Scene, body: Region) -> list[Panel]:
+        """The table has all of the room."""
+        return [Panel("experts", body, table_draw(EXPERTS, scene))]
+
+    @override
+    def empty_reason(self, state: State) -> Sequence[str]:
+        if any(rank.experts for rank in state.job.ranks):
+            return ()
+        return (
+            "No rows of experts are counted.",
+            (
+                "That is done for experts that are divided over ranks, as with bolt_expert, and "
+                "written every two seconds."
+            ),
+        )
+
+
+PAGE: Final[Page] = ExpertsPage()

@@ -1,0 +1,172 @@
+"""Differences between two runs: figures, bytes by axis, settings."""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import msgspec
+
+from boltmesh.tui import units
+from boltmesh.tui.metrics.figures import figures
+from boltmesh.tui.metrics.traffic import traffic_rows
+from boltmesh.tui.panels.chart import value_at
+from boltmesh.tui.panels.texts import config_entries
+from boltmesh.tui.render.line import Line
+from boltmesh.tui.render.style import Style, heading
+from boltmesh.tui.render.table import AS_IT_COMES, Column, browse
+from boltmesh.tui.state import State
+from boltmesh.tui.view import Cells, TableView, arrange_rows
+
+DIFFERENCE_COLUMNS = ("what", "this run", "other run", "difference")
+"""Titles that the table can be sorted by."""
+
+FIGURES: dict[str, tuple[str, Callable[[float | None], str]]] = {
+    "tokens_per_s": ("tokens/s", units.rate),
+    "step_s": ("step time", units.seconds),
+    "mfu": ("MFU", units.share),
+    "model_tflops": ("model TFLOP/s", units.number),
+    "bubble_ratio": ("bubble", units.share),
+    "exposed_communication": ("exposed communication", units.share),
+    "utilisation": ("utilisation", units.share),
+    "memory_bytes": ("memory", units.memory),
+}
+"""Titles and forms of the headline figures."""
+
+OF_A_RUN = ("name", "id", "checkpoint")
+"""Settings that differ between any two runs; the names are in the title."""
+
+
+class Difference(msgspec.Struct, frozen=True):
+    """One thing, as both runs have it; None where one does not."""
+
+    what: str
+    this: str | None
+    other: str | None
+    ratio: float | None = None
+    """This run's number over the other's, less one."""
+
+
+class DifferencesReport(msgspec.Struct, frozen=True):
+    """Document of ``boltmesh top A B --once --json``."""
+
+    this: str
+    other: str
+    """Ids of the runs."""
+    differences: tuple[Difference, ...]
+
+
+def differences(state: State) -> list[Difference]:
+    """Return figures, losses and bytes of both runs, then the settings that differ."""
+    other = state.other
+    return [] if other is None else [*_numbers(state, other), *_settings(state, other)]
+
+
+def _numbers(state: State, other: State) -> Iterator[Difference]:
+    for name in ("loss", "val_loss"):
+        if name in state.series and name in other.series:
+            step = min(each.series[name].steps[-1] for each in (state, other))
+            read = [value_at(each.series[name], step) for each in (state, other)]
+            yield _number(f"{name} at step {units.count(round(step))}", units.number, *read)
+    found = msgspec.structs.asdict(figures(state)), msgspec.structs.asdict(figures(other))
+    for name, (title, write) in FIGURES.items():
+        values = [each[name].value for each in found]
+        if values != [None, None]:
+            yield _number(title, write, *values)
+    this, theirs = _bytes(state), _bytes(other)
+    for what in sorted(set(this) | set(theirs), key=lambda key: -max(this[key], theirs[key])):
+        pair = [each.get(what) for each in (this, theirs)]
+        yield _number(f"{what} per step and rank", units.traffic, *pair)
+
+
+def _bytes(state: State) -> Counter[str]:
+    """Return payload bytes of a step by axis and operator."""
+    found: Counter[str] = Counter()
+    for row in traffic_rows(state.job):
+        if row.payload_bytes is not None:
+            found[f"{row.axis} {units.operator(row.operator)}"] += round(row.payload_bytes)
+    return found
+
+
+def _number(
+    what: str, write: Callable[[float | None], str], this: float | None, other: float | None
+) -> Difference:
+    ratio = None
+    if this is not None and other and math.isfinite(this) and math.isfinite(other):
+        ratio = this / other - 1
+    texts = [None if value is None else write(value) for value in (this, other)]
+    return Difference(what, texts[0], texts[1], ratio)
+
+
+def _settings(state: State, other: State) -> Iterator[Difference]:
+    this = {entry.key: entry.value for entry in config_entries(state.job)}
+    theirs = {entry.key: entry.value for entry in config_entries(other.job)}
+    for key in (*this, *(key for key in theirs if key not in this)):
+        if this.get(key) != theirs.get(key) and key not in OF_A_RUN:
+            yield Difference(key, this.get(key), theirs.get(key))
+
+
+def shown_differences(state: State, table: TableView) -> list[Difference]:
+    """Return the filtered and sorted rows."""
+    return arrange_rows(differences(state), _cells, table)
+
+
+def _cells(row: Difference) -> Cells:
+    return {
+        "what": row.what,
+        "this run": row.this,
+        "other run": row.other,
+        "difference": row.ratio,
+    }
+
+
+def difference_words(row: Difference) -> str:
+    """Return how this run differs from the other one."""
+    if row.ratio is None:
+        return ""
+    return "same" if abs(row.ratio) < 5e-4 else f"{row.ratio:+.1%}"
+
+
+def draw_differences(
+    state: State, width: int, height: int, look: Style, *, table: TableView = AS_IT_COMES
+) -> list[Line]:
+    """A row for each figure and for each setting that differs."""
+    shown = shown_differences(state, table)
+    top = int(look.has_headings)
+    columns = [
+        Column("what", shrinks_to=16),
+        Column("this run", shrinks_to=12),
+        Column("other run", shrinks_to=12),
+        Column("difference", is_number=True),
+    ]
+    seen = browse(
+        columns,
+        shown,
+        lambda row: [
+            Line(row.what, "muted"),
+            row.this or units.UNKNOWN,
+            row.other or units.UNKNOWN,
+            difference_words(row),
+        ],
+        width,
+        height - top - 1,
+        look,
+        table,
+    )
+    lines = [seen.header, *seen.lines]
+    if top:
+        lines.insert(0, heading(_title(state), width, look, right=seen.hidden))
+    return lines[:height]
+
+
+def _title(state: State) -> str:
+    other = state.other
+    if other is None:
+        return "differences"
+    names = [f"{each.job.name} ({each.job.id})" for each in (state, other)]
+    return f"{names[0]} beside {names[1]}"
+
+
+def differences_report(state: State) -> DifferencesReport:
+    """Return the same as a document."""
+    assert state.other is not None
+    return DifferencesReport(state.job.id, state.other.job.id, tuple(differences(state)))
