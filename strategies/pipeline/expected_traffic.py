@@ -207,7 +207,7 @@ class StageRehearsal:
     runs: Sequence[tuple[tuple[Any, ...], Sequence[StageRun]]]
 
     def distinct(self) -> list[tuple["StageRehearsal", int]]:
-        """Return one run for all microbatches that run alike, with how many they are."""
+        """Return one run for all microbatches that run the same way, with their number."""
         alike: dict[Hashable, list[tuple[tuple[Any, ...], Sequence[StageRun]]]] = {}
         for run in self.runs:
             args, stages = run

@@ -42,6 +42,7 @@ from boltmesh.strategies.pipeline.stage.absent_params import refuse_calls_outsid
 from boltmesh.strategies.pipeline.stage_params import StageParameters
 from boltmesh.strategies.pipeline.step_report import NUM_SIGNALS, LastStageBroadcast, SharedSignals
 from boltmesh.strategies.pipeline.step_runner import StepRunner
+from boltmesh.strategies.progress import long_phase
 from boltmesh.strategies.torch_compat.optimizers import agree_on_overflow
 from boltmesh.telemetry.traffic import CONTROL
 
@@ -303,12 +304,10 @@ class StagedModel:
             around: Precision.
             trial: Makes the end of the step, to be tried.
         """
-        joined = self._join(run, around)
-        problem: BatchLossError | None = None
-        if isinstance(joined, JoinedRun) and joined.scalars:  # the same on all ranks
-            problem = BatchLossError(f"The loss may be made of {joined.scalars[0]}, a number.")
-        else:
-            problem = self._find_problem(trial)
+        with long_phase(
+            "looks for the schedule that the loss needs", is_shown=dist.get_rank() == 0
+        ):
+            joined, problem = self._find_schedule(run, around, trial)
         self._has_chosen = True
         if problem is None:
             return
@@ -320,6 +319,19 @@ class StagedModel:
             f"stage computes the loss of the whole batch at once, and each stage keeps what all "
             f"microbatches need for their backward passes."
         )
+
+    def _find_schedule(
+        self, run: MicrobatchRun, around: Around, trial: Callable[[], Trial]
+    ) -> tuple[JoinedRun | str, BatchLossError | None]:
+        """Return how microbatches are joined, and why no weights put the loss together.
+
+        Collective over the pipeline.
+        """
+        joined = self._join(run, around)
+        if isinstance(joined, JoinedRun) and joined.scalars:  # the same on all ranks
+            problem = BatchLossError(f"The loss may be made of {joined.scalars[0]}, a number.")
+            return joined, problem
+        return joined, self._find_problem(trial)
 
     def _find_problem(self, trial: Callable[[], Trial]) -> BatchLossError | None:
         """Return why no weights put the loss together. Collective over the pipeline."""

@@ -304,7 +304,8 @@ class TensorAxis(Axis):
             self._counted = None
             return
         around = self.strategy.step_context("training_step")
-        self._counted = count_step(module, runs, self.group, around, device)
+        with long_phase("counts the traffic of a step", is_shown=self.strategy.is_global_zero):
+            self._counted = count_step(module, runs, self.group, around, device)
 
     @override
     def after_wrap(self) -> None:

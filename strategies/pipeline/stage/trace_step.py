@@ -256,7 +256,7 @@ class _StepTracer:
         self.remembered = remembered or {}
         self.repeats = repeats
         self.kinds: KnownUnits | None = None
-        """What units gave, for others of their kind."""
+        """Outputs of units, for others of their kind."""
         self.learned: dict[Any, UnitOutput] = {}
         self.has_recalled = False
         self.has_run: set[str] = set()

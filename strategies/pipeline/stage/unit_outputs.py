@@ -87,19 +87,19 @@ def recall(output: UnitOutput, arguments: Any, mode: FakeTensorMode) -> Any:
 
 @dataclass
 class FirstCall:
-    """What the first unit of a kind gave."""
+    """Output of the first unit of a kind."""
 
     call: FakeCall
     settings: Mapping[Setting, Hashable]
-    """Of that unit."""
+    """Constants of that unit."""
     read: frozenset[Setting]
     """Those of its settings that it read, of all in which units of its kind differ."""
     saved: Any
-    """What autograd keeps of it, as the caller noted it."""
+    """Memory that autograd keeps of it, as the caller noted it."""
 
 
 class KnownUnits:
-    """What units of a model gave in one run of a step, for other units of their kind.
+    """Outputs of units in one run of a step, for other units of their kind.
 
     Args:
         units: By name.
