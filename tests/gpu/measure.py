@@ -65,7 +65,7 @@ class Language(LightningModule):
         batch = self.arguments["batch"]
         count = batch * self.arguments["steps"] * ranks["num_replicas"]
         data = Tokens(self.sizes["words"], self.arguments["length"], count)
-        sampler = DistributedSampler(data, shuffle=False, **ranks)
+        sampler: DistributedSampler[Tensor] = DistributedSampler(data, shuffle=False, **ranks)
         return DataLoader(data, batch_size=batch, sampler=sampler)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
