@@ -242,6 +242,7 @@ def test_an_overflow_of_fp16_skips_the_step(strategy: Any) -> None:
     assert_same(ours, theirs, 2e-2)
 
 
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")
 @pytest.mark.parametrize("options", [{}, {"offload_optimizer": "cpu"}], ids=["device", "host"])
 def test_a_run_resumed_from_an_asynchronous_save_equals_an_uninterrupted_one(
     options: Any, tmp_path: Path
