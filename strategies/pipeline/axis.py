@@ -61,11 +61,7 @@ from boltmesh.strategies.pipeline.stage_params import add_pending, gathered
 from boltmesh.strategies.pipeline.staged_model import StagedModel
 from boltmesh.strategies.pipeline.training import training_step
 from boltmesh.strategies.progress import long_phase
-from boltmesh.strategies.torch_compat.optimizers import (
-    TOTAL_NORM,
-    total_norm_replaced,
-    zeroed_by,
-)
+from boltmesh.strategies.torch_compat.optimizers import TOTAL_NORM, total_norm_replaced, zeroed_by
 from boltmesh.telemetry.snapshot import MemoryKind
 from boltmesh.telemetry.traffic import ExpectedTraffic
 
