@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -134,20 +134,10 @@ class PipelineStep:
         self._to_send: dict[Action, tuple[Tensor, ...]] = {}
         self._graphs: dict[Chunk, StageGraph] = dict(carried.graphs)
         self._later: dict[Chunk, Later] = {}
-        self._do: dict[str, Callable[[Action], None]] = {
-            "F": self._forward,
-            "B": self._backward,
-            "I": self._backward_inputs,
-            "W": self._backward_weights,
-            "SEND_F": self._send,
-            "SEND_B": self._send,
-            "RECV_F": self._post_receive,
-            "RECV_B": self._post_receive,
-        }
 
     def perform(self, action: Action) -> None:
         """Do what comes next."""
-        self._do[action.kind](action)
+        self._METHODS[action.kind](self, action)
 
     def drain_after_failure(self, actions: Sequence[Action], deadline: Deadline) -> None:
         """Send zeros and receive what other ranks send, and compute nothing: a rank has failed.
@@ -332,3 +322,15 @@ class PipelineStep:
 
     def _zeros(self, spec: ValueSpec) -> Tensor:
         return torch.zeros(spec.shape, dtype=spec.dtype, device=self._device)
+
+    # Of the class: bound methods in the step would keep its tensors until a garbage collection.
+    _METHODS: ClassVar[Mapping[str, Callable[["PipelineStep", Action], None]]] = {
+        "F": _forward,
+        "B": _backward,
+        "I": _backward_inputs,
+        "W": _backward_weights,
+        "SEND_F": _send,
+        "SEND_B": _send,
+        "RECV_F": _post_receive,
+        "RECV_B": _post_receive,
+    }

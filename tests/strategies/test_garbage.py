@@ -1,0 +1,72 @@
+"""Steps leave no tensor in a reference cycle: its memory would stay until Python collects it.
+
+On a GPU nothing makes Python collect when memory is short.
+"""
+
+import gc
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer
+
+from boltmesh.strategies import (
+    ContextParallelStrategy,
+    DDPStrategy,
+    Parallel3DStrategy,
+    PipelineParallelStrategy,
+    TensorParallelStrategy,
+    ZeROStrategy,
+)
+from tests.support.ranks import run_ranks
+from tests.support.stack import Stack, token_data
+
+STRATEGIES: dict[str, Any] = {
+    "ddp": DDPStrategy,
+    "zero2": lambda: ZeROStrategy(stage=2),
+    "zero3": lambda: ZeROStrategy(stage=3),
+    "zero3, recomputed": lambda: ZeROStrategy(stage=3, activation_checkpointing="full"),
+    "zero3_cpu": lambda: ZeROStrategy(stage=3, offload_optimizer="cpu", offload_parameters="cpu"),
+    "tensor": TensorParallelStrategy,
+    "context": ContextParallelStrategy,
+    "1f1b": lambda: PipelineParallelStrategy(microbatches=2),
+    "zero_bubble": lambda: PipelineParallelStrategy(schedule="zero_bubble", microbatches=2),
+    "pipedream_2bw": lambda: PipelineParallelStrategy(schedule="pipedream_2bw", microbatches=2),
+    "pipeline with ZeRO": lambda: Parallel3DStrategy(pipeline=2, microbatches=2, zero_stage=3),
+}
+
+
+class Garbage(Callback):
+    """Counts the tensors that five steps have left to the garbage collector."""
+
+    def __init__(self) -> None:
+        self.tensors: Counter[str] = Counter()
+
+    def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
+        if trainer.global_step == 3:
+            gc.collect()
+            gc.disable()
+            gc.set_debug(gc.DEBUG_SAVEALL)
+        if trainer.global_step == 8:
+            gc.collect()
+            self.tensors.update(str(each.shape) for each in gc.garbage if torch.is_tensor(each))
+            gc.set_debug(0)
+            gc.garbage.clear()
+            gc.enable()
+
+
+def train(rank: int, world_size: int, name: str) -> Counter[str]:
+    garbage = Garbage()
+    Trainer(
+        accelerator="cpu", devices=world_size, strategy=STRATEGIES[name](), max_steps=9,
+        callbacks=[garbage], logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False,
+    ).fit(Stack(depth=4), token_data(96, 4))  # fmt: skip
+    return garbage.tensors
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_steps_leave_no_tensor_to_the_garbage_collector(name: str) -> None:
+    assert run_ranks(train, 2, name) == [Counter(), Counter()]
