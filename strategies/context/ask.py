@@ -15,7 +15,7 @@ is in an output                          the output is cut there
 =======================================  ==================================================
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -86,17 +86,8 @@ class Call:
     def run(self, values: Sequence[Any]) -> Any:
         """Call the function with other leaves."""
         rest = iter(values)
-
-        def built(spec: Any) -> Any:
-            if spec is None:
-                return next(rest)
-            kind, parts = spec
-            if kind is dict:
-                return {key: built(each) for key, each in parts}
-            return kind(built(each) for each in parts)
-
-        args = [built(each) for each in self._spec[0]]
-        kwargs = {name: built(each) for name, each in self._spec[1]}
+        args = [_built(each, rest) for each in self._spec[0]]
+        kwargs = {name: _built(each, rest) for name, each in self._spec[1]}
         return self.func(*args, **kwargs)
 
     @property
@@ -115,6 +106,16 @@ class Call:
             else:
                 found.append(repr(each))
         return tuple(found)
+
+
+def _built(spec: Any, leaves: Iterator[Any]) -> Any:
+    """Return an argument with the next leaves."""
+    if spec is None:
+        return next(leaves)
+    kind, parts = spec
+    if kind is dict:
+        return {key: _built(each, leaves) for key, each in parts}
+    return kind(_built(each, leaves) for each in parts)
 
 
 _answers: dict[Any, Answer] = {}

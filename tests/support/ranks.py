@@ -235,6 +235,28 @@ def _rank_main(
     os._exit(0)
 
 
+def connect(rank: int, world_size: int, rendezvous: str, timeout_s: float) -> None:
+    """Make the default group of a rank, of gloo, by a file that is not there yet.
+
+    Raises:
+        UnconnectedError: ``run_ranks`` starts the ranks again.
+    """
+    import torch.distributed as dist
+
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{rendezvous}",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout_s),
+        )
+    except RuntimeError as error:
+        if "connectFullMesh" not in str(error):
+            raise
+        raise UnconnectedError(str(error)) from error
+
+
 @contextmanager
 def _group(
     rank: int, world_size: int, folder: str, run_dir: str, timeout_s: float
@@ -264,18 +286,7 @@ def _group(
         GLOO_SOCKET_IFNAME="lo",
         BOLTMESH_RUN_DIR=run_dir,
     )
-    try:
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{folder}/rendezvous",
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=timeout_s),
-        )
-    except RuntimeError as error:
-        if "connectFullMesh" not in str(error):
-            raise
-        raise UnconnectedError(str(error)) from error
+    connect(rank, world_size, f"{folder}/rendezvous", timeout_s)
     try:
         yield
         dist.barrier()

@@ -5,9 +5,9 @@ import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import lightning.pytorch as lightning
 import pytest
@@ -23,7 +23,7 @@ from boltmesh.strategies import (
 from boltmesh.telemetry.reader.reader import open_job
 from tests.support.blocks import Blocks
 from tests.support.models import Regression, regression_data
-from tests.support.ranks import RankFailure, run_ranks
+from tests.support.ranks import RankFailure, connect, run_ranks
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow(35), pytest.mark.timeout(300)]
 
@@ -58,11 +58,10 @@ def straying(base: type[lightning.LightningModule], what: str) -> lightning.Ligh
 def stray(rank: int, world_size: int, folder: str, strategy: str, what: str) -> None:
     job_id = os.environ["BOLTMESH_JOB_ID"] = f"{strategy}-{what}"
     os.dup2(os.open(f"{folder}/stderr-{rank}", os.O_WRONLY | os.O_CREAT), 2)
+    rendezvous = [f"{folder}/{uuid4()}"]
+    dist.broadcast_object_list(rendezvous)
     dist.destroy_process_group()  # which has the time limit of the test
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/again", rank=rank, world_size=world_size,
-        timeout=timedelta(seconds=TIMEOUT_S),
-    )  # fmt: skip
+    connect(rank, world_size, rendezvous[0], TIMEOUT_S)
     trainer = lightning.Trainer(
         accelerator="cpu", devices=world_size, max_epochs=1, strategy=STRATEGIES[strategy](),
         logger=False, enable_checkpointing=False, enable_progress_bar=False,
