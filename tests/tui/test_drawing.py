@@ -183,7 +183,7 @@ def _plot(*values: float, width: int = 20, height: int = 4, glyphs: Glyphs = UNI
 
 def test_a_falling_curve_falls() -> None:
     rows = _plot(*range(9, -1, -1), width=12, height=3, glyphs=ASCII)
-    marked = [[x for x, dot in enumerate(row[2:]) if dot != " "] for row in rows]
+    marked = [[x for x, dot in enumerate(row[2:]) if dot not in " -"] for row in rows]
     assert all(marked)
     assert marked[0][0] == 0
     assert marked[-1][-1] == 9

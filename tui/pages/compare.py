@@ -33,7 +33,7 @@ class ComparePage(Page):
 
     tab = Tab("compare", "Compare", key="v", is_listed=False)
     help = PageHelp(
-        about="compare: this run and the one named behind it, boltmesh top RUN OTHER",
+        about="compare: this run and the one named behind it, boltmesh top A B",
         keys=(
             ("left right", "a cursor that reads the values of both; esc ends it"),
             ("z Z, < >", "zoom and pan"),
@@ -41,7 +41,7 @@ class ComparePage(Page):
             ("h", "all charts, with both runs"),
         ),
         terms=(
-            ("a / b", "the newest values of this run and of the other one, which is dashed"),
+            ("a / b", "newest values of this run, and of the other, dashed"),
             ("difference", "this run's number over the other's, less one"),
         ),
     )

@@ -28,7 +28,7 @@ class ExpertsPage(Page):
     help = PageHelp(
         about="experts: rows that the router sends to each expert, by layer",
         terms=(
-            ("cell", "an expert, or of several the one with most rows; of the last seconds"),
+            ("cell", "an expert, or of several the one with most rows; newest seconds"),
             ("max/mean", "rows of the expert with most over the mean: 1 is even"),
             ("idle", "experts without a row"),
             ("rows", "choices of all ranks since the run began, without recomputation"),

@@ -262,7 +262,7 @@ def plot_series(
 def _background(
     axes: _Axes, height: int, window: Window, cursor: float | None, look: Style
 ) -> list[list[tuple[str, Role]]]:
-    dot, bar = (".", "|") if look.glyphs.is_ascii else ("\u00b7", "\u2502")
+    dot, bar = ("-", "|") if look.glyphs.is_ascii else ("\u00b7", "\u2502")
     cells: list[list[tuple[str, Role]]] = []
     for label in axes.labels:
         row: list[tuple[str, Role]] = [(" ", "text")] * axes.plot_width

@@ -5,7 +5,6 @@ import os
 import re
 import resource
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -134,7 +133,7 @@ def test_a_forked_process_leaves_lock_and_mapping_alone(monkeypatch: pytest.Monk
     buffer = allocate_host(4096, device=CUDA)
     parent = os.getpid()
     with monkeypatch.context() as child:
-        child.setattr(host_memory, "os", SimpleNamespace(getpid=lambda: parent + 1))
+        child.setattr(_Pages, "_getpid", staticmethod(lambda: parent + 1))
         del buffer
         gc.collect()
     assert runtime.registered
