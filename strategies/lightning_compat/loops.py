@@ -76,11 +76,14 @@ def log_step(trainer: Trainer, logger: Logger) -> None:
     Without such a step nothing happens.
     """
     progress: Any = trainer.fit_loop.epoch_loop.batch_progress.current
-    if not trainer.training or progress.processed == progress.completed:
+    connector = trainer._logger_connector
+    # A run that resumes behind its last step has not begun one.
+    has_begun = connector._first_loop_iter is not None
+    if not trainer.training or not has_begun or progress.processed == progress.completed:
         return
     loggers, trainer.loggers = trainer.loggers, [logger]
     try:
-        trainer._logger_connector.update_train_step_metrics()
+        connector.update_train_step_metrics()
     finally:
         trainer.loggers = loggers
 
