@@ -69,8 +69,8 @@ def _generate(rank: int, world_size: int, family: str, place: str, name: str | N
         return generated(family, list(WAYS), place, "auto")
     replicas = 2 if name in DATA or name.startswith(("data", "expert")) else 1
     ways = [*WAYS]
-    if place == "predict alone" and (name == "sequence" or "tensor" in name):
-        # A plan is made of the whole step: with all ways in one step it takes minutes.
+    if place == "predict alone" and name in MODEL | FOUR and name != "context":
+        # The step is planned as a whole: with all ways in one step it takes minutes.
         ways = ["greedy", "sampling"]
     strategy = ({**DATA, **MODEL, **FOUR, "expert": _expert})[name]()
     return generated(family, ways, place, strategy, replicas=replicas)
