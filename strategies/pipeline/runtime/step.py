@@ -323,7 +323,8 @@ class PipelineStep:
     def _zeros(self, spec: ValueSpec) -> Tensor:
         return torch.zeros(spec.shape, dtype=spec.dtype, device=self._device)
 
-    # Of the class: bound methods in the step would keep its tensors until a garbage collection.
+    # The class holds them: methods bound to a step would keep it, with its tensors, until Python
+    # collects garbage.
     _METHODS: ClassVar[Mapping[str, Callable[["PipelineStep", Action], None]]] = {
         "F": _forward,
         "B": _backward,
