@@ -27,12 +27,12 @@ class RunLogger(CSVLogger):
     """
 
     _has_warned = False
-    _last_row: tuple[dict[str, Any], int | None] | None = None
+    _last_row: tuple[str, int | None] | None = None
 
     @override
     @rank_zero_only
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        row = dict(metrics), step
+        row = repr(metrics), step  # as text, in which NaN equals NaN
         if step is None or row != self._last_row:
             super().log_metrics(metrics, step)
         self._last_row = row

@@ -41,7 +41,7 @@ STRATEGIES = {
 ENDS_S = 60.0
 """What a job may take to end, on a busy machine too."""
 TIMEOUT_S = 300
-"""Ranks that nobody ends wait so long for the one that was killed."""
+"""How long ranks that are not ended wait for the one that was killed."""
 
 
 def kill(folder: Path, strategy: str, moment: str) -> float:

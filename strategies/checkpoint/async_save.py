@@ -24,6 +24,7 @@ from boltmesh.errors import ConfigError
 from boltmesh.strategies.checkpoint.chunks import OffloadedChunk, Snapshot, own_chunks, own_part
 from boltmesh.strategies.checkpoint.file import AtomicCheckpointIO, save_into
 from boltmesh.strategies.checkpoint.shard_writer import in_stored_order, is_written_here
+from boltmesh.strategies.torch_compat.tensors import event_on_stream
 
 
 class AsyncSave:
@@ -166,18 +167,9 @@ class StagedCopies:
                 _finish(*pending.popleft())
             buffer = self._buffers[number % 2][: part.numel()]
             buffer.copy_(part, non_blocking=True)
-            pending.append((_event(source.device), buffer, there))
+            pending.append((event_on_stream(source.device), buffer, there))
         for each in pending:
             _finish(*each)
-
-
-def _event(device: torch.device) -> torch.Event | None:
-    """Return an event that passes when all that was submitted so far is done."""
-    if device.type == "cpu":
-        return None
-    event = torch.Event(device)
-    event.record(torch.accelerator.current_stream(device))
-    return event
 
 
 def _finish(copied: torch.Event | None, buffer: Tensor, there: Tensor) -> None:

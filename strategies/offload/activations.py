@@ -27,8 +27,13 @@ from boltmesh.errors import UnsupportedError
 from boltmesh.strategies.offload.disk.file import Extent
 from boltmesh.strategies.offload.disk.swap_file import Swap
 from boltmesh.strategies.offload.host_memory import allocate_host, round_up
-from boltmesh.strategies.offload.streams import CopyStream, event_on_stream, wait_on_stream
-from boltmesh.strategies.torch_compat.tensors import storage_ref, times_written, tree_leaves
+from boltmesh.strategies.offload.streams import CopyStream, wait_on_stream
+from boltmesh.strategies.torch_compat.tensors import (
+    event_on_stream,
+    storage_ref,
+    times_written,
+    tree_leaves,
+)
 from boltmesh.telemetry.writer.memory import StoredBytes
 from boltmesh.telemetry.writer.null_recorder import NullRecorder
 from boltmesh.telemetry.writer.recorder import Recorder

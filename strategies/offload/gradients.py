@@ -5,8 +5,9 @@ from torch import Tensor
 
 from boltmesh.strategies.grad_norm import tensor_norm
 from boltmesh.strategies.offload.buckets import Bucket, BucketChunk, Slot
-from boltmesh.strategies.offload.streams import CopyStream, event_on_stream
+from boltmesh.strategies.offload.streams import CopyStream
 from boltmesh.strategies.offload.update_rule import PieceGradient
+from boltmesh.strategies.torch_compat.tensors import event_on_stream
 
 
 class BucketGradients:

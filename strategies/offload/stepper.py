@@ -19,9 +19,10 @@ from boltmesh.strategies.offload.buckets import Bucket, BucketChunk, Slot
 from boltmesh.strategies.offload.gradients import BucketGradients
 from boltmesh.strategies.offload.memory_stores import ParameterCopies
 from boltmesh.strategies.offload.store_api import CHUNK_NUMEL
-from boltmesh.strategies.offload.streams import event_on_stream, own_stream, use_device
+from boltmesh.strategies.offload.streams import own_stream, use_device
 from boltmesh.strategies.offload.update_rule import ChunkStep, Update, UpdateRule
 from boltmesh.strategies.topology.cuda_devices import CORES
+from boltmesh.strategies.torch_compat.tensors import event_on_stream
 
 CPU = torch.device("cpu")
 

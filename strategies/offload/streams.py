@@ -94,15 +94,6 @@ class CopyStream:
             self.meter.report()
 
 
-def event_on_stream(device: torch.device) -> torch.Event | None:
-    """An event that passes when what was submitted so far to the current stream is done."""
-    if device.type == "cpu":
-        return None
-    event = torch.Event(device)
-    event.record(torch.accelerator.current_stream(device))
-    return event
-
-
 def wait_on_stream(device: torch.device, event: torch.Event | None) -> None:
     """Let what is submitted to the current stream from now on wait for ``event``."""
     if event is not None:

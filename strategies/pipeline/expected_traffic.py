@@ -208,12 +208,12 @@ class StageRehearsal:
 
     def distinct(self) -> list[tuple["StageRehearsal", int]]:
         """Return one run for all microbatches that run the same way, with their number."""
-        alike: dict[Hashable, list[tuple[tuple[Any, ...], Sequence[StageRun]]]] = {}
+        by_kind: dict[Hashable, list[tuple[tuple[Any, ...], Sequence[StageRun]]]] = {}
         for run in self.runs:
             args, stages = run
             key = batch_signature(args), tuple(map(id, stages))
-            alike.setdefault(key, []).append(run)
-        return [(replace(self, runs=each[:1]), len(each)) for each in alike.values()]
+            by_kind.setdefault(key, []).append(run)
+        return [(replace(self, runs=each[:1]), len(each)) for each in by_kind.values()]
 
     def __call__(self, mode: FakeTensorMode) -> None:
         """Run it. Modules, gradients and random numbers are as before afterwards.

@@ -251,12 +251,12 @@ class _Results:
             return None
         if isinstance(total, float) and total:
             return self._sum / total
-        # Where nothing counts none of them is trained, and what is left is to tell.
+        # Where nothing counts none of them is trained: the mean of the rows is what is logged.
         sizes = [self._sizes[number] for number in self._losses]
         pairs = zip(self._losses.values(), sizes, strict=True)
-        told = sum((loss * size for loss, size in pairs), torch.zeros_like(self._sum)) / sum(sizes)
-        whole = scalar_on(total, told.device)
-        return torch.where(whole == 0, told, self._sum / whole)
+        mean = sum((loss * size for loss, size in pairs), torch.zeros_like(self._sum)) / sum(sizes)
+        whole = scalar_on(total, mean.device)
+        return torch.where(whole == 0, mean, self._sum / whole)
 
     def merged(self, proofs: StepLossCheck) -> dict[str, Any]:
         """Return what else was returned, put together."""

@@ -152,6 +152,18 @@ def _set_data(tensor: DTensor, value: Tensor) -> None:
     torch.autograd.graph.increment_version(tensor)
 
 
+def event_on_stream(device: torch.device) -> torch.Event | None:
+    """An event that passes when what was submitted so far to the current stream is done.
+
+    None on the CPU, where it is done already.
+    """
+    if device.type == "cpu":
+        return None
+    event = torch.Event(device)
+    event.record(torch.accelerator.current_stream(device))
+    return event
+
+
 def scalar_on(value: Tensor | float, device: torch.device) -> Tensor:
     """Return a 0-dim fp64 tensor on a device without waiting for the device.
 

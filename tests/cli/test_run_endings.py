@@ -52,6 +52,16 @@ def test_rows_that_cannot_be_written_are_kept_and_the_training_goes_on(
     assert [row["step"] for row in rows(path)] == ["0", "1", "2"]
 
 
+def test_a_row_that_is_logged_twice_is_written_once(tmp_path: Path) -> None:
+    logger = RunLogger(tmp_path, name="logs", version="0")
+    given = [({"loss": float("nan")}, 0), ({"loss": float("nan")}, 0), ({"loss": 1.0}, 1)]
+    for row, step in given:
+        logger.log_metrics(row, step=step)
+    logger.finalize("success")
+    found = rows(Path(logger.log_dir, "metrics.csv"))
+    assert [(each["step"], each["loss"]) for each in found] == [("0", "nan"), ("1", "1.0")]
+
+
 class FailBeforeLog(Callback):
     """Raises behind the hooks of the third step, which save it, and before Lightning logs it."""
 

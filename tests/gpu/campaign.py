@@ -138,7 +138,7 @@ def result_of(out: str, error: str, code: int) -> dict[str, Any]:
 
 
 def free_port() -> int:
-    """Return a port that nobody uses now."""
+    """Return a port that is free now."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port: int = server.getsockname()[1]
         return port

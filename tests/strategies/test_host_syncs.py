@@ -129,9 +129,11 @@ def reader() -> str | None:
     if not path.is_relative_to(package):
         return None
     inside = path.relative_to(package)
+    if inside.parts[0] not in {"boltmesh", "strategies"}:  # tests, or an environment in the folder
+        return None
     if inside.parts[0] == "strategies":
         inside = inside.relative_to("strategies")
-    return None if inside.parts[0] == "tests" else f"{inside}:{frame.f_code.co_name}"
+    return f"{inside}:{frame.f_code.co_name}"
 
 
 class Watch(Callback):

@@ -113,7 +113,7 @@ def test_all_threads_are_bound_to_the_cores_near_the_device(tmp_path, monkeypatc
 @pytest.mark.parametrize(
     ("bound", "near"),
     [({0, 1}, {0, 1, 2, 3}), (set(range(8)), set()), (set(range(8)), set(range(8)))],
-    ids=["chosen by somebody", "not known", "all equally near"],
+    ids=["chosen by the caller", "not known", "all equally near"],
 )
 def test_cores_stay_as_they_are_where_there_is_nothing_to_choose(
     tmp_path, monkeypatch, bound, near
