@@ -32,7 +32,9 @@ class Sshd:
 
     Args:
         folder: For keys, configs and logs.
-        environment: What its sessions find in theirs.
+        environment: What its sessions find in theirs. Their home is an empty folder, unless it is
+            named here: a shell that is killed in the real one's ``.bashrc`` can leave locks there
+            that later logins wait for.
     """
 
     def __init__(self, folder: Path, environment: Mapping[str, str]) -> None:
@@ -45,7 +47,10 @@ class Sshd:
         (folder / "authorized_keys").write_text((folder / "user.pub").read_text())
         self.port = 0
         self.know((folder / "host.pub").read_text())
-        words = " ".join(f'"{name}={value}"' for name, value in environment.items())
+        home = folder / "home"
+        home.mkdir()
+        found = {"HOME": str(home)} | dict(environment)
+        words = " ".join(f'"{name}={value}"' for name, value in found.items())
         (folder / "sshd_config").write_text(
             "ListenAddress 127.0.0.1\n"
             f"HostKey {folder}/host\n"
