@@ -7,7 +7,7 @@ import pytest
 
 from boltmesh.tui.pages.registry import PAGES
 from tests.tui.samples import crashed_demo, demo
-from tests.tui.screens import job_screen, open_app, screen_text
+from tests.tui.screens import job_screen, open_app, screen_text, wait_until
 
 
 async def test_l_shows_the_output_of_the_chosen_rank_and_esc_comes_back() -> None:
@@ -24,8 +24,8 @@ async def test_l_shows_the_output_of_the_chosen_rank_and_esc_comes_back() -> Non
 async def test_output_can_be_filtered_like_every_table() -> None:
     async with open_app(demo(), size=(100, 30)) as pilot:
         await pilot.press("l", "slash", "end", *" 4,100", "enter")
-        lines = screen_text(pilot.app).splitlines()
-        assert sum("is done" in line for line in lines) == 2  # the row, and the row in full
+        # The row, and the row in full.
+        await wait_until(pilot, lambda: screen_text(pilot.app).count("is done") == 2)
 
 
 async def test_a_job_without_output_says_so() -> None:
