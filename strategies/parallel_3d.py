@@ -1,4 +1,4 @@
-"""``Parallel3DStrategy``: data, pipeline and tensor axes together, over one device mesh."""
+"""``Parallel3DStrategy``: data, pipeline, context and tensor axes over one device mesh."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,6 +9,10 @@ from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
 from boltmesh.errors import ConfigError, LayoutError
+from boltmesh.strategies.context.axis import ContextAxis
+from boltmesh.strategies.context.cut import Mechanism
+from boltmesh.strategies.context.options import ContextOptions
+from boltmesh.strategies.context.positions import Balance
 from boltmesh.strategies.data_parallel.ddp import DdpAxis, DdpOptions
 from boltmesh.strategies.data_parallel.options import ZeroOptions
 from boltmesh.strategies.data_parallel.pipeline_ddp import PipelineDdpAxis
@@ -48,6 +52,8 @@ class Parallel3DStrategy(MeshStrategy):
         data: Ranks with batches of their own; by default all that the other axes leave.
         pipeline: Ranks of a pipeline, one stage behind the other.
         tensor: Ranks that share each layer; they have to be on one host.
+        context: Ranks that divide a sequence; the data axis averages gradients over them, too, and
+            shards over ``data x context``.
         zero_stage: What is sharded over the data axis: 0 nothing (replicas), 1 the optimizer state,
             2 also the gradients, 3 also the parameters.
         offload_optimizer: As for ``ZeROStrategy``, like the arguments below.
@@ -67,6 +73,9 @@ class Parallel3DStrategy(MeshStrategy):
         plan: As for ``TensorParallelStrategy``, like the arguments below.
         sequence_parallel: Divide the sequence between blocks, too.
         loss_parallel: Whether the loss is computed of divided logits.
+        attention: As for ``ContextParallelStrategy``, like the arguments below.
+        balance: How positions are dealt to ranks.
+        max_gather_bytes: The largest tensor that may be gathered.
         **kwargs: As for ``MeshStrategy``: ``timeout_s``, ``telemetry``, ``seed``,
             ``activation_checkpointing``, ``process_group_backend``, ``start_method`` and
             Lightning's own.
@@ -90,6 +99,7 @@ class Parallel3DStrategy(MeshStrategy):
         data: int | None = None,
         pipeline: int = 1,
         tensor: int = 1,
+        context: int = 1,
         zero_stage: int = 1,
         offload_optimizer: Tier | None = None,
         offload_parameters: Tier | None = None,
@@ -106,9 +116,12 @@ class Parallel3DStrategy(MeshStrategy):
         plan: UserPlan = "auto",
         sequence_parallel: bool = False,
         loss_parallel: bool | Literal["auto"] = "auto",
+        attention: Mechanism = "auto",
+        balance: Balance = "contiguous",
+        max_gather_bytes: int | None = None,
         **kwargs: Any,
     ) -> None:
-        _check_sizes(data, pipeline, tensor)
+        _check_sizes(data=data, pipeline=pipeline, tensor=tensor, context=context)
         shards = {
             "offload_optimizer": offload_optimizer,
             "offload_parameters": offload_parameters,
@@ -130,6 +143,12 @@ class Parallel3DStrategy(MeshStrategy):
             "sequence_parallel": sequence_parallel,
             "loss_parallel": loss_parallel,
         }
+        sequences: dict[str, Any] = {
+            "attention": attention,
+            "balance": balance,
+            "max_gather_bytes": max_gather_bytes,
+        }
+        _refuse_idle(sequences, ContextOptions(), "context", context)
         _refuse_idle(stages, PipelineOptions(), "pipeline", pipeline)
         _refuse_idle(layers, TensorOptions(), "tensor", tensor)
         if pipeline > 1 and loss_parallel is True:
@@ -137,6 +156,12 @@ class Parallel3DStrategy(MeshStrategy):
                 "loss_parallel=True keeps logits divided up to the loss, and a pipeline hands the "
                 "whole output of its last layer to the rest of the step. Use loss_parallel='auto', "
                 "or set pipeline=1."
+            )
+        if context > 1 and loss_parallel is True:
+            raise ConfigError(
+                f"loss_parallel=True keeps logits divided over the vocabulary, and with "
+                f"context={context} each rank has some positions of all of it. Use "
+                f"loss_parallel='auto', or set context=1."
             )
         is_offloaded = offload_optimizer is not None or offload_parameters is not None
         kind = schedule_kind(PipelineOptions(**stages).first_schedule)
@@ -153,9 +178,13 @@ class Parallel3DStrategy(MeshStrategy):
         if pipeline > 1:
             self.pipeline_axis = PipelineAxis(PipelineOptions(**stages), pipeline)
         self.tensor_axis = TensorAxis(self.options, tensor)
+        if context > 1:
+            _refuse_tiles(shards, "context", context)
         data_axis = _data_axis(zero_stage, shards, pipeline, tensor)
         data_axis.wanted_size = data
         axes: list[Axis] = [data_axis, self.tensor_axis]
+        if context > 1:
+            axes.append(ContextAxis(ContextOptions(context, **sequences), context))
         if self.pipeline_axis is not None:
             axes.append(self.pipeline_axis)
         super().__init__(axes=axes, **kwargs)
@@ -211,8 +240,16 @@ def _data_axis(stage: int, shards: Mapping[str, Any], pipeline: int, tensor: int
     return PipelineDdpAxis() if pipeline > 1 else DdpAxis(DdpOptions())
 
 
-def _check_sizes(data: int | None, pipeline: int, tensor: int) -> None:
-    for axis, size in (("data", data), ("pipeline", pipeline), ("tensor", tensor)):
+def _refuse_tiles(shards: Mapping[str, Any], axis: str, size: int) -> None:
+    if shards["tile_linear_bytes"] is not None:
+        raise ConfigError(
+            f"tile_linear_bytes={shards['tile_linear_bytes']} gathers a layer tile by tile, which "
+            f"is not done with {axis}={size}. Leave tile_linear_bytes out, or set {axis}=1."
+        )
+
+
+def _check_sizes(**sizes: int | None) -> None:
+    for axis, size in sizes.items():
         is_number = isinstance(size, int) and not isinstance(size, bool)
         if size is not None and not is_number:
             raise ConfigError(f"{axis}={size!r} is no number of ranks. Use 1 or more.")

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from boltmesh.errors import BoltMeshError
+from boltmesh.errors import BoltMeshError, ConfigError
 from boltmesh.plan.stage_plan import StagePlanSummary, plan_of
 from boltmesh.plan.strategy_options import (
     AUTO_NOTE,
@@ -223,6 +223,12 @@ def _job_of(
             ranks_per_host=ranks_per_host,
             **{axis: arguments[axis] for axis in AXES if axis in arguments},
         )
+        if layout.size("context") > 1:
+            raise ConfigError(
+                f"context={layout.size('context')} of {SEVERAL_AXES} cannot be planned yet. Plan "
+                f"with strategy.context=1, or plan strategy=bolt_context, whose context axis is "
+                f"the same."
+            )
         stages = PipelineOptions()
         if layout.pipeline > 1:
             stages = strategy.pipeline_axis.options

@@ -138,7 +138,7 @@ class ZeroAxis(DataAxis):
     @override
     def refuse(self, trainer: Trainer, module: LightningModule) -> None:
         super().refuse(trainer, module)
-        if self.strategy.is_fitting and self.strategy.layout.data > 1:
+        if self.strategy.is_fitting and self.strategy.gradient_group.size() > 1:
             for each in (module, *callbacks_of(trainer)):
                 refuse_local_norms(each, sees="this rank's shards", names=["grad_norm"])
 
