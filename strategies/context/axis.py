@@ -5,7 +5,8 @@ placed; during a step the entries cut, and results are made whole. Gradients are
 it averages over ``data x context``.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -31,11 +32,11 @@ from boltmesh.strategies.dry_run.batch_check import BYTES_PER_RANK, BatchDigest,
 from boltmesh.strategies.dry_run.broadcast import broadcast_from_rank0
 from boltmesh.strategies.dry_run.sample import sample_batch
 from boltmesh.strategies.dry_run.step import DryRun
-from boltmesh.strategies.engine.axis import Axis, StepFunction
+from boltmesh.strategies.engine.axis import Axis, FakeRuns, StepFunction
 from boltmesh.strategies.lightning_compat.loops import step_arguments
 from boltmesh.strategies.mesh import MeshLayout
 from boltmesh.strategies.tensor.analysis.analyse import analyse
-from boltmesh.strategies.tensor.expected_traffic import OperatorTraffic, count_step
+from boltmesh.strategies.tensor.expected_traffic import CountingGroup, OperatorTraffic, count_step
 from boltmesh.telemetry.traffic import ExpectedTraffic
 
 _CPU = torch.device("cpu")
@@ -95,11 +96,10 @@ class ContextAxis(Axis):
 
     @override
     def check_layout(self, layout: MeshLayout) -> None:
-        others = [axis for axis in ("pipeline", "tensor") if layout.size(axis) > 1]
-        if layout.size(self.name) > 1 and others:
+        if layout.size(self.name) > 1 and layout.pipeline > 1:
             raise ConfigError(
-                f"{layout} has a context axis beside a {others[0]} axis, and a sequence is divided "
-                f"beside a data axis alone. Set {others[0]}=1, or context=1."
+                f"{layout} has a context axis beside a pipeline axis, and stages hand on whole "
+                f"sequences. Set pipeline=1, or context=1."
             )
 
     @override
@@ -130,29 +130,63 @@ class ContextAxis(Axis):
             return
         module, step = strategy.lightning_module, strategy.step_name
         assert module is not None
-        if module is not self._module:
-            self._forget()
-            self._module = module
         self.state = self._new_state(strategy.groups[self.name])
         if step not in self._steps:
-            self._is_proving = True
-            try:
-                self._prove(trainer, module, step)
-            except ConfigError:
-                if step not in self._whole_steps:
-                    raise
-                rank_zero_info(
-                    f"boltmesh: {step} calls generate, and every rank of the context axis runs all "
-                    f"of it."
-                )
-                self._steps.add(step)
-            finally:
-                self._is_proving = False
+            with self._whole_where_it_generates(step):
+                self._prove(module, step)
         if self._hooks is not None:
             self._hooks.remove()
         self._hooks = Entries(module, self.entries, self.state)
         self._forget_functions()
         self._forget_functions = watch_functions()
+
+    @override
+    def look_at_whole(self, trainer: Trainer) -> None:
+        """Find where the sequence begins. Collective over all ranks.
+
+        Raises:
+            ConfigError: When there is no sequence.
+        """
+        module, step = self.strategy.lightning_module, self.strategy.step_name
+        if self.size == 1:
+            return
+        assert module is not None
+        if module is not self._module:
+            self._forget()
+            self._module = module
+        if step in self._steps:
+            return
+        if any(isinstance(each, DTensor) for each in module.parameters()):
+            if self.entries:
+                return  # an evaluation of what a fit has proven and left in shards
+            raise ConfigError(
+                f"{type(module).__name__} is in shards of an earlier run, so its {step} cannot be "
+                f"proven with its sequence divided. Call Trainer.fit first, or build a new module."
+            )
+        batch = broadcast_from_rank0(sample_batch(trainer).batch, self._judges)
+        self._sample = batch, *step_arguments(module, step)
+        if self.entries and self.strategy.divides_layers:
+            return  # of an earlier run, in which the tensor axis has divided the layers
+        run = DryRun(module, step, self._sample, _CPU, around=self.strategy.host_step_context(step))
+        with self._whole_where_it_generates(step):
+            self.entries = self._found(run, find_blocks(module))
+
+    @contextmanager
+    def _whole_where_it_generates(self, step: str) -> Iterator[None]:
+        """Context of a proof; a step that generates text is left to every rank."""
+        self._is_proving = True
+        try:
+            yield
+        except ConfigError:
+            if step not in self._whole_steps:
+                raise
+            rank_zero_info(
+                f"boltmesh: {step} calls generate, and every rank of the context axis runs all "
+                f"of it."
+            )
+            self._steps.add(step)
+        finally:
+            self._is_proving = False
 
     def _new_state(self, group: ProcessGroup | None) -> ContextState:
         assert group is not None
@@ -164,31 +198,24 @@ class ContextAxis(Axis):
             max_gather_bytes=options.max_gather_bytes,
         )
 
-    def _prove(self, trainer: Trainer, module: LightningModule, step: str) -> None:
-        """Find where the sequence begins, and prove the step. Collective over all ranks.
+    def _prove(self, module: LightningModule, step: str) -> None:
+        """Prove the step. Collective over all ranks.
 
         Raises:
-            ConfigError: When there is no sequence, or the step is not the same with it divided.
+            ConfigError: When the step is not the same with its sequence divided.
         """
         strategy = self.strategy
         assert self._judges is not None
         if any(isinstance(each, DTensor) for each in module.parameters()):
-            if self.entries:
-                return  # an evaluation of what a fit has proven and left in shards
-            raise ConfigError(
-                f"{type(module).__name__} is in shards of an earlier run, so its {step} cannot be "
-                f"proven with its sequence divided. Call Trainer.fit first, or build a new module."
-            )
-        batch = broadcast_from_rank0(sample_batch(trainer).batch, self._judges)
-        self._sample = batch, *step_arguments(module, step)
-        # Makes what is deferred, and gives all ranks the first one's values.
-        prepare_modules(own_modules([module], ""), device=_CPU, group=self._judges)
-        run = DryRun(module, step, self._sample, _CPU, around=strategy.host_step_context(step))
-        blocks = find_blocks(module)
-        self.entries = self._found(run, blocks)
+            return
+        if not strategy.divides_layers:  # the tensor axis has done it, and ranks have other parts
+            # Makes what is deferred, and gives all ranks the first one's values.
+            prepare_modules(own_modules([module], ""), device=_CPU, group=self._judges)
         group = strategy.new_group(self.name, timeout=min(strategy.timeout, _PATIENCE))
         on_device = DryRun(module, step, self._sample, strategy.root_device)
-        ContextProof(on_device, self.entries, self._new_state(group), self._judges, blocks).check()
+        ContextProof(
+            on_device, self.entries, self._new_state(group), self._judges, find_blocks(module)
+        ).check()
         dist.destroy_process_group(group)
         self._steps.add(step)
 
@@ -237,17 +264,32 @@ class ContextAxis(Axis):
             return
         if any(isinstance(each, DTensor) for each in module.parameters()) or not self._sample:
             return
-        hooks, state = self._hooks, self.state
-        assert hooks is not None
-        assert state is not None
+        assert self.state is not None
+        found = self.dry_batch()
+        assert found is not None
+        around = self.strategy.host_step_context("training_step")
+        with self.others_silenced():
+            self._counted = count_step(module, found[0], self.state.group, around, _CPU)
+
+    @override
+    def dry_batch(self) -> tuple[FakeRuns, torch.device] | None:
+        module, hooks, state = self._module, self._hooks, self.state
+        if hooks is None or state is None or module is None or not self._sample:
+            return None
         run = DryRun(module, "training_step", self._sample, _CPU)
 
         def fake(_: object) -> object:
             with hooks.on(), results_whole(module, run.step), step_ended(state):
                 return run.run()
 
-        around = self.strategy.host_step_context("training_step")
-        self._counted = count_step(module, [(fake, 1)], state.group, around, _CPU)
+        return [(fake, 1)], _CPU
+
+    @override
+    def silenced(self) -> AbstractContextManager[None]:
+        if self.size == 1 or self.state is None:
+            return nullcontext()
+        group = self.state.group
+        return group.counted_by(CountingGroup(group.rank, group.size))
 
     @override
     def expected_traffic(self, module: Module) -> list[ExpectedTraffic]:

@@ -27,7 +27,10 @@ from boltmesh.strategies.context.cut import (
 from boltmesh.strategies.context.positions import Positions
 from boltmesh.strategies.context.rules import convolutions, reductions, views
 from boltmesh.strategies.context.rules.table import CUT_RULES
+from boltmesh.strategies.tensor.runtime.collectives import Collective
+from boltmesh.strategies.tensor.runtime.vocab_tensor import VocabularyTensor, gathered
 from boltmesh.strategies.torch_compat.tensors import (
+    subclasses_asked,
     subclasses_unasked,
     tree_flatten,
     tree_unflatten,
@@ -196,7 +199,7 @@ def _run_local(call: Call, cuts: list[int], answer: Answer) -> Any:
                         each.num_outer, each.num_inner,
                     )  # fmt: skip
         with state.draws.own() if answer.draws else nullcontext():
-            result = call.run(local)
+            result = _run_on_parts(call, local)
         outputs = {place: several[0] for place, several in answer.outputs.items() if several}
         if isinstance(result, Tensor):
             found = outputs.get(0)
@@ -205,6 +208,14 @@ def _run_local(call: Call, cuts: list[int], answer: Answer) -> Any:
         for place, each in outputs.items():
             flat[place] = _wrapped(flat[place], each, lead, state)
         return tree_unflatten(flat, spec)
+
+
+def _run_on_parts(call: Call, local: list[Any]) -> Any:
+    """Run a function on plain tensors, or on this rank's tokens of a divided vocabulary."""
+    if not any(isinstance(each, VocabularyTensor) for each in local):
+        return call.run(local)
+    with subclasses_asked():
+        return gathered(call.run(local))
 
 
 def _wrapped(result: Tensor, found: Any, lead: dict[int, Positions], state: Any) -> CutTensor:
@@ -226,6 +237,9 @@ def _applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
             "gradient_checkpointing_enable({'use_reentrant': False}) of Hugging Face's models, or "
             "activation_checkpointing='full' of the strategy."
         )
+    if cls is Collective:  # along another dim than the sequence, see ``SequenceParts`` for that
+        first, *others = args
+        return first.like(_apply(cls, first.local, *others))
     return run_by_answer(_function_of(cls), args, kwargs)
 
 

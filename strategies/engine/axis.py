@@ -5,8 +5,8 @@ checkpoints and forecasts. ``MeshStrategy`` holds the axes of a run in the order
 calls them one after the other. A new axis is a subclass of ``Axis`` and an entry in ``AXES``.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -131,6 +131,9 @@ class Axis:
             ConfigError: With what to write instead.
         """
 
+    def look_at_whole(self, trainer: Trainer) -> None:
+        """Look at the model before an inner axis divides it. Collective over all ranks."""
+
     def place(self, trainer: Trainer) -> None:
         """Put the model on the axis. Collective over all ranks; inner axes go first.
 
@@ -150,6 +153,15 @@ class Axis:
         Args:
             units: What is run as a whole, by dotted name.
         """
+
+    @contextmanager
+    def others_silenced(self) -> Iterator[None]:
+        """Within it, layers send nothing along the other axes."""
+        with ExitStack() as stack:
+            for axis in self.strategy.axes:
+                if axis is not self:
+                    stack.enter_context(axis.silenced())
+            yield
 
     def silenced(self) -> AbstractContextManager[None]:
         """Within it, this rank alone runs layers on tensors without data, without collectives."""

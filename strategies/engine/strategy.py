@@ -236,6 +236,8 @@ class MeshStrategy(LoopStrategy):
             self._share_randomness(trainer, module)
             if self.gradient_group.size() == 1:
                 self.add_axis(self.data_axis.for_one_rank())
+        for axis in self.axes:
+            axis.look_at_whole(trainer)
         for axis in reversed(self.axes):
             axis.place(trainer)
         self.is_placed = True

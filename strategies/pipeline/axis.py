@@ -4,8 +4,8 @@ What the engine calls. The model in stages is ``staged_model.py``; here is what 
 and what its ranks answer in checkpoints and forecasts.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
@@ -205,20 +205,13 @@ class PipelineAxis(Axis):
             recomputed=strategy.recomputation.blocks,
             num_replicas=strategy.data_axis.size,
             num_sharing=self._num_sharing,
-            silent=self._without_communication,
+            silent=self.others_silenced,
         )
 
     @property
     def _num_sharing(self) -> int:
         """Ranks that share each layer: those of inner axes with the same batches."""
         return self.strategy.layout.world_size // (self.size * self.strategy.data_axis.size)
-
-    @contextmanager
-    def _without_communication(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            for axis in self.strategy.axes:
-                stack.enter_context(axis.silenced())
-            yield
 
     def _step_seed(self) -> int:
         """What random numbers within steps start from; equal on all ranks of a pipeline."""

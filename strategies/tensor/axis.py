@@ -286,7 +286,9 @@ class TensorAxis(Axis):
     def _was_counted(self) -> bool:
         """Whether verification has counted what a batch of this run moves."""
         assert self.placement is not None
-        is_alike = not self.strategy.divides_modules and self.strategy.recomputation.kind is None
+        strategy = self.strategy
+        is_alike = not strategy.divides_modules and strategy.recomputation.kind is None
+        is_alike = is_alike and strategy.layout.size("context") == 1  # which divides the batch
         return self._is_new and is_alike and self.placement.counted is not None
 
     def _count(self, runs: FakeRuns, device: torch.device) -> None:
@@ -304,7 +306,8 @@ class TensorAxis(Axis):
             self._counted = None
             return
         around = self.strategy.step_context("training_step")
-        with long_phase("counts the traffic of a step", is_shown=self.strategy.is_global_zero):
+        is_shown = self.strategy.is_global_zero
+        with long_phase("counts the traffic of a step", is_shown=is_shown), self.others_silenced():
             self._counted = count_step(module, runs, self.group, around, device)
 
     @override

@@ -85,6 +85,11 @@ def subclasses_unasked() -> AbstractContextManager[None]:
     return torch._C.DisableTorchFunctionSubclass()
 
 
+def subclasses_asked() -> AbstractContextManager[None]:
+    """Within it, calls on a tensor subclass go to its rules, inside ``subclasses_unasked`` too."""
+    return torch._C._EnableTorchFunction()
+
+
 def times_written(tensor: Tensor) -> int:
     """Return how often a tensor was written in place."""
     return tensor._version

@@ -204,10 +204,10 @@ def test_a_size_that_the_ranks_do_not_have_is_refused_with_one_that_fits() -> No
         ContextParallelStrategy(size=4).choose_layout(6)
 
 
-def test_a_context_axis_beside_a_tensor_axis_is_refused() -> None:
+def test_a_context_axis_beside_a_pipeline_is_refused() -> None:
     axis = ContextAxis(ContextOptions())
-    with pytest.raises(ConfigError, match="has a context axis beside a tensor axis"):
-        axis.check_layout(MeshLayout(context=2, tensor=2))
+    with pytest.raises(ConfigError, match="has a context axis beside a pipeline axis"):
+        axis.check_layout(MeshLayout(context=2, pipeline=2))
 
 
 # Dropout.

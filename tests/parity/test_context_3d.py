@@ -26,7 +26,9 @@ class Norms(Callback):
     def on_before_optimizer_step(self, trainer: Trainer, _: Any, optimizer: Optimizer) -> None:
         strategy: Any = trainer.strategy
         if isinstance(strategy, Parallel3DStrategy):
-            self.found.append(float(strategy.gradient_norm(optimizer)))
+            norm = strategy.gradient_norm(optimizer)
+            assert norm is not None
+            self.found.append(float(norm))
             return
         rows = [each.grad for group in optimizer.param_groups for each in group["params"]]
         given = [each.norm() for each in rows if each is not None]
@@ -99,6 +101,10 @@ def test_data_and_context_axes_with_each_zero_stage_and_offload(sizes: dict[str,
         ({"context": 0}, "context=0 holds no rank"),
         ({"balance": "zigzag"}, "the context axis, which context=1 switches off"),
         ({"context": 2, "attention": "rings"}, "attention='rings' does not exist"),
+        (
+            {"context": 2, "tensor": 2, "loss_parallel": True},
+            "auto', or set context=1",
+        ),
         ({"context": 2, "zero_stage": 3, "tile_linear_bytes": 1 << 20}, "or set context=1"),
     ],
     ids=str,
@@ -106,3 +112,38 @@ def test_data_and_context_axes_with_each_zero_stage_and_offload(sizes: dict[str,
 def test_options_that_do_not_fit_are_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises((ConfigError, LayoutError), match=said):
         Parallel3DStrategy(**options)
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("llama", {"tensor": 2, "context": 2, "zero_stage": 0}),
+        ("gpt", {"tensor": 2, "context": 2, "zero_stage": 3, "sequence_parallel": True}),
+    ],
+    ids=str,
+)
+def test_tensor_and_context_axes_train_as_one_process(name: str, sizes: dict[str, Any]) -> None:
+    check(4, name, sizes, gradient_clip_val=0.5)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"sequence_parallel": True, "balance": "zigzag", "activation_checkpointing": "full"},
+        {"sequence_parallel": True, "attention": "heads", "zero_stage": 2},
+        {"loss_parallel": False, "attention": "ring", "activation_checkpointing": "selective"},
+        {"offload_optimizer": "cpu"},
+    ],
+    ids=str,
+)
+def test_tensor_and_context_axes_with_each_attention_and_recomputation(
+    sizes: dict[str, Any],
+) -> None:
+    options = {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2}
+    check(4, "llama", {"tensor": 2, "context": 2, **sizes}, **options)
+
+
+@pytest.mark.full
+def test_data_tensor_and_context_axes_train_together() -> None:
+    check(8, "gpt", {"data": 2, "tensor": 2, "context": 2, "zero_stage": 3})

@@ -1,4 +1,4 @@
-"""What ``ContextParallelStrategy`` says a step moves is what telemetry counts, to the byte."""
+"""What a strategy with a context axis says a step moves is what telemetry counts, to the byte."""
 
 from pathlib import Path
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 
-from boltmesh.strategies import ContextParallelStrategy
+from boltmesh.strategies import ContextParallelStrategy, Parallel3DStrategy
 from boltmesh.telemetry.reader.reader import open_job
 from tests.support.gpts import TinyGPT, text_data
 from tests.support.ranks import run_ranks
@@ -18,7 +18,8 @@ ROWS = 4
 
 def train(rank: int, world_size: int, options: Any, trainer_options: Any) -> str:
     seed_everything(1, verbose=False)
-    strategy = ContextParallelStrategy(**options)
+    kind: Any = Parallel3DStrategy if "context" in options else ContextParallelStrategy
+    strategy = kind(**options)
     path = []
 
     class Notes(Callback):
@@ -47,22 +48,35 @@ def train(rank: int, world_size: int, options: Any, trainer_options: Any) -> str
     ids=str,
 )
 def test_the_bytes_of_a_step_are_the_bytes_expected(options: Any, trainer: Any) -> None:
-    told = run_ranks(train, 2, options, trainer, timeout_s=90)
+    check(2, options, trainer, {"pipeline": 1, "data": 1, "context": 2, "tensor": 1})
+
+
+@pytest.mark.parametrize("options", [{}, {"sequence_parallel": True, "zero_stage": 3}], ids=str)
+def test_the_bytes_of_a_step_beside_a_tensor_axis_are_those_expected(options: Any) -> None:
+    sizes = {"pipeline": 1, "data": 1, "context": 2, "tensor": 2}
+    check(4, {"context": 2, "tensor": 2, **options}, {"gradient_clip_val": 0.5}, sizes)
+
+
+def check(ranks: int, options: Any, trainer: Any, sizes: dict[str, int]) -> None:
+    told = run_ranks(train, ranks, options, trainer, timeout_s=90)
     with open_job(Path(told[0])) as job:
         snapshot = job.snapshot()
     assert snapshot.communication_note is None
-    assert snapshot.mesh == {"pipeline": 1, "data": 1, "context": 2, "tensor": 1}
-    expected = {
-        each.operator: (each.payload_bytes, each.calls)
-        for each in snapshot.expected
-        if each.axis == "context"
-    }
-    assert expected["alltoall_base"][0] > 0
-    first = snapshot.ranks[0]
-    counted: dict[str, tuple[float, float]] = {}
-    for each in first.collectives:  # of two groups: activations, and digests on the CPU
-        if each.axis == "context" and each.bytes_per_step:
-            known = counted.get(each.operator, (0.0, 0.0))
-            moved = each.bytes_per_step, each.calls_per_step or 0.0
-            counted[each.operator] = known[0] + moved[0], known[1] + moved[1]
-    assert counted == expected
+    assert snapshot.mesh == sizes
+    for axis in ("context", "tensor"):
+        if sizes[axis] == 1:
+            continue
+        expected = {
+            each.operator: (each.payload_bytes, each.calls)
+            for each in snapshot.expected
+            if each.axis == axis
+        }
+        assert expected["alltoall_base" if axis == "context" else "allreduce"][0] > 0
+        counted: dict[str, tuple[float, float]] = {}
+        # Of two groups: activations, and digests on the CPU.
+        for each in snapshot.ranks[0].collectives:
+            if each.axis == axis and each.bytes_per_step:
+                known = counted.get(each.operator, (0.0, 0.0))
+                moved = each.bytes_per_step, each.calls_per_step or 0.0
+                counted[each.operator] = known[0] + moved[0], known[1] + moved[1]
+        assert counted == expected

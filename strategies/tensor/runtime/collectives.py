@@ -207,10 +207,15 @@ def differentiable(
     """
     if group.size == 1:
         return value
-    return cast("Tensor", _Collective.apply(value, forward, backward))  # type: ignore[no-untyped-call]
+    return cast("Tensor", Collective.apply(value, forward, backward))  # type: ignore[no-untyped-call]
 
 
-class _Collective(Function):
+class Collective(Function):
+    """A collective and the one that is its backward pass.
+
+    Of a tensor whose sequence the context axis divides, it takes and gives this rank's positions.
+    """
+
     @staticmethod
     @override
     def forward(

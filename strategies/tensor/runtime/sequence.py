@@ -9,9 +9,13 @@ A length that does not divide is filled up with copies of the last position. Onl
 position by position sees them: each gather cuts them off, so attention does not, and no gradient
 reaches them. Copies, because a norm of zeros may have no finite gradient.
 
+Beside a context axis, a whole is this rank's positions of a divided tensor: these are divided again
+over the tensor ranks, and what is gathered becomes a tensor that is divided as before.
+
 Source: Korthikanti et al. 2022, section 4.2, https://arxiv.org/abs/2205.05198
 """
 
+from collections.abc import Callable
 from typing import Any, cast
 from weakref import WeakSet
 
@@ -46,7 +50,7 @@ class SequenceParts:
         self.is_cut_by_stages = False
         """Whether other ranks run some of the blocks: they do not know how long the sequences were
         where the stack was entered, so all lengths have to divide."""
-        self._length = 0
+        self._entry = _Length(0, 0)
         self._awaited: WeakSet[_Length] = WeakSet()
         """Of entries whose backward pass is not over."""
         self._gathered: tuple[Tensor, int, Tensor] | None = None
@@ -54,7 +58,15 @@ class SequenceParts:
 
     def split(self, whole: Tensor) -> Tensor:
         """Keep this rank's part of what is alike on all ranks. Gathers in the backward pass."""
-        entry = _Length(whole.shape[self.dim])
+        total = whole.shape[self.dim]
+        whole, cut_again = opened(whole)
+        entry = _Length(whole.shape[self.dim], total, cut_again)
+        if not entry.whole:
+            raise LayoutError(
+                f"A sequence of {total} positions leaves a rank of the context axis without any, "
+                f"and sequence_parallel divides those of each. Pad sequences to as many positions "
+                f"as there are ranks, or set strategy.sequence_parallel=false."
+            )
         if self.is_cut_by_stages and entry.whole % self._group.size:
             raise LayoutError(
                 f"A stack of blocks that lies on several stages of a pipeline was entered with "
@@ -62,7 +74,7 @@ class SequenceParts:
                 f"Pad sequences to a multiple of {self._group.size}, or set "
                 f"strategy.sequence_parallel=false."
             )
-        self._length = entry.whole
+        self._entry = entry
         self._awaited.add(entry)
         filled = self._filled(whole, whole.narrow(self.dim, entry.whole - 1, 1).detach())
         part = take_part(filled, self._group, self.dim)
@@ -74,6 +86,7 @@ class SequenceParts:
 
     def take(self, whole: Tensor) -> Tensor:
         """Return this rank's part of what is the same on all ranks, within the stack."""
+        whole = opened(whole)[0]
         filled = self._filled(whole, whole.narrow(self.dim, -1, 1).detach())
         return take_part(filled, self._group, self.dim)
 
@@ -92,6 +105,7 @@ class SequenceParts:
 
     def scatter(self, part: Tensor) -> Tensor:
         """Add up partial sums of all ranks and keep this rank's part. Collective."""
+        part = opened(part)[0]
         length = part.shape[self.dim]
         filled = self._filled(part, torch.zeros_like(part.narrow(self.dim, length - 1, 1)))
         return scatter_sum(filled, self._group, self.dim)
@@ -107,33 +121,52 @@ class SequenceParts:
     def _cut(self, filled: Tensor) -> Tensor:
         if self.is_cut_by_stages:
             return filled
-        length = self._length_of(filled.shape[self.dim])
-        if length == filled.shape[self.dim]:
-            return filled
-        return filled.narrow(self.dim, 0, length).contiguous()
+        entry = self._entry_of(filled.shape[self.dim])
+        if entry.whole < filled.shape[self.dim]:
+            filled = filled.narrow(self.dim, 0, entry.whole).contiguous()
+        return filled if entry.cut_again is None else entry.cut_again(filled)
 
-    def _length_of(self, filled: int) -> int:
+    @property
+    def is_of_context(self) -> bool:
+        """Whether the stack was entered with a sequence that a context axis divides."""
+        return self._entry.cut_again is not None
+
+    def _entry_of(self, filled: int) -> "_Length":
         """What was entered with, of which ``filled`` positions were made."""
-        lengths = {self._length}
+        entries = [self._entry]
         if is_in_backward():
-            lengths = {e.whole for e in self._awaited if not e.is_over} or lengths
-        fitting = sorted(each for each in lengths if 0 <= filled - each < self._group.size)
+            entries = [each for each in self._awaited if not each.is_over] or entries
+        fitting = {
+            (each.whole, each.total): each
+            for each in entries
+            if 0 <= filled - each.whole < self._group.size
+        }
         if not fitting:
             raise LayoutError(
                 f"Dimension {self.dim} of an activation has {filled} positions on all ranks, and "
-                f"the stack of blocks was entered with sequences of {sorted(lengths)}. Set "
-                "strategy.sequence_parallel=false."
+                f"the stack of blocks was entered with sequences of "
+                f"{sorted({each.whole for each in entries})}. Set strategy.sequence_parallel=false."
             )
         if len(fitting) > 1:
             raise LayoutError(
-                f"Blocks are computed again in the backward pass, for sequences of {fitting} whose "
-                f"parts are equally long. Give them lengths that {self._group.size} ranks divide, "
-                "or set strategy.sequence_parallel=false."
+                f"Blocks are computed again in the backward pass, for sequences of "
+                f"{sorted(total for _, total in fitting)} whose parts are equally long. Give them "
+                f"lengths that {self._group.size} ranks divide, or set "
+                "strategy.sequence_parallel=false."
             )
-        return fitting[0]
+        return next(iter(fitting.values()))
 
     def __deepcopy__(self, _: dict[int, Any]) -> Self:
         return self
+
+
+def opened(value: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor] | None]:
+    """Return this rank's positions of a tensor that a context axis divides, and what does it again.
+
+    Any other tensor as it is, and None.
+    """
+    rebuilder = getattr(value, "rebuilder", None)
+    return (value, None) if rebuilder is None else (cast("Any", value).local, rebuilder())
 
 
 def _times_written(tensor: Tensor) -> int:
@@ -141,10 +174,19 @@ def _times_written(tensor: Tensor) -> int:
 
 
 class _Length:
-    """How long the sequences of one forward pass are."""
+    """How long the sequences of one forward pass are.
 
-    def __init__(self, whole: int) -> None:
-        self.whole = whole
+    Args:
+        whole: Positions that all tensor ranks have together.
+        total: Those of the whole sequence, beside a context axis more.
+        cut_again: Returns positions of this rank as a tensor that a context axis divides; None
+            without one.
+    """
+
+    def __init__(
+        self, whole: int, total: int, cut_again: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
+        self.whole, self.total, self.cut_again = whole, total, cut_again
         self.is_over = False
         """Whether its backward pass has come back to the stack's entry."""
 

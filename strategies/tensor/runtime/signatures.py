@@ -39,6 +39,7 @@ from boltmesh.strategies.tensor.runtime.param_swap import (
     originals_restored,
     own_parameters,
 )
+from boltmesh.strategies.tensor.runtime.sequence import opened
 from boltmesh.strategies.tensor.runtime.stacks import RunningStack
 from boltmesh.strategies.torch_compat.autograd import unrecorded
 from boltmesh.strategies.torch_compat.float32 import full_float32
@@ -197,6 +198,9 @@ class SignatureGuard:
             return self.depends_on
         if any(isinstance(self._own(name), DTensor) for name in self.entries):
             return "its parameters are sharded over the data axis while it runs"
+        divided = any(opened(each)[1] is not None for each in tree_leaves((args, kwargs)))
+        if divided or (self.stack is not None and self.stack.parts.is_of_context):
+            return "its sequence is divided over a context axis while it runs"
         for each in (*args, *kwargs.values()):
             length = getattr(each, "get_seq_length", None)
             if callable(length) and self._is_in_use(length):
