@@ -42,7 +42,7 @@ class DetectNonFinite(Callback):
         self._forwards: list[tuple[Module, Any]] = []
         """Layers of a pipeline, and what they had as a forward of their own."""
         self._places = {BATCH: -1}
-        """Of a pipeline's layers, and of modules in them: which layer it is, from 0."""
+        """Index of the layer of a pipeline that a module is or lies in."""
         self._seen: list[tuple[str, Tensor]] = []
         """Names, and on the device whether all is finite."""
         self._last: Tensor | None = None

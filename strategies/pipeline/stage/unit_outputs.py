@@ -240,7 +240,7 @@ def _content(value: Any, names: Mapping[Module, str]) -> Hashable:
     if kind is set and all(map(is_constant, value)):
         return kind, frozenset(value)
     if kind.__module__.startswith(_WRAPPERS):
-        # Not what tells a wrapper of one unit from that of another, such as a name in messages.
+        # Without what differs between wrappers of two units and decides nothing, such as names.
         state = value.of_its_kind() if hasattr(value, "of_its_kind") else vars(value)
         return kind, _content(dict(state), names)
     return kind, id(value)
