@@ -24,6 +24,10 @@ class Accelerator:
     """Peak of matrix products by dtype: bf16, fp8, fp4."""
     matmul: Mapping[str, float]
     """Share of the peak that large products reach, by dtype."""
+    units: int
+    """Multiprocessors, or compute units: each computes one tile of a product at a time."""
+    attention: float
+    """Share of the bf16 peak that fused attention reaches in long sequences."""
     memory_bytes: float
     memory_rate: float
     link_rate: float
@@ -58,6 +62,7 @@ class Cluster:
     num_devices: int
     devices_per_node: int
     network_rate: float
+    is_onload: bool = False
 
     @property
     def num_nodes(self) -> int:
@@ -80,6 +85,8 @@ def _accelerator(name: str, row: Mapping[str, object]) -> Accelerator:
         name=name,
         flops={dtype: float(value) * 1e12 for dtype, value in tflops.items()},
         matmul={dtype: float(value) for dtype, value in matmul.items()},
+        units=int(_number(row, "units")),
+        attention=_number(row, "attention"),
         memory_bytes=_number(row, "memory_gb") * GB,
         memory_rate=_number(row, "memory_gb_s") * GB,
         link_rate=_number(row, "link_gb_s") * _number(row, "link") * GB,
