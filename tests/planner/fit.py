@@ -30,7 +30,7 @@ BOUNDS = {
     "matmul": (0.85, 1.0),
     "elementwise": (1.0, 2.0),
     "network": (0.5, 0.95),
-    "onload_network": (0.1, 0.95),
+    "onload_network": (0.15, 0.95),
     "step_ms": (1.0, 100.0),
     "straggler": (0.0005, 0.05),
 }

@@ -129,9 +129,12 @@ def _cluster(row: Mapping[str, str]) -> Cluster:
         per_node = _integer(row, "gpus_per_node", 8)
     per_node = min(per_node, num_devices)
     usual = device.node_network_rate / device.per_node
+    # Both sources of BigScience ran on Jean Zay, whose nodes have four links of Omni-Path.
+    is_jean_zay = row["source"].startswith("bigscience")
+    if is_jean_zay:
+        network = parse_network("4x100")
     rate = usual if network is None else network / per_node
-    # Both sources of BigScience ran on Jean Zay, which has Omni-Path.
-    is_onload = "omni-path" in notes.lower() or row["source"].startswith("bigscience")
+    is_onload = is_jean_zay or "omni-path" in notes.lower()
     return Cluster(device, num_devices, per_node, rate, is_onload)
 
 

@@ -20,7 +20,7 @@ def result():
 def test_times_of_sources_that_the_rates_never_saw(result):
     found = result["left_out"]
     assert found["rows"] == 456
-    assert found["median"] < 0.1
+    assert found["median"] < 0.09
     assert found["p90"] < 0.19
     medians = {name: each["median"] for name, each in found["sources"].items()}
     assert max(medians.values()) < 0.21
@@ -28,7 +28,7 @@ def test_times_of_sources_that_the_rates_never_saw(result):
 
 def test_layouts_are_ordered(result):
     found = result["left_out"]
-    assert found["pairs"] > 0.81
+    assert found["pairs"] > 0.84
     assert found["top3_loss"] < 0.02
 
 
@@ -40,7 +40,9 @@ def test_memory(result):
 
 
 def test_rates_that_the_runs_do_not_identify_are_named(result):
-    assert set(result["at_bound"]) <= {"matmul", "elementwise", "network"}
+    assert set(result["at_bound"]) <= {
+        "matmul", "elementwise", "network", "onload_network", "straggler"
+    }  # fmt: skip
 
 
 def test_rows_of_another_file_are_predicted(tmp_path: Path):
