@@ -33,6 +33,9 @@ class Layout:
             and optimizer state.
         dtype: Type of the matrix products: bf16, fp8 or fp4.
         has_fp32_gradients: Whether gradients are reduced in fp32.
+        has_fused_kernels: Whether norms, residuals and activations are fused, as compiled.
+        has_overlap: Whether gathers and reductions run beside computation.
+        attention_speed: Of the kernel of fused attention, over FlashAttention-2.
         state_bytes: Bytes per element of parameters, gradients and optimizer state; of boltmesh
             under mixed precision.
     """
@@ -53,6 +56,9 @@ class Layout:
     offload: Offload = "none"
     dtype: str = "bf16"
     has_fp32_gradients: bool = True
+    has_fused_kernels: bool = False
+    has_overlap: bool = True
+    attention_speed: float = 1.0
     state_bytes: tuple[float, float, float] = (4.0, 4.0, 8.0)
 
     @property

@@ -12,6 +12,8 @@ from boltmesh.configs.advice import name_choices, nearest
 from boltmesh.errors import ConfigError
 
 GB = 1e9
+MEMORY_SHARE = 0.88
+"""Of the bandwidth that a data sheet states; copies of large tensors reach 0.85 to 0.92."""
 DATA = Path(__file__).with_name("accelerators.yaml")
 
 
@@ -24,8 +26,13 @@ class Accelerator:
     """Peak of matrix products by dtype: bf16, fp8, fp4."""
     matmul: Mapping[str, float]
     """Share of the peak that large products reach, by dtype."""
+    units: int
+    """Multiprocessors, or compute units: each computes one tile of a product at a time."""
+    attention: float
+    """Share of the bf16 peak that fused attention reaches in long sequences."""
     memory_bytes: float
     memory_rate: float
+    """As large tensors reach it."""
     link_rate: float
     """To the other devices of the node, as collectives reach it."""
     per_node: int
@@ -58,6 +65,7 @@ class Cluster:
     num_devices: int
     devices_per_node: int
     network_rate: float
+    is_onload: bool = False
 
     @property
     def num_nodes(self) -> int:
@@ -80,8 +88,10 @@ def _accelerator(name: str, row: Mapping[str, object]) -> Accelerator:
         name=name,
         flops={dtype: float(value) * 1e12 for dtype, value in tflops.items()},
         matmul={dtype: float(value) for dtype, value in matmul.items()},
+        units=int(_number(row, "units")),
+        attention=_number(row, "attention"),
         memory_bytes=_number(row, "memory_gb") * GB,
-        memory_rate=_number(row, "memory_gb_s") * GB,
+        memory_rate=MEMORY_SHARE * _number(row, "memory_gb_s") * GB,
         link_rate=_number(row, "link_gb_s") * _number(row, "link") * GB,
         per_node=int(_number(row, "per_node")),
         node_network_rate=parse_network(str(row["network_gbit"])),

@@ -15,31 +15,19 @@ class Rates:
 
     Attributes:
         matmul: Share of the rate of large products that those of a training step reach.
-        small_width: Width of a product at which half of its rate is lost.
-        small_rows: Rows of a product at which half of its rate is lost.
-        attention: Share of the peak that fused attention reaches.
-        score_bytes: Traffic of unfused attention, bytes per score.
-        elementwise_bytes: Traffic of norms, activations and residuals of a block, bytes per token
-            and unit of width, forward.
+        elementwise: Traffic of norms, activations and residuals, over the bytes that their tensors
+            have.
         network: Share of the network of a node that collectives reach.
-        gradient_overlap: Share of the gradients' reduction that the backward pass hides.
-        gather_overlap: Share of ZeRO-3's gathers that can be hidden by computation.
-        block_us: Time of a block's pass that is no computation (launches), microseconds.
+        onload_network: The same where processors of the host run the network's protocol.
         step_ms: Time of a step that is in no other term, milliseconds.
         straggler: Slowdown for each doubling of the nodes.
         calibration: Factor on the whole step, measured on a cluster.
     """
 
     matmul: float
-    small_width: float
-    small_rows: float
-    attention: float
-    score_bytes: float
-    elementwise_bytes: float
+    elementwise: float
     network: float
-    gradient_overlap: float
-    gather_overlap: float
-    block_us: float
+    onload_network: float
     step_ms: float
     straggler: float
     calibration: float = 1.0

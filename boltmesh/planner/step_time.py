@@ -8,7 +8,8 @@ Shapes: T tokens of a microbatch on a rank, H width, S sequence length, t ranks 
 """
 
 from dataclasses import dataclass, replace
-from math import log2
+from functools import cache
+from math import ceil, log2, sqrt
 
 from boltmesh.planner.layout import AxisGroup, Layout, groups_of
 from boltmesh.planner.machine import Accelerator, Cluster
@@ -22,10 +23,27 @@ OPTIMIZER_BYTES = 34
 gradient, bf16 value."""
 HOST_OPTIMIZER_RATE = 100e9 / 28
 """Parameters that Adam on a host updates in a second, of the memory rate of a host per device."""
-LINK_LATENCY = 9e-6
-NETWORK_LATENCY = 38e-6
+LINK_LATENCY = 6.4e-6
+NETWORK_LATENCY = 34e-6
 """Seconds of a step of a collective within a node, and between nodes: all-reduces of 1 MiB over 8
 and over 32 ranks, planner_micro.csv M26 and M27."""
+TILES = ((256, 128, 1.0), (128, 128, 0.92), (64, 128, 0.75), (64, 64, 0.6))
+"""Rows and columns of a tile that one unit of an accelerator computes, and the share of the rate
+that it reaches: a smaller tile loads more bytes for each operation."""
+SCORE_BYTES = 12
+"""Traffic of unfused attention for each score: written, read and written by the softmax and by the
+dropout, read by the product with the values."""
+BLOCK_SECONDS = 10e-6
+"""Of a block's pass that is no computation, where launches run ahead."""
+OVERLAP = 0.874
+"""Share of communication beside computation that is hidden: computation is 1.126 times slower
+meanwhile, planner_micro.csv M08."""
+CAST_BYTES = 5
+"""To scale an element to fp8: read for the largest one, read again, written in one byte."""
+TILE_SECONDS = 1e-6
+"""To start a tile; each is written before the next begins."""
+ATTENTION_HALF_SEQUENCE = 386
+"""Length at which fused attention reaches half of its rate: planner_micro.csv M36 and M37."""
 NOT_DIVIDED = 0.45
 """Share of elementwise traffic that tensor parallelism without sequence parallelism repeats."""
 HIDDEN_BY_ASYNC = 0.7
@@ -152,22 +170,26 @@ class StepTimeModel:
         model, rates, device = self.model, self.rates, self.cluster.accelerator
         tokens, width, ranks = self._tokens(layout), model.hidden, layout.tensor
         up = (2 if model.is_gated else 1) * model.ffn
-        products = (
-            self._product(layout, tokens, width, (width + 2 * model.kv_width) / ranks)
-            + self._product(layout, tokens, width / ranks, width)
-            + self._product(layout, tokens, width, up / ranks)
-            + self._product(layout, tokens, model.ffn / ranks, width)
+        shapes = (
+            (width, (width + 2 * model.kv_width) / ranks),
+            (width / ranks, width),
+            (width, up / ranks),
+            (model.ffn / ranks, width),
         )
+        passes = [self._product(layout.dtype, tokens, *shape) for shape in shapes]
+        products = sum(forward for forward, _ in passes)
         attention = self._attention(layout, tokens)
         share = (
             1 / ranks
             if layout.has_sequence_parallel or ranks == 1
             else (NOT_DIVIDED + (1 - NOT_DIVIDED) / ranks)
         )
-        elementwise = rates.elementwise_bytes * tokens * width * share / device.memory_rate
-        launches = rates.block_us * 1e-6
+        num_bytes = elementwise_bytes(model, is_fused=layout.has_fused_kernels)
+        elementwise = rates.elementwise * num_bytes * tokens * width * share / device.memory_rate
+        launches = BLOCK_SECONDS
         forward = products + attention + elementwise + launches
-        backward = 2 * products + 2.5 * attention + 2 * elementwise + 2 * launches
+        backward = sum(each for _, each in passes) + 2.5 * attention + 2 * elementwise
+        backward += 2 * launches + self._accumulation(layout, model.block_numel / ranks)
         recompute = 0.0
         if layout.recompute == "full":
             recompute = forward
@@ -190,52 +212,59 @@ class StepTimeModel:
     def _logits(self, layout: Layout, groups: dict[str, AxisGroup]) -> _Pass:
         model, device = self.model, self.cluster.accelerator
         tokens, columns = self._tokens(layout), model.vocab / layout.tensor
-        product = self._product(layout, tokens, model.hidden, columns, dtype="bf16")
+        forward, backward = self._product("bf16", tokens, model.hidden, columns)
         softmax = 12.0 * tokens * columns / device.memory_rate
         tensor = 2 * self._all_reduce(groups["tensor"], HALF * tokens * model.hidden)
-        return _Pass(product + softmax, 2 * product + softmax, 0.0, tensor, 0.0)
+        backward += softmax + self._accumulation(layout, model.hidden * columns)
+        return _Pass(forward + softmax, backward, 0.0, tensor, 0.0)
 
     def _product(
-        self, layout: Layout, rows: float, inner: float, columns: float, dtype: str | None = None
-    ) -> float:
-        """Return the seconds of a product of (rows, inner) with (inner, columns)."""
-        rates = self.rates
-        dtype = dtype or layout.dtype
-        # A product in a narrower type has to be larger to be as efficient.
-        harder = 1.0 if dtype == "bf16" else 2.0
-        efficiency = (
-            rates.matmul
-            * columns
-            / (columns + rates.small_width * harder)
-            * inner
-            / (inner + rates.small_width * harder)
-            * rows
-            / (rows + rates.small_rows * harder)
-        )
-        rate = self.cluster.accelerator.matmul_rate(dtype)
-        return 2.0 * rows * inner * columns / (rate * efficiency)
+        self, dtype: str, rows: float, inner: float, columns: float
+    ) -> tuple[float, float]:
+        """Return the seconds of (rows, inner) times (inner, columns), forward and backward."""
+        device = self.cluster.accelerator
+        machine = (device.matmul_rate(dtype) * self.rates.matmul, device.units, device.memory_rate)
+        forward = _product_time(rows, inner, columns, *machine)
+        of_input = _product_time(rows, columns, inner, *machine)
+        backward = of_input + _product_time(inner, rows, columns, *machine)
+        if dtype != "bf16":  # both factors of each product are scaled to the narrow type
+            forward += CAST_BYTES * (rows * inner + inner * columns) / device.memory_rate
+            backward += CAST_BYTES * rows * columns / device.memory_rate
+        return forward, backward
+
+    def _accumulation(self, layout: Layout, numel: float) -> float:
+        """Return the seconds in which a microbatch's gradients are added to those before."""
+        if layout.num_microbatches == 1:
+            return 0.0
+        width = 4 if layout.has_fp32_gradients else HALF
+        shards = layout.num_shards if layout.zero >= 2 else 1
+        return (HALF + 2 * width) * numel / shards / self.cluster.accelerator.memory_rate
 
     def _attention(self, layout: Layout, tokens: float) -> float:
         model, rates, device = self.model, self.rates, self.cluster.accelerator
         width = model.hidden / layout.tensor
         peak = device.flops["bf16"]
         if model.has_flash:
-            return 2.0 * model.seq * width * tokens / (peak * rates.attention)
+            reached = device.attention * model.seq / (model.seq + ATTENTION_HALF_SEQUENCE)
+            reached *= layout.attention_speed
+            return 2.0 * model.seq * width * tokens / (peak * reached)
         heads = model.heads / layout.tensor
         products = 4.0 * model.seq * width * tokens / (peak * rates.matmul * 0.7)
         head_size = model.hidden / model.heads
         unaligned = 1.0 if head_size % 8 == 0 else 3.0  # tensor cores take multiples of 8
-        return (
-            unaligned * products
-            + rates.score_bytes * heads * model.seq * tokens / device.memory_rate
-        )
+        return unaligned * products + SCORE_BYTES * heads * model.seq * tokens / device.memory_rate
 
     # Communication.
+
+    def _network_rate(self) -> float:
+        """Return bytes per second between nodes, of one device, as collectives reach it."""
+        rates, cluster = self.rates, self.cluster
+        return cluster.network_rate * (rates.onload_network if cluster.is_onload else rates.network)
 
     def _rate(self, group: AxisGroup) -> float:
         """Return bytes per second of a ring over a group."""
         if group.num_nodes > 1:
-            return self.cluster.network_rate * self.rates.network * group.in_node
+            return self._network_rate() * group.in_node
         return self.cluster.accelerator.link_rate
 
     def _ring(self, group: AxisGroup, num_bytes: float) -> float:
@@ -250,8 +279,11 @@ class StepTimeModel:
         if group.num_nodes > 1:
             # Each rank of a node moves its part of what the node exchanges.
             share = num_bytes / group.in_node * (group.num_nodes - 1) / group.num_nodes
-            across = share / (self.cluster.network_rate * self.rates.network)
-        return latency + max(inside, across)
+            across = share / (self._network_rate())
+        moving = max(inside, across)
+        # A pipelined ring fills and drains: a message of a medium size reaches half of the rate
+        # of a large one (planner_micro.csv M22 to M27).
+        return latency + moving + sqrt(latency * moving)
 
     @staticmethod
     def _latency(group: AxisGroup) -> float:
@@ -266,11 +298,7 @@ class StepTimeModel:
         if group.size == 1:
             return 0.0
         num_bytes = HALF * self._tokens(layout) * self.model.hidden / layout.tensor
-        rate = (
-            self.cluster.accelerator.link_rate
-            if group.num_nodes == 1
-            else self.cluster.network_rate * self.rates.network
-        )
+        rate = self.cluster.accelerator.link_rate if group.num_nodes == 1 else self._network_rate()
         return self._latency(group) + num_bytes / rate
 
     def _bubble(self, layout: Layout, stage: float, message: float) -> float:
@@ -292,7 +320,7 @@ class StepTimeModel:
         moved = 3 * passes * self._ring(sharing, num_bytes)
         moved += 3 * passes * (blocks - 1) * self._latency(sharing) * log2(max(2, shards))
         computing = busy.forward + busy.backward + busy.recompute
-        hidden = min(moved, computing) * self.rates.gather_overlap
+        hidden = min(moved, computing) * self._overlap(layout)
         return moved - hidden
 
     def _reduction(self, layout: Layout, group: AxisGroup, parameters: float, busy: _Pass) -> float:
@@ -307,8 +335,12 @@ class StepTimeModel:
             moved = self._all_reduce(across, width * parameters / layout.num_shards)
         else:
             moved = self._all_reduce(group, width * parameters)
-        hidden = min(moved, busy.backward / layout.num_microbatches) * self.rates.gradient_overlap
+        hidden = min(moved, busy.backward / layout.num_microbatches) * self._overlap(layout)
         return moved - hidden
+
+    @staticmethod
+    def _overlap(layout: Layout) -> float:
+        return OVERLAP if layout.has_overlap else 0.0
 
     def _optimizer(self, layout: Layout, parameters: float) -> float:
         updated = parameters / layout.num_shards
@@ -324,6 +356,40 @@ class StepTimeModel:
         num_bytes = (2 * HALF + 4) * parameters / layout.num_shards
         moved = layout.num_microbatches * num_bytes / self.cluster.accelerator.host_rate
         return max(0.0, moved - (busy.forward + busy.backward + busy.recompute))
+
+
+def elementwise_bytes(model: Transformer, *, is_fused: bool) -> float:
+    """Return the traffic of a block's operators that are no products, forward.
+
+    In bytes for each token and unit of width, counted from the tensors that the operators read and
+    write: norms (in fp32 where they are not fused), residuals, rotary positions of gated models,
+    and the activation between the feed-forward layers.
+    """
+    up = model.ffn / model.hidden
+    if model.is_gated:
+        return 25.0 + 6.0 * up if is_fused else 110.0 + 10.0 * up
+    return 24.0 + 4.0 * up if is_fused else 58.0 + 4.0 * up
+
+
+@cache
+def _product_time(
+    rows: float, inner: float, columns: float, rate: float, units: int, memory_rate: float
+) -> float:
+    """Return the seconds of one matrix product on an accelerator of so many units.
+
+    Each unit computes a tile at a time. The last wave of tiles takes as long as a full one, however
+    few tiles it has, and a long sum may be split over several units, which add their parts.
+    """
+    found = float("inf")
+    for high, wide, share in TILES:
+        tiles = ceil(rows / high) * ceil(columns / wide)
+        for split in (1, 2, 4, 8):
+            waves = ceil(tiles * split / units)
+            summed = 2.0 * high * wide * inner / split * units / (rate * share)
+            tile = TILE_SECONDS + summed + HALF * high * wide * units / memory_rate
+            added = 8.0 * rows * columns * split / memory_rate if split > 1 else 0.0
+            found = min(found, waves * tile + added)
+    return max(found, HALF * (rows * inner + inner * columns + rows * columns) / memory_rate)
 
 
 def blocks_of_rank(layers: int, layout: Layout) -> tuple[int, int]:

@@ -129,7 +129,13 @@ def _cluster(row: Mapping[str, str]) -> Cluster:
         per_node = _integer(row, "gpus_per_node", 8)
     per_node = min(per_node, num_devices)
     usual = device.node_network_rate / device.per_node
-    return Cluster(device, num_devices, per_node, usual if network is None else network / per_node)
+    # Both sources of BigScience ran on Jean Zay, whose nodes have four links of Omni-Path.
+    is_jean_zay = row["source"].startswith("bigscience")
+    if is_jean_zay:
+        network = parse_network("4x100")
+    rate = usual if network is None else network / per_node
+    is_onload = is_jean_zay or "omni-path" in notes.lower()
+    return Cluster(device, num_devices, per_node, rate, is_onload)
 
 
 def _layout(row: Mapping[str, str], model: Transformer, cluster: Cluster) -> Layout | None:
@@ -172,6 +178,10 @@ def _layout(row: Mapping[str, str], model: Transformer, cluster: Cluster) -> Lay
         dtype=dtype,
         has_fp32_gradients="fp32 grad" in precision,
         state_bytes=_state_bytes(framework, precision),
+        has_fused_kernels=bool(re.search("megatron|nemo|compile", f"{framework} {notes}")),
+        attention_speed=_attention_speed(framework, cluster.accelerator.name),
+        # Gathers run on a stream of their own since DeepSpeed 0.5.9.
+        has_overlap=framework != "deepspeed" or zero != "3",
         has_async_tensor="megatron-core" in framework or "asynctp" in notes,
     )  # fmt: skip
 
@@ -181,6 +191,15 @@ _RECOMPUTE: dict[str, Recompute] = {
     "selective": "selective",
     "selective(op)": "alternate",
 }
+
+
+def _attention_speed(framework: str, accelerator: str) -> float:
+    """Return the speed of a stack's attention over FlashAttention-2."""
+    if "composer" in framework:  # the first FlashAttention, in Triton: planner_micro.csv M41
+        return 0.5
+    is_hopper = accelerator.startswith(("h100", "h200", "h800", "gh200"))
+    # cuDNN: planner_micro.csv M37 and M38.
+    return 1.6 if is_hopper and re.search("nemo|megatron-core", framework) else 1.0
 
 
 def _state_bytes(framework: str, precision: str) -> tuple[float, float, float]:

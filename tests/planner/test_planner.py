@@ -84,7 +84,7 @@ BASE = Layout(tensor=8, pipeline=2, data=4, sequences=512, schedule="1f1b", reco
 @pytest.mark.parametrize(
     ("better", "worse"),
     [
-        ({}, {"microbatch": 8}),  # a longer bubble
+        ({}, {"microbatch": 32}),  # a longer bubble
         ({"recompute": "none"}, {}),
         ({"schedule": "zbv", "stages_per_rank": 2}, {}),
         ({"has_sequence_parallel": True}, {}),

@@ -23,6 +23,7 @@ import yaml  # type: ignore[import-untyped]
 
 from boltmesh.planner.layout_memory import estimate_layout_memory
 from boltmesh.planner.rates import DATA, Rates, default_rates
+from boltmesh.planner.step_time import StepTimeModel
 from tests.planner.fit import BOUNDS, LEFT_OUT, predict
 from tests.planner.rows import ROWS, Run, read_runs, timed
 
@@ -30,6 +31,8 @@ FULL = 1.07
 """Of a device's memory; above, a layout is rejected."""
 APART = 1.05
 """Pairs of layouts whose times differ by less are not ordered."""
+SCATTER = 0.5
+"""Variance of the errors within a cluster over that of a cold prediction."""
 RatesOf = Callable[[Run], Rates]
 
 
@@ -119,8 +122,9 @@ def ordering(found: Sequence[Prediction]) -> tuple[float | None, float | None, f
 def calibrate(runs: Sequence[Run], rates_of: RatesOf) -> tuple[RatesOf, set[str]]:
     """Return rates after two measured layouts of each cluster, and the ids of those runs.
 
-    The two are the cheapest and the dearest of the cluster, by predicted time: the median ratio of
-    measured over predicted time is the factor on all others of the cluster.
+    The two are those whose shares of time by term are nearest to all others of the cluster, as
+    predicted. Their ratio of measured over predicted time is the factor on the others, drawn to 1
+    as the error of a cold prediction and the scatter within a cluster ask for.
     """
     clusters = defaultdict(list)
     for run in runs:
@@ -128,20 +132,47 @@ def calibrate(runs: Sequence[Run], rates_of: RatesOf) -> tuple[RatesOf, set[str]
     factors: dict[tuple[str, str], float] = {}
     used: set[str] = set()
     for key, members in clusters.items():
-        members.sort(key=lambda run: predict(run, rates_of(run)))
-        quarter = len(members) // 4
-        chosen = {run.id: run for run in (members[quarter], members[-1 - quarter])}
         if len(members) < 3:
             continue
-        ratios = [(run.seconds or 0.0) / predict(run, rates_of(run)) for run in chosen.values()]
-        factors[key] = math.exp(sum(map(math.log, ratios)) / len(ratios))
-        used |= chosen.keys()
+        chosen = representatives(members, rates_of)
+        ratios = [(run.seconds or 0.0) / predict(run, rates_of(run)) for run in chosen]
+        weight = len(ratios) / (len(ratios) + SCATTER)
+        factors[key] = math.exp(weight * sum(map(math.log, ratios)) / len(ratios))
+        used |= {run.id for run in chosen}
 
     def calibrated(run: Run) -> Rates:
         rates = rates_of(run)
         return replace(rates, calibration=rates.calibration * factors.get(run.cluster_key, 1.0))
 
     return calibrated, used
+
+
+def representatives(members: Sequence[Run], rates_of: RatesOf) -> list[Run]:
+    """Return two runs with different layouts that represent the others, chosen without their times.
+
+    They are the medoids of the shares of time by term, found one after the other.
+    """
+    shares = []
+    for run in members:
+        time = StepTimeModel(run.model, run.cluster, rates_of(run)).predict(run.layout)
+        shares.append([value / time.seconds for value in time.terms().values()])
+    nearest = [math.inf] * len(members)
+    chosen: list[Run] = []
+    for _ in range(2):
+        best: tuple[float, int, list[float]] | None = None
+        for place, run in enumerate(members):
+            if any((run.model, run.layout) == (other.model, other.layout) for other in chosen):
+                continue
+            to_others = [
+                min(before, math.dist(shares[place], other))
+                for before, other in zip(nearest, shares, strict=True)
+            ]
+            if best is None or sum(to_others) < best[0]:
+                best = sum(to_others), place, to_others
+        if best is not None:
+            chosen.append(members[best[1]])
+            nearest = best[2]
+    return chosen
 
 
 def memory_errors(runs: Iterable[Run]) -> list[float]:
