@@ -28,6 +28,7 @@ from boltmesh.tui.panels.header import draw_header
 from boltmesh.tui.panels.jobs import draw_jobs
 from boltmesh.tui.panels.throughput import (
     flops_words,
+    hardware_words,
     phase_label,
     phase_share,
     phases_title,
@@ -152,6 +153,8 @@ def _rates_and_metrics(state: State, width: int) -> list[Line]:
     is_stalled = job_stalled_seconds(state) is not None
     if not is_stalled and (flops := job_flops(state.job)) is not None:
         parts.append(labelled(*flops_words(flops)))
+        if (hardware := hardware_words(flops)) is not None:
+            parts.append(labelled(*hardware))
     if (ratio := figures(state).bubble_ratio.value) is not None:
         parts.append(labelled("bubble", units.share(ratio)))
     parts += [labelled(name, units.number(value)) for name, value in newest_metrics(state).items()]

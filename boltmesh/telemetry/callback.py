@@ -21,6 +21,7 @@ from boltmesh.telemetry.writer.torch_compat.flops import can_count
 
 if TYPE_CHECKING:
     from boltmesh.telemetry.writer.recorder import Recorder
+    from boltmesh.telemetry.writer.step_flops import BatchFlops
 
 COUNTED_BATCH = 1
 """The batch whose FLOPs are counted: in the first one layers are still built and plans proven."""
@@ -35,7 +36,7 @@ class TelemetryCallback(Callback):
         self._seen: dict[str, Tensor] = {}
         self._is_validating = False
         self._peak_flops: float | None = None
-        self._batch_flops: int | None = None
+        self._batch_flops: BatchFlops | None = None
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -161,8 +162,10 @@ class TelemetryCallback(Callback):
     def _record_compute(self, recorder: "Recorder", pl_module: LightningModule) -> None:
         """Record the FLOPs of a batch; a module may learn them only while it runs."""
         counted, stated = self._batch_flops, flops_per_batch(pl_module)
+        model = None if counted is None else counted.model
         recorder.compute(
-            flops_per_batch=counted if stated is None else stated,
+            flops_per_batch=model if stated is None else stated,
+            recomputed_flops_per_batch=None if counted is None else counted.recomputed,
             peak_flops_per_second=self._peak_flops,
         )
 

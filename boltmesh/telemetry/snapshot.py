@@ -300,6 +300,9 @@ class RankSnapshot(msgspec.Struct, frozen=True):
     flops_per_batch: float | None = None
     """Model FLOPs of one batch on this rank, forward and backward: ``flops_per_batch`` of the
     LightningModule, else counted in its second batch."""
+    recomputed_flops_per_batch: float | None = None
+    """FLOPs of activations that the backward pass of the second batch computed again, which
+    hardware FLOPs have beside the model's; None where they were not counted."""
     peak_flops_per_second: float | None = None
     """What the device can do at the run's precision, by its data sheet."""
     skipped_records: int = 0

@@ -1,18 +1,23 @@
 """FLOPs of a batch are those of its products, forward and backward, by hand."""
 
+from functools import partial
+from typing import Any
+
 import lightning.pytorch as lightning
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 from torch.overrides import _get_current_function_mode_stack
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from boltmesh.telemetry.snapshot import PHASES
 from boltmesh.telemetry.writer.phases import PhaseClock
 from boltmesh.telemetry.writer.step_flops import FlopCounter
 from boltmesh.telemetry.writer.torch_compat.flops import FunctionFlops, can_count
+from tests.support.pipelines import pipeline, quiet_trainer
 from tests.support.ranks import run_ranks
+from tests.support.stack import Stack, token_data
 from tests.telemetry.test_callback import Model, loader, look, trainer
 
 ROWS, WIDTH, HIDDEN = 5, 8, 16
@@ -36,11 +41,55 @@ def test_a_linear_layer_takes_one_product_forward_and_two_backward():
     assert counted(lambda: layer(x.detach()).sum().backward()) == 2 * FORWARD
 
 
-def test_recomputed_activations_do_not_count():
-    layers = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, WIDTH))
+def _run_backward():
+    autograd: Any = torch.autograd
+    return autograd._engine_run_backward
+
+
+def _keeps_products(context, operator, *args, **kwargs):
+    return operator in {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
+
+
+@pytest.mark.parametrize("run", ["tensor", "backward", "grad"])
+@pytest.mark.parametrize("is_selective", [False, True])
+def test_recomputed_activations_are_hardware_flops_alone(run, is_selective):
+    layers = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, WIDTH), nn.GELU())
     x = torch.randn(ROWS, WIDTH, requires_grad=True)
-    step = lambda: checkpoint(layers, x, use_reentrant=False).sum().backward()  # noqa: E731
-    assert counted(step) == 6 * FORWARD
+    contexts = partial(create_selective_checkpoint_contexts, _keeps_products)
+    options: Any = {"context_fn": contexts} if is_selective else {}
+
+    def step():
+        loss = checkpoint(layers, x, use_reentrant=False, **options).sum()
+        if run == "tensor":
+            loss.backward()
+        elif run == "backward":
+            torch.autograd.backward([loss])
+        else:
+            torch.autograd.grad(loss, [x, *layers.parameters()])
+
+    before = _run_backward()
+    calls = FunctionFlops(lambda: True)
+    with calls:
+        step()
+    assert calls.total == 6 * FORWARD
+    assert calls.recomputed == (0 if is_selective else 2 * FORWARD)
+    assert _run_backward() is before
+    step()
+    assert calls.total == 6 * FORWARD
+    with calls:
+        layers(x).sum().backward()  # computes nothing again
+    assert (calls.total, calls.recomputed) == (12 * FORWARD, 0 if is_selective else 2 * FORWARD)
+
+
+def test_an_error_in_a_backward_pass_leaves_nothing_behind():
+    before = _run_backward()
+    layer = nn.Linear(2, 2)
+    loss = layer(torch.ones(2, 2)).sum()
+    loss.backward()
+    with FunctionFlops(lambda: True), pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+    assert _run_backward() is before
+    assert len(_get_current_function_mode_stack()) == 0
 
 
 @pytest.mark.parametrize(("is_causal", "share"), [(False, 1.0), (True, 0.5)])
@@ -114,7 +163,7 @@ def test_only_forward_and_backward_phases_count():
         a @ a
         counter.leave_phase()
         clock.leave()
-    assert counter.stop() == 2 * 2 * 4**3
+    assert counter.stop() == (2 * 2 * 4**3, 0)
     assert len(_get_current_function_mode_stack()) == 0
 
 
@@ -146,3 +195,23 @@ def test_a_run_counts_its_second_batch_by_default():
     (rank,) = seen.ranks
     # One product of (4, 4) with (4, 4) forward, and one for the gradient of the weight.
     assert rank.flops_per_batch == 2 * 2 * 4**3
+    assert rank.recomputed_flops_per_batch == 0
+
+
+def pipeline_worker(rank, world_size):
+    found = []
+    for kind in (None, "full", "selective"):
+        strategy = pipeline(telemetry=True, activation_checkpointing=kind)
+        quiet_trainer(world_size, strategy, max_steps=3).fit(Stack(depth=4), token_data(32, 8))
+        seen = look().ranks[rank]
+        found.append((seen.flops_per_batch, seen.recomputed_flops_per_batch))
+    return found
+
+
+@pytest.mark.ranks
+def test_a_pipeline_tells_recomputation_apart():
+    for (model, nothing), full, selective in run_ranks(pipeline_worker, 2):
+        assert nothing == 0
+        assert full[0] == model
+        assert 0 < full[1] < model / 2
+        assert selective == (model, 0)

@@ -17,6 +17,21 @@ METRIC = re.compile(r"(boltmesh_\w+)(?:\{([^}]*)\})?")
 LABEL = re.compile(r"(\w+)=")
 
 
+UNITS = {
+    "_ratio": "percentunit",
+    "_per_second": "short",
+    "_seconds": "s",
+    "_watts": "watt",
+    "_celsius": "celsius",
+    "_bytes_total": "bytes",
+    "_bytes": "bytes",
+    "_metric": "none",
+    "_finding": "none",
+    "_alert": "none",
+}
+"""Units of Grafana by the end of a metric's name, which has its base unit."""
+
+
 def _dashboard() -> dict[str, Any]:
     document: dict[str, Any] = json.loads(DASHBOARD.read_text())
     return document
@@ -43,6 +58,31 @@ def test_each_query_names_exported_metrics_and_their_labels() -> None:
             used = set(re.findall(r"\{\{(\w+)\}\}", legend))
             used |= set(re.findall(r"\w+", "".join(re.findall(r"by \(([^)]*)\)", query))))
             assert used <= _labels(known[name]), query
+
+
+def test_each_panel_has_the_unit_of_its_metrics() -> None:
+    for panel in _dashboard()["panels"]:
+        for target in panel["targets"]:
+            query = target["expr"]
+            units = {
+                next(unit for end, unit in UNITS.items() if name.endswith(end))
+                for name, _ in METRIC.findall(query)
+            }
+            (unit,) = units
+            if "rate(" in query:
+                unit = {"bytes": "Bps"}[unit]
+            if " / " in query:
+                unit = "percentunit"
+            assert panel["fieldConfig"]["defaults"]["unit"] == unit, panel["title"]
+
+
+def test_the_run_is_chosen_from_the_exported_jobs() -> None:
+    known = {family.name: family for family in families(demo())}
+    (run,) = [each for each in _dashboard()["templating"]["list"] if each["name"] == "run"]
+    query = re.fullmatch(r"label_values\((\w+), (\w+)\)", run["query"]["query"])
+    assert query is not None
+    assert query[1] in known
+    assert query[2] in _labels(known[query[1]])
 
 
 def test_each_panel_has_a_place_and_a_number_of_its_own() -> None:

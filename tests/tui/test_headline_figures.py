@@ -53,6 +53,25 @@ def test_each_has_a_value_and_its_definition() -> None:
     assert found["utilisation"]["value"] is None
 
 
+def test_hardware_flops_have_what_is_computed_again() -> None:
+    known = _known().ranks
+    ranks = tuple(msgspec.structs.replace(each, recomputed_flops_per_batch=10e12) for each in known)
+    found = _document(_known(ranks=ranks))
+    assert found["model_tflops"]["value"] == pytest.approx(2 * 40 / STEP_S)
+    assert found["hardware_tflops"]["value"] == pytest.approx(2 * 50 / STEP_S)
+    assert found["hfu"]["value"] == pytest.approx(50 / STEP_S / 400)
+    shown = f"HFU {50 / STEP_S / 400:.1%}"
+    seen = state(_known(ranks=ranks))
+    assert shown in "\n".join(line.plain for line in draw_throughput(seen, 120, 4, LOOK))
+    assert shown in job_text(seen, 120, LOOK)
+    # Not known where one rank has not counted; not shown where nothing is computed again.
+    partly = _document(_known(ranks=(ranks[0], known[1])))
+    assert partly["hfu"]["value"] is partly["hardware_tflops"]["value"] is None
+    none = tuple(msgspec.structs.replace(each, recomputed_flops_per_batch=0.0) for each in ranks)
+    assert _document(_known(ranks=none))["hfu"]["value"] == pytest.approx(40 / STEP_S / 400)
+    assert "HFU" not in job_text(state(_known(ranks=none)), 120, LOOK)
+
+
 def test_use_and_memory_are_those_of_the_devices() -> None:
     readings = [
         DeviceReading(

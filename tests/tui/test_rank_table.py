@@ -85,7 +85,7 @@ def test_a_filter_keeps_the_ranks_that_fit(words: str, ranks: list[int]) -> None
     assert sorted(_order(_late(), filter=words)) == ranks
     lines = _table(_late(), filter=words)
     assert len(lines) == 2 + max(1, len(ranks))
-    assert ("no rank fits" in lines[-1]) == (not ranks)
+    assert ("nothing fits" in lines[-1]) == (not ranks)
     assert (f"{len(ranks)} of 8" in lines[0]) == (len(ranks) < 8)
 
 

@@ -138,6 +138,8 @@ def _figures(state: State) -> str:
         "bubble_ratio": units.share,
         "mfu": units.share,
         "model_tflops": units.number,
+        "hfu": units.share,
+        "hardware_tflops": units.number,
         "tokens_per_s": units.rate,
         "step_s": units.seconds,
         "exposed_communication": units.share,

@@ -286,6 +286,7 @@ def _of_figures(seen: Observation) -> Iterator[Family]:
     for name, text, figure in (
         ("bubble_ratio", "Idle share of the pipeline's ranks.", found.bubble_ratio),
         ("mfu_ratio", "Model FLOPs over the peak of the devices.", found.mfu),
+        ("hfu_ratio", "Hardware FLOPs over the peak of the devices.", found.hfu),
         ("step_seconds", "Time of an optimizer step.", found.step_s),
         (
             "exposed_communication_ratio",
@@ -294,12 +295,12 @@ def _of_figures(seen: Observation) -> Iterator[Family]:
         ),
     ):
         yield gauge(f"job_{name}", f"{text} See figures in docs/json.md.", [({}, figure.value)])
-    tflops = found.model_tflops.value
-    yield gauge(
-        "job_model_flops_per_second",
-        "Model FLOPs of all ranks a second.",
-        [({}, None if tflops is None else tflops * 1e12)],
-    )
+    for name, text, figure in (
+        ("model", "Model FLOPs", found.model_tflops),
+        ("hardware", "Hardware FLOPs, which have recomputed activations,", found.hardware_tflops),
+    ):
+        value = None if figure.value is None else figure.value * 1e12
+        yield gauge(f"job_{name}_flops_per_second", f"{text} of all ranks a second.", [({}, value)])
     kinds = {finding.kind for finding in diagnose(state)}
     yield gauge(
         "job_finding",

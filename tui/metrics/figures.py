@@ -2,8 +2,10 @@
 
 The model FLOPs utilisation counts what the model needs, not what was run: recomputed activations
 and padding do not raise it (Chowdhery et al. 2022, appendix B, https://arxiv.org/abs/2204.02311).
+The hardware FLOPs utilisation of the same appendix counts recomputed activations.
 """
 
+from collections.abc import Sequence
 from statistics import fmean
 
 import msgspec
@@ -31,6 +33,8 @@ class Figures(msgspec.Struct, frozen=True):
     bubble_ratio: DefinedFigure
     mfu: DefinedFigure
     model_tflops: DefinedFigure
+    hfu: DefinedFigure
+    hardware_tflops: DefinedFigure
     tokens_per_s: DefinedFigure
     step_s: DefinedFigure
     exposed_communication: DefinedFigure
@@ -67,6 +71,15 @@ def figures(state: State) -> Figures:
             "10^12 model FLOPs a second of all ranks, recomputation not counted: flops_per_batch "
             "of the module, else counted in the second batch",
         ),
+        hfu=DefinedFigure(
+            None if flops is None else flops.hardware_utilization,
+            "hardware_tflops over the same peak",
+        ),
+        hardware_tflops=DefinedFigure(
+            None if flops is None else _tera(flops.hardware_per_second),
+            "10^12 hardware FLOPs a second of all ranks: model FLOPs, and those of activations "
+            "that the second batch computed again in its backward pass",
+        ),
         tokens_per_s=DefinedFigure(
             None if is_stalled else job.tokens_per_second,
             "tokens of all data-parallel ranks over the time of the recent steps, validation and "
@@ -97,15 +110,37 @@ def figures(state: State) -> Figures:
     )
 
 
+def _tera(value: float | None) -> float | None:
+    return None if value is None else value / 1e12
+
+
 class Flops(msgspec.Struct, frozen=True):
     """FLOPs of the job, over its recent ordinary steps."""
 
     per_second: float
     """Model FLOPs of all ranks whose FLOPs are known, a second."""
-    utilization: float | None
-    """Share of the peak of the same ranks; None where the peak of one is not known."""
+    hardware_per_second: float | None
+    """The same with activations that are computed again; None where one rank has not counted."""
+    peak: float | None
+    """Of the devices of the same ranks; None where that of one is not known."""
     num_ranks: int
     """Those that are in it."""
+
+    @property
+    def utilization(self) -> float | None:
+        """Model FLOPs as a share of the peak."""
+        return self.per_second / self.peak if self.peak else None
+
+    @property
+    def hardware_utilization(self) -> float | None:
+        """Hardware FLOPs as a share of the peak."""
+        done = self.hardware_per_second
+        return None if done is None or not self.peak else done / self.peak
+
+    @property
+    def is_recomputing(self) -> bool:
+        """Whether hardware FLOPs are more than the model's."""
+        return self.hardware_per_second is not None and self.hardware_per_second > self.per_second
 
 
 @remember_last
@@ -113,32 +148,28 @@ def job_flops(job: JobSnapshot) -> Flops | None:
     """Return what the job computes, or None where no rank says what a batch costs."""
     if job.state != "running":
         return None
-    profiles = rank_profiles(job)
-    done = 0.0
-    peak: float | None = 0.0
-    num_ranks = 0
-    for rank in job.ranks:
-        profile = profiles.get(rank.rank)
-        if profile is None or not _has_flops(rank):
-            continue
-        num_ranks += 1
-        done += (rank.flops_per_batch or 0.0) / profile.step_s
-        known = rank.peak_flops_per_second
-        peak = None if peak is None or not known or known <= 0 else peak + known
-    if not num_ranks:
-        return None
-    return Flops(done, done / peak if peak else None, num_ranks)
+    return _flops(job, job.ranks)
 
 
 def rank_flops(job: JobSnapshot, rank: RankSnapshot) -> Flops | None:
     """Return the same of one rank."""
-    profile = rank_profiles(job).get(rank.rank)
-    if profile is None or not _has_flops(rank):
-        return None
-    done = (rank.flops_per_batch or 0.0) / profile.step_s
-    peak = rank.peak_flops_per_second
-    return Flops(done, done / peak if peak and peak > 0 else None, 1)
+    return _flops(job, (rank,))
 
 
-def _has_flops(rank: RankSnapshot) -> bool:
-    return rank.flops_per_batch is not None and rank.flops_per_batch > 0
+def _flops(job: JobSnapshot, ranks: Sequence[RankSnapshot]) -> Flops | None:
+    profiles = rank_profiles(job)
+    done = 0.0
+    hardware: float | None = 0.0
+    peak: float | None = 0.0
+    num_ranks = 0
+    for rank in ranks:
+        profile, model = profiles.get(rank.rank), rank.flops_per_batch
+        if profile is None or model is None or model <= 0:
+            continue
+        num_ranks += 1
+        done += model / profile.step_s
+        again, known = rank.recomputed_flops_per_batch, rank.peak_flops_per_second
+        if hardware is not None:
+            hardware = None if again is None else hardware + (model + again) / profile.step_s
+        peak = None if peak is None or not known or known <= 0 else peak + known
+    return Flops(done, hardware, peak, num_ranks) if num_ranks else None

@@ -25,6 +25,8 @@ FIGURES: dict[str, tuple[str, Callable[[float | None], str]]] = {
     "step_s": ("step time", units.seconds),
     "mfu": ("MFU", units.share),
     "model_tflops": ("model TFLOP/s", units.number),
+    "hfu": ("HFU", units.share),
+    "hardware_tflops": ("hardware TFLOP/s", units.number),
     "bubble_ratio": ("bubble", units.share),
     "exposed_communication": ("exposed communication", units.share),
     "utilisation": ("utilisation", units.share),

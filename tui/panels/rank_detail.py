@@ -17,7 +17,7 @@ from boltmesh.tui.metrics.step_time import SPLIT_PHASES, middle, rank_profiles
 from boltmesh.tui.panels.events import event_line, event_rows
 from boltmesh.tui.panels.offload import draw_offload, rows_of_rank
 from boltmesh.tui.panels.rank_table import cause_words, late_share
-from boltmesh.tui.panels.throughput import flops_words, phase_label
+from boltmesh.tui.panels.throughput import flops_words, hardware_words, phase_label
 from boltmesh.tui.render.bars import phase_role, sparkline
 from boltmesh.tui.render.line import Line, Role
 from boltmesh.tui.render.ranks import rank_phase, rank_state
@@ -333,6 +333,8 @@ def _draw_work(
     flops = rank_flops(state.job, rank)
     if flops is not None:
         parts.append(labelled(*flops_words(flops)))
+        if (hardware := hardware_words(flops)) is not None:
+            parts.append(labelled(*hardware))
         if flops.utilization is not None:
             parts.append(Line(units.flops(flops.per_second), "muted"))
     return [heading("work", width, look), *wrap_facts(parts, width)] if parts else []

@@ -105,6 +105,15 @@ def flops_words(flops: Flops) -> tuple[str, str]:
     return "MFU", f"{flops.utilization:.1%}"
 
 
+def hardware_words(flops: Flops) -> tuple[str, str] | None:
+    """Return the same of hardware FLOPs; None where they are those of the model."""
+    if not flops.is_recomputing:
+        return None
+    if flops.hardware_utilization is None:
+        return "hardware", units.flops(flops.hardware_per_second)
+    return "HFU", f"{flops.hardware_utilization:.1%}"
+
+
 def _draw_side_by_side(
     state: State, known: Sequence[Unit], flops: Flops | None, width: int, look: Style
 ) -> Line:
@@ -117,6 +126,8 @@ def _draw_side_by_side(
     parts = [labelled(f"{unit}/s", rate_now(state, unit), "strong") for unit in known]
     if flops is not None:
         parts.append(labelled(*flops_words(flops), "strong"))
+        if (hardware := hardware_words(flops)) is not None:
+            parts.append(labelled(*hardware))
     if ratio is not None:
         parts.append(labelled("bubble", units.share(ratio), "strong"))
     return facts(parts, width)
@@ -127,6 +138,10 @@ def _draw_flops(flops: Flops, width: int, look: Style) -> Line:
     label, figure = flops_words(flops)
     line = Line(label.ljust(_LABEL_WIDTH), "muted")
     line.add(figure.rjust(_FIGURE_WIDTH), "strong")
+    if (hardware := hardware_words(flops)) is not None:
+        told = labelled(*hardware)
+        if line.width + 2 + told.width <= width:
+            line.add("  ").join(told)
     if flops.utilization is None:
         return line.crop(width)
     rate = Line(units.flops(flops.per_second), "muted")

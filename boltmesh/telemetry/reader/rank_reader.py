@@ -202,6 +202,7 @@ class Facts(msgspec.Struct, frozen=True):
     expected: list[dict[str, Any]] = []
     expected_memory: list[dict[str, Any]] = []
     flops_per_batch: float | None = None
+    recomputed_flops_per_batch: float | None = None
     peak_flops_per_second: float | None = None
     checkpoint: str | None = None
     chosen_strategy: str | None = None

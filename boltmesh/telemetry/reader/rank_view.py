@@ -308,6 +308,7 @@ class RankView:
                 if stage >= 0 and most >= 0
             ),
             flops_per_batch=_positive(facts.flops_per_batch),
+            recomputed_flops_per_batch=_recomputed(facts.recomputed_flops_per_batch),
             peak_flops_per_second=_positive(facts.peak_flops_per_second),
             skipped_records=reader.num_damaged,
             output=() if before is None else before.output,
@@ -484,6 +485,10 @@ def _coordinates(facts: Facts) -> dict[str, int]:
 
 def _positive(number: float | None) -> float | None:
     return number if number is not None and math.isfinite(number) and number > 0 else None
+
+
+def _recomputed(number: float | None) -> float | None:
+    return 0.0 if number == 0 else _positive(number)
 
 
 def _step_record(step: StepRow) -> StepRecord:

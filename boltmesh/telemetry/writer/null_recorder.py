@@ -49,6 +49,7 @@ class NullRecorder:
         self,
         *,
         flops_per_batch: float | None,
+        recomputed_flops_per_batch: float | None = None,
         peak_flops_per_second: float | None,
     ) -> None:
         """See ``Recorder``."""

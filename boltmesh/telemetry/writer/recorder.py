@@ -52,7 +52,7 @@ from boltmesh.telemetry.writer.phases import (
 from boltmesh.telemetry.writer.rank_file import RankFile
 from boltmesh.telemetry.writer.register import introduce, open_file, open_host
 from boltmesh.telemetry.writer.status_line import StatusLine
-from boltmesh.telemetry.writer.step_flops import FlopCounter
+from boltmesh.telemetry.writer.step_flops import BatchFlops, FlopCounter
 from boltmesh.telemetry.writer.step_queue import EndedStep, StepQueue
 from boltmesh.telemetry.writer.torch_compat.hook import COLLECTIVES
 
@@ -269,11 +269,13 @@ class Recorder:
         self,
         *,
         flops_per_batch: float | None,
+        recomputed_flops_per_batch: float | None = None,
         peak_flops_per_second: float | None,
     ) -> None:
         """Say what one batch on this rank takes, and what its device can do at most."""
         compute = {
             "flops_per_batch": flops_per_batch,
+            "recomputed_flops_per_batch": recomputed_flops_per_batch,
             "peak_flops_per_second": peak_flops_per_second,
         }
         if compute != self._compute:
@@ -285,7 +287,7 @@ class Recorder:
         """Count the products of the batch that has begun, until ``counted_flops``."""
         self._flops = FlopCounter(self._clock)
 
-    def counted_flops(self) -> int | None:
+    def counted_flops(self) -> BatchFlops | None:
         """Stop counting; return what was counted, None if nothing was."""
         counter, self._flops = self._flops, None
         return None if counter is None else counter.stop()

@@ -8,8 +8,12 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 from torch.nn import Module, functional
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.checkpoint import _CachedTorchDispatchMode
 from typing_extensions import override
+
+_AUTOGRAD: Any = torch.autograd
 
 
 class FunctionFlops(TorchFunctionMode):
@@ -17,8 +21,10 @@ class FunctionFlops(TorchFunctionMode):
 
     Calls are only looked at, so that they compute what they compute without it. A forward product
     is followed by one for each operand that has a gradient; attention's backward pass makes its
-    scores again, five products where the forward pass has two. Calls of a backward pass are not
-    seen: activations that are computed again do not count.
+    scores again, five products where the forward pass has two.
+
+    Calls of a backward pass with gradients enabled compute activations again, unless a selective
+    checkpoint has kept what they give. They are counted apart.
 
     Source: Dao et al. 2022, https://arxiv.org/abs/2205.14135, for attention; ``torch.utils.
     flop_counter`` counts the operators below, which a mode would change.
@@ -30,8 +36,40 @@ class FunctionFlops(TorchFunctionMode):
     def __init__(self, is_counted: Callable[[], bool]) -> None:
         super().__init__()
         self._is_counted = is_counted
+        self._run_backward: Any = None
         self.total = 0
         """FLOPs of all calls that count, with those of their backward passes."""
+        self.recomputed = 0
+        """FLOPs of activations that are computed again."""
+
+    @override
+    def __enter__(self) -> "FunctionFlops":
+        if self._run_backward is None:
+            self._run_backward = _AUTOGRAD._engine_run_backward
+            _AUTOGRAD._engine_run_backward = self._see_backward
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    @override
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        if not self._is_on():
+            _AUTOGRAD._engine_run_backward = self._run_backward
+            self._run_backward = None
+
+    def _is_on(self) -> bool:
+        return self in _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+
+    def _see_backward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a backward pass with this mode on: ``Tensor.backward`` has put it aside."""
+        run = self._run_backward
+        if self._is_on():
+            return run(*args, **kwargs)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        try:
+            return run(*args, **kwargs)
+        finally:
+            super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     @override
     def __torch_function__(
@@ -43,8 +81,17 @@ class FunctionFlops(TorchFunctionMode):
             # Not of the tensors that the formula is about: not counted.
             with suppress(AttributeError, IndexError, TypeError, ValueError):
                 forward, backward = formula(made, *args, **(kwargs or {}))
-                self.total += forward + int(backward * forward)
+                if torch._C._current_graph_task_id() == -1:
+                    self.total += forward + int(backward * forward)
+                elif torch.is_grad_enabled() and not _is_kept():
+                    self.recomputed += forward
         return made
+
+
+def _is_kept() -> bool:
+    """Whether a selective checkpoint gives what it has kept of matrix products and attention."""
+    modes = _get_current_dispatch_mode_stack()
+    return any(isinstance(mode, _CachedTorchDispatchMode) for mode in modes)
 
 
 def can_count(module: Module) -> bool:
