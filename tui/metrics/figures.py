@@ -122,7 +122,7 @@ class Flops(msgspec.Struct, frozen=True):
     hardware_per_second: float | None
     """The same with activations that are computed again; None where one rank has not counted."""
     peak: float | None
-    """Of the devices of the same ranks; None where that of one is not known."""
+    """Peak of the devices of the same ranks; None where that of one is not known."""
     num_ranks: int
     """Those that are in it."""
 
