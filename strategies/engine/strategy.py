@@ -278,10 +278,7 @@ class MeshStrategy(LoopStrategy):
             self.model = self._layer_sync.apply(self.model)
 
     def _wrap(self, trainer: Trainer) -> None:
-        """Make replicas or shards of the model, as the other axes have left it.
-
-        Parameters may be other objects afterwards.
-        """
+        """Make replicas or shards of the model; parameters may be other objects afterwards."""
         assert self.model is not None
         for axis in self.axes:
             axis.before_wrap()
