@@ -5,7 +5,7 @@ collectives. A CPU runs operators and collectives one after the other; a GPU lau
 its products and hides a part of the data axis's traffic.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil
 
