@@ -1,5 +1,6 @@
 """``ContextParallelStrategy``: ranks that share a batch divide its sequence."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
@@ -47,6 +48,8 @@ class ContextParallelStrategy(MeshStrategy):
         balance: ``"contiguous"`` gives each rank one stretch of positions; ``"zigzag"`` two, one
             from each end, so that causal attention is even work.
         max_gather_bytes: A tensor that would be larger when gathered is refused by name.
+        dims: The sequence by a name or place of the batch and a dim, such as ``{"input_ids": 1}``:
+            axes of that length are cut. None: it is found by what looks along it.
         find_unused_parameters: As for ``DDPStrategy``, with ``zero_stage=0``.
         **kwargs: As for ``MeshStrategy``: ``timeout_s``, ``telemetry``, ``seed``,
             ``activation_checkpointing``, ``process_group_backend``, ``start_method`` and
@@ -70,10 +73,11 @@ class ContextParallelStrategy(MeshStrategy):
         attention: Mechanism = "auto",
         balance: Balance = "contiguous",
         max_gather_bytes: int | None = None,
+        dims: Mapping[str | int, int] | None = None,
         find_unused_parameters: bool = False,
         **kwargs: Any,
     ) -> None:
-        self.options = ContextOptions(size, attention, balance, max_gather_bytes)
+        self.options = ContextOptions(size, attention, balance, max_gather_bytes, dims)
         self.context_axis = ContextAxis(self.options)
         replicas: DataAxis = DdpAxis(DdpOptions(find_unused_parameters=find_unused_parameters))
         if zero_stage:

@@ -76,6 +76,7 @@ class Parallel3DStrategy(MeshStrategy):
         attention: As for ``ContextParallelStrategy``, like the arguments below.
         balance: How positions are dealt to ranks.
         max_gather_bytes: The largest tensor that may be gathered.
+        dims: Which axis of a batch is the sequence.
         **kwargs: As for ``MeshStrategy``: ``timeout_s``, ``telemetry``, ``seed``,
             ``activation_checkpointing``, ``process_group_backend``, ``start_method`` and
             Lightning's own.
@@ -119,6 +120,7 @@ class Parallel3DStrategy(MeshStrategy):
         attention: Mechanism = "auto",
         balance: Balance = "contiguous",
         max_gather_bytes: int | None = None,
+        dims: Mapping[str | int, int] | None = None,
         **kwargs: Any,
     ) -> None:
         _check_sizes(data=data, pipeline=pipeline, tensor=tensor, context=context)
@@ -147,6 +149,7 @@ class Parallel3DStrategy(MeshStrategy):
             "attention": attention,
             "balance": balance,
             "max_gather_bytes": max_gather_bytes,
+            "dims": dims,
         }
         _refuse_idle(sequences, ContextOptions(), "context", context)
         _refuse_idle(stages, PipelineOptions(), "pipeline", pipeline)

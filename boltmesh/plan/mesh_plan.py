@@ -223,9 +223,9 @@ def _job_of(
             ranks_per_host=ranks_per_host,
             **{axis: arguments[axis] for axis in AXES if axis in arguments},
         )
-        if layout.size("context") > 1:
+        if layout.sizes.get("context", 1) > 1:
             raise ConfigError(
-                f"context={layout.size('context')} of {SEVERAL_AXES} cannot be planned yet. Plan "
+                f"context={layout.sizes['context']} of {SEVERAL_AXES} cannot be planned yet. Plan "
                 f"with strategy.context=1, or plan strategy=bolt_context, whose context axis is "
                 f"the same."
             )

@@ -23,7 +23,7 @@ from boltmesh.errors import BoltMeshError, ConfigError, UnsupportedError
 from boltmesh.strategies.blocks import find_blocks
 from boltmesh.strategies.context.cut import ContextState, step_ended
 from boltmesh.strategies.context.dispatch import watch_functions
-from boltmesh.strategies.context.entries import Entries, SequenceEntry, find_entries
+from boltmesh.strategies.context.entries import Entries, SequenceEntry, find_entries, lengths_of
 from boltmesh.strategies.context.exchange import ContextGroup
 from boltmesh.strategies.context.options import SEQUENCES, ContextOptions, refuse_modules
 from boltmesh.strategies.context.verify import ContextProof, results_whole
@@ -222,12 +222,14 @@ class ContextAxis(Axis):
     def _found(self, run: DryRun, blocks: dict[str, Module]) -> tuple[SequenceEntry, ...]:
         """Return where the sequence begins, as the first rank finds it. Collective."""
         assert self._judges is not None
+        dims = self.options.dims
+        lengths = None if dims is None else lengths_of(self._sample[0], dims)
         entries: tuple[SequenceEntry, ...] = ()
         failure: Exception | None = None
         text = ""
         try:
             analysis = analyse(run.module, run.forward, blocks=blocks)
-            entries = find_entries(run.module, analysis, tuple(blocks))
+            entries = find_entries(run.module, analysis, tuple(blocks), lengths)
         except Exception as error:  # noqa: BLE001 - the user's step may raise anything
             failure = error
             is_ours = isinstance(error, BoltMeshError)
@@ -239,6 +241,12 @@ class ContextAxis(Axis):
                 f"{kind}.{run.step} could not be run on tensors without data, to find where its "
                 f"sequence begins: {text}"
             ) from failure
+        if not entries and dims is not None:
+            raise ConfigError(
+                f"dims={dict(dims)!r} is no axis that {kind}.{run.step} brings to an "
+                f"Embedding, a Linear or the first of several blocks. Name another one, or leave "
+                f"dims out."
+            )
         if not entries:
             raise ConfigError(
                 f"{kind}.{run.step} has no sequence that could be divided over {self.size} ranks: "

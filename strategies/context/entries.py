@@ -6,7 +6,7 @@ attention or a softmax. It is cut where the data first meet a parameter, in an `
 by a convolution, the first of the repeated blocks cuts what it takes.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import Module
 
+from boltmesh.errors import ConfigError
 from boltmesh.strategies.context.cut import ContextState, CutTensor, cut
 from boltmesh.strategies.tensor.analysis.analyse import Analysis
 from boltmesh.strategies.tensor.analysis.symbolic_dims import (
@@ -42,7 +43,10 @@ class SequenceEntry:
 
 
 def find_entries(
-    model: Module, analysis: Analysis, blocks: Sequence[str]
+    model: Module,
+    analysis: Analysis,
+    blocks: Sequence[str],
+    lengths: Collection[int] | None = None,
 ) -> tuple[SequenceEntry, ...]:
     """Return where the sequence begins; empty where no axis of the data is one.
 
@@ -50,9 +54,10 @@ def find_entries(
         model: The model that was analysed.
         analysis: Analysis of the step.
         blocks: Names of the repeated blocks.
+        lengths: Of the axes that the user has named; None: those that something looks along.
     """
     trace = analysis.trace
-    axes, modules = _sequences(analysis)
+    axes, modules = _sequences(analysis, lengths)
     found: dict[str, SequenceEntry] = {}
     for name in modules:
         if not isinstance(model.get_submodule(name), _ENTRIES):
@@ -89,8 +94,10 @@ def _usual_dim(analysis: Analysis, block: str, ndim: int) -> int | None:
     return 1 if ndim == 3 else None
 
 
-def _sequences(analysis: Analysis) -> tuple[list[SymbolicDim], list[str]]:
-    """Return axes of the data that something looks along, and modules that data meet first."""
+def _sequences(
+    analysis: Analysis, lengths: Collection[int] | None
+) -> tuple[list[SymbolicDim], list[str]]:
+    """Return the axes of the data that are meant, and modules that data meet first."""
     made: set[int] = set()
     found: list[SymbolicDim] = []
     modules: list[str] = []
@@ -107,9 +114,19 @@ def _sequences(analysis: Analysis) -> tuple[list[SymbolicDim], list[str]]:
             }
             for dim in step.outputs[0].dims:
                 atoms = {*_tops(dim), *map(representative, leaves(dim))} - own
-                found += [each for each in atoms if any(not _is_loss(r) for r in _reasons(each))]
+                found += [
+                    each
+                    for each in atoms
+                    if (
+                        any(not _is_loss(reason) for reason in _reasons(each))
+                        if lengths is None
+                        else each.size in lengths
+                    )
+                ]
             modules.append(step.module)
         made |= {each.key for each in step.outputs}
+    if lengths is not None:
+        return found, modules
     looked = [each for each in found if any(_is_attention(reason) for reason in _reasons(each))]
     return looked or found, modules
 
@@ -130,6 +147,29 @@ def _tops(dim: Dim) -> list[SymbolicDim]:
 def _reasons(atom: SymbolicDim) -> list[Reason]:
     found = representative(atom)
     return [*found.reasons, *(reason for each in found.parts for reason in _reasons(each))]
+
+
+def lengths_of(batch: Any, dims: Mapping[str | int, int]) -> set[int]:
+    """Return how long the dims are that a user has named.
+
+    Raises:
+        ConfigError: When the batch does not have them.
+    """
+    found = set()
+    for name, dim in dims.items():
+        fields = batch if isinstance(batch, Mapping) else {}
+        if isinstance(batch, list | tuple):
+            fields = dict(enumerate(batch))
+        value = fields.get(name)
+        if not isinstance(value, Tensor) or not -value.ndim <= dim < value.ndim:
+            shown = {key: tuple(each.shape) for key, each in fields.items()
+                     if isinstance(each, Tensor)}  # fmt: skip
+            raise ConfigError(
+                f"dims={dict(dims)!r} names dim {dim} of {name!r}, and the batch has "
+                f"{shown or 'no tensors by name or place'}. Name a tensor and a dim that are there."
+            )
+        found.add(value.shape[dim])
+    return found
 
 
 class Entries:

@@ -1,5 +1,6 @@
 """Options of the context axis, checked before anything starts, and what it refuses."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import get_args
 
@@ -25,6 +26,7 @@ class ContextOptions:
     attention: Mechanism = "auto"
     balance: Balance = "contiguous"
     max_gather_bytes: int | None = None
+    dims: Mapping[str | int, int] | None = None
 
     def __post_init__(self) -> None:
         size = self.size
@@ -37,6 +39,15 @@ class ContextOptions:
         ):
             if value not in known:
                 raise ConfigError(f"{name}={value!r} does not exist. Use {' or '.join(known)}.")
+        if self.dims is not None and not (
+            isinstance(self.dims, Mapping)
+            and self.dims
+            and all(type(each) is int for each in self.dims.values())
+        ):
+            raise ConfigError(
+                f"dims={self.dims!r} names no dim of a batch. Use {{'input_ids': 1}}: a name or "
+                f"place of the batch and the dim of the sequence, or leave it out."
+            )
         if self.max_gather_bytes is not None and self.max_gather_bytes < 1:
             raise ConfigError(
                 f"max_gather_bytes={self.max_gather_bytes} allows no gather. Leave it out, or name "

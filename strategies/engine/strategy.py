@@ -224,10 +224,7 @@ class MeshStrategy(LoopStrategy):
             axis.start(trainer)
 
     def _place(self, trainer: Trainer) -> None:
-        """Put the model on the axes, before anything is moved or wrapped. Collective.
-
-        The inner axes go first: stages are made of layers that are divided already.
-        """
+        """Put the model on the axes, before anything is moved or wrapped. Collective."""
         module = self.lightning_module
         assert module is not None
         for axis in self.axes:
@@ -238,7 +235,7 @@ class MeshStrategy(LoopStrategy):
                 self.add_axis(self.data_axis.for_one_rank())
         for axis in self.axes:
             axis.look_at_whole(trainer)
-        for axis in reversed(self.axes):
+        for axis in reversed(self.axes):  # stages are made of layers that are divided already
             axis.place(trainer)
         self.is_placed = True
 

@@ -288,7 +288,7 @@ class TensorAxis(Axis):
         assert self.placement is not None
         strategy = self.strategy
         is_alike = not strategy.divides_modules and strategy.recomputation.kind is None
-        is_alike = is_alike and strategy.layout.size("context") == 1  # which divides the batch
+        is_alike = is_alike and len(strategy.gradient_axes) == 1  # a context axis divides the batch
         return self._is_new and is_alike and self.placement.counted is not None
 
     def _count(self, runs: FakeRuns, device: torch.device) -> None:

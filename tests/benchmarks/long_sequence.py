@@ -147,7 +147,16 @@ def main() -> None:
             lengths = [longer * each for each in options.lengths]
             peaks = [measure(each) for each in lengths]
             slope = (peaks[1] - peaks[0]) / (lengths[1] - lengths[0])
+            if slope <= 0:
+                sys.exit(f"{way}: {lengths} positions take the same memory. Raise --lengths.")
             positions = lengths[0] + (budget - peaks[0]) / slope
+            if positions < ranks:
+                rest = (peaks[0] - lengths[0] * slope) / 2**20
+                sys.exit(
+                    f"{way}: weights and the optimizer alone take {rest:,.0f} MiB, which "
+                    f"--budget-mib {options.budget_mib} does not hold. Raise it, or lower --width, "
+                    f"--layers or --vocabulary."
+                )
             one = one or positions
             checked = measure(int(positions)) / budget
             print(

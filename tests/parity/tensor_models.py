@@ -1,13 +1,15 @@
 """Causal language models of Hugging Face that ship a tensor plan, planned against unplanned.
 
     python -m tests.parity.tensor_models [--only NAME ...] [--ranks 2] [--sequence-parallel]
-        [--precision 64-true]
+        [--context] [--precision 64-true]
 
 Each is built tiny, with random weights, and trained for three steps of SGD in one process and by
-``TensorParallelStrategy``, whose plan finds itself. Prints a table: what share of the parameters is
+``TensorParallelStrategy``, whose plan finds itself; with ``--context`` by
+``ContextParallelStrategy``. Prints a table: what share of the parameters is
 divided, how blocks run, the largest difference of losses and of parameters after the steps; or why
 it was refused. Where rounding grows from step to step, double precision leaves nothing of it.
-``test_tensor_models.py`` runs a part of it. About twenty minutes on two cores.
+``test_tensor_models.py`` runs a part of it, ``test_context_models.py`` all of it with a context
+axis. About twenty minutes on two cores.
 """
 
 import warnings
@@ -25,6 +27,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from boltmesh.check.differences import Trace
 from boltmesh.check.parity import Problem, trace_layout, trace_one_process
 from boltmesh.errors import BoltMeshError
+from boltmesh.strategies.context_parallel import ContextParallelStrategy
 from boltmesh.strategies.tensor_parallel import TensorParallelStrategy
 from tests.support.causal_lms import SHIPPED, build
 from tests.support.ranks import RankFailure, run_ranks
@@ -38,16 +41,16 @@ AT_ONCE = 6
 class Model(LightningModule):
     """One of Hugging Face, with its own loss."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, rate: float) -> None:
         super().__init__()
-        self.model = build(name)
+        self.model, self.rate = build(name), rate
 
     def training_step(self, batch: tuple[Tensor], batch_idx: int) -> Tensor:
         loss: Tensor = self.model(input_ids=batch[0], labels=batch[0]).loss
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        return torch.optim.SGD(self.parameters(), lr=self.rate)
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,9 @@ class Way:
     ranks: int = 2
     sequence_parallel: bool = False
     precision: Any = "32-true"
+    divides_context: bool = False
+    """Divide sequences, not layers."""
+    rate: float = 0.1
 
 
 @dataclass
@@ -96,7 +102,7 @@ def tokens() -> DataLoader[Any]:
 
 def problem(name: str, way: Way) -> Problem:
     return Problem(
-        module=partial(Model, name),
+        module=partial(Model, name, way.rate),
         train=tokens,
         steps=STEPS,
         trainer={"accelerator": "cpu", "precision": way.precision},
@@ -123,12 +129,16 @@ def divided(rank: int, world_size: int, names: Sequence[str], way: Way) -> list[
 
 
 def _divided(name: str, way: Way) -> Divided | str:
-    strategy = TensorParallelStrategy(telemetry=False, sequence_parallel=way.sequence_parallel)
+    layers = TensorParallelStrategy(telemetry=False, sequence_parallel=way.sequence_parallel)
+    sequences = ContextParallelStrategy(telemetry=False, find_unused_parameters=True)
+    strategy = sequences if way.divides_context else layers
     try:
         trace = trace_layout(problem(name, way), strategy, devices=way.ranks)
     except BoltMeshError as error:
         return str(error)
     assert trace.disagreement is None, trace.disagreement
+    if isinstance(strategy, ContextParallelStrategy):
+        return Divided(trace, 0.0, {}, ())
     placed = strategy.tensor_axis.placement
     assert placed is not None
     plan = placed.plan
@@ -197,9 +207,14 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--sequence-parallel", action="store_true")
     parser.add_argument("--precision", default="32-true", choices=["32-true", "64-true"])
+    parser.add_argument("--context", action="store_true", help="divide sequences, not layers")
+    parser.add_argument("--rate", type=float, default=0.1, help="of SGD")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    table(options.only, Way(options.ranks, options.sequence_parallel, options.precision))
+    way = Way(
+        options.ranks, options.sequence_parallel, options.precision, options.context, options.rate
+    )
+    table(options.only, way)
 
 
 if __name__ == "__main__":

@@ -112,6 +112,23 @@ def test_data_and_context_axes_train_together(stage: int) -> None:
         assert max(found.values()) < 2e-5, found
 
 
+def fit_with_dims(rank: int, size: int, dims: dict[str, int]) -> tuple[set[int], float]:
+    """Train two batches; return the dims that were cut, and how far parameters are apart."""
+    strategy = context(dims=dims)
+    cut, _ = trained("gpt", strategy, size, loader(0, 1), limit_train_batches=2)
+    one, _ = trained("gpt", "auto", 1, loader(0, 1), limit_train_batches=2)
+    pairs = zip(values_of(cut), one.parameters(), strict=True)
+    apart = max(float((a - b).detach().abs().max()) for a, b in pairs)
+    return {each.dim for each in strategy.context_axis.entries}, apart
+
+
+def test_an_axis_that_is_named_is_divided() -> None:
+    """Also one along which nothing looks: the rows of a batch."""
+    for dims, apart in run_ranks(fit_with_dims, 2, {"input_ids": 0}):
+        assert dims == {0}
+        assert apart < 2e-5
+
+
 @pytest.mark.parametrize("kind", ["full", "selective"])
 def test_blocks_may_be_run_again(kind: str) -> None:
     strategy = {"activation_checkpointing": kind}
@@ -139,6 +156,10 @@ def refused(rank: int, size: int, kind: str) -> str:
         module, texts = Trained(Classifier()), DataLoader(Points(), batch_size=2)
     elif kind == "gather":
         module, strategy = AdamW(built("gpt")), context(max_gather_bytes=1000)
+    elif kind == "no such tensor":
+        strategy = context(dims={"tokens": 1})
+    elif kind == "no such dim":
+        strategy = context(dims={"input_ids": 2})
     elif kind == "other batches":
         texts = DataLoader(Subset(Texts(), range(rank, 16)), batch_size=2)
     with pytest.raises((ConfigError, UnsupportedError)) as caught:
@@ -175,6 +196,8 @@ class Classifier(nn.Module):
         ("compiled", "is compiled, which a divided sequence cannot pass through"),
         ("no sequence", "has no sequence that could be divided over 2 ranks"),
         ("gather", "max_gather_bytes=1,000"),
+        ("no such tensor", "names dim 1 of 'tokens', and the batch has {'input_ids': (2, 21)"),
+        ("no such dim", "names dim 2 of 'input_ids'"),
         ("other batches", "All ranks of a context group have to get the same batch"),
     ],
 )
@@ -192,6 +215,7 @@ def test_what_would_be_wrong_is_refused_before_the_first_step(kind: str, text: s
         ({"balance": "even"}, "balance='even' does not exist"),
         ({"zero_stage": 4}, "zero_stage=4 is no ZeRO stage"),
         ({"max_gather_bytes": 0}, "max_gather_bytes=0 allows no gather"),
+        ({"dims": {"input_ids": "1"}}, "names no dim of a batch"),
     ],
 )
 def test_bad_options_are_refused_by_name(options: dict[str, Any], text: str) -> None:

@@ -43,12 +43,11 @@ class Stray(Callback):
         raise ValueError("no more")
 
 
-def train(rank: int, world_size: int, folder: str, how: str) -> None:
+def train(rank: int, world_size: int, folder: str, how: str, sizes: dict[str, int]) -> None:
     seed_everything(1, verbose=False)
     stray = Stray(how)
-    strategy = Parallel3DStrategy(
-        pipeline=2, tensor=2, microbatches=2, timeout_s=TIMEOUT_S if how == "hangs" else WAIT_S
-    )
+    timeout_s = TIMEOUT_S if how == "hangs" else WAIT_S
+    strategy = Parallel3DStrategy(**sizes, timeout_s=timeout_s)
     trainer = Trainer(
         accelerator="cpu", devices=world_size, max_epochs=1, strategy=strategy, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
@@ -62,12 +61,16 @@ def train(rank: int, world_size: int, folder: str, how: str) -> None:
         raise
 
 
-def told(folder: Path, how: str) -> dict[int, tuple[float, str]]:
+STAGES = {"pipeline": 2, "tensor": 2, "microbatches": 2}
+
+
+def told(folder: Path, how: str, sizes: dict[str, int] = STAGES) -> dict[int, tuple[float, str]]:
     """By rank how long it took to end, and with which words."""
     told = folder / "told"  # beside what else tests keep there
     told.mkdir()
+    grace_s = TIMEOUT_S if how == "hangs" else SOON_S
     with pytest.raises(RankFailure):
-        run_ranks(train, RANKS, str(told), how, grace_s=TIMEOUT_S if how == "hangs" else SOON_S)
+        run_ranks(train, RANKS, str(told), how, sizes, grace_s=grace_s)
     found = {}
     for path in told.iterdir():
         seconds, text = path.read_text().split(" ", 1)
@@ -84,10 +87,11 @@ def test_an_error_of_one_rank_that_shares_a_stage_ends_all_at_once(tmp_path: Pat
         assert f"{where}: ValueError: no more" in text
 
 
-def test_one_rank_that_shares_a_stage_and_hangs_is_named_within_one_timeout(
-    tmp_path: Path,
+@pytest.mark.parametrize("sizes", [STAGES, {"context": 2, "tensor": 2}], ids=str)
+def test_one_rank_that_shares_layers_and_hangs_is_named_within_one_timeout(
+    tmp_path: Path, sizes: dict[str, int]
 ) -> None:
-    found = told(tmp_path, "hangs")
+    found = told(tmp_path, "hangs", sizes)
     assert found.keys() == set(range(RANKS)) - {VICTIM}
     # One after the other they would wait twice as long.
     assert max(seconds for seconds, _ in found.values()) < 2 * TIMEOUT_S

@@ -74,6 +74,20 @@ class TinyModel(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=self.hparams["learning_rate"])
 
 
+class TinySequence(TinyModel):
+    """The same with each feature as a position of a sequence, for a context axis."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__(width)
+        self.layers = nn.Sequential(nn.Linear(1, width), nn.Tanh())
+        self.attention = nn.Linear(width, 3 * width)
+        self.head = nn.Linear(width, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        queries, keys, values = self.attention(self.layers(x[..., None])).chunk(3, -1)
+        return self.head(F.scaled_dot_product_attention(queries, keys, values)).mean(1)
+
+
 class TinyData(LightningDataModule):
     """A linear function with noise."""
 
