@@ -1,5 +1,6 @@
 """The bytes that a strategy says one step should move, to be shown beside the measured ones."""
 
+from collections.abc import Iterable
 from typing import Final
 
 import msgspec
@@ -24,3 +25,18 @@ class ExpectedTraffic(msgspec.Struct, frozen=True):
     """None where only the bytes are known beforehand."""
     why: str
     """The formula in words, for example ``gradients of all trainable parameters, once``."""
+
+
+def added_up(traffic: Iterable[ExpectedTraffic]) -> list[ExpectedTraffic]:
+    """Return one entry for each axis and operator, in the order of the first ones."""
+    found: dict[tuple[str, str], ExpectedTraffic] = {}
+    for each in traffic:
+        key = each.axis, each.operator
+        if (known := found.get(key)) is None:
+            found[key] = each
+            continue
+        calls = None if known.calls is None or each.calls is None else known.calls + each.calls
+        moved = known.payload_bytes + each.payload_bytes
+        why = known.why if each.why in known.why else f"{known.why}; {each.why}"
+        found[key] = ExpectedTraffic(*key, moved, calls, why)
+    return list(found.values())

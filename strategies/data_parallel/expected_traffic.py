@@ -42,7 +42,7 @@ from boltmesh.strategies.data_parallel.units import find_units
 from boltmesh.strategies.engine.data_axis import AxisContext
 from boltmesh.strategies.tiling.weight import TiledWeight
 from boltmesh.telemetry.snapshot import MemoryKind
-from boltmesh.telemetry.traffic import ExpectedTraffic
+from boltmesh.telemetry.traffic import ExpectedTraffic, added_up
 
 _OPERATORS = {
     "all-gather": "_allgather_base",
@@ -92,37 +92,16 @@ def expected_shard_traffic(
         for each in estimate_traffic(model, sharing, job)
         if each.whole_bytes
     ]
-    for each in more:
-        expected = list(_added(expected, each))
+    expected += more
     if num_norms:
         norm = ExpectedTraffic(
             "data", "allreduce", NORM_BYTES * num_norms, num_norms, "the norm to clip by"
         )
-        expected = list(_added(expected, norm))
+        expected.append(norm)
     if model.buffer_bytes and job.num_ranks > 1:
         why = "buffers of the first data rank, before a synchronised forward pass"
         expected.append(ExpectedTraffic("data", "broadcast", model.buffer_bytes, None, why))
-    return expected
-
-
-def _added(expected: Iterable[ExpectedTraffic], more: ExpectedTraffic) -> Iterable[ExpectedTraffic]:
-    """Give one entry per operator: where there is one, the sum."""
-    is_added = False
-    for each in expected:
-        if each.operator != more.operator:
-            yield each
-            continue
-        is_added = True
-        calls = None if each.calls is None or more.calls is None else each.calls + more.calls
-        yield ExpectedTraffic(
-            each.axis,
-            each.operator,
-            each.payload_bytes + more.payload_bytes,
-            calls,
-            f"{each.why}; {more.why}",
-        )
-    if not is_added:
-        yield more
+    return added_up(expected)
 
 
 GATHERS = "_allgather_base"

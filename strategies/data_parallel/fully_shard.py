@@ -28,6 +28,7 @@ from typing_extensions import override
 
 from boltmesh.strategies.data_parallel.cpu_collectives import CpuCollectives
 from boltmesh.strategies.data_parallel.options import ZeroOptions
+from boltmesh.strategies.data_parallel.owned_modules import OwnedModulesParams
 from boltmesh.strategies.data_parallel.param_state import (
     BufferSync,
     OwnedParams,
@@ -203,8 +204,8 @@ class ShardedModel:
     """How units are gathered and reduced on the CPU; None on a device."""
     absent: frozenset[Parameter] = frozenset()
     """Parameters of which the ranks of the data axis have no values: other stages hold them."""
-    owned: OwnedParams | None = None
-    """Parameters of which ranks have rows of their own."""
+    owned: Sequence[PlainInStep] = ()
+    """Parameters of which ranks have a part of their own."""
 
     @property
     def root_unit(self) -> FSDPModule:
@@ -214,7 +215,7 @@ class ShardedModel:
     @property
     def plain(self) -> list[PlainInStep]:
         """The parameters that no unit gathers, and that are plain tensors within a step."""
-        return [self.scalars] if self.owned is None else [self.scalars, self.owned]
+        return [self.scalars, *self.owned]
 
     def begin_forward(self) -> None:
         """Reshard units whose shards were written to since they were gathered."""
@@ -290,10 +291,19 @@ def shard_model(
     tiled: list[TiledWeight] = []
     parking = open_parking(options, context)
     successors = ParamRemap()
-    owned, mine = None, frozenset[Parameter]()
+    owned: list[OwnedParams | OwnedModulesParams] = []
+    mine: set[Parameter] = set()
     if context.owned is not None:
-        mine = context.owned.parameters
-        owned = OwnedParams(context.owned, mesh.mesh, context.group.size())
+        rows = OwnedParams(context.owned, mesh.mesh, context.group.size())
+        owned.append(rows)
+        owned += [
+            OwnedModulesParams(each, context.owned, context.group.size(), rows.cut_one)
+            for each in context.owned.lists
+        ]
+        mine |= context.owned.parameters
+        mine |= {
+            p for each in context.owned.lists for part in each.modules for p in part.parameters()
+        }
     for name, unit in reversed(units.items()):  # from the inside out
         refuse_mixed_types(name, unit)
         prepare_unit(unit, device=context.device, group=context.group, name=name)
@@ -318,8 +328,8 @@ def shard_model(
                     *mine,
                 },
             )
-            if owned is not None:
-                owned.cut(unit)
+            for each in owned:
+                each.cut(unit)
         park_unit(parking, module, unit, in_tiles, context)
     refuse_mixed_types("", module)
     prepare_unit(module, device=context.device, group=context.group)
@@ -335,8 +345,8 @@ def shard_model(
             mp_policy=precision_policy(context.compute_dtype, is_cast=False),
             ignored_params={*(weight.parameter for weight in tiled), *scalars_of(module), *mine},
         )
-        if owned is not None:
-            owned.cut(module)
+        for each in owned:
+            each.cut(module)
         scalars = ScalarParams(module, mesh.mesh, context.group)
     successors.take_places(module)
     park_unit(parking, module, root, in_tiles, context)
@@ -347,7 +357,7 @@ def shard_model(
         lambda: [
             *(weight.parameter for weight in tiled),
             *scalars.parameters,
-            *(() if owned is None else owned.parameters),
+            *(parameter for each in owned for parameter in each.parameters),
         ],
     )
     gathers = _gathers_of(sharded, tiled, context.compute_dtype, is_freed=is_freed)

@@ -179,12 +179,21 @@ class OwnedParams(PlainInStep):
     def cut(self, module: Module) -> None:
         """Keep this rank's rows of the parameters below a module, which are whole so far."""
         whole = {param for param in module.parameters() if param in self._owned.parameters}
-        self._replace(module, {param: self._cut(param) for param in whole})
+        self._replace(module, {param: self.cut_one(param) for param in whole})
 
-    def _cut(self, parameter: Parameter) -> Parameter:
+    def cut_one(self, parameter: Parameter) -> Parameter:
+        """Return this rank's rows of a parameter that is whole."""
         group = self._owned.group
-        rows = parameter.detach().tensor_split(group.size())[group.rank()].clone()
-        value = DTensor.from_local(rows, self._mesh, self._placements, run_check=False)
+        size = -(-parameter.shape[0] // group.size())
+        rows = parameter.detach()[group.rank() * size : (group.rank() + 1) * size].clone()
+        value = DTensor.from_local(
+            rows,
+            self._mesh,
+            self._placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.detach().contiguous().stride(),
+        )
         return Parameter(value, requires_grad=parameter.requires_grad)
 
     @override

@@ -52,9 +52,26 @@ class OwnerExchange(Protocol):
         """Take part in an exchange of the others. Collective."""
 
 
+class OwnedModules:
+    """Equal modules of which each rank of a group computes with equally many, in their order.
+
+    Args:
+        modules: All of them.
+    """
+
+    def __init__(self, modules: Sequence[Module]) -> None:
+        self.modules = modules
+        self.called: set[int] = set()
+        """Numbers of those that were called without rows since their parameters are there: their
+        gradients are zeros then, and not missing."""
+        self.anchors: Sequence[Tensor] = ()
+        """What the results of this rank's modules are made to depend on, whichever of them it has
+        used, so that every rank takes part when gradients are brought back."""
+
+
 @dataclass(frozen=True)
 class OwnedRows:
-    """Parameters of which each rank of a group has rows of its own, and computes with them."""
+    """Parameters of which each rank of a group has a part of its own, and computes with it."""
 
     parameters: frozenset[Parameter]
     """Whole until they are wrapped."""
@@ -63,6 +80,8 @@ class OwnedRows:
     replicas: ProcessGroup
     """The ranks that have the same rows."""
     exchanges: Sequence[OwnerExchange]
+    lists: Sequence[OwnedModules] = ()
+    """Those whose parameters are whole on their owner within a step, and shards between steps."""
 
 
 @dataclass(frozen=True)

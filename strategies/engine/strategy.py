@@ -54,7 +54,7 @@ from boltmesh.strategies.lightning_compat.trainer import (
 from boltmesh.strategies.random_state import seed_random_state
 from boltmesh.strategies.tiling.logits import LogitTiling
 from boltmesh.telemetry.snapshot import AlertThresholds, MemoryKind
-from boltmesh.telemetry.traffic import ExpectedTraffic
+from boltmesh.telemetry.traffic import ExpectedTraffic, added_up
 from boltmesh.telemetry.writer.null_recorder import NullRecorder
 
 
@@ -343,7 +343,7 @@ class MeshStrategy(LoopStrategy):
             return []
         if not self.lightning_module.automatic_optimization:
             return []
-        return [each for axis in self.axes for each in axis.expected_traffic(self.model)]
+        return added_up(each for axis in self.axes for each in axis.expected_traffic(self.model))
 
     def expected_memory(self) -> list[MemoryKind]:
         """What memory this rank should need, to be shown beside what it takes."""

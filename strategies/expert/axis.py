@@ -25,9 +25,9 @@ from boltmesh.strategies.dry_run.sample import sample_batch
 from boltmesh.strategies.dry_run.step import DryRun
 from boltmesh.strategies.engine.axis import Axis
 from boltmesh.strategies.engine.data_axis import OwnedRows
-from boltmesh.strategies.expert.divided import DividedExperts
 from boltmesh.strategies.expert.expected_traffic import expected_bytes
 from boltmesh.strategies.expert.find import Experts, Findings, find_experts
+from boltmesh.strategies.expert.module_list import DividedList, divide
 from boltmesh.strategies.expert.verify import prove
 from boltmesh.strategies.lightning_compat.loops import step_arguments
 from boltmesh.strategies.lightning_compat.trainer import autocast_dtype
@@ -37,6 +37,8 @@ from boltmesh.telemetry.traffic import ExpectedTraffic
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+    from boltmesh.strategies.expert.divided import DividedExperts
 
 _CPU = torch.device("cpu")
 _MOST_NAMED = 3
@@ -232,7 +234,7 @@ class ExpertAxis(Axis):
                 dist.all_gather_object(told, fault)
                 faults[kind] = next((text for text in told if text), None)
             if (reason := faults[kind]) is None:
-                self.divided[each.name] = DividedExperts(part, each, call, group, around)
+                self.divided[each.name] = divide(part, each, call, group, around)
             else:
                 found.whole[each.name] = reason
         texts = list(_reasons(found.whole))
@@ -263,10 +265,12 @@ class ExpertAxis(Axis):
             return None
         assert self._module is not None
         assert self._replicas is not None
-        names = {name for each in self.divided.values() for name in each.experts.parameters}
-        own = frozenset(p for n, p in self._module.named_parameters() if n in names)
         exchanges = list(self.divided.values())
-        return OwnedRows(own, self.strategy.groups[self.name], self._replicas, exchanges)
+        lists = [each.owned for each in exchanges if isinstance(each, DividedList)]
+        stacked = [each for each in exchanges if not isinstance(each, DividedList)]
+        names = {name for each in stacked for name in each.experts.parameters}
+        own = frozenset(p for n, p in self._module.named_parameters() if n in names)
+        return OwnedRows(own, self.strategy.groups[self.name], self._replicas, exchanges, lists)
 
     # Forecasts.
 

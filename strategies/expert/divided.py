@@ -45,9 +45,9 @@ class DividedExperts:
         self._forward = module.forward
         self._around = around
         given = arguments(call.args, call.kwargs)
-        rows: Tensor = given[experts.slots["rows"]]
+        rows: Tensor = given[experts.slots["rows"]] if call.rows is None else call.rows
         self._rows_type = rows.dtype
-        output: Tensor = call.output
+        output: Tensor = call.output if call.results is None else call.results
         self._output_type = None if output.dtype == rows.dtype else output.dtype
         weights = given.get(experts.slots.get("weights", ""))
         self._weights_type = rows.dtype if weights is None else weights.dtype
@@ -77,6 +77,16 @@ class DividedExperts:
         for path, key in self.experts.counts:
             owner = inside[path[len(self.experts.name) :].lstrip(".")]
             setattr(owner, key, number)
+
+    def part(self, name: str, whole: Tensor) -> Tensor | None:
+        """Return what this rank computes with of a parameter below the module, None if nothing.
+
+        Args:
+            name: Below the module.
+            whole: A tensor of its shape.
+        """
+        group = self.exchange.group
+        return whole.tensor_split(group.size())[group.rank()]
 
     def attend(self) -> None:
         """Run this rank's experts for the others, which have rows where it has none. Collective."""

@@ -55,8 +55,8 @@ class ExchangeShape:
     def of(cls, experts: Experts, call: ExpertCall) -> "ExchangeShape":
         """Return the sizes of a call."""
         given = arguments(call.args, call.kwargs)
-        rows: Tensor = given[experts.slots["rows"]]
-        output: Tensor = call.output
+        rows: Tensor = given[experts.slots["rows"]] if call.rows is None else call.rows
+        output: Tensor = call.output if call.results is None else call.results
         weights: Tensor | None = given.get(experts.slots.get("weights", ""))
         is_routed = experts.kind == "routed"
         return cls(

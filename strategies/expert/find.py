@@ -8,14 +8,16 @@ of one of these kinds:
   for each; all its parameters begin with a dim that the experts share. So are the experts of
   transformers 5.
 - *sorted*: given rows in the order of their experts, and a list of how many each expert has.
+- *list*: calls equal modules of a list, as many as something was chosen from, with different
+  numbers of rows, or not all of them.
 
 ``find_experts`` also says of what looks like experts why it is none of these.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -25,9 +27,10 @@ from torch.nn import Module, ModuleDict, ModuleList
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
+from boltmesh.strategies.torch_compat.modules import has_hooks
 from boltmesh.strategies.torch_compat.tensors import tree_map
 
-Kind = Literal["routed", "sorted"]
+Kind = Literal["routed", "sorted", "list"]
 Slot = int | str
 """A positional argument's index, or a keyword."""
 
@@ -46,6 +49,8 @@ class Experts:
     """Where ``rows``, ``experts``, ``weights`` and ``sizes`` are among the arguments."""
     counts: tuple[tuple[str, str], ...] = ()
     """Attributes that are the number of experts: names of the module and of the attribute."""
+    members: tuple[str, ...] = ()
+    """Names of the experts in a list, in its order; those of other kinds are no modules."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,10 @@ class ExpertCall:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     output: Any
+    rows: Tensor | None = None
+    """All rows that experts of a list were given, without values."""
+    results: Tensor | None = None
+    """What they gave for them, without values."""
 
 
 def arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[Slot, Any]:
@@ -105,6 +114,7 @@ def find_experts(model: Module, step: Callable[[], object]) -> Findings:
         step: Runs it.
     """
     seen: dict[str, ExpertCall] = {}
+    lists = _lists_of(model)
     names = {module: name for name, module in model.named_modules()}
     mode = WidthMode()
     with ExitStack() as stack:
@@ -112,11 +122,25 @@ def find_experts(model: Module, step: Callable[[], object]) -> Findings:
             if name and next(module.parameters(), None) is not None:
                 hook = partial(_keep_call, seen, name)
                 stack.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
+        for each in lists.values():
+            each.watch(stack)
         stack.enter_context(mode)
         step()
     found = Findings(widths=mode.widths)
+    for each in lists.values():
+        if each.num_experts in mode.widths and each.are_called_as_experts:
+            reason = each.why_whole(model)
+            if reason is not None or each.call is None:
+                found.whole[each.list_name] = reason or "its experts are called in no module"
+                continue
+            members = tuple(each.experts)
+            own = tuple(n for n, _ in model.named_parameters() if n.startswith(_below(members)))
+            found.experts.append(
+                Experts("list", each.name, each.num_experts, own, {}, members=members)
+            )
+            found.calls[each.name] = each.call
     for name in names.values():  # in the order of the model
-        if name not in seen:
+        if name not in seen or name in found.calls:
             continue
         experts = _sorted(model, name, seen[name]) or _routed(model, name, seen[name], mode.widths)
         if isinstance(experts, str):
@@ -124,11 +148,6 @@ def find_experts(model: Module, step: Callable[[], object]) -> Findings:
         elif experts is not None:
             found.experts.append(experts)
             found.calls[name] = seen[name]
-    for name, module in model.named_modules():
-        if isinstance(module, ModuleList | ModuleDict) and _are_experts(module, seen, name, found):
-            found.whole[name] = (
-                "its experts are modules of a list, which the module around it calls one by one"
-            )
     _leave_nested(found)
     return found
 
@@ -139,8 +158,11 @@ def detached(call: ExpertCall, device: torch.device | None = None) -> ExpertCall
     def changed(value: Any) -> Any:
         return value.detach().to(device) if isinstance(value, Tensor) else value
 
-    return ExpertCall(
-        tree_map(changed, call.args), tree_map(changed, dict(call.kwargs)), changed(call.output)
+    return replace(
+        call,
+        args=tree_map(changed, call.args),
+        kwargs=tree_map(changed, dict(call.kwargs)),
+        output=tree_map(changed, call.output),
     )
 
 
@@ -246,22 +268,136 @@ def _checked(
     return Experts(kind, name, number, parameters, slots, counts)
 
 
-def _are_experts(
-    module: Module, seen: Mapping[str, ExpertCall], name: str, found: Findings
-) -> bool:
-    """Whether a list holds as many equal modules as something was chosen from.
+@dataclass
+class _List:
+    """Equal modules of a list, and how a step calls them."""
 
-    Not blocks that are experts' neighbours: those of a list are leaves of what was found.
-    """
-    inside = [each for each in module.children() if next(each.parameters(), None) is not None]
-    kinds = {(type(each), tuple(p.shape for p in each.parameters())) for each in inside}
-    if len(inside) < 2 or len(kinds) > 1 or len(inside) not in found.widths:
+    list_name: str
+    name: str
+    """Of the module that calls them."""
+    caller: Module
+    experts: dict[str, Module]
+    """By name within the model."""
+    call: ExpertCall | None = None
+    """The first call of the caller in which they were called as experts are."""
+    _calls: list[tuple[Module, tuple[Any, ...], Any]] = field(default_factory=list)
+    """Those of experts since the caller was called, with what they were given and gave."""
+    are_called_as_experts: bool = False
+    fault: str | None = None
+    """Why calls cannot be those of other ranks' rows."""
+
+    @property
+    def num_experts(self) -> int:
+        """How many they are."""
+        return len(self.experts)
+
+    def watch(self, stack: ExitStack) -> None:
+        """Look at calls until the stack is closed."""
+        for each in self.experts.values():
+            keep = each.register_forward_hook(self._keep, with_kwargs=True)
+            stack.callback(keep.remove)
+        if self.name:
+            end = self.caller.register_forward_hook(self._end, with_kwargs=True)
+            stack.callback(end.remove)
+
+    def _keep(self, expert: Module, args: Any, kwargs: Any, output: Any) -> None:
+        given = (*args, *kwargs.values())
+        self._calls.append((expert, tuple(map(_without_values, given)), _without_values(output)))
+        self.are_called_as_experts = self.are_called_as_experts or self._looks_like_experts()
+
+    def _looks_like_experts(self) -> bool:
+        """Whether calls have different numbers of rows, or a caller has left some experts out."""
+        rows = [given[0].numel() for _, given, _ in self._calls if _is_rows(given)]
+        return len(set(rows)) > 1
+
+    def _end(self, _: Module, args: Any, kwargs: Any, output: Any) -> None:
+        calls = self._calls
+        left_out = bool(calls) and len({expert for expert, _, _ in calls}) < self.num_experts
+        self.are_called_as_experts = self.are_called_as_experts or left_out
+        if calls and self.call is None and self.are_called_as_experts:
+            self.fault = self.fault or self._fault(calls)
+        if calls and self.call is None and self.are_called_as_experts and not self.fault:
+            rows = [given[0].flatten(0, -2) for _, given, _ in calls]
+            results = [result.flatten(0, -2) for _, _, result in calls]
+            call = ExpertCall(args, dict(kwargs), output, torch.cat(rows), torch.cat(results))
+            self.call = detached(call)
+        calls.clear()
+
+    def _fault(self, calls: Any) -> str | None:
+        for _, given, result in calls:
+            if not _is_rows(given):
+                return "one of its experts is given something else than rows"
+            if not isinstance(result, Tensor) or result.shape[:-1] != given[0].shape[:-1]:
+                return "one of its experts does not give a row for each row"
+        kinds = {(given[0].shape[-1], given[0].dtype) for _, given, _ in calls}
+        made = {(result.shape[-1], result.dtype) for _, _, result in calls}
+        if len(kinds) > 1 or len(made) > 1:
+            return "its experts are given rows of several widths or types"
+        return None
+
+    def why_whole(self, model: Module) -> str | None:
+        """Return why they cannot be divided; None if they can."""
+        if not self.name:
+            return "its experts are called by the LightningModule itself: put them into a module"
+        if self.fault:
+            return self.fault
+        below = _below(self.experts)
+        inside = {
+            id(p) for n, p in model.named_parameters(remove_duplicate=False) if n.startswith(below)
+        }
+        for name, each in model.named_parameters(remove_duplicate=False):
+            if id(each) in inside and not name.startswith(below):
+                return f"its parameters are also {name!r}"
+        for expert, module in self.experts.items():
+            for name, each in module.named_parameters():
+                if not each.ndim:
+                    return f"{expert}.{name!r} is a number, which has no rows to be sharded by"
+            for name, _ in module.named_buffers():
+                return f"its experts have buffers, such as {expert + '.' + name!r}"
+            for part in module.modules():
+                if part is not module and has_hooks(part):
+                    return "its experts have hooks, which would see rows of other ranks"
+        return None
+
+
+def _lists_of(model: Module) -> dict[str, _List]:
+    """Return lists of equal modules with parameters, by name."""
+    named = dict(model.named_modules())
+    found = {}
+    for name, module in named.items():
+        if not name or not isinstance(module, ModuleList | ModuleDict):
+            continue
+        inside = {
+            f"{name}.{key}": each
+            for key, each in module.named_children()
+            if next(each.parameters(), None) is not None
+        }
+        kinds = {(type(e), tuple(p.shape for p in e.parameters())) for e in inside.values()}
+        if len(inside) < 2 or len(kinds) > 1:
+            continue
+        caller = name
+        # A list of torch cannot be called; an author's own kind of list can.
+        while caller and type(named[caller]).forward in _NOT_CALLED:
+            caller = caller.rpartition(".")[0]
+        found[name] = _List(name, caller, named[caller], inside)
+    return found
+
+
+_NOT_CALLED = (Module.forward, ModuleList.forward, ModuleDict.forward)
+
+
+def _below(names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(f"{name}." for name in names)
+
+
+def _without_values(value: Any) -> Any:
+    return torch.empty_like(value, device="meta") if isinstance(value, Tensor) else value
+
+
+def _is_rows(given: tuple[Any, ...]) -> bool:
+    if len(given) != 1 or not isinstance(given[0], Tensor):
         return False
-    prefix = f"{name}."
-    holds_others = any(
-        each.startswith(prefix) for each in (*found.whole, *(e.name for e in found.experts))
-    )
-    return not holds_others
+    return given[0].ndim > 1 and given[0].is_floating_point()
 
 
 def _leave_nested(found: Findings) -> None:

@@ -23,9 +23,10 @@ from boltmesh.strategies.dry_run.step import without_dropout
 from boltmesh.strategies.expert.divided import DividedExperts
 from boltmesh.strategies.expert.exchange import with_unused
 from boltmesh.strategies.expert.find import ExpertCall, Experts, arguments, detached
+from boltmesh.strategies.expert.module_list import divide
 from boltmesh.strategies.random_state import capture_random_state, restore_random_state
 from boltmesh.strategies.torch_compat.modules import swapped_state
-from boltmesh.strategies.torch_compat.tensors import tree_map
+from boltmesh.strategies.torch_compat.tensors import tree_leaves, tree_map
 
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4}
 _COARSE_TOLERANCE = 5e-2
@@ -68,6 +69,8 @@ def prove(
     try:
         with _alone(module), around():
             first = _outcome(module, module.forward, experts, call, {**whole, **buffers}, names)
+            if experts.kind == "list":  # whose router may draw
+                restore_random_state(state, device)
             again = _outcome(module, module.forward, experts, call, {**whole, **buffers}, names)
     except Exception as error:  # noqa: BLE001 - the author's code, called by itself
         fault = _raised(error)
@@ -79,11 +82,14 @@ def prove(
     if any(faults):
         restore_random_state(state, device)
         return fault or next(each for each in faults if each)
-    divided = DividedExperts(module, experts, call, group)
+    divided = divide(module, experts, call, group)
     raised = _guard(divided)
+    parts = {name: divided.part(name, each) for name, each in whole.items()}
     local = {
-        name: each.tensor_split(group.size())[group.rank()].clone() for name, each in whole.items()
+        name: whole[name].to("meta") if part is None else part.clone()
+        for name, part in parts.items()
     }
+    restore_random_state(state, device)
     with _alone(module), around():
         divided.put_on()
         got: dict[str, Tensor] = {}
@@ -96,9 +102,13 @@ def prove(
     restore_random_state(state, device)
     tolerance = _TOLERANCES.get(first["output"].dtype, _COARSE_TOLERANCE)
     tolerance = _COARSE_TOLERANCE if is_mixed else tolerance
+    prefix = f"{experts.name}."
     for name in names:
-        dist.all_reduce(first[name], group=group)
-        first[name] = first[name].tensor_split(group.size())[group.rank()]
+        if prefix + name in experts.parameters:
+            dist.all_reduce(first[name], group=group)
+        part = divided.part(name, first.pop(name))
+        if part is not None:
+            first[name] = part
     if raised:
         return raised[0]
     for what, expected in first.items():
@@ -110,9 +120,11 @@ def prove(
 
 def _shortened(call: ExpertCall, experts: Experts, rank: int) -> ExpertCall:
     """Leave out as many rows as the rank's number, where rows are in no order."""
+    if experts.kind != "routed":
+        return call
     given = arguments(call.args, call.kwargs)
     rows: Tensor = given[experts.slots["rows"]]
-    if experts.kind == "sorted" or rows.ndim != 2 or rows.shape[0] <= rank + 1:
+    if rows.ndim != 2 or rows.shape[0] <= rank + 1:
         return call
     count = rows.shape[0]
 
@@ -125,7 +137,7 @@ def _shortened(call: ExpertCall, experts: Experts, rank: int) -> ExpertCall:
 
 def _outcome(
     module: Module,
-    forward: Callable[..., Tensor],
+    forward: Callable[..., Any],
     experts: Experts,
     call: ExpertCall,
     state: Mapping[str, Tensor],
@@ -134,10 +146,12 @@ def _outcome(
     """Return the output and the gradients of a call, those of parameters by name."""
     given = arguments(call.args, call.kwargs)
     leaves = {}
-    for what in ("rows", "weights"):
-        if what in experts.slots:
-            slot = experts.slots[what]
-            leaves[what] = given[slot] = given[slot].clone().requires_grad_()
+    slots = {what: s for what, s in experts.slots.items() if what in {"rows", "weights"}}
+    if experts.kind == "list":
+        floats = (s for s, v in given.items() if isinstance(v, Tensor) and v.is_floating_point())
+        slots = {f"input {slot}": slot for slot in floats}
+    for what, slot in slots.items():
+        leaves[what] = given[slot] = given[slot].clone().requires_grad_()
     tensors = dict(state)
     for name in names:
         leaves[name] = tensors[name] = state[name].clone().requires_grad_()
@@ -150,14 +164,16 @@ def _outcome(
             *(copies.get(id(given[each]), given[each]) for each in positions),
             **{slot: copies.get(id(value), value) for slot, value in keywords.items()},
         )
-        direction = torch.arange(output.numel(), device=output.device).cos().to(output.dtype)
+        made = [each for each in tree_leaves(output) if isinstance(each, Tensor)]
+        flat = torch.cat([each.reshape(-1) for each in made if each.is_floating_point()])
+        direction = torch.arange(flat.numel(), device=flat.device).cos().to(flat.dtype)
         gradients = torch.autograd.grad(
-            (output * direction.view_as(output)).sum(),
+            (flat * direction).sum(),
             list(leaves.values()),
             allow_unused=True,
             materialize_grads=True,
         )
-    return {"output": output.detach(), **dict(zip(leaves, gradients, strict=True))}
+    return {"output": flat.detach(), **dict(zip(leaves, gradients, strict=True))}
 
 
 def _guard(divided: DividedExperts) -> list[str]:
@@ -198,7 +214,8 @@ def _difference(one: Tensor, other: Tensor) -> float:
 def _what(name: str) -> str:
     if name == "output":
         return "output"
-    return f"gradient of {'its ' + name if name in {'rows', 'weights'} else repr(name)}"
+    is_given = name in {"rows", "weights"} or name.startswith("input ")
+    return f"gradient of {'its ' + name if is_given else repr(name)}"
 
 
 def _raised(error: Exception) -> str:

@@ -108,6 +108,29 @@ def has_full_backward_hooks(module: Module) -> bool:
     return bool(hooks) and module._is_full_backward_hook is not False
 
 
+def has_hooks(module: Module) -> bool:
+    """Whether a module has hooks around its forward pass or for its gradients."""
+    return any(vars(module).get(name) for name in (*_FORWARD_HOOKS, *_BACKWARD_HOOKS))
+
+
+_FORWARD_HOOKS = "_forward_pre_hooks", "_forward_hooks"
+_BACKWARD_HOOKS = "_backward_pre_hooks", "_backward_hooks"
+
+
+@contextmanager
+def results_unwatched(modules: Iterable[Module]) -> Iterator[None]:
+    """Context in which no hook sees what calls of modules give."""
+    hooks = [each._forward_hooks for each in modules if each._forward_hooks]
+    aside = [each.copy() for each in hooks]
+    for each in hooks:
+        each.clear()
+    try:
+        yield
+    finally:
+        for each, members in zip(hooks, aside, strict=True):
+            each.update(members)
+
+
 def refuse_fused_attention(
     module: MultiheadAttention, set_attribute: Callable[[Module, str, object], None]
 ) -> None:

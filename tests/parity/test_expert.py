@@ -34,12 +34,41 @@ CASES: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
         {"stage": 1, "expert": 2},
         {"is_starved": True, "optimizer": "adamw"},
     ),
+    "list": ("list", 2, {"stage": 1}, {"accumulate": 2}),
+    "list, masked": ("masked", 2, {"stage": 3}, {"optimizer": "adamw"}),
+    "list, masked, recomputed": (
+        "masked",
+        2,
+        {"stage": 3, "activation_checkpointing": "full"},
+        {},
+    ),
+    "list, repeated, starved": (
+        "repeated",
+        2,
+        {"stage": 2},
+        {"is_starved": True, "optimizer": "adamw"},
+    ),
+    "list, 2 of 4, starved": (
+        "list",
+        4,
+        {"stage": 3, "expert": 2},
+        {"is_starved": True, "optimizer": "adamw", "accumulate": 2},
+    ),
+    "list, frozen": ("list, frozen", 2, {"stage": 2}, {"optimizer": "adamw"}),
+    "list, adapters": ("list, adapters", 2, {"stage": 3}, {"optimizer": "adamw"}),
     "recomputed": ("mixtral", 2, {"stage": 3, "activation_checkpointing": "full"}, {}),
 }
 
 
 @pytest.mark.sample(
-    "mixtral, zero1", "mixtral, zero3", "stacked, starved", "mixtral, 2 of 4", "recomputed"
+    "mixtral, zero1",
+    "mixtral, zero3",
+    "stacked, starved",
+    "mixtral, 2 of 4",
+    "recomputed",
+    "list, masked",
+    "list, 2 of 4, starved",
+    "list, adapters",
 )
 @pytest.mark.parametrize("case", CASES)
 def test_runs_equal_one_process(case: str) -> None:
@@ -53,6 +82,8 @@ def test_runs_equal_one_process(case: str) -> None:
     ("kind", "options", "text"),
     [
         ("coupled", {}, "gives another output when rows are exchanged"),
+        ("coupled list", {}, "gives another output when rows are exchanged"),
+        ("list, hooked", {}, "its experts have hooks"),
         ("dense", {}, "calls no experts"),
         ("stacked", {"expert": 3}, "expert=3 needs a multiple of 3 ranks"),
     ],
@@ -60,6 +91,16 @@ def test_runs_equal_one_process(case: str) -> None:
 def test_what_cannot_be_divided_is_refused(kind: str, options: dict[str, Any], text: str) -> None:
     with pytest.raises(RankFailure, match=text):
         run_ranks(partial(train, kind=kind, strategy=options), 2)
+
+
+@pytest.mark.parametrize("kind", ["list", "masked", "repeated"])
+def test_a_list_under_autocast_equals_one_process(kind: str) -> None:
+    options: dict[str, Any] = {"precision": "bf16-mixed", "steps": 2}
+    worker = partial(train, kind=kind, strategy={"stage": 2}, **options)
+    gaps = differences(run_ranks(worker, 2), train_alone(2, kind, **options))
+    assert gaps["loss"] < 2e-3, gaps
+    assert gaps["norm"] < 2e-2, gaps
+    assert gaps["parameter"] < 2e-3, gaps
 
 
 def compiled(rank: int, world_size: int) -> None:

@@ -26,9 +26,10 @@ def fit(
     epochs: int,
     start: str | None,
     save: str | None,
+    kind: str = "mixtral",
 ) -> dict[str, Tensor]:
     """Train epochs of two batches; return the parameters."""
-    module = MoeModule("mixtral", "adamw")
+    module = MoeModule(kind, "adamw")
     strategy = ZeROStrategy(telemetry=False, **options)
     run = trainer(world_size, strategy, max_epochs=epochs, gradient_clip_val=0.5)
     run.fit(module, loader(0, 2), ckpt_path=start)
@@ -61,37 +62,45 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.sample("4 of 4-one-mixtral", "one-2 of 4-list", "2 of 4-2 of 2-list")
+@pytest.mark.parametrize("kind", ["mixtral", "list"])
 @pytest.mark.parametrize(
     ("one", "other"),
     [("4 of 4", "one"), ("one", "2 of 4"), ("2 of 4", "2 of 2"), ("2 of 2", "shards"),
      ("shards", "4 of 4")],
 )  # fmt: skip
-def test_a_run_goes_on_in_another_layout(one: str, other: str, tmp_path: Path) -> None:
+def test_a_run_goes_on_in_another_layout(one: str, other: str, kind: str, tmp_path: Path) -> None:
     path = str(tmp_path / "half.ckpt")
-    expected = run_ranks(fit, 1, LAYOUTS["one"][1], 2, None, None)[0]
-    run_ranks(fit, LAYOUTS[one][0], LAYOUTS[one][1], 1, None, path)
+    expected = run_ranks(fit, 1, LAYOUTS["one"][1], 2, None, None, kind)[0]
+    run_ranks(fit, LAYOUTS[one][0], LAYOUTS[one][1], 1, None, path, kind)
     world_size, options = LAYOUTS[other]
-    for got in run_ranks(fit, world_size, options, 2, path, None):
+    for got in run_ranks(fit, world_size, options, 2, path, None, kind):
         assert largest_gap(got, expected) < 3e-6
 
 
-def evaluate(rank: int, world_size: int, options: dict[str, Any], counts: list[int]) -> list[float]:
+def evaluate(
+    rank: int, world_size: int, options: dict[str, Any], counts: list[int], kind: str
+) -> list[float]:
     """Predict another number of batches on each rank."""
-    module = MoeModule("mixtral")
+    module = MoeModule(kind)
     run = trainer(world_size, ZeROStrategy(telemetry=False, **options))
     predicted: Any = run.predict(module, loader(rank, counts[rank]))
     return [float(each) for each in predicted]
 
 
 @pytest.mark.parametrize(
-    ("options", "counts"),
-    [({"stage": 1, "expert": 2}, [1, 3]), ({"stage": 3, "expert": 2}, [1, 3, 2, 4])],
+    ("options", "counts", "kind"),
+    [
+        ({"stage": 1, "expert": 2}, [1, 3], "mixtral"),
+        ({"stage": 3, "expert": 2}, [1, 3, 2, 4], "mixtral"),
+        ({"stage": 3, "expert": 2}, [1, 3, 2, 4], "repeated"),
+    ],
 )
 def test_ranks_predict_different_numbers_of_batches(
-    options: dict[str, Any], counts: list[int]
+    options: dict[str, Any], counts: list[int], kind: str
 ) -> None:
-    found = run_ranks(evaluate, len(counts), options, counts)
-    module = MoeModule("mixtral")
+    found = run_ranks(evaluate, len(counts), options, counts, kind)
+    module = MoeModule(kind).eval()
     with torch.no_grad():
         expected = [
             [float(module.predict_step(tokens(number, rank), 0)) for number in range(count)]

@@ -112,13 +112,142 @@ class ListMixture(nn.Module):
     @override
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
-        weights, chosen = self.gate(rows).softmax(-1).topk(self.num_choices, -1)
+        weights, chosen = self.scores(rows).softmax(-1).topk(self.num_choices, -1)
         out = torch.zeros_like(rows)
         for number, expert in enumerate(self.experts):
             row, slot = torch.where(chosen == number)
             if len(row):
                 out.index_add_(0, row, expert(rows[row]) * weights[row, slot, None])
         return out.view(x.shape)
+
+    def scores(self, rows: Tensor) -> Tensor:
+        """Return what experts are chosen by."""
+        return self.gate(rows)
+
+
+class EvenList(ListMixture):
+    """Rows go in turns to pairs of experts, one of each half of them."""
+
+    @override
+    def scores(self, rows: Tensor) -> Tensor:
+        pair = torch.arange(len(rows))[:, None] % 3 + torch.tensor([0, 4])
+        return self.gate(rows) + torch.zeros(len(rows), 8).scatter(1, pair, 20.0)
+
+
+class Mlp(nn.Module):
+    """A gated expert."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, 20, bias=False)
+        self.up, self.down = nn.Linear(width, 20, bias=False), nn.Linear(20, width)
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(functional.silu(self.gate(x)) * self.up(x))
+
+
+class MaskedMixture(nn.Module):
+    """As Mixtral before transformers 5: a mask, jitter in place, counted rows, two results."""
+
+    def __init__(self, width: int, num_experts: int, num_choices: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, num_experts, bias=False)
+        self.experts = nn.ModuleList(Mlp(width) for _ in range(num_experts))
+        self.num_choices = num_choices
+        self.num_rows: Tensor
+        self.register_buffer("num_rows", torch.zeros((), dtype=torch.long))
+
+    @override
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        batch, length, width = x.shape
+        x = x.clone()
+        if self.training:
+            x *= torch.empty_like(x).uniform_(0.9, 1.1)
+        self.num_rows.add_(batch * length)
+        x = x.view(-1, width)
+        logits = self.gate(x)
+        weights, chosen = logits.softmax(-1).topk(self.num_choices, -1)
+        weights = weights / weights.sum(-1, keepdim=True)
+        out = torch.zeros_like(x)
+        mask = functional.one_hot(chosen, len(self.experts)).permute(2, 1, 0)
+        for number, expert in enumerate(self.experts):
+            slot, row = torch.where(mask[number])
+            if row.shape[0] == 0:
+                continue
+            made = expert(x[None, row].reshape(-1, width)) * weights[row, slot, None]
+            out.index_add_(0, row, made.to(out.dtype))
+        return out.view(batch, length, width), logits
+
+
+class RepeatedMixture(nn.Module):
+    """As DeepSeek-MoE was published: all experts called, rows repeated, a shared expert."""
+
+    def __init__(self, width: int, num_experts: int, num_choices: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, num_experts, bias=False)
+        self.experts = nn.ModuleList(Mlp(width) for _ in range(num_experts))
+        self.shared_experts = Mlp(width)
+        self.num_choices = num_choices
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.view(-1, x.shape[-1])
+        scores = self.gate(flat).softmax(-1)
+        weights, chosen = scores.topk(self.num_choices, -1, sorted=False)
+        if self.training:
+            repeated = flat.repeat_interleave(self.num_choices, 0)
+            made = torch.empty_like(repeated)
+            for number, expert in enumerate(self.experts):
+                mine = chosen.view(-1) == number
+                made[mine] = expert(repeated[mine]).to(made.dtype)
+            out = (made.view(*weights.shape, -1) * weights[..., None]).sum(1)
+        else:
+            out = self.infer(flat, chosen, weights)
+        return out.to(x.dtype).view(x.shape) + self.shared_experts(x)
+
+    @torch.no_grad()
+    def infer(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        order = chosen.view(-1).argsort()
+        ends = chosen.view(-1).bincount().cumsum(0).tolist()
+        for number, end in enumerate(ends):
+            first = ends[number - 1] if number else 0
+            if first == end:
+                continue
+            row = order[first:end] // self.num_choices
+            made = self.experts[number](x[row]) * weights.view(-1, 1)[order[first:end]]
+            out.index_add_(0, row, made.to(out.dtype))
+        return out
+
+
+class CoupledList(ListMixture):
+    """Experts whose results depend on how many rows they get."""
+
+    def __init__(self, *args: int) -> None:
+        super().__init__(*args)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(args[0], args[0]), Centered()) for _ in self.experts
+        )
+
+
+class Centered(nn.Module):
+    """Subtracts the mean of all rows."""
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(0)
+
+
+class Residual(nn.Sequential):
+    """Modules in a row, of which the last may give router logits beside its output."""
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        made = super().forward(x)
+        if isinstance(made, tuple):
+            made, self.logits = made
+        return made
 
 
 class ByHand(nn.Module):
@@ -131,11 +260,17 @@ class ByHand(nn.Module):
             "all": lambda: Mixture(32, 8, 8),
             "coupled": lambda: Mixture(32, 8, 2, is_coupled=True),
             "list": lambda: ListMixture(32, 8, 2),
+            "list, even": lambda: EvenList(32, 8, 2),
+            **dict.fromkeys(CHANGED, lambda: ListMixture(32, 8, 2)),
+            "masked": lambda: MaskedMixture(32, 8, 2),
+            "repeated": lambda: RepeatedMixture(32, 8, 3),
+            "coupled list": lambda: CoupledList(32, 8, 2),
             "dense": lambda: nn.Linear(32, 32),
         }[kind]
         self.embed, self.head = nn.Embedding(WORDS, 32), nn.Linear(32, WORDS)
+        in_row = Residual if kind in TUPLES else nn.Sequential
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 32), make()) for _ in range(2)
+            in_row(nn.LayerNorm(32), nn.Linear(32, 32), make()) for _ in range(2)
         )
 
     @override
@@ -148,7 +283,33 @@ class ByHand(nn.Module):
         return type("Output", (), {"loss": loss, "logits": logits})()
 
 
-BY_HAND = ("stacked", "all", "coupled", "list", "dense")
+TUPLES = ("masked", "repeated")
+"""Kinds in blocks that take what is beside the output."""
+CHANGED = ("list, frozen", "list, adapters", "list, hooked")
+"""Experts of a list that are changed once they are made."""
+BY_HAND = (
+    *("stacked", "all", "coupled", "list", "list, even", "coupled list", "dense"),
+    *TUPLES,
+    *CHANGED,
+)
+
+
+def change(net: nn.Module, kind: str) -> nn.Module:
+    """Return a model with some experts frozen, adapters on all experts, or a hook within one."""
+    if kind == "list, adapters":
+        from peft import LoraConfig, inject_adapter_in_model
+
+        targets = [f"blocks.{n}.2.experts.{e}" for n in range(2) for e in range(8)]
+        return inject_adapter_in_model(LoraConfig(r=4, target_modules=targets), net)
+    for block in net.blocks:
+        if kind == "list, frozen":
+            for expert in block[2].experts[::2]:
+                expert.requires_grad_(False)
+        else:
+            experts = (nn.Sequential(each) for each in block[2].experts)
+            block[2].experts = nn.ModuleList(experts)
+            block[2].experts[3][0].register_forward_hook(lambda *_: None)
+    return net
 
 
 class MoeModule(LightningModule):
@@ -158,6 +319,8 @@ class MoeModule(LightningModule):
         super().__init__()
         torch.manual_seed(0)
         self.net = ByHand(kind) if kind in BY_HAND else language_model(kind)
+        if kind in CHANGED:
+            self.net = change(self.net, kind)
         self.optimizer = optimizer
         if kind.partition(":")[0] not in {*BY_HAND, "mixtral", "qwen3_moe", "gpt_oss"}:
             return

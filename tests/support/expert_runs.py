@@ -118,6 +118,7 @@ def train_alone(
     is_starved: bool = False,
     accumulate: int = 1,
     steps: int = 3,
+    precision: str = "32",
 ) -> Outcome:
     """Train in one process with the batches of all ranks; losses are those of all in turn."""
     module = MoeModule(kind, optimizer)
@@ -129,7 +130,8 @@ def train_alone(
         stepper.zero_grad()
         for part in range(accumulate):
             for rank in range(world_size):
-                loss = module.training_step(tokens(step * accumulate + part, rank), 0)
+                with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed"):
+                    loss = module.training_step(tokens(step * accumulate + part, rank), 0)
                 (loss / world_size / accumulate).backward()
                 outcome.losses.append(float(loss.detach()))
         own = [each for each in module.parameters() if each.grad is not None]

@@ -34,10 +34,26 @@ def test_stacked_experts_are_found(kind: str, names: list[str]) -> None:
         assert dict(each.slots) == {"rows": 0, "experts": 1, "weights": 2}
 
 
-def test_a_list_of_experts_has_a_reason() -> None:
-    findings = found(MoeModule("list"))
-    assert not findings.experts
-    assert "modules of a list" in findings.whole["net.blocks.0.2.experts"]
+@pytest.mark.parametrize("kind", ["list", "masked", "repeated"])
+def test_lists_of_experts_are_found_in_the_module_that_calls_them(kind: str) -> None:
+    experts = found(MoeModule(kind)).experts
+    assert [each.name for each in experts] == ["net.blocks.0.2", "net.blocks.1.2"]
+    for each in experts:
+        assert (each.kind, each.num_experts) == ("list", 8)
+        assert each.members == tuple(f"{each.name}.experts.{n}" for n in range(8))
+        assert all(name.startswith(f"{each.name}.experts.") for name in each.parameters)
+
+
+def test_experts_with_buffers_stay_whole() -> None:
+    module = MoeModule("list")
+    module.net.get_submodule("blocks.0.2.experts.3").register_buffer("scale", torch.ones(()))
+    findings = found(module)
+    assert [each.name for each in findings.experts] == ["net.blocks.1.2"]
+    assert findings.whole == {
+        "net.blocks.0.2.experts": (
+            "its experts have buffers, such as 'net.blocks.0.2.experts.3.scale'"
+        )
+    }
 
 
 def test_a_model_without_experts_has_none() -> None:

@@ -27,7 +27,7 @@ class Notes(Callback):
         self.path = str(strategy.recorder.path)
 
 
-def fit(rank: int, world_size: int, options: dict[str, Any], accumulate: int) -> str:
+def fit(rank: int, world_size: int, kind: str, options: dict[str, Any], accumulate: int) -> str:
     notes = Notes()
     run = trainer(
         world_size,
@@ -37,24 +37,26 @@ def fit(rank: int, world_size: int, options: dict[str, Any], accumulate: int) ->
         accumulate_grad_batches=accumulate,
         gradient_clip_val=0.5,
     )
-    run.fit(MoeModule("all"), loader(0, 6 * accumulate))
+    run.fit(MoeModule(kind), loader(0, 6 * accumulate))
     return notes.path
 
 
-@pytest.mark.sample("2-2", "4-2")
+@pytest.mark.sample("2-2", "4-2", "list-4-2")
 @pytest.mark.parametrize(
-    ("world_size", "options", "accumulate"),
+    ("world_size", "kind", "options", "accumulate"),
     [
-        (2, {"expert": 2}, 2),
-        (2, {"expert": 2, "activation_checkpointing": "full"}, 1),
-        (4, {"expert": 2}, 1),
+        (2, "all", {"expert": 2}, 2),
+        (2, "all", {"expert": 2, "activation_checkpointing": "full"}, 1),
+        (4, "all", {"expert": 2}, 1),
+        (2, "list, even", {"expert": 2, "activation_checkpointing": "full"}, 1),
+        (4, "list, even", {"expert": 2}, 2),
     ],
-    ids=["2-2", "recomputed", "4-2"],
+    ids=["2-2", "recomputed", "4-2", "list-recomputed", "list-4-2"],
 )
 def test_a_step_moves_what_is_expected(
-    world_size: int, options: dict[str, Any], accumulate: int
+    world_size: int, kind: str, options: dict[str, Any], accumulate: int
 ) -> None:
-    path = run_ranks(fit, world_size, options, accumulate)[0]
+    path = run_ranks(fit, world_size, kind, options, accumulate)[0]
     with open_job(Path(path)) as job:
         snapshot = job.snapshot()
     assert snapshot.communication_note is None

@@ -1,0 +1,249 @@
+"""Runs experts that are modules of a list on the ranks that own them.
+
+The author's code calls one expert after the other and uses each result at once, so nothing can be
+exchanged where an expert is called. The module around them runs twice instead:
+
+1. Experts note the rows that they are given, and answer zeros.
+2. All rows that were noted go to the owners in one exchange, where each expert runs once, on the
+   rows of all ranks.
+3. The module runs again, and experts answer with what came back.
+
+Gradients of rows go through the first pass, those of results through the second. Random numbers
+are the same in both, buffers and attributes that the first has changed are put back, and hooks do
+not see what it gives. In between, ``data_parallel/owned_modules`` has brought the parameters of
+each expert to its owner.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn import Module
+from typing_extensions import override
+
+from boltmesh.errors import ConfigError
+from boltmesh.strategies.dry_run.no_side_effects import modules_unchanged
+from boltmesh.strategies.engine.data_axis import OwnedModules
+from boltmesh.strategies.expert.divided import DividedExperts
+from boltmesh.strategies.expert.exchange import with_unused
+from boltmesh.strategies.expert.find import ExpertCall, Experts
+from boltmesh.strategies.random_state import capture_random_state, restore_random_state
+from boltmesh.strategies.torch_compat.modules import results_unwatched
+from boltmesh.strategies.torch_compat.tensors import tree_leaves, tree_map
+
+
+@dataclass
+class _Pass:
+    """One run of the module's own code."""
+
+    calls: list[tuple[int, Tensor]]
+    """Experts and what they were given, in order."""
+    results: list[Tensor] | None = None
+    """What they answer; None in the first run."""
+    place: int = 0
+
+
+class DividedList(DividedExperts):
+    """The experts of one list, of which each rank of a group runs its own.
+
+    Args:
+        module: The module that calls them, whose ``forward`` this takes the place of.
+        experts: What was found of them.
+        call: A call of the module, with widths and types of rows.
+        group: The ranks that have all experts together.
+        around: Context in which a step of the run computes, such as autocast.
+    """
+
+    def __init__(
+        self,
+        module: Module,
+        experts: Experts,
+        call: ExpertCall,
+        group: ProcessGroup,
+        around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        super().__init__(module, experts, call, group, around)
+        prefix = f"{experts.name}."
+        self._members = [module.get_submodule(n.removeprefix(prefix)) for n in experts.members]
+        self._forwards = [each.forward for each in self._members]
+        self.owned = OwnedModules(self._members)
+        inside = {part for each in self._members for part in each.modules()}
+        self._around_experts = [each for each in module.modules() if each not in inside]
+        self._pass = _Pass([])
+
+    @override
+    def put_on(self) -> None:
+        vars(self.module)["forward"] = self
+        for number, each in enumerate(self._members):
+            vars(each)["forward"] = _ListedExpert(self, number)
+
+    @override
+    def take_off(self) -> None:
+        for each in (self.module, *self._members):
+            vars(each).pop("forward", None)
+
+    @override
+    def part(self, name: str, whole: Tensor) -> Tensor | None:
+        member = next(
+            (m for m in self.experts.members if f"{self.name}.{name}".startswith(f"{m}.")), None
+        )
+        if member is None:
+            return whole
+        owner = self.experts.members.index(member) // self.exchange.num_local
+        return whole if owner == self.exchange.group.rank() else None
+
+    @override
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's forward with rows of all ranks of the group. Collective over it."""
+        noted = _Pass([])
+        with self._in_pass(noted), self._first_pass():
+            copies = tree_map(_copy, (args, kwargs))
+            self._forward(*copies[0], **copies[1])
+        results = self._exchanged(noted.calls)
+        parts = results.split_with_sizes([rows[..., 0].numel() for _, rows in noted.calls])
+        answers = [
+            part.view(*rows.shape[:-1], part.shape[-1])
+            for part, (_, rows) in zip(parts, noted.calls, strict=True)
+        ]
+        answering = _Pass(noted.calls, answers)
+        with self._in_pass(answering):
+            output = self._forward(*args, **kwargs)
+        if answering.place != len(answers):
+            raise self._differs()
+        return _connected(output, results)
+
+    @contextmanager
+    def _in_pass(self, one: _Pass) -> Iterator[None]:
+        before, self._pass = self._pass, one
+        try:
+            yield
+        finally:
+            self._pass = before
+
+    @contextmanager
+    def _first_pass(self) -> Iterator[None]:
+        device = next(self.module.parameters()).device
+        state = capture_random_state(device)
+        with modules_unchanged(self._around_experts), results_unwatched(self.module.modules()):
+            yield
+        restore_random_state(state, device)
+
+    def answer(self, number: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+        """Return what an expert gives in this pass of the module.
+
+        Args:
+            number: Of the expert.
+            args: That the author's code calls it with.
+            kwargs: Likewise.
+        """
+        rows: Tensor = (*args, *kwargs.values())[0]
+        now = self._pass
+        if now.results is None:
+            now.calls.append((number, rows))
+            if not rows.numel():
+                self.owned.called.add(number)
+            width, kind = self.shape.output_width, self._output_type or rows.dtype
+            return rows.new_zeros((*rows.shape[:-1], width), dtype=kind)
+        if now.place >= len(now.calls):
+            raise self._differs()
+        expected, noted = now.calls[now.place]
+        if expected != number or noted.shape != rows.shape:
+            raise self._differs()
+        now.place += 1
+        return now.results[now.place - 1]
+
+    def _differs(self) -> ConfigError:
+        return ConfigError(
+            f"{self.name!r} calls other experts when it runs a second time on the same input, and "
+            f"expert= runs it twice. Leave expert out for this model."
+        )
+
+    def _exchanged(self, calls: list[tuple[int, Tensor]]) -> Tensor:
+        """Return the results of all calls, one behind the other. Collective."""
+        device = next(self.module.parameters()).device
+        flat = [rows.reshape(-1, rows.shape[-1]) for _, rows in calls]
+        if not flat:
+            flat = [torch.empty((0, self.shape.width), dtype=self._rows_type, device=device)]
+        rows = torch.cat(flat)
+        sizes = torch.tensor([each.shape[0] for each in flat], device=device)
+        numbers = torch.tensor([number for number, _ in calls] or [0], device=device)
+        chosen = numbers.repeat_interleave(sizes, output_size=rows.shape[0])[:, None]
+        if torch.is_grad_enabled():
+            # Also where no row needs a gradient: others may have some that do.
+            rows = with_unused(rows, [torch.zeros((), device=device, requires_grad=True)])
+        self.count(self.name, chosen, self.experts.num_experts)
+        weights = torch.ones(chosen.shape, dtype=self._weights_type, device=device)
+        return self.exchange.run(rows, chosen, weights, self._computing((), {}))
+
+    @override
+    def compute(
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        rows: Tensor,
+        local: Tensor,
+        weights: Tensor,
+    ) -> Tensor:
+        if not rows.shape[0]:
+            return self.empty(rows)
+        order = local.argsort(stable=True)
+        sizes = torch.bincount(local, minlength=self.exchange.num_local).tolist()
+        first = self.exchange.group.rank() * self.exchange.num_local
+        results = [
+            self._forwards[first + number](part)
+            for number, part in enumerate(rows[order].split_with_sizes(sizes))
+            if part.shape[0]
+        ]
+        together = torch.cat(results)
+        together = torch.zeros_like(together).index_copy(0, order, together)
+        return with_unused(together, self.owned.anchors)
+
+    @override
+    def empty(self, rows: Tensor) -> Tensor:
+        shape = rows.shape[0], self.shape.output_width
+        result = rows.new_zeros(shape, dtype=self._output_type or rows.dtype)
+        return with_unused(result, self.owned.anchors)
+
+
+class _ListedExpert:
+    """Takes the place of an expert's ``forward``."""
+
+    def __init__(self, divided: DividedList, number: int) -> None:
+        self._divided, self._number = divided, number
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self._divided.answer(self._number, args, kwargs)
+
+
+def _copy(value: Any) -> Any:
+    """Return a copy of a tensor, which the author's code may write to."""
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _connected(output: Any, results: Tensor) -> Any:
+    """Return an output that depends on results, also where the author's code did not use them."""
+    if not results.requires_grad:
+        return output
+    leaves = [each for each in tree_leaves(output) if isinstance(each, Tensor)]
+    first = next((each for each in leaves if each.is_floating_point()), None)
+
+    def connect(value: Any) -> Any:
+        return with_unused(first, (results,)) if first is not None and value is first else value
+
+    return tree_map(connect, output)
+
+
+def divide(
+    module: Module,
+    experts: Experts,
+    call: ExpertCall,
+    group: ProcessGroup,
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> DividedExperts:
+    """Return what runs experts of any kind, see ``DividedExperts``."""
+    kind = DividedList if experts.kind == "list" else DividedExperts
+    return kind(module, experts, call, group, around)
