@@ -5,11 +5,11 @@ collectives. A CPU runs operators and collectives one after the other; a GPU lau
 its products and hides a part of the data axis's traffic.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil
 
-from boltmesh.planner.rates import default_rates
+from boltmesh.planner.step_time import OVERLAP
 from boltmesh.strategies.cost_model.model import StepWork
 from boltmesh.strategies.cost_model.step_time import Machine
 
@@ -96,7 +96,7 @@ def predict_step(step: RankStep, machine: Machine, *, is_cpu: bool) -> dict[str,
         moved = [each for each in step.traffic if each.axis == axis]
         found[axis] = sum(_seconds(each, step, machine) for each in moved)
     if not is_cpu:
-        found["data"] -= _hidden(found["data"], compute, step.traffic)
+        found["data"] -= OVERLAP * min(found["data"], 2 / 3 * compute)
     copies = OPTIMIZER_TENSORS + 2 * step.state_copies
     found["optimizer"] = step.stepped_numel * 4 * copies / (machine.memory_gb_s * 1e9)
     if is_cpu:
@@ -104,14 +104,6 @@ def predict_step(step: RankStep, machine: Machine, *, is_cpu: bool) -> dict[str,
     found["offload"] = max(0.0, step.offload_s - 2 / 3 * compute)  # beside the backward pass
     found["fixed"] = (machine.step_ms or 0.0) * 1e-3
     return {name: value * (machine.calibration or 1.0) for name, value in found.items()}
-
-
-def _hidden(moved: float, compute: float, traffic: Iterable[Collective]) -> float:
-    """Return what the passes hide of the data axis's collectives."""
-    rates = default_rates()
-    gathers = any("gather" in each.operator for each in traffic if each.axis == "data")
-    share = rates.gather_overlap if gathers else rates.gradient_overlap
-    return min(moved, 2 / 3 * compute) * share
 
 
 def _seconds(each: Collective, step: RankStep, machine: Machine) -> float:
