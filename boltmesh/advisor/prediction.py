@@ -96,7 +96,7 @@ def predict_step(step: RankStep, machine: Machine, *, is_cpu: bool) -> dict[str,
         moved = [each for each in step.traffic if each.axis == axis]
         found[axis] = sum(_seconds(each, step, machine) for each in moved)
     if not is_cpu:
-        found["data"] -= _hidden(found["data"], compute)
+        found["data"] -= OVERLAP * min(found["data"], 2 / 3 * compute)
     copies = OPTIMIZER_TENSORS + 2 * step.state_copies
     found["optimizer"] = step.stepped_numel * 4 * copies / (machine.memory_gb_s * 1e9)
     if is_cpu:
@@ -104,11 +104,6 @@ def predict_step(step: RankStep, machine: Machine, *, is_cpu: bool) -> dict[str,
     found["offload"] = max(0.0, step.offload_s - 2 / 3 * compute)  # beside the backward pass
     found["fixed"] = (machine.step_ms or 0.0) * 1e-3
     return {name: value * (machine.calibration or 1.0) for name, value in found.items()}
-
-
-def _hidden(moved: float, compute: float) -> float:
-    """Return what the passes hide of the data axis's collectives."""
-    return min(moved, 2 / 3 * compute) * OVERLAP
 
 
 def _seconds(each: Collective, step: RankStep, machine: Machine) -> float:

@@ -1,13 +1,15 @@
 """Published runs as layouts: reads the columns of ``planner_rows.csv``."""
 
 import csv
+import math
 import re
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from boltmesh.planner.layout import Layout, Recompute
-from boltmesh.planner.machine import Cluster, accelerators, parse_network
+from boltmesh.planner.machine import Accelerator, Cluster, accelerators, parse_network
 from boltmesh.planner.transformer import Transformer
 
 ROWS = Path(__file__).with_name("planner_rows.csv")
@@ -23,7 +25,6 @@ class Run:
     Attributes:
         seconds: Of a step; None where the run has none.
         memory_gb: Of the fullest rank; None where it is not published.
-        skipped: Why it cannot be predicted; empty where it can.
     """
 
     id: str
@@ -54,37 +55,35 @@ class Run:
         )  # fmt: skip
 
 
-def read_runs(path: Path = ROWS) -> tuple[list[Run], int]:
-    """Return the runs of a file, and how many rows could not be read as one."""
-    with path.open(encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file))
-    runs = [run for row in rows if (run := _run(row)) is not None]
-    return runs, len(rows) - len(runs)
+class UnreadableRowError(ValueError):
+    """A row cannot be read as a run; the text says why, in a few words."""
 
 
-def _run(row: Mapping[str, str]) -> Run | None:
-    try:
-        model = Transformer(
-            layers=int(row["layers"]),
-            hidden=int(row["hidden"]),
-            heads=int(row["heads"]),
-            kv_heads=_integer(row, "kv_heads", int(row["heads"])),
-            ffn=_integer(row, "ffn", 4 * int(row["hidden"])),
-            vocab=int(row["vocab"]),
-            seq=int(row["seq"]),
-            is_gated=row.get("gated") == "1",
-            is_tied=row.get("gated") != "1",
-            has_flash=row.get("flash") != "0",
-        )
-        cluster = _cluster(row)
-        layout = _layout(row, model, cluster)
-    except (KeyError, ValueError, ZeroDivisionError):
-        return None
-    if layout is None:
-        return None
+def read_runs(path: Path = ROWS) -> tuple[list[Run], Counter[str]]:
+    """Return the runs of a file, and the reasons why other rows are none, with their counts."""
+    runs: list[Run] = []
+    skipped: Counter[str] = Counter()
+    with path.open(encoding="utf-8-sig", newline="", errors="replace") as file:
+        for row in csv.DictReader(file):
+            cells = {
+                str(key).strip().lower(): value.strip()
+                for key, value in row.items()
+                if key is not None and isinstance(value, str)
+            }
+            try:
+                runs.append(_run(cells, f"row {len(runs) + skipped.total() + 1}"))
+            except UnreadableRowError as error:
+                skipped[str(error)] += 1
+    return runs, skipped
+
+
+def _run(row: Mapping[str, str], name: str) -> Run:
+    model = _model(row)
+    cluster = _cluster(row)
+    layout = _layout(row, model, cluster)
     return Run(
-        id=row["id"],
-        source=_source(row["source"]),
+        id=name,
+        source=_source(row.get("source") or "unnamed"),
         gpu=row["gpu"],
         model=model,
         cluster=cluster,
@@ -92,9 +91,29 @@ def _run(row: Mapping[str, str]) -> Run | None:
         seconds=_seconds(row, model, layout, cluster),
         memory_gb=_float(row, "mem_gb"),
         memory_kind=row.get("mem_kind", ""),
-        is_out_of_memory="oom" in row.get("status", "").lower(),
+        is_out_of_memory=bool(re.search("oom|out of memory", row.get("status", "").lower())),
         is_known=row.get("recompute") != "unknown"
         and "model states" not in row.get("mem_kind", ""),
+    )
+
+
+def _model(row: Mapping[str, str]) -> Transformer:
+    hidden, heads = _needed(row, "hidden"), _needed(row, "heads")
+    is_gated = _is(row, "gated", default=False)
+    kv_heads = _integer(row, "kv_heads", heads)
+    if kv_heads > heads:
+        raise UnreadableRowError("kv_heads is more than heads")
+    return Transformer(
+        layers=_needed(row, "layers"),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        ffn=_integer(row, "ffn", 4 * hidden),
+        vocab=_needed(row, "vocab"),
+        seq=_needed(row, "seq"),
+        is_gated=is_gated,
+        is_tied=not is_gated,
+        has_flash=_is(row, "flash", default=True),
     )
 
 
@@ -102,27 +121,32 @@ def _source(name: str) -> str:
     return next((each for each in SOURCES if name.startswith(each)), name)
 
 
-def _cluster(row: Mapping[str, str]) -> Cluster:
-    text = re.sub(r"[^a-z0-9]+", "-", row["gpu"].lower()).removeprefix("dgx-")
+def _accelerator(name: str) -> Accelerator:
+    text = re.sub(r"[^a-z0-9]+", "-", name.lower())
+    text = re.sub(r"^((nvidia|amd|dgx|hgx|geforce)-)+", "", text)
     known = accelerators()
-    same = [name for name in known if text.startswith(name)]
-    kind = re.match(r"[a-z]+\d+[a-z]*", text)
+    same = [each for each in known if f"{text}-".startswith(f"{each}-")]
+    kind = re.match(r"(?:rtx-)?[a-z]+\d+[a-z]*|rtx-?\d+", text)
     if not same and kind is not None:
+        begin = kind[0].replace("rtx-", "rtx")
         form = "pcie" if "pcie" in text else ""
-        same = [name for name in known if name.startswith(kind[0]) and form in name]
+        same = [each for each in known if re.match(f"{begin}(-|$)", each) and form in each]
+        if memory := re.search(r"(\d+)-?gb", text):
+            size = float(memory[1]) * 1e9
+            same.sort(key=lambda each: abs(known[each].memory_bytes - size))
     if not same:
-        raise ValueError(row["gpu"])
-    device = known[
-        max(same) if same[0].startswith(("h100", "a100")) and len(same) > 1 else same[-1]
-    ]
-    if text == "h100":
-        device = known["h100-80gb"]
-    num_devices = int(row["n_gpus"])
+        raise UnreadableRowError("gpu is not in the table" if name else "gpu is empty")
+    return known[same[0]]
+
+
+def _cluster(row: Mapping[str, str]) -> Cluster:
+    device = _accelerator(row.get("gpu", ""))
+    num_devices = _needed(row, "n_gpus")
     network = None
     notes = row.get("notes", "")
-    if match := re.search(r"(\d+)\s*x\s*(\d+)\s*Gb", notes):
+    if match := re.search(r"([1-9]\d*)\s*x\s*([1-9]\d*)\s*Gb", notes):
         network = parse_network(f"{match[1]}x{match[2]}")
-    elif match := re.search(r"(\d+)\s*Gbps", notes):
+    elif match := re.search(r"([1-9]\d*)\s*Gbps", notes):
         network = parse_network(match[1])
     per_node = device.per_node
     if per_node == 8:
@@ -130,24 +154,31 @@ def _cluster(row: Mapping[str, str]) -> Cluster:
     per_node = min(per_node, num_devices)
     usual = device.node_network_rate / device.per_node
     # Both sources of BigScience ran on Jean Zay, whose nodes have four links of Omni-Path.
-    is_jean_zay = row["source"].startswith("bigscience")
-    if is_jean_zay:
+    is_jean_zay = row.get("source", "").startswith("bigscience")
+    if is_jean_zay and network is None:
         network = parse_network("4x100")
     rate = usual if network is None else network / per_node
     is_onload = is_jean_zay or "omni-path" in notes.lower()
     return Cluster(device, num_devices, per_node, rate, is_onload)
 
 
-def _layout(row: Mapping[str, str], model: Transformer, cluster: Cluster) -> Layout | None:
+def _layout(row: Mapping[str, str], model: Transformer, cluster: Cluster) -> Layout:
     tensor, pipeline = _integer(row, "tp", 1), _integer(row, "pp", 1)
     context = _integer(row, "cp", 1)
     if _integer(row, "ep", 1) > 1:
-        return None
+        raise UnreadableRowError("ep is more than 1: rows state no sizes of experts")
+    if cluster.num_devices % (tensor * pipeline * context):
+        raise UnreadableRowError("tp x pp x cp does not divide n_gpus")
+    if pipeline > model.layers:
+        raise UnreadableRowError("pp is more than layers")
     data = cluster.num_devices // (tensor * pipeline * context)
-    sequences, microbatch = int(row["gbs"]), _integer(row, "mbs", 1)
+    sequences = _needed(row, "gbs")
+    if sequences < data:
+        raise UnreadableRowError("gbs is less than the replicas")
+    microbatch = min(_integer(row, "mbs", 1), sequences // data)
     if pipeline > 1 and sequences // (microbatch * data) < pipeline:
         microbatch = 1  # the column is the batch of a rank, cut into microbatches
-    schedule = row.get("schedule", "")
+    schedule = row.get("schedule", "").lower()
     stages = _integer(row, "vpp", 1)
     if "interleaved" in schedule and stages == 1 and pipeline > 1:
         per_rank = model.layers // pipeline
@@ -156,8 +187,11 @@ def _layout(row: Mapping[str, str], model: Transformer, cluster: Cluster) -> Lay
     dtype = (
         "fp4" if "fp4" in precision else "fp8" if re.search(r"fp8|float8", precision) else "bf16"
     )
-    zero = row.get("zero", "0")
-    recompute = row.get("recompute", "none")
+    zero = (row.get("zero") or "0").lower()
+    zero = "3" if zero == "fsdp" else re.sub(r"^(zero[- ]?|stage[- ]?)|\.0+$", "", zero)
+    if zero not in {"0", "1", "2", "3", "hsdp"}:
+        raise UnreadableRowError("zero is none of 0, 1, 2, 3, hsdp")
+    recompute = row.get("recompute", "").lower()
     notes = row.get("notes", "").lower()
     is_offloaded = "offload" in notes and not re.search(r"no offload|offload false", notes)
     framework = row.get("framework", "").lower()
@@ -170,10 +204,10 @@ def _layout(row: Mapping[str, str], model: Transformer, cluster: Cluster) -> Lay
         sequences=sequences,
         schedule=schedule,
         stages_per_rank=stages,
-        zero=3 if zero == "hsdp" else int(zero or 0),
-        shard=cluster.devices_per_node if zero == "hsdp" else None,
+        zero=3 if zero == "hsdp" else int(zero),
+        shard=min(data, cluster.devices_per_node) if zero == "hsdp" else None,
         recompute=_RECOMPUTE.get(recompute, "none"),
-        has_sequence_parallel=row.get("seq_parallel") == "1",
+        has_sequence_parallel=_is(row, "seq_parallel", default=False),
         offload="optimizer" if is_offloaded else "none",
         dtype=dtype,
         has_fp32_gradients="fp32 grad" in precision,
@@ -242,18 +276,61 @@ def _megatron_flops(model: Transformer, sequences: int) -> float:
     return 96.0 * sequences * seq * layers * hidden**2 * rest
 
 
+def _needed(row: Mapping[str, str], key: str) -> int:
+    """Return a whole number of at least 1."""
+    if not row.get(key):
+        raise UnreadableRowError(f"{key} is empty")
+    return _integer(row, key, 0)
+
+
 def _integer(row: Mapping[str, str], key: str, default: int) -> int:
-    value = row.get(key) or ""
-    return int(float(value)) if re.fullmatch(r"\d+(\.0+)?", value) else default
+    value = row.get(key)
+    if value == "0" and key in {"tp", "pp", "vpp", "cp", "ep"}:
+        return default
+    if not value or value.lower() in {"none", "nan", "na", "n/a", "-", "unknown", "auto"}:
+        if default:
+            return default
+        raise UnreadableRowError(f"{key} is empty")
+    number = _number(value)
+    if number is None or number < 1 or number != int(number) or number > 1e12:
+        raise UnreadableRowError(f"{key} is no whole number of 1 or more")
+    return int(number)
+
+
+def _is(row: Mapping[str, str], key: str, *, default: bool) -> bool:
+    value = row.get(key, "").lower()
+    if value in {"1", "1.0", "true", "yes"}:
+        return True
+    return default if value not in {"0", "0.0", "false", "no"} else False
 
 
 def _float(row: Mapping[str, str], key: str) -> float | None:
+    """Return a number above 0; None for anything else."""
+    value = _number(row.get(key) or "")
+    return value if value is not None and value > 0 else None
+
+
+def _number(text: str) -> float | None:
+    if re.fullmatch(r"\d{1,3}(,\d{3})+(\.\d+)?", text):
+        text = text.replace(",", "")
     try:
-        return float(row.get(key) or "") or None
+        value = float(text)
     except ValueError:
         return None
+    return value if math.isfinite(value) else None
 
 
-def timed(runs: list[Run]) -> Iterator[Run]:
-    """Yield the runs with a step time that did not run out of memory."""
-    yield from (run for run in runs if run.seconds is not None and not run.is_out_of_memory)
+def timed(runs: Sequence[Run], skipped: Counter[str] | None = None) -> list[Run]:
+    """Return the runs with a step time that did not run out of memory; count the others."""
+    found = []
+    for run in runs:
+        if run.is_out_of_memory:
+            reason = "ran out of memory"
+        elif run.seconds is None:
+            reason = "no time that can be read as seconds of a step"
+        else:
+            found.append(run)
+            continue
+        if skipped is not None:
+            skipped[reason] += 1
+    return found

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -58,8 +59,72 @@ def test_rows_of_another_file_are_predicted(tmp_path: Path):
     command = [sys.executable, "-m", "tests.planner.validate", "--predict", str(target), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     found = json.loads(done.stdout)
+    assert list(found) == ["left_out", "predicted", "calibrated"]
+    assert list(found["predicted"]) == [
+        "rows", "skipped", "median", "p90", "pairs", "top1_loss", "top3_loss", "memory_median",
+        "sources",
+    ]  # fmt: skip
+    assert "skipped 1: gpu is not in the table" in done.stderr
     assert found["predicted"]["rows"] == 18
     assert found["predicted"]["skipped"] == 1
     assert list(found["predicted"]["sources"]) == ["somebody else"]
     assert found["calibrated"]["rows"] == 16
     assert found["calibrated"]["median"] < found["predicted"]["median"] + 0.05
+
+
+GOOD = {
+    "source": "somebody else", "gpu": "NVIDIA H100 80GB HBM3", "n_gpus": "64", "layers": "32",
+    "hidden": "4096", "heads": "32", "vocab": "128,256", "seq": "8192", "tp": "4", "pp": "2",
+    "mbs": "1", "gbs": "128.0", "iter_s": "4.5",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"gpu": "abacus"}, "gpu is not in the table"),
+        ({"gpu": ""}, "gpu is empty"),
+        ({"layers": "nan"}, "layers is empty"),
+        ({"hidden": "-4096"}, "hidden is no whole number of 1 or more"),
+        ({"seq": "inf"}, "seq is no whole number of 1 or more"),
+        ({"heads": "0"}, "heads is no whole number of 1 or more"),
+        ({"tp": "3"}, "tp x pp x cp does not divide n_gpus"),
+        ({"pp": "16", "layers": "8"}, "pp is more than layers"),
+        ({"gbs": "4"}, "gbs is less than the replicas"),
+        ({"zero": "4"}, "zero is none of 0, 1, 2, 3, hsdp"),
+        ({"ep": "8"}, "ep is more than 1: rows state no sizes of experts"),
+        ({"iter_s": ""}, "no time that can be read as seconds of a step"),
+        ({"status": "OOM"}, "ran out of memory"),
+    ],
+    ids=str,
+)
+def test_rows_that_are_no_runs_are_skipped_with_a_reason(
+    tmp_path: Path, change: dict[str, str], reason: str
+) -> None:
+    found = _predicted(tmp_path, [GOOD, {**GOOD, **change}])
+    assert found["predicted"]["rows"] == 1
+    assert found["predicted"]["skipped"] == 1
+    assert found["reasons"] == {reason: 1}
+
+
+def test_columns_may_be_missing_more_or_in_another_order(tmp_path: Path) -> None:
+    turned = {"colour": "blue", **dict(reversed(GOOD.items()))}
+    found = _predicted(tmp_path, [turned])
+    same = _predicted(tmp_path, [{**GOOD, "vpp": "0", "cp": "", "flash": "yes", "zero": "ZeRO-0"}])
+    assert found["predicted"]["rows"] == found["calibrated"]["rows"] == 1
+    assert found["predicted"] == same["predicted"]
+
+
+def test_figures_of_a_file_without_a_run_are_empty(tmp_path: Path) -> None:
+    found = _predicted(tmp_path, [{"gpu": "H100"}])
+    assert found["predicted"]["rows"] == 0
+    assert found["predicted"]["median"] is None
+
+
+def _predicted(folder: Path, rows: list[dict[str, str]]) -> dict[str, Any]:
+    target = folder / "rows.csv"
+    with target.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, sorted({key for row in rows for key in row}, reverse=True))
+        writer.writeheader()
+        writer.writerows(rows)
+    return validate(ROWS, target)
