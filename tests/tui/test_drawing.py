@@ -176,6 +176,19 @@ def test_a_scale_holds_its_values_and_has_few_ticks(low: float, high: float) -> 
     assert all(scale.low - margin <= tick <= scale.high + margin for tick in scale.ticks)
 
 
+@pytest.mark.parametrize(
+    ("low", "high", "newest"),
+    [(155_900, 158_200, "158k"), (3e9, 3.02e9, "3.02G"), (1.00001e-5, 1.00004e-5, "1.00004e-05"),
+     (405, 425, "425"), (1e20, 1.0001e20, "1.0001e+20")],
+)  # fmt: skip
+def test_labels_of_an_axis_differ(low: float, high: float, newest: str) -> None:
+    lines = _plot(low, high, width=60, height=13)
+    labels = [line.split(" ")[0] for line in map(str.strip, lines) if line and line[0].isdigit()]
+    assert len(labels) > 2
+    assert len(set(labels)) == len(labels)
+    assert any(label[:3] == newest[:3] for label in labels)
+
+
 def _plot(*values: float, width: int = 20, height: int = 4, glyphs: Glyphs = UNICODE) -> list[str]:
     series = Series(tuple(range(1, len(values) + 1)), values)
     return [line.plain for line in plot_series(series, width, height, Style(glyphs))]

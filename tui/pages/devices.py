@@ -9,7 +9,7 @@ from boltmesh.tui.layout.region import LEAST_SPARE, Item, Region, stack
 from boltmesh.tui.panels import devices
 from boltmesh.tui.panels import processes as processes_module
 from boltmesh.tui.panels.help import DEVICE_TERMS, PageHelp
-from boltmesh.tui.panels.history import draw_trends
+from boltmesh.tui.panels.history import draw_trends, has_trends
 from boltmesh.tui.render.tabs import Tab
 
 DEVICES = Table(
@@ -54,7 +54,7 @@ class DevicesPage(Page):
             Item("devices", min(3, body.height), scene.title + 3 + rows, 1),
             Item("processes", scene.title + 2, scene.title + 3 + processes, 2),
         ]
-        if any(len(series.steps) > 1 for name, series in state.trends.items() if name in TRENDS):
+        if has_trends(state, TRENDS):
             items.append(Item("trends", LEAST_SPARE, LEAST_SPARE, 3, grows=True))
         else:
             items[1] = items[1]._replace(grows=True)
