@@ -88,6 +88,15 @@ def test_numbers_stand_at_the_right_under_their_title() -> None:
     ]
 
 
+def test_a_narrow_column_takes_the_room_that_a_wide_one_has_left() -> None:
+    columns = [Column("rank"), Column("a long title", rank=1), Column("loss", rank=2)]
+    rows = [["0", "text", "1.25"]]
+    header, _ = draw_table(columns, rows, 14, ellipsis="…")
+    assert header.plain.split() == ["rank", "loss"]
+    header, _ = draw_table(columns, rows, 18, ellipsis="…")
+    assert header.plain.split("  ") == ["rank", "a long title"]
+
+
 def test_text_shrinks_before_a_column_goes_and_the_highest_rank_goes_first() -> None:
     assert _table(27)[1] == "   0  cuda:…   97%  running"
     assert _table(26)[1] == "   0   97%  running"
