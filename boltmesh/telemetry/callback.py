@@ -87,7 +87,7 @@ class TelemetryCallback(Callback):
             if global_step != self._logged_step and _is_log_step(trainer, global_step):
                 self._logged_step = global_step
                 self._record_metrics(recorder, global_step, trainer.callback_metrics)
-                recorder.metrics(global_step, _learning_rates(trainer))
+                recorder.metrics(global_step, _learning_rates(trainer) | _gradient_norms(trainer))
                 self._record_compute(recorder, pl_module)
         except Exception as error:  # noqa: BLE001 - telemetry never stops training
             recorder.turn_off(error)
@@ -211,4 +211,14 @@ def _learning_rates(trainer: Trainer) -> dict[str, float | Tensor]:
     return {
         "lr" if number == 1 else f"lr-{number}": optimizer.param_groups[0]["lr"]
         for number, optimizer in enumerate(trainer.optimizers, start=1)
+    }
+
+
+def _gradient_norms(trainer: Trainer) -> dict[str, float | Tensor]:
+    """Return the norm of each optimizer's gradients, where the strategy clips them by it."""
+    norms = getattr(trainer.strategy, "clipped_norms", {})
+    return {
+        "boltmesh/grad_norm" if number == 1 else f"boltmesh/grad_norm-{number}": norms[optimizer]
+        for number, optimizer in enumerate(trainer.optimizers, start=1)
+        if optimizer in norms
     }

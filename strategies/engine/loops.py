@@ -3,10 +3,11 @@
 Each hook goes through the axes; what an axis does in a step is in its own file.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -67,6 +68,11 @@ class LoopStrategy(RankMeshStrategy):
     """Where they were asked for."""
     sigterm: SigtermAgreement | None = None
     """None before the first loop, and in a job of one rank."""
+
+    @cached_property
+    def clipped_norms(self) -> MutableMapping[Optimizer, Tensor]:
+        """Norm of the gradients of each optimizer before they were last clipped by it."""
+        return WeakKeyDictionary()
 
     @property
     def trainer(self) -> Trainer:
@@ -407,7 +413,8 @@ class LoopStrategy(RankMeshStrategy):
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         optimizer = _user_optimizer(optimizer)
         parameters = self.precision_plugin.main_params(optimizer)
-        self.data_axis.clip_by_norm(optimizer, parameters, clip_val)
+        norm = self.data_axis.clip_by_norm(optimizer, parameters, clip_val)
+        self.clipped_norms[optimizer] = norm.detach()
 
     @classmethod
     @override

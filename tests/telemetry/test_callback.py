@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as lightning
@@ -15,7 +16,9 @@ from boltmesh.strategies.telemetry import follow_loops
 from boltmesh.telemetry.callback import TelemetryCallback
 from boltmesh.telemetry.reader.reader import list_jobs, open_job
 from boltmesh.telemetry.writer.throughput import count
+from tests.support.pipelines import pipeline, quiet_trainer
 from tests.support.ranks import run_ranks
+from tests.support.stack import Stack, token_data
 
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",
@@ -315,3 +318,42 @@ def test_the_callback_is_idle_for_another_strategy():
 )
 def test_samples_and_tokens_of_a_batch_are_counted(batch, samples, tokens):
     assert count(batch) == (samples, tokens)
+
+
+class Norms(Callback):
+    """Asks for the norm before each step."""
+
+    def __init__(self):
+        self.asked = {}
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        self.asked[trainer.global_step + 1] = trainer.strategy.gradient_norm(optimizer)
+
+
+def norm_worker(rank, world_size, name, clip):
+    lightning.seed_everything(1, verbose=False)
+    norms = Norms()
+    strategy = pipeline(telemetry=True) if name == "bolt_pipeline" else name
+    options = {"max_steps": 6, "log_every_n_steps": 2, "gradient_clip_val": clip}
+    fit = quiet_trainer(world_size, strategy, callbacks=[norms], **options)
+    fit.fit(Stack(depth=4), token_data(64, 8))
+    history = look().history
+    return norms.asked, {
+        point.global_step: point.value for point in history if point.name == "boltmesh/grad_norm"
+    }
+
+
+@pytest.mark.ranks
+@pytest.mark.sample("bolt_zero2", "bolt_pipeline")
+@pytest.mark.parametrize("name", ["bolt_ddp", "bolt_zero2", "bolt_zero3_cpu", "bolt_pipeline"])
+def test_the_norm_by_which_gradients_are_clipped_is_a_metric(name):
+    for asked, recorded in run_ranks(partial(norm_worker, name=name, clip=0.3), 2):
+        assert len(asked) == 6
+        assert recorded == pytest.approx({step: asked[step] for step in (2, 4, 6)}, rel=1e-5)
+        assert max(recorded.values()) > 0.3
+
+
+@pytest.mark.ranks
+def test_without_clipping_there_is_no_norm():
+    for _, recorded in run_ranks(partial(norm_worker, name="bolt_ddp", clip=None), 2):
+        assert recorded == {}

@@ -88,6 +88,15 @@ def test_numbers_stand_at_the_right_under_their_title() -> None:
     ]
 
 
+def test_a_narrow_column_takes_the_room_that_a_wide_one_has_left() -> None:
+    columns = [Column("rank"), Column("a long title", rank=1), Column("loss", rank=2)]
+    rows = [["0", "text", "1.25"]]
+    header, _ = draw_table(columns, rows, 14, ellipsis="…")
+    assert header.plain.split() == ["rank", "loss"]
+    header, _ = draw_table(columns, rows, 18, ellipsis="…")
+    assert header.plain.split("  ") == ["rank", "a long title"]
+
+
 def test_text_shrinks_before_a_column_goes_and_the_highest_rank_goes_first() -> None:
     assert _table(27)[1] == "   0  cuda:…   97%  running"
     assert _table(26)[1] == "   0   97%  running"
@@ -174,6 +183,19 @@ def test_a_scale_holds_its_values_and_has_few_ticks(low: float, high: float) -> 
     assert 1 <= len(scale.ticks) <= 6
     margin = 1e-9 * (scale.high - scale.low)
     assert all(scale.low - margin <= tick <= scale.high + margin for tick in scale.ticks)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "newest"),
+    [(155_900, 158_200, "158k"), (3e9, 3.02e9, "3.02G"), (1.00001e-5, 1.00004e-5, "1.00004e-05"),
+     (405, 425, "425"), (1e20, 1.0001e20, "1.0001e+20")],
+)  # fmt: skip
+def test_labels_of_an_axis_differ(low: float, high: float, newest: str) -> None:
+    lines = _plot(low, high, width=60, height=13)
+    labels = [line.split(" ")[0] for line in map(str.strip, lines) if line and line[0].isdigit()]
+    assert len(labels) > 2
+    assert len(set(labels)) == len(labels)
+    assert any(label[:3] == newest[:3] for label in labels)
 
 
 def _plot(*values: float, width: int = 20, height: int = 4, glyphs: Glyphs = UNICODE) -> list[str]:

@@ -202,6 +202,13 @@ def test_the_ends_of_the_scale_and_its_shades_are_named() -> None:
     assert digits[-1].startswith("184 ms 0123456789 284 ms")
 
 
+def test_ranks_that_differ_by_little_are_called_even() -> None:
+    loads = [steady(forward=0.1 + 0.0001 * number) for number in range(4)]
+    seen = state(job(ranks=tuple(worker(number, load) for number, load in enumerate(loads))))
+    assert _draw(seen, figure="compute time")[-1].startswith("even within 1%")
+    assert not any("even" in line for line in _draw(_late(), figure="compute time"))
+
+
 def test_without_colours_a_map_still_reads() -> None:
     signs = {line.strip()[:2] for line in _draw(_late(2), 14, 6, figure="compute time")[1:3]}
     assert {"··", "██"} & signs

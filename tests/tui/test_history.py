@@ -5,13 +5,13 @@ import pytest
 
 from boltmesh.telemetry.snapshot import MetricPoint
 from boltmesh.tui.panels.chart import Curve, draw_plot, seen_through, value_at
-from boltmesh.tui.panels.history import charts
+from boltmesh.tui.panels.history import charts, draw_trends
 from boltmesh.tui.render.style import UNICODE, Style
 from boltmesh.tui.sources.live import Observation
 from boltmesh.tui.state import Series, fold
 from boltmesh.tui.view import View
 from tests.tui.samples import NOW, crashed_demo, demo, job
-from tests.tui.screens import job_screen, open_app, screen_text
+from tests.tui.screens import job_screen, open_app, screen_text, settle
 
 LOOK = Style(UNICODE)
 
@@ -140,3 +140,28 @@ def test_a_cursor_reads_the_nearest_point_and_nothing_far_beyond_the_ends() -> N
     assert read == [1.0, 1.0, 2.0, 3.0, 3.0, None]
     assert value_at(Series((), ()), 1) is None
     assert value_at(Series((5,), (1.0,)), 5) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("key", "title"),
+    [("2", "tokens/s"), ("3", "traffic of rank 0"), ("4", "bubble, %"),
+     ("6", "memory of rank 0"), ("8", "step time, ms")],
+)  # fmt: skip
+async def test_room_below_the_tables_shows_the_run(key: str, title: str) -> None:
+    async with open_app(demo(), size=(160, 60)) as pilot:
+        await pilot.press(key)
+        assert f"─ {title}" in screen_text(pilot.app)
+        await pilot.resize_terminal(160, 20)
+        await settle(pilot)
+        assert f"─ {title}" not in screen_text(pilot.app)
+
+
+def test_noise_of_the_cost_of_a_step_does_not_fill_its_chart() -> None:
+    seen = fold(None, demo())
+    (chart,) = [each for each in charts(seen) if each.name == "step_s"]
+    values = chart.series.values
+    assert max(values) - min(values) < 0.05 * max(values)
+    lines = draw_trends(seen, 80, 20, LOOK, view=View(), names=("step_s",))
+    drawn = [line.plain for line in lines[1:-1]]
+    dotted = [line for line in drawn if any("\u2801" <= char <= "\u28ff" for char in line)]
+    assert 1 <= len(dotted) < len(drawn) / 2

@@ -41,6 +41,15 @@ async def test_a_click_on_a_tab_opens_it(size: tuple[int, int]) -> None:
             assert job_screen(pilot).page.tab.name == tab.name
 
 
+async def test_a_wide_terminal_has_the_tabs_of_all_screens() -> None:
+    async with open_app(demo(), size=(200, 40)) as pilot:
+        for page in PAGES.values():
+            await pilot.click(offset=find_text(pilot.app, f"{page.tab.key} {page.tab.title}"))
+            assert job_screen(pilot).page is page
+    async with open_app(demo(), size=(120, 40)) as pilot:
+        assert "h History" not in screen_text(pilot.app)
+
+
 async def test_the_tab_of_the_jobs_opens_their_list() -> None:
     async with open_source(
         FakeSource(demo()), size=(120, 40), list_jobs=lambda: [summary(1)]

@@ -10,7 +10,7 @@ from boltmesh.tui.pages.registry import PAGES
 from boltmesh.tui.panels.header import draw_header, draw_headline, draw_timeline
 from boltmesh.tui.render.line import Line, fit
 from boltmesh.tui.render.style import Style, heading, sentence
-from boltmesh.tui.render.tabs import Tab, draw_keys, draw_tabs
+from boltmesh.tui.render.tabs import Tab, draw_keys, draw_tabs, fits
 from boltmesh.tui.session import Recording, Session
 
 
@@ -42,7 +42,7 @@ def frame_panels(
         "headline": lambda width, _: [draw_headline(state, width, look)],
         "tabs": lambda width, _: [
             draw_tabs(
-                shown_tabs(front.page, has_jobs=front.has_jobs),
+                shown_tabs(front.page, width, has_jobs=front.has_jobs),
                 front.page.tab.name,
                 width,
                 look,
@@ -73,9 +73,12 @@ def frame_tabs(*, has_jobs: bool) -> list[Tab]:
     return [*PAGES.tabs, JOBS] if has_jobs else [*PAGES.tabs]
 
 
-def shown_tabs(page: Page, *, has_jobs: bool) -> list[Tab]:
-    """Return the tabs on the screen of a page: that of the page itself is always there."""
+def shown_tabs(page: Page, width: int, *, has_jobs: bool) -> list[Tab]:
+    """Return the tabs on the screen of a page: all that fit, or digits and the page itself."""
     tabs = frame_tabs(has_jobs=has_jobs)
+    others = [each.tab for each in PAGES.values() if each.tab not in tabs]
+    if fits([*tabs, *others], width):
+        return [*tabs, *others]
     return tabs if page.tab in tabs else [*tabs, page.tab]
 
 

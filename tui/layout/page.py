@@ -2,12 +2,14 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from boltmesh.tui.layout.region import Plan, Region
+from boltmesh.tui.layout.region import Plan, Region, split_spare
 from boltmesh.tui.panels.help import PageHelp
+from boltmesh.tui.panels.history import draw_trends, has_trends
 from boltmesh.tui.render.line import Line
 from boltmesh.tui.render.style import Style
 from boltmesh.tui.render.table import column_at
@@ -195,6 +197,24 @@ def table_draw(table: Table, scene: Scene) -> Draw:
     """Return the drawing of a table, looked at as the person has chosen."""
     view = scene.view.table(table.name)
     return lambda width, height: table.draw(scene.state, width, height, scene.look, table=view)
+
+
+def with_trends(
+    scene: Scene, body: Region, needed: int, names: Sequence[str]
+) -> tuple[Region, list[Panel]]:
+    """Return the part of ``body`` that other panels need, and history for what is left below.
+
+    Args:
+        scene: What is shown.
+        body: All of the room.
+        needed: Lines of the other panels.
+        names: Of the trends.
+    """
+    if not has_trends(scene.state, names):
+        return body, []
+    upper, lower = split_spare(body, needed)
+    draw = partial(draw_trends, scene.state, look=scene.look, view=scene.view, names=names)
+    return upper, [Panel("trends", lower, draw)] if lower.height else []
 
 
 def place(plan: Plan, draws: dict[str, Draw]) -> list[Panel]:

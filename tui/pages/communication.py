@@ -4,7 +4,7 @@ from typing import Final
 
 from typing_extensions import override
 
-from boltmesh.tui.layout.page import Page, Panel, Scene, Table, place, table_draw
+from boltmesh.tui.layout.page import Page, Panel, Scene, Table, place, table_draw, with_trends
 from boltmesh.tui.layout.region import Item, Region, stack
 from boltmesh.tui.panels.help import TRAFFIC_TERMS, PageHelp
 from boltmesh.tui.panels.peers import draw_peers
@@ -36,6 +36,8 @@ class CommunicationPage(Page):
         rows = len(TRAFFIC.rows(state, scene.view.table(TRAFFIC.name)))
         has_peers = any(rank.peers for rank in state.job.ranks)
         peers = scene.title + 3 + len(state.job.ranks) if has_peers else 0
+        needed = scene.title + 8 + rows + peers
+        body, trends = with_trends(scene, body, needed, ("bytes_per_s", "step_s"))
         plan = stack(
             body,
             (
@@ -49,13 +51,14 @@ class CommunicationPage(Page):
                 Item("peers", min(peers, scene.title + 5), peers, 2, grows=True),
             ),
         )
-        return place(
+        panels = place(
             plan,
             {
                 "traffic": table_draw(TRAFFIC, scene),
                 "peers": lambda width, height: draw_peers(state, width, height, look),
             },
         )
+        return [*panels, *trends]
 
 
 PAGE: Final[Page] = CommunicationPage()

@@ -4,12 +4,11 @@ from typing import Final
 
 from typing_extensions import override
 
-from boltmesh.tui.layout.page import Page, Panel, Scene, Table, place, table_draw
-from boltmesh.tui.layout.region import LEAST_SPARE, Item, Region, stack
+from boltmesh.tui.layout.page import Page, Panel, Scene, Table, place, table_draw, with_trends
+from boltmesh.tui.layout.region import Item, Region, stack
 from boltmesh.tui.panels import devices
 from boltmesh.tui.panels import processes as processes_module
 from boltmesh.tui.panels.help import DEVICE_TERMS, PageHelp
-from boltmesh.tui.panels.history import draw_trends
 from boltmesh.tui.render.tabs import Tab
 
 DEVICES = Table(
@@ -46,28 +45,17 @@ class DevicesPage(Page):
 
     @override
     def panels(self, scene: Scene, body: Region) -> list[Panel]:
-        """Both tables share what the devices do not need."""
+        """The devices, then the processes, and the run in what both leave."""
         state, view = scene.state, scene.view
         rows = len(DEVICES.rows(state, view.table(DEVICES.name)))
         processes = len(PROCESSES.rows(state, view.table(PROCESSES.name)))
-        items = [
+        items = (
             Item("devices", min(3, body.height), scene.title + 3 + rows, 1),
-            Item("processes", scene.title + 2, scene.title + 3 + processes, 2),
-        ]
-        if any(len(series.steps) > 1 for name, series in state.trends.items() if name in TRENDS):
-            items.append(Item("trends", LEAST_SPARE, LEAST_SPARE, 3, grows=True))
-        else:
-            items[1] = items[1]._replace(grows=True)
-        return place(
-            stack(body, items),
-            {
-                "devices": table_draw(DEVICES, scene),
-                "processes": table_draw(PROCESSES, scene),
-                "trends": lambda width, height: draw_trends(
-                    state, width, height, scene.look, view=view, names=TRENDS
-                ),
-            },
+            Item("processes", scene.title + 2, scene.title + 3 + processes, 2, grows=True),
         )
+        upper, trends = with_trends(scene, body, sum(item.ideal for item in items), TRENDS)
+        draws = {"devices": table_draw(DEVICES, scene), "processes": table_draw(PROCESSES, scene)}
+        return [*place(stack(upper, items), draws), *trends]
 
 
 PAGE: Final[Page] = DevicesPage()

@@ -4,7 +4,7 @@ from typing import Final
 
 from typing_extensions import override
 
-from boltmesh.tui.layout.page import Page, Panel, RankMap, Scene, place
+from boltmesh.tui.layout.page import Page, Panel, RankMap, Scene, place, with_trends
 from boltmesh.tui.layout.region import GUTTER, Item, Plan, Region, stack
 from boltmesh.tui.metrics.heat import chosen_heat
 from boltmesh.tui.panels.help import PageHelp
@@ -58,8 +58,11 @@ class MeshPage(Page):
         """The map has a cell for each rank as long as that is possible at all."""
         state, look, view = scene.state, scene.look, scene.view
         figure = chosen_heat(scene.view)
-        return place(
-            self._plan(scene, body),
+        plan = self._plan(scene, body)
+        needed = max(region.y + region.height for region in plan.values()) - body.y
+        upper, trends = with_trends(scene, body, needed, ("step_s", "bytes_per_s"))
+        panels = place(
+            self._plan(scene, upper) if trends else plan,
             {
                 "map": lambda width, height: draw_map(
                     state, width, height, look, figure=figure, selected=view.rank
@@ -72,6 +75,7 @@ class MeshPage(Page):
                 ),
             },
         )
+        return [*panels, *trends]
 
     def _plan(self, scene: Scene, body: Region) -> Plan:
         state, look, figure = scene.state, scene.look, chosen_heat(scene.view)

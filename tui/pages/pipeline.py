@@ -5,7 +5,7 @@ from typing import Final
 
 from typing_extensions import override
 
-from boltmesh.tui.layout.page import Page, Panel, Scene, place
+from boltmesh.tui.layout.page import Page, Panel, Scene, place, with_trends
 from boltmesh.tui.layout.region import Item, Region, stack
 from boltmesh.tui.panels.boundaries import borders, draw_borders
 from boltmesh.tui.panels.bubble import draw_bubble
@@ -49,7 +49,9 @@ class PipelinePage(Page):
         if between := borders(state.job):
             size = scene.title + 1 + len(between)
             items.insert(1, Item("borders", size, size, 3))
-        return place(
+        needed = sum(item.ideal for item in items)
+        body, trends = with_trends(scene, body, needed, ("bubble_ratio", "step_s"))
+        panels = place(
             stack(body, items),
             {
                 "bubble": lambda width, height: draw_bubble(state, width, height, look),
@@ -57,6 +59,7 @@ class PipelinePage(Page):
                 "gantt": lambda width, height: draw_gantt(state, width, height, look),
             },
         )
+        return [*panels, *trends]
 
     @override
     def empty_reason(self, state: State) -> Sequence[str]:

@@ -4,10 +4,9 @@ from typing import Final
 
 from typing_extensions import override
 
-from boltmesh.tui.layout.page import Page, Panel, Scene, Table, table_draw
-from boltmesh.tui.layout.region import Region, split_spare
+from boltmesh.tui.layout.page import Page, Panel, Scene, Table, table_draw, with_trends
+from boltmesh.tui.layout.region import Region
 from boltmesh.tui.panels.help import DEVICE_TERMS, STEP_TIME_TERMS, PageHelp
-from boltmesh.tui.panels.history import draw_trends
 from boltmesh.tui.panels.rank_detail import draw_rank_detail
 from boltmesh.tui.panels.rank_table import COLUMNS, draw_rank_table, shown_ranks
 from boltmesh.tui.render.tabs import Tab
@@ -37,19 +36,9 @@ class RanksPage(Page):
     @override
     def panels(self, scene: Scene, body: Region) -> list[Panel]:
         """The table, and below it the trends of a step if they find room."""
-        rows = len(scene.state.job.ranks)
-        table, spare = split_spare(body, scene.title + 1 + rows)
-        state, look, view = scene.state, scene.look, scene.view
-        return [
-            Panel("ranks", table, table_draw(RANKS, scene)),
-            Panel(
-                "trends",
-                spare,
-                lambda width, height: draw_trends(
-                    state, width, height, look, view=view, names=("step_s", "tokens_per_s")
-                ),
-            ),
-        ]
+        needed = scene.title + 1 + len(scene.state.job.ranks)
+        table, trends = with_trends(scene, body, needed, ("step_s", "tokens_per_s"))
+        return [Panel("ranks", table, table_draw(RANKS, scene)), *trends]
 
 
 class RankPage(Page):

@@ -166,8 +166,12 @@ def draw_plot(
     window: Window | None = None,
     cursor: float | None = None,
     is_time: bool = False,
+    least_span: float = 0.0,
 ) -> list[Line]:
-    """A chart with its newest value or that at the cursor, and other series on the same axes."""
+    """A chart with its newest value or that at the cursor, and other series on the same axes.
+
+    ``least_span`` is the least range of the values, as a share of the largest.
+    """
     over = [curve for curve in over if curve.series.steps]
     if window is None:
         window = window_of([series, *(curve.series for curve in over)], View())
@@ -181,6 +185,7 @@ def draw_plot(
         over=over,
         window=window,
         cursor=cursor,
+        least_span=least_span,
     )
     lines = [heading(title, width, look, right=Line(newest, "strong")), *plot]
     if has_axis and plot:
@@ -202,9 +207,15 @@ class _Axes(NamedTuple):
     plot_width: int
 
 
-def _axes(values: Sequence[float], width: int, height: int, *, is_log: bool) -> _Axes:
+def _axes(
+    values: Sequence[float], width: int, height: int, *, is_log: bool, least_span: float = 0.0
+) -> _Axes:
     ticks = max(2, height // 3)
-    scale = (log_scale if is_log else nice_scale)(min(values), max(values), ticks=ticks)
+    low, high = min(values), max(values)
+    missing = least_span * max(abs(low), abs(high)) - (high - low)
+    if missing > 0 and not is_log:
+        low, high = low - missing / 2, high + missing / 2
+    scale = (log_scale if is_log else nice_scale)(low, high, ticks=ticks)
     labels = _labels(scale, height, is_log=is_log)
     label_width = max(len(label) for label in labels)
     plot_width = width - label_width - 1
@@ -227,6 +238,7 @@ def plot_series(
     over: Sequence[Curve] = (),
     window: Window | None = None,
     cursor: float | None = None,
+    least_span: float = 0.0,
 ) -> list[Line]:
     """Return ``height`` lines: labels of the scale at the left, the curve beside them.
 
@@ -237,7 +249,7 @@ def plot_series(
     values = [value for each in points for _, value in each]
     if not values or height < 1:
         return [Line("no finite value", "warn").crop(width)][:height]
-    axes = _axes(values, width, height, is_log=is_log)
+    axes = _axes(values, width, height, is_log=is_log, least_span=least_span)
     if window is None:
         steps = [step for each in points for step, _ in each]
         window = min(steps), max(steps)
@@ -277,13 +289,20 @@ def _background(
 
 
 def x_at(
-    shown: Sequence[Series], width: int, height: int, x: int, window: Window, *, is_log: bool
+    shown: Sequence[Series],
+    width: int,
+    height: int,
+    x: int,
+    window: Window,
+    *,
+    is_log: bool,
+    least_span: float = 0.0,
 ) -> float | None:
     """Return the step of a plot's column; None: it is among the labels."""
     values = [value for each in shown for _, value in _points(each, is_log=is_log)]
     if not values or height < 1:
         return None
-    axes = _axes(values, width, height, is_log=is_log)
+    axes = _axes(values, width, height, is_log=is_log, least_span=least_span)
     place = x - axes.label_width - 1
     if place < 0:
         return None
@@ -348,11 +367,18 @@ def _labels(scale: Scale, height: int, *, is_log: bool) -> list[str]:
     return labels
 
 
+_THOUSANDS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+
+
 def _label(value: float, step: float) -> str:
     """Return ``value`` with just the decimals that tell it from its neighbour."""
     size = max(abs(value), step)
-    if size >= 1e5 or step < 1e-4:
-        return f"{value:.2g}" if value else "0"
+    if size >= 1e15 or step < 1e-4:
+        digits = max(2, 1 + math.floor(math.log10(size)) - math.floor(math.log10(step) + 1e-9))
+        return f"{value:.{digits}g}" if value else "0"
+    if size >= 1e5:
+        unit, letter = next(each for each in _THOUSANDS if size >= each[0])
+        return _label(value / unit, step / unit) + letter
     decimals = max(0, -math.floor(math.log10(step) + 1e-9))
     return f"{value:.{decimals}f}"
 

@@ -4,6 +4,7 @@ A shade is a character of its own in a colour of its own, so the map reads witho
 ASCII it is a digit. Where there is room the figure is printed beside it.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterable
 from itertools import pairwise
@@ -95,10 +96,22 @@ def worst_rank(ranks: Iterable[int], shown: Heat) -> int:
     return max(ranks, key=badness)
 
 
+def _even_share(shown: Heat, look: Style) -> float | None:
+    """Return how far ranks of the same shade are apart, as a share of the most; else None."""
+    known = [each for each in shown.values.values() if each.value is not None and not each.mark]
+    found = [each.value or 0.0 for each in known]
+    shades = {_shade(each, shown, look) for each in known}
+    if len(found) < len(shown.values) or len(found) < 2 or len(shades) > 1 or min(found) <= 0:
+        return None
+    return 1 - min(found) / max(found)
+
+
 def draw_legend(shown: Heat, look: Style, *, ranks_per_cell: int = 1) -> list[Line]:
     """The ends of the scale, what other signs mean, and whom a cell stands for."""
     parts: list[Line] = []
-    if shown.low:
+    if (share := _even_share(shown, look)) is not None:
+        parts.append(Line(f"even within {max(1, math.ceil(100 * share))}%", "muted"))
+    elif shown.low:
         shades = look.glyphs.shades
         scale = Line(f"{shown.low} ", "muted")
         for place in range(len(shades)):

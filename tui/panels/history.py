@@ -1,7 +1,7 @@
 """Charts of the run side by side: what is logged, what each step costs, and a second run."""
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -39,6 +39,7 @@ TRENDS = (
 )
 """Name, title and factor."""
 CLOCK = "wall_s"
+TREND_SPAN = 0.2
 
 
 class Chart(NamedTuple):
@@ -52,6 +53,11 @@ class Chart(NamedTuple):
     """Whether the title names the unit; the newest value is then rounded."""
     other: Series | None = None
     """The same of the other run."""
+
+    @property
+    def least_span(self) -> float:
+        """The least range of its values: noise of a step's cost does not fill the chart."""
+        return TREND_SPAN if self.has_units else 0.0
 
     @property
     def shown(self) -> list[Series]:
@@ -139,6 +145,11 @@ def draw_trends(
         if name in state.trends and len(state.trends[name].steps) > 1
     ]
     return _grid(found, width, height, look, view)
+
+
+def has_trends(state: State, names: Iterable[str]) -> bool:
+    """Say whether ``draw_trends`` has a curve to draw."""
+    return any(name in state.trends and len(state.trends[name].steps) > 1 for name in names)
 
 
 def draw_history(state: State, width: int, height: int, look: Style, *, view: View) -> list[Line]:
@@ -237,7 +248,13 @@ def cursor_at(state: State, width: int, height: int, view: View, x: int, y: int)
     shown = [seen_through(each, view, window) for each in chart.shown]
     room = _room(height, grid.down, row) - 2
     return x_at(
-        shown, grid.cell, room, x - column * (grid.cell + GAP), window, is_log=_is_log(chart, view)
+        shown,
+        grid.cell,
+        room,
+        x - column * (grid.cell + GAP),
+        window,
+        is_log=_is_log(chart, view),
+        least_span=chart.least_span,
     )
 
 
@@ -274,4 +291,5 @@ def _draw(
         window=window,
         cursor=view.cursor,
         is_time=view.is_time,
+        least_span=chart.least_span,
     )

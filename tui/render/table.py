@@ -69,6 +69,11 @@ def _shrink(columns: Sequence[Column], widths: list[int], width: int) -> list[in
         for place in reversed(kept.copy()):
             if columns[place].rank == rank and overflow() > 0:
                 kept.remove(place)
+    # A wide column that went may have left room for a narrow one.
+    dropped = [place for place in range(len(columns)) if place not in kept]
+    for place in sorted(dropped, key=lambda place: columns[place].rank):
+        if widths[place] + GAP + overflow() <= 0:
+            kept = sorted([*kept, place])
     return kept
 
 

@@ -29,6 +29,11 @@ class Tab(msgspec.Struct, frozen=True):
         return self.short_title or self.title[:SHORT_LETTERS].rstrip()
 
 
+def fits(tabs: Sequence[Tab], width: int) -> bool:
+    """Say whether all tabs have their full titles in a line of that width."""
+    return sum(len(_text(tab, tab.title)) + 2 for tab in tabs) <= width
+
+
 class _PlacedTab(NamedTuple):
     tab: Tab
     """Opened by a click."""

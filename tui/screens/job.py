@@ -198,7 +198,7 @@ class JobScreen(NavigationScreen):
         self._scroll(event, -WHEEL_ROWS)
 
     def _click_tab(self, width: int, x: int) -> None:
-        tabs = shown_tabs(self.page, has_jobs=self.dashboard.has_jobs)
+        tabs = shown_tabs(self.page, width, has_jobs=self.dashboard.has_jobs)
         name = tab_at(tabs, self.page.tab.name, width, x)
         if name == "jobs":
             self.dashboard.action_show_jobs()
