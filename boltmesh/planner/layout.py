@@ -35,7 +35,7 @@ class Layout:
         has_fp32_gradients: Whether gradients are reduced in fp32.
         has_fused_kernels: Whether norms, residuals and activations are fused, as compiled.
         has_overlap: Whether gathers and reductions run beside computation.
-        attention_speed: Of the kernel of fused attention, over FlashAttention-2.
+        attention_speed: Rate of the kernel of fused attention, over that of FlashAttention-2.
         state_bytes: Bytes per element of parameters, gradients and optimizer state; of boltmesh
             under mixed precision.
     """

@@ -13,7 +13,7 @@ from boltmesh.errors import ConfigError
 
 GB = 1e9
 MEMORY_SHARE = 0.88
-"""Of the bandwidth that a data sheet states; copies of large tensors reach 0.85 to 0.92."""
+"""Share of the bandwidth that a data sheet states; copies of large tensors reach 0.85 to 0.92."""
 DATA = Path(__file__).with_name("accelerators.yaml")
 
 

@@ -34,7 +34,7 @@ SCORE_BYTES = 12
 """Traffic of unfused attention for each score: written, read and written by the softmax and by the
 dropout, read by the product with the values."""
 BLOCK_SECONDS = 10e-6
-"""Of a block's pass that is no computation, where launches run ahead."""
+"""Part of a block's pass that is no computation, where launches run ahead."""
 OVERLAP = 0.874
 """Share of communication beside computation that is hidden: computation is 1.126 times slower
 meanwhile, planner_micro.csv M08."""

@@ -54,7 +54,7 @@ def find_entries(
         model: The model that was analysed.
         analysis: Analysis of the step.
         blocks: Names of the repeated blocks.
-        lengths: Of the axes that the user has named; None: those that something looks along.
+        lengths: Sizes of the axes that the user has named; None: those that something looks along.
     """
     trace = analysis.trace
     axes, modules = _sequences(analysis, lengths)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 from torch.nn import Module
@@ -39,11 +39,7 @@ class ContextOptions:
         ):
             if value not in known:
                 raise ConfigError(f"{name}={value!r} does not exist. Use {' or '.join(known)}.")
-        if self.dims is not None and not (
-            isinstance(self.dims, Mapping)
-            and self.dims
-            and all(type(each) is int for each in self.dims.values())
-        ):
+        if self.dims is not None and not _names_dims(self.dims):
             raise ConfigError(
                 f"dims={self.dims!r} names no dim of a batch. Use {{'input_ids': 1}}: a name or "
                 f"place of the batch and the dim of the sequence, or leave it out."
@@ -94,3 +90,9 @@ def refuse_modules(root: Module) -> None:
                 f"{shown} is a SyncBatchNorm, whose moments would count a batch once for each rank "
                 f"of a context group. Use BatchNorm, GroupNorm or LayerNorm."
             )
+
+
+def _names_dims(value: Any) -> bool:
+    """Whether a value of a config is a mapping to numbers of dims."""
+    is_mapping = isinstance(value, Mapping) and bool(value)
+    return is_mapping and all(type(each) is int for each in value.values())

@@ -1,6 +1,6 @@
 """Brings the parameters of whole modules to the ranks that compute with them.
 
-Of a list of experts each rank runs some modules. Between steps every parameter of the list is a
+Each rank runs some modules of a list of experts. Between steps every parameter of the list is a
 shard on each rank of the group, as all others of the model are, so that optimizers, norms and
 checkpoints see nothing new. For a forward pass each rank sends its shards of a module to the rank
 that runs it, in one exchange per list and type; in the backward pass gradients go the other way.

@@ -206,7 +206,7 @@ class DataAxis(Axis, ABC):
             zeroes_gradients=partial(zeroes_gradients, trainer),
             recorder=strategy.recorder,
             recomputed=strategy.recomputation.blocks,
-            # Of a model that is whole no list: it would keep parameters that become shards.
+            # A model that is whole has no list: it would keep parameters that become shards.
             held=strategy.held_parameters() if strategy.divides_modules else None,
             holds_buffer=strategy.holds_buffer,
             owned=next((each for each in map(_owned_by, strategy.axes) if each is not None), None),

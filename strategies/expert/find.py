@@ -63,7 +63,7 @@ class ExpertCall:
     rows: Tensor | None = None
     """All rows that experts of a list were given, without values."""
     results: Tensor | None = None
-    """What they gave for them, without values."""
+    """Outputs for these rows, without values."""
 
 
 def arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[Slot, Any]:
@@ -274,7 +274,7 @@ class _List:
 
     list_name: str
     name: str
-    """Of the module that calls them."""
+    """Name of the module that calls them."""
     caller: Module
     experts: dict[str, Module]
     """By name within the model."""

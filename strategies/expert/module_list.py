@@ -43,7 +43,7 @@ class _Pass:
     calls: list[tuple[int, Tensor]]
     """Experts and what they were given, in order."""
     results: list[Tensor] | None = None
-    """What they answer; None in the first run."""
+    """Outputs to answer with; None in the first run."""
     place: int = 0
 
 
@@ -136,7 +136,7 @@ class DividedList(DividedExperts):
         """Return what an expert gives in this pass of the module.
 
         Args:
-            number: Of the expert.
+            number: Number of the expert.
             args: That the author's code calls it with.
             kwargs: Likewise.
         """

@@ -126,7 +126,7 @@ class Scene(msgspec.Struct, frozen=True):
     view: View
     look: Style
     width: int
-    """Of the whole terminal, which decides on the number of columns."""
+    """Columns of the whole terminal, which decide on how many panels lie beside each other."""
 
     @property
     def title(self) -> int:

@@ -17,7 +17,7 @@ class BatchFlops(NamedTuple):
 
     model: int
     recomputed: int
-    """Of activations that are computed again in the backward pass; hardware FLOPs have both."""
+    """FLOPs of activations computed again in the backward pass; hardware FLOPs have both."""
 
 
 class FlopCounter:

@@ -213,7 +213,7 @@ def differentiable(
 class Collective(Function):
     """A collective and the one that is its backward pass.
 
-    Of a tensor whose sequence the context axis divides, it takes and gives this rank's positions.
+    A tensor that the context axis divides goes in and comes out as this rank's positions.
     """
 
     @staticmethod
