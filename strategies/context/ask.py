@@ -160,6 +160,10 @@ def _asked(call: Call) -> Answer:
     except Exception as error:  # noqa: BLE001 - code that needs values may raise anything
         why = f"cannot be run without data ({type(error).__name__})"
         return Answer(dict.fromkeys(atoms, why))
+    if getattr(call.func, "has_own_backward", False):
+        used = {each.key for step in trace.steps for each in step.inputs}
+        if any(isinstance(each, Tensor) and trace.operand(each).key not in used for each in values):
+            return Answer(dict.fromkeys(atoms, "keeps a tensor for its own backward pass alone"))
     inputs = {
         place: _sequences(trace.dims(each), atoms)
         for place, each in enumerate(values)

@@ -251,6 +251,7 @@ def _function_of(cls: Any) -> Any:
             return _apply(cls, *args, **kwargs)
 
         known.__name__ = cls.__name__
+        known.has_own_backward = True  # type: ignore[attr-defined]
         _functions[cls] = known
     return known
 

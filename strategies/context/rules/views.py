@@ -211,7 +211,11 @@ def cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return NotImplemented
     dim %= first.ndim
     pieces = [each for each in pieces if each.ndim == first.ndim]  # torch allows empty vectors
-    if dim != first.cut_dim or any(
+    if dim != first.cut_dim:
+        # A piece of no length adds nothing, and has no element by which to see its sequence.
+        some = [each for each in pieces if each.shape[dim] or each.dtype != first.dtype]
+        return torch.cat(some, dim) if 0 < len(some) < len(pieces) else NotImplemented
+    if any(
         isinstance(each, CutTensor) and (each.cut_dim != dim or not each.is_simple)
         for each in pieces
     ):
