@@ -1,5 +1,6 @@
 """``DetectNonFinite``: names the first module whose output is not finite, its rank and its step."""
 
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from typing_extensions import override
 
-from boltmesh.errors import DivergenceError, UnsupportedError
+from boltmesh.errors import DivergenceError
+from boltmesh.strategies.pipeline.stage.units import find_stage_units
 from boltmesh.strategies.pytree import tensors_in
 from boltmesh.strategies.torch_compat.tensors import is_fake
 
@@ -30,12 +32,17 @@ class DetectNonFinite(Callback):
     Negative infinity is allowed, because masks consist of it.
 
     The error comes after the batch, before a checkpoint of it is saved, and is the same on all
-    ranks: among several ranks the one with the earliest module is named. Pipelines are refused.
-    Modules that are compiled are not seen, only what contains them.
+    ranks: among several ranks the one with the earliest module is named. In a pipeline, the layers
+    that a stage runs are looked at, and what lies in them: the earliest layer of any microbatch is
+    named. Modules that are compiled are not seen, only what contains them.
     """
 
     def __init__(self) -> None:
         self._handles: list[RemovableHandle] = []
+        self._forwards: list[tuple[Module, Any]] = []
+        """Layers of a pipeline, and what they had as a forward of their own."""
+        self._places = {BATCH: -1}
+        """Index of the layer of a pipeline that a module is or lies in."""
         self._seen: list[tuple[str, Tensor]] = []
         """Names, and on the device whether all is finite."""
         self._last: Tensor | None = None
@@ -44,16 +51,33 @@ class DetectNonFinite(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if getattr(trainer.strategy, "divides_modules", False):
-            # Its ranks call layers with outputs that are filled in later.
-            raise UnsupportedError(
-                "DetectNonFinite looks at the output of each layer when it returns, and in a "
-                "pipeline that is not filled in yet. Find the layer with bolt_ddp, bolt_zero3 or "
-                "bolt_tensor from the same checkpoint."
-            )
+            self._look_at_units(find_stage_units(pl_module))
+            return
         for name, module in pl_module.named_modules():
             if name:
-                hook = partial(self._look, name)
-                self._handles.append(module.register_forward_hook(hook, always_call=False))
+                self._add_hook(name, module)
+
+    def _add_hook(self, name: str, module: Module) -> None:
+        hook = partial(self._look, name)
+        self._handles.append(module.register_forward_hook(hook, always_call=False))
+
+    def _look_at_units(self, units: Mapping[str, Module]) -> None:
+        """Look at units where their stage runs them; hooks on them run on every stage."""
+        for place, (name, unit) in enumerate(units.items()):
+            for inner, module in unit.named_modules(prefix=name):
+                self._places[inner] = place
+                if module is not unit:
+                    self._add_hook(inner, module)
+            self._forwards.append((unit, vars(unit).get("forward")))
+            unit.forward = partial(self._run, name, unit, unit.forward)
+        self._places[LOSS] = len(units)
+
+    def _run(
+        self, name: str, unit: Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Any:
+        output = forward(*args, **kwargs)
+        self._look(name, unit, args, output)
+        return output
 
     @override
     def on_train_batch_start(
@@ -77,15 +101,19 @@ class DetectNonFinite(Callback):
             dist.all_reduce(is_fine, dist.ReduceOp.MIN)
         if bool(is_fine):
             return
-        own = None
-        if not bool(is_finite.all()):
-            at = int((~is_finite).int().argmax())
-            own = (at, trainer.global_rank, seen[at][0])
-        found: list[tuple[int, int, str] | None] = [own]
+        own = min(
+            (
+                (self._places.get(name, 0), at, trainer.global_rank, name)
+                for at, (name, _) in enumerate(seen)
+                if not is_finite[at]
+            ),
+            default=None,
+        )
+        found: list[tuple[int, int, int, str] | None] = [own]
         if dist.is_initialized():
             found = [None] * dist.get_world_size()
             dist.all_gather_object(found, own)
-        _, rank, name = min(each for each in found if each is not None)
+        _, _, rank, name = min(each for each in found if each is not None)
         what = name if name in {BATCH, LOSS} else f"the output of {name}"
         raise DivergenceError(
             f"in step {self._step} (batch {batch_idx} of the epoch) {what} is not finite on rank "
@@ -107,6 +135,12 @@ class DetectNonFinite(Callback):
         for each in self._handles:
             each.remove()
         self._handles.clear()
+        for unit, forward in reversed(self._forwards):
+            if forward is None:
+                del vars(unit)["forward"]
+            else:
+                unit.forward = forward
+        self._forwards.clear()
         self._seen.clear()
 
     def _look(self, name: str, module: Module, inputs: Any, output: Any) -> None:

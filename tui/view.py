@@ -4,6 +4,7 @@ A table is filtered, then sorted, then scrolled; each of its drawings does so wi
 here, so that one rule holds everywhere.
 """
 
+import itertools
 import math
 import operator
 import re
@@ -39,7 +40,7 @@ class TableView(msgspec.Struct, frozen=True):
     """Title of the column; None: the table's own order."""
     is_descending: bool = False
     filter: str = ""
-    """Words; a row stays when it has each of them. See :func:`matches`."""
+    """Words; a row stays when it has each of them. See :func:`filter_rows`."""
 
 
 class View(msgspec.Struct, frozen=True):
@@ -76,21 +77,26 @@ class View(msgspec.Struct, frozen=True):
         return self.tables.get(name, TableView())
 
 
-def matches(words: str, cells: Cells) -> bool:
-    """Say whether a row has every word of a filter.
-
-    A word is looked for in all cells, in either case. ``column=value`` asks for a whole cell and
-    ``column!=value`` for any other; ``<``, ``<=``, ``>``, ``>=`` compare numbers. A column may be
-    shortened, and its blanks are left out: ``bytes>1e6`` fits a column ``bytes per step``.
-    """
-    return all(_has_word(word, cells) for word in words.casefold().split())
-
-
 def filter_rows(rows: Sequence[Row], cells_of: Callable[[Row], Cells], words: str) -> list[Row]:
-    """Return the rows that stay."""
-    if not words.strip():
+    """Return the rows that have every word of a filter.
+
+    A word is looked for in all cells, in either case. A word of letters that no row has as it is
+    fits the rows that have its letters in this order within one word of a cell: ``alrd`` fits
+    ``allreduce``. ``column=value`` asks for a whole cell and ``column!=value`` for any other;
+    ``<``, ``<=``, ``>``, ``>=`` compare numbers. A column may be shortened, and its blanks are left
+    out: ``bytes>1e6`` fits a column ``bytes per step``.
+    """
+    wanted = words.casefold().split()
+    if not wanted:
         return list(rows)
-    return [row for row in rows if matches(words, cells_of(row))]
+    every = [cells_of(row) for row in rows]
+    stays = [True] * len(every)
+    for word in wanted:
+        found = [_has_word(word, cells) for cells in every]
+        if not any(found) and word.isalpha():
+            found = [_has_letters(word, cells) for cells in every]
+        stays = list(map(operator.and_, stays, found))
+    return list(itertools.compress(rows, stays))
 
 
 def sort_rows(rows: Sequence[Row], cells_of: Callable[[Row], Cells], table: TableView) -> list[Row]:
@@ -126,6 +132,16 @@ def _has_word(word: str, cells: Cells) -> bool:
     if test is None or name is None:
         return any(word in _text(cell) for cell in cells.values())
     return _passes(cells[name], test["sign"], test["value"])
+
+
+def _has_letters(word: str, cells: Cells) -> bool:
+    parts = (part for cell in cells.values() for part in _text(cell).split())
+    return any(_is_subsequence(word, part) for part in parts)
+
+
+def _is_subsequence(letters: str, text: str) -> bool:
+    rest = iter(text)
+    return all(letter in rest for letter in letters)
 
 
 def _column(name: str, cells: Cells) -> str | None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from boltmesh.strategies import (
     DDPStrategy,
     DetectNonFinite,
+    Parallel3DStrategy,
     PipelineParallelStrategy,
     TensorParallelStrategy,
     ZeROStrategy,
@@ -23,6 +24,10 @@ MADE: dict[str, Any] = {
     "recomputed": lambda **more: DDPStrategy(activation_checkpointing="selective", **more),
     "tensor": TensorParallelStrategy,
     "pipeline": lambda **more: PipelineParallelStrategy(stages=2, microbatches=2, **more),
+    "interleaved": lambda **more: PipelineParallelStrategy(
+        stages=2, microbatches=2, schedule="interleaved_1f1b", **more
+    ),
+    "3d": lambda **more: Parallel3DStrategy(pipeline=2, tensor=2, microbatches=2, **more),
 }
 
 
@@ -67,6 +72,9 @@ def fit(rank: int, world_size: int, kind: str, value: float, on: int | None) -> 
         ("recomputed", float("inf"), None, 0),
         ("zero3", float("inf"), 1, 1),
         ("tensor", float("nan"), None, 0),
+        ("pipeline", float("nan"), None, 1),
+        ("interleaved", float("inf"), None, 0),
+        ("3d", float("inf"), None, 2),
     ],
 )
 def test_the_first_module_is_named_with_its_rank_and_step(
@@ -77,21 +85,16 @@ def test_the_first_module_is_named_with_its_rank_and_step(
         rf"{rank}; all that came before it was\. Resume"
     )
     with pytest.raises(RankFailure, match=said):
-        run_ranks(fit, 2, kind, value, on)
+        run_ranks(fit, 4 if kind == "3d" else 2, kind, value, on)
 
 
 @pytest.mark.ranks
 def test_masks_of_negative_infinity_and_finite_steps_pass() -> None:
     assert run_ranks(fit, 2, "ddp", 0.0, None) == [4, 4]
+    assert run_ranks(fit, 2, "pipeline", 0.0, None) == [4, 4]
     detector = DetectNonFinite()
     detector._note("mask", torch.tensor([0.0, float("-inf")]))
     assert [bool(flag) for _, flag in detector._seen] == [True]
-
-
-@pytest.mark.ranks
-def test_a_pipeline_is_refused() -> None:
-    with pytest.raises(RankFailure, match="in a pipeline that is not filled in yet"):
-        run_ranks(fit, 2, "pipeline", float("nan"), None)
 
 
 class Explodes(TinyGPT):

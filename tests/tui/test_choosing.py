@@ -5,17 +5,21 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from boltmesh.telemetry.snapshot import ExpertLoad
 from boltmesh.tui.layout.page import active_table
 from boltmesh.tui.pages.ranks import RANK
 from boltmesh.tui.pages.registry import PAGES
+from boltmesh.tui.render.style import UNICODE, Style
 from boltmesh.tui.screens.prompt import Prompt
 from boltmesh.tui.settings import Settings, save
 from boltmesh.tui.sources.live import Observation
+from boltmesh.tui.state import fold
 from boltmesh.tui.view import TableView
-from tests.tui.samples import NOW, crashed_demo, demo, job, rank
+from tests.tui.samples import NOW, crashed_demo, demo, job, rank, state
 from tests.tui.screens import job_screen, look_again, open_app, screen_text
 
 MANY = Observation(NOW, job(ranks=tuple(rank(number) for number in range(64))))
+TABLES = [(name, table.name) for name, page in PAGES.items() for table in page.tables]
 PAGES_WITH_TABLES = [name for name, page in PAGES.items() if page.tables]
 
 
@@ -201,3 +205,19 @@ async def test_a_rank_that_goes_away_while_it_is_shown_does_no_harm() -> None:
         await look_again(pilot)
         await pilot.press("j", "k", "escape", "j", "end")
         assert _view(pilot).selected == 0
+
+
+@pytest.mark.parametrize(("page", "name"), TABLES)
+def test_a_table_says_that_nothing_fits_its_filter(page: str, name: str) -> None:
+    load = ExpertLoad("blocks.0.moe", (10, 10), (4, 4))
+    seen = fold(None, demo())
+    ranks = tuple(msgspec.structs.replace(each, experts=(load,)) for each in seen.job.ranks)
+    seen = msgspec.structs.replace(
+        seen, job=msgspec.structs.replace(seen.job, ranks=ranks), other=state()
+    )
+    table = next(each for each in PAGES[page].tables if each.name == name)
+    for width, height in ((60, 10), (160, 40)):
+        for words, says in (("qqq", True), ("", False)):
+            drawn = table.draw(seen, width, height, Style(UNICODE), table=TableView(filter=words))
+            text = "\n".join(line.plain for line in drawn)
+            assert ("nothing fits the filter" in text) is says, (words, text)

@@ -155,8 +155,8 @@ def test_a_filter_leaves_the_rows_that_fit() -> None:
     assert [row.ranks for row in shown_devices(state, TableView(filter="temp>85"))] == [(5,)]
     assert [row.ranks for row in shown_devices(state, TableView(filter="hot"))] == [(5,)]
     assert [row.rank for row in shown_processes(state, TableView(filter="rank=3"))] == [3]
-    assert "no device fits the filter" in devices(state, table=TableView(filter="nothing"))[-1]
-    assert "no process fits the filter" in processes(state, table=TableView(filter="nothing"))[-1]
+    assert "nothing fits the filter" in devices(state, table=TableView(filter="nothing"))[-1]
+    assert "nothing fits the filter" in processes(state, table=TableView(filter="nothing"))[-1]
 
 
 def test_the_sorted_column_has_an_arrow_and_the_selected_row_its_role() -> None:

@@ -149,7 +149,7 @@ def test_events_can_be_sorted_by_every_column_and_filtered() -> None:
     assert len(shown_events(seen, TableView(filter="kind=checkpoint"))) == 2
     (found,) = shown_events(seen, TableView(filter="04:39 ckpt"))
     assert found.message == "b.ckpt"
-    assert "no event fits the filter" in _drawn(job(events=events), table=TableView(filter="zz"))
+    assert "nothing fits the filter" in _drawn(job(events=events), table=TableView(filter="zz"))
 
 
 @pytest.mark.parametrize(

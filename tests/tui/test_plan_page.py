@@ -88,7 +88,7 @@ def test_it_is_filtered_by_words_and_columns() -> None:
     shown = state(planned())
     names = [row.pattern for row in shown_plan(shown, TableView(filter="style=whole"))]
     assert names == ["norm.weight"]
-    assert "no parameter fits the filter" in "\n".join(drawn(planned(), filter="nothing like it"))
+    assert "nothing fits the filter" in "\n".join(drawn(planned(), filter="nothing like it"))
 
 
 @pytest.mark.parametrize(

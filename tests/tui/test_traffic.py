@@ -196,7 +196,7 @@ def test_the_table_can_be_sorted_by_every_column_and_filtered() -> None:
     assert [row.axis for row in rows] == ["tensor"]
     assert "all axes" in _drawn(snapshot)
     assert "all axes" not in _drawn(snapshot, table=TableView(filter="data"))
-    assert "no operator fits the filter" in _drawn(snapshot, table=TableView(filter="nowhere"))
+    assert "nothing fits the filter" in _drawn(snapshot, table=TableView(filter="nowhere"))
 
 
 def test_a_sorted_column_is_marked() -> None:

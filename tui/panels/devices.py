@@ -131,8 +131,6 @@ def draw_devices(
     if top:
         lines = [heading("devices", width, look, right=seen.hidden)]
     lines += [*note, seen.header, *seen.lines]
-    if not rows:
-        lines.append(Line("no device fits the filter", "muted").crop(width))
     return [*lines, *detail][: max(0, height)]
 
 

@@ -318,9 +318,8 @@ def draw_event_table(
         look,
         table,
     )
-    nothing = [] if rows else [Line("no event fits the filter", "muted").crop(width)]
     top = [heading("events", width, look, right=seen.hidden)] if look.has_headings else []
-    return [*top, seen.header, *seen.lines, *nothing, *words][:height]
+    return [*top, seen.header, *seen.lines, *words][:height]
 
 
 def shown_events(state: State, table: TableView) -> list[EventRow]:

@@ -55,8 +55,8 @@ def draw_jobs(
     lines = [seen.header, *seen.lines]
     if look.has_headings:
         lines.insert(0, heading("jobs on this host", width, look, right=seen.hidden))
-    if not shown:
-        lines.append(Line("no job fits the filter" if jobs else "none", "muted").crop(width))
+    if not jobs:
+        lines.append(Line("none", "muted").crop(width))
     return lines[:height]
 
 

@@ -249,12 +249,13 @@ def draw_memory(
     moved = draw_offload(offload_rows(state), width, look)
     # The table is the whole story: the others stand where it leaves room, each of them whole or
     # not at all, and what is moved before bars that only repeat the table.
-    needed = min(len(rows) + 1, _MIN_TABLE_LINES)
+    least = max(1, len(rows)) + 1
+    needed = min(least, _MIN_TABLE_LINES)
     moved = moved if len(moved) + needed <= room else []
     bars = bars if len(bars) + len(moved) + needed <= room else []
-    at_least = len(rows) + 1 if moved else needed
+    at_least = least if moved else needed
     notes = notes[: max(0, room - len(bars) - len(moved) - at_least)]
-    if moved and len(bars) + len(rows) + 1 + len(moved) + len(notes) < room:
+    if moved and len(bars) + least + len(moved) + len(notes) < room:
         moved.insert(0, Line())
     seen = browse(
         _COLUMNS,
@@ -265,9 +266,8 @@ def draw_memory(
         look,
         table,
     )
-    nothing = [] if rows else [Line("no kind fits the filter", "muted").crop(width)]
     top = [heading("memory", width, look, right=seen.hidden)] if look.has_headings else []
-    return [*top, *bars, seen.header, *seen.lines, *nothing, *notes, *moved][:height]
+    return [*top, *bars, seen.header, *seen.lines, *notes, *moved][:height]
 
 
 def shown_memory(state: State, table: TableView) -> list[MemoryRow]:

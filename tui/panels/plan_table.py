@@ -75,11 +75,10 @@ def draw_plan(
             right.add("  ").join(seen.hidden)
             right = right if right.width <= width - _TITLE else seen.hidden
         lines.append(heading("tensor plan", width, look, right=right))
-    if shown:
+    if shown or table.filter:
         lines += [seen.header, *seen.lines]
     else:
-        text = "no parameter fits the filter" if table.filter else "it names no parameter"
-        lines.append(Line(text, "muted").crop(width))
+        lines.append(Line("it names no parameter", "muted").crop(width))
     return [*lines, *words][: max(0, height)]
 
 

@@ -34,8 +34,6 @@ def draw_processes(
     if top:
         lines = [heading("processes", width, look, right=seen.hidden)]
     lines += [*host, seen.header, *seen.lines]
-    if not rows:
-        lines.append(Line("no process fits the filter", "muted").crop(width))
     return lines[: max(0, height)]
 
 

@@ -66,9 +66,8 @@ def draw_rank_table(
         table,
     )
     lines = [seen.header, *seen.lines]
-    if not rows:
-        words = "no rank fits the filter" if total else "no ranks yet"
-        lines.append(Line(words, "muted").crop(width))
+    if not total:
+        lines.append(Line("no ranks yet", "muted").crop(width))
     if look.has_headings:
         about = seen.hidden
         if len(rows) < total:

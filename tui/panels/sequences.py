@@ -63,8 +63,7 @@ def draw_sequences(
     )
     if top:
         top = [heading("collectives by group", width, look, right=seen.hidden)]
-    nothing = [] if rows else [Line("no group fits the filter", "muted").crop(width)]
-    return [*top, *words, seen.header, *seen.lines, *nothing, *detail][:height]
+    return [*top, *words, seen.header, *seen.lines, *detail][:height]
 
 
 def shown_groups(state: State, table: TableView) -> list[GroupRow]:

@@ -139,7 +139,6 @@ def _draw(
     lines = [seen.header, *seen.lines]
     if top:
         lines.insert(0, heading(name, width, look, right=seen.hidden))
-    if not shown:
-        words_of_none = "nothing fits the filter" if table.filter else "nothing"
-        lines.append(Line(words_of_none, "muted").crop(width))
+    if not shown and not table.filter:
+        lines.append(Line("nothing", "muted").crop(width))
     return [*lines, *([Line(), *words] if words else [])][:height]

@@ -67,8 +67,6 @@ def draw_traffic(
         )
         hidden = seen.hidden
         lines = [seen.header, *seen.lines]
-        if not shown:
-            lines.append(Line("no operator fits the filter", "muted").crop(width))
     if look.has_headings:
         lines.insert(0, heading("communication per step", width, look, right=hidden))
     return [*lines[:top], *notes, *lines[top:], *words][:height]

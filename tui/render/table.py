@@ -126,6 +126,8 @@ def browse(
 ) -> Browsed:
     """Return the header and ``room`` of the rows, which are filtered and sorted already.
 
+    A line says so where the filter leaves no row.
+
     ``totals`` are rows of sums under the others, which neither scroll nor can be selected; they
     count in ``room``.
     """
@@ -139,6 +141,8 @@ def browse(
         at = min(max(0, table.selected), len(rows) - 1) - first
         if 0 <= at < len(shown):
             lines[at] = Line(lines[at].plain, "selected").pad_to(width, role="selected")
+    if not rows and table.filter.strip() and room:
+        lines.insert(0, Line("nothing fits the filter", "muted").crop(width))
     return Browsed(header, lines, _hidden(len(rows), len(shown), first, look))
 
 

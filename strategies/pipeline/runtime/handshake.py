@@ -147,9 +147,8 @@ class Handshake:
         digests = self._own_digests(program)
         batches = [0] * (1 if group is None else group.size())
         batches[0 if group is None else group.rank()] = batch.number
-        # A run that only completes the batch before says nothing about the schedule.
-        is_training = program.has_backward and bool(program.microbatches)
-        figures = meter.begin(is_training=is_training)
+        # A run that is not whole says nothing about the schedule.
+        figures = meter.begin(is_whole=program.is_whole)
         # All in one row, whose length does not depend on the batch.
         row = torch.tensor([*digests[0], *digests[1], *batches, *figures], dtype=_ROW)
         self._begin: RowExchange | None = None

@@ -103,7 +103,7 @@ class PipelineRuntime:
     def bubble(self) -> float | None:
         """Return the mean bubble of the newest runs, the same on all ranks.
 
-        Of runs with backward passes: idle time over the common window, the mean over the ranks and
+        Of whole training runs: idle time over the common window, the mean over the ranks and
         at most ``timing.MEAN_RUNS`` runs, 0 to 1. A run counts when the next one has begun; on a
         GPU two runs later.
         """

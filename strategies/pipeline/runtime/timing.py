@@ -239,10 +239,10 @@ class BubbleMeter:
 
     @property
     def bubble(self) -> float | None:
-        """Mean over the newest runs with backward passes that all ranks have reported; 0 to 1."""
+        """Mean over the newest whole runs that all ranks have reported; 0 to 1."""
         return sum(self._shares) / len(self._shares) if self._shares else None
 
-    def begin(self, *, is_training: bool) -> list[int]:
+    def begin(self, *, is_whole: bool) -> list[int]:
         """Begin a run; return this rank's part of what is asked at its beginning.
 
         Returns:
@@ -250,7 +250,7 @@ class BubbleMeter:
             known. To be added up over the ranks.
         """
         self.number += 1
-        if is_training:
+        if is_whole:
             self._origins[self.number] = self._origin_ns
         told = self.number - self._delay
         self._is_asked = self._origins.pop(told, None) is not None

@@ -81,6 +81,15 @@ class RankProgram:
         return self.carries or any(action.kind in BACKWARD for action in self.actions)
 
     @cached_property
+    def is_whole(self) -> bool:
+        """Whether as many backward passes run as forward passes; the same on all ranks.
+
+        An asynchronous schedule has fewer in its first step and only them in its last one.
+        """
+        count = len(self.microbatches)
+        return self.has_backward and count > 0 and self.num_before == (count if self.carries else 0)
+
+    @cached_property
     def forward_only(self) -> "RankProgram":
         """The same without backward passes: for validation and prediction."""
         kept = tuple(action for action in self.actions if action.kind in _OF_FORWARD)

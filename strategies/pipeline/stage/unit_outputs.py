@@ -3,10 +3,11 @@
 [Note: Blocks of one kind]
 A model of 80 equal layers would run 80 of them on tensors without data, one like the other. So the
 first of a kind runs, and the others give what it gave, where nothing can tell them apart: classes,
-settings, parameters and buffers by shape and type, hooks, arguments by layout, and the modes of
-torch. A setting in which they differ, such as a layer's own number, must not have been read by the
-first one. What the first one did besides giving its output (attributes that it set, random numbers
-that it drew, data that it read or wrote) is done by each of them, so they are run.
+settings, parameters and buffers by shape and type, hooks, what a tensor plan has put around their
+methods, arguments by layout, and the modes of torch. A setting in which they differ, such as a
+layer's own number, must not have been read by the first one. What the first one did besides giving
+its output (attributes that it set, random numbers that it drew, data that it read or wrote) is done
+by each of them, so they are run.
 """
 
 from collections import Counter
@@ -40,6 +41,11 @@ Setting = tuple[str, str]
 _TENSORS = ("_parameters", "_buffers")
 
 _DESCRIBED = {"_modules", *_TENSORS}
+
+_STATE_DICT_HOOKS = {"_state_dict_hooks", "_state_dict_pre_hooks"} | {
+    f"_load_state_dict_{when}_hooks" for when in ("pre", "post")
+}
+"""They are no part of a forward."""
 
 
 def key_of(unit: str, arguments: Any) -> Key | None:
@@ -192,7 +198,7 @@ def _describe(unit: Module, forward: Any) -> tuple[Hashable, dict[Setting, Hasha
             tensors = own[group].items()
             kind.append(tuple((key, each is not None and _layout(each)) for key, each in tensors))
         for key, value in own.items():
-            if key in _DESCRIBED or (module is unit and key == "forward"):
+            if key in _DESCRIBED | _STATE_DICT_HOOKS or (module is unit and key == "forward"):
                 continue
             if is_constant(value):
                 settings[name, key] = type(value), value
@@ -209,7 +215,12 @@ def _layout(tensor: Tensor) -> Hashable:
 
 
 def _content(value: Any, names: Mapping[Module, str]) -> Hashable:
-    """Return what is equal for attributes of two units that do the same; else their identities."""
+    """Return what is equal for attributes of two units that do the same; else their identities.
+
+    Args:
+        value: The attribute, or a part of it.
+        names: Names of the unit's modules in it.
+    """
     kind = type(value)
     if is_constant(value):
         return kind, value
@@ -228,7 +239,15 @@ def _content(value: Any, names: Mapping[Module, str]) -> Hashable:
         return kind, tuple(_content(each, names) for each in value)
     if kind is set and all(map(is_constant, value)):
         return kind, frozenset(value)
+    if kind.__module__.startswith(_WRAPPERS):
+        # Without what differs between wrappers of two units and decides nothing, such as names.
+        state = value.of_its_kind() if hasattr(value, "of_its_kind") else vars(value)
+        return kind, _content(dict(state), names)
     return kind, id(value)
+
+
+_WRAPPERS = "boltmesh.strategies.tensor."
+"""Where classes lie whose objects a tensor plan puts around methods. They hold all they use."""
 
 
 def _nesting(value: Any) -> Any:

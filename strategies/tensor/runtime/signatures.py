@@ -192,6 +192,13 @@ class SignatureGuard:
             self.verified.add(signature, has_gradient=has_gradient, is_right=is_right)
         return forward(*args, **kwargs) if is_right else self._whole(*args, **kwargs)
 
+    def of_its_kind(self) -> dict[str, object]:
+        """Return what decides how the block runs: all but names in the model."""
+        entries = {
+            name: (entry.shape, entry.dim, entry.sections) for name, entry in self.entries.items()
+        }
+        return vars(self) | {"name": "", "entries": entries}
+
     def _why_unverifiable(self, args: Any, kwargs: Any) -> str | None:
         if self.depends_on is not None:
             return self.depends_on

@@ -14,9 +14,10 @@ from boltmesh.schedule_sim import (
     simulate,
     window_of,
 )
+from boltmesh.strategies.pipeline.options import PipelineOptions
 from boltmesh.strategies.pipeline.partition.choose import unit_cost
 from boltmesh.strategies.pipeline.partition.cost import UnitUse
-from boltmesh.strategies.pipeline.schedules.actions import with_messages
+from boltmesh.strategies.pipeline.schedules.actions import RankPrograms, with_messages
 from boltmesh.strategies.pipeline.schedules.bubble import simulate_ideal
 from boltmesh.strategies.pipeline.schedules.orders.pipedream_2bw import (
     num_carried,
@@ -43,6 +44,20 @@ def test_each_step_does_what_the_one_before_has_left(ranks: int, before: int, no
     assert microbatches(timetable, "B") == wanted
     for row in timetable:
         assert all(one.end <= other.start for one, other in itertools.pairwise(row))
+
+
+@pytest.mark.parametrize("rank", range(2))
+def test_a_step_is_whole_that_has_as_many_backward_as_forward_passes(rank: int) -> None:
+    """The logged bubble ratio is that of whole steps: not of the first one, nor of the last."""
+    options = PipelineOptions(schedule="pipedream_2bw", microbatches=4)
+    late = RankPrograms(options, 2, rank)
+    assert late.of(4).is_whole
+    for before, now in ((0, 4), (4, 0), (4, 3), (3, 4)):
+        assert not late.asynchronous(before, now).is_whole
+    assert not late.of(4).forward_only.is_whole
+    prompt = RankPrograms(PipelineOptions(schedule="1f1b", microbatches=4), 2, rank)
+    assert prompt.of(4).is_whole
+    assert not prompt.of(4).forward_only.is_whole
 
 
 @pytest.mark.parametrize(("ranks", "before", "now"), SIZES)

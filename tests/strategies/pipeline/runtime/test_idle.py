@@ -16,18 +16,18 @@ CPU = torch.device("cpu")
 
 def test_idle_time_is_that_of_the_common_window() -> None:
     meter = BubbleMeter(None, CPU)
-    meter.hear(meter.begin(is_training=True))
+    meter.hear(meter.begin(is_whole=True))
     assert meter.bubble is None  # nothing has run
     meter.measured(meter.number, 100, 200, 75)
-    meter.hear(meter.begin(is_training=True))
+    meter.hear(meter.begin(is_whole=True))
     assert meter.bubble == pytest.approx(0.25)
 
 
 def test_of_several_ranks_the_mean_counts_and_no_rank_has_a_window_of_its_own() -> None:
     meter = BubbleMeter(None, CPU)
-    meter.begin(is_training=True)
+    meter.begin(is_whole=True)
     meter.measured(1, 0, 1, 1)
-    meter.begin(is_training=True)
+    meter.begin(is_whole=True)
     # One rank from 0 to 60, busy for 50; the other one from 40 to 100, busy for 60.
     meter.hear([0, 60, 50, 40, 100, 60])
     assert meter.bubble == pytest.approx(1 - (50 + 60) / 200)
@@ -35,21 +35,21 @@ def test_of_several_ranks_the_mean_counts_and_no_rank_has_a_window_of_its_own() 
 
 def test_runs_without_backward_passes_and_ranks_that_know_nothing_are_left_out() -> None:
     meter = BubbleMeter(None, CPU)
-    for is_training, known in ((True, True), (False, True), (True, False), (True, True)):
-        figures = meter.begin(is_training=is_training)
+    for is_whole, known in ((True, True), (False, True), (True, False), (True, True)):
+        figures = meter.begin(is_whole=is_whole)
         meter.hear(figures)
         if known:
             meter.measured(meter.number, 100 * meter.number, 100 * meter.number + 10, meter.number)
         if meter.number in (2, 3, 4):  # nothing newer is known than the first run
             assert meter.bubble == pytest.approx(0.9)
-    meter.hear(meter.begin(is_training=False))
+    meter.hear(meter.begin(is_whole=False))
     assert meter.bubble == pytest.approx((0.9 + 0.6) / 2)  # of the first and the fourth
 
 
 def test_a_device_is_asked_two_runs_later() -> None:
     meter = BubbleMeter(None, torch.device("cuda"))
     for number in range(1, 5):
-        figures = meter.begin(is_training=True)
+        figures = meter.begin(is_whole=True)
         meter.hear(figures)
         assert any(figures) == (number == 4)
         if number == 3:
@@ -76,7 +76,7 @@ def on_hosts_of_their_own(
         meter = BubbleMeter(group, CPU)
         figures: list[int] = []
         for _ in range(3):
-            row = torch.tensor(meter.begin(is_training=True))
+            row = torch.tensor(meter.begin(is_whole=True))
             dist.all_reduce(row, group=group)
             figures = row.tolist()
             meter.hear(figures)

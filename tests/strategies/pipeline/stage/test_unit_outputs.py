@@ -12,6 +12,13 @@ from boltmesh.strategies.pipeline.stage.trace import StepTrace
 from boltmesh.strategies.pipeline.stage.trace_step import probe
 from boltmesh.strategies.pipeline.stage.unit_outputs import KnownUnits
 from boltmesh.strategies.pipeline.stage.units import find_stage_units
+from boltmesh.strategies.tensor.plan import Section, ShardedParameter
+from boltmesh.strategies.tensor.runtime.param_swap import Changes
+from boltmesh.strategies.tensor.runtime.signatures import (
+    SignatureGuard,
+    Verified,
+    signature_of,
+)
 
 DEPTH, WIDTH = 5, 6
 
@@ -58,6 +65,32 @@ class Collecting(Plain):
         y: Tensor = super().forward(x)
         SEEN.append(y.mean())
         return y
+
+
+class Divided(Plain):
+    """A block around which a tensor plan has put what knows its name in the model."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        group: Any = "the group"
+        names = (f"blocks.{number}.inner.weight",)
+        sections = (Section(outer=1, count=WIDTH, inner=1),)
+        entry = ShardedParameter(names[0], names, (WIDTH, WIDTH), 0, sections, "column", 0)
+        verified = Verified(with_gradient={signature_of([torch.ones(2, WIDTH)], {}): True})
+        guard = SignatureGuard(
+            f"blocks.{number}", self, {"inner.weight": entry}, group, verified, self._reason()
+        )
+        Changes().wrap(self, guard)
+
+    def _reason(self) -> str:
+        return "others depend on it"
+
+
+class DividedOtherwise(Divided):
+    """One of its blocks is run in another way."""
+
+    def _reason(self) -> str:
+        return f"others depend on {self.number == 3}"
 
 
 SEEN: list[Tensor] = []
@@ -115,7 +148,7 @@ def _facts(trace: StepTrace) -> Any:
     ("kind", "num_run"),
     # Of a batch, without gradients, of an input without one, and of one with one.
     [(Plain, 4), (Numbered, DEPTH), (Remembering, DEPTH), (Drawing, DEPTH), (Reading, DEPTH),
-     (Collecting, DEPTH)],
+     (Collecting, DEPTH), (Divided, 4), (DividedOtherwise, DEPTH)],
 )  # fmt: skip
 def test_blocks_give_what_each_gives(
     kind: type[Plain], num_run: int, monkeypatch: pytest.MonkeyPatch
