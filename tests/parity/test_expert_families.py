@@ -16,8 +16,8 @@ EQUAL = (
     "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "hunyuan_v1_moe", "hy_v3", "hy_v4",
     "inkling2_text", "inkling_text", "jamba", "jetmoe", "kimi_linear", "kolibri1", "laguna",
     "lfm2_moe", "llama4_text", "mellum", "mimo_v2_flash", "minimax", "minimax_m2",
-    "minimax_m3_vl_text", "nemotron_h", "olmoe", "phimoe", "qwen2_moe", "qwen3_5_moe", "qwen3_5_moe_text",
-    "qwen3_next", "qwen4_exp", "qwen4_exp_text", "solar_open",
+    "minimax_m3_vl_text", "nemotron_h", "olmoe", "phimoe", "qwen2_moe", "qwen3_5_moe",
+    "qwen3_5_moe_text", "qwen3_next", "qwen4_exp", "qwen4_exp_text", "solar_open",
 )  # fmt: skip
 WHOLE = {
     "longcat_flash": "its experts share",  # experts that give back their rows have no parameters
