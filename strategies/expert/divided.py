@@ -5,7 +5,7 @@ weighting, and the kernel it has chosen, stay what they are. Only its whole numb
 experts are set to those of a rank.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -47,6 +47,7 @@ class DividedExperts:
         given = arguments(call.args, call.kwargs)
         rows: Tensor = given[experts.slots["rows"]] if call.rows is None else call.rows
         self._rows_type = rows.dtype
+        self._is_stacked = rows.ndim > 2
         output: Tensor = call.output if call.results is None else call.results
         self._output_type = None if output.dtype == rows.dtype else output.dtype
         weights = given.get(experts.slots.get("weights", ""))
@@ -103,8 +104,8 @@ class DividedExperts:
         rows: Tensor = given[slots["rows"]]
         flat = rows.reshape(-1, rows.shape[-1])
         self._rows_type = rows.dtype
-        if self.experts.kind == "sorted":
-            sizes = torch.tensor(given[slots["sizes"]], device=rows.device)
+        if self.experts.kind in {"sorted", "batched"}:
+            sizes = torch.tensor(self._sizes(given, flat), device=rows.device)
             numbers = torch.arange(len(sizes), device=rows.device)
             chosen = numbers.repeat_interleave(sizes, output_size=flat.shape[0])[:, None]
             weights = flat.new_ones(chosen.shape)
@@ -115,6 +116,14 @@ class DividedExperts:
         self.count(self.name, chosen, self.experts.num_experts)
         result = self.exchange.run(flat, chosen.long(), weights, self._computing(args, kwargs))
         return result.reshape(*rows.shape[:-1], self.shape.output_width)
+
+    def _sizes(self, given: Mapping[Slot, Any], rows: Tensor) -> Sequence[int]:
+        """Return the rows of each expert, which are given in the order of experts."""
+        if self.experts.kind == "batched":
+            number = self.experts.num_experts
+            return [rows.shape[0] // number] * number
+        sizes: Sequence[int] = given[self.experts.slots["sizes"]]
+        return sizes
 
     def _weights(self, given: Mapping[Slot, Any], chosen: Tensor, rows: Tensor) -> Tensor:
         """Return the weight of each choice."""
@@ -160,6 +169,15 @@ class DividedExperts:
             return self.empty(rows)
         slots = self.experts.slots
         given = arguments(args, kwargs)
+        if self.experts.kind == "batched":
+            # Every rank sends as many rows for each of these experts.
+            order = local.argsort(stable=True)
+            own = rows[order]
+            if self._is_stacked:
+                own = own.view(self.exchange.num_local, -1, own.shape[-1])
+            result = self._call({**given, slots["rows"]: own})
+            result = result.reshape(rows.shape[0], self.shape.output_width)
+            return torch.zeros_like(result).index_copy(0, order, result)
         if self.experts.kind == "sorted":
             order = local.argsort(stable=True)
             sizes = torch.bincount(local, minlength=self.exchange.num_local).tolist()

@@ -8,6 +8,8 @@ of one of these kinds:
   for each; all its parameters begin with a dim that the experts share. So are the experts of
   transformers 5.
 - *sorted*: given rows in the order of their experts, and a list of how many each expert has.
+- *batched*: given equally many rows for each expert, ``[E, C, H]`` or ``[E C, H]``, and nothing
+  else, with stacked parameters of its own that are multiplied in one go.
 - *list*: calls equal modules of a list, as many as something was chosen from, with different
   numbers of rows, or not all of them.
 
@@ -30,7 +32,7 @@ from typing_extensions import override
 from boltmesh.strategies.torch_compat.modules import has_hooks
 from boltmesh.strategies.torch_compat.tensors import tree_map
 
-Kind = Literal["routed", "sorted", "list"]
+Kind = Literal["routed", "sorted", "batched", "list"]
 Slot = int | str
 """A positional argument's index, or a keyword."""
 
@@ -142,7 +144,12 @@ def find_experts(model: Module, step: Callable[[], object]) -> Findings:
     for name in names.values():  # in the order of the model
         if name not in seen or name in found.calls:
             continue
-        experts = _sorted(model, name, seen[name]) or _routed(model, name, seen[name], mode.widths)
+        call = seen[name]
+        experts = (
+            _sorted(model, name, call)
+            or _routed(model, name, call, mode.widths)
+            or _batched(model, name, call, mode.widths)
+        )
         if isinstance(experts, str):
             found.whole[name] = experts
         elif experts is not None:
@@ -170,7 +177,9 @@ def _keep_call(
     seen: dict[str, ExpertCall], name: str, module: Module, args: Any, kwargs: Any, output: Any
 ) -> None:
     values = [*args, *kwargs.values()]
-    has_experts = any(_are_choices(each) or _are_sizes(each) for each in values)
+    has_experts = any(_are_choices(each) or _are_sizes(each) for each in values) or any(
+        each.ndim == _STACKED for each in module.parameters(recurse=False)
+    )
     is_first = name not in seen
     if isinstance(output, Tensor) and is_first and has_experts:
         seen[name] = detached(ExpertCall(args, dict(kwargs), output))
@@ -243,6 +252,31 @@ def _sorted(model: Module, name: str, call: ExpertCall) -> "Experts | str | None
     if any(not each.ndim or each.shape[0] % number for each in module.parameters()):
         return None
     return _checked(model, "sorted", name, number, {"rows": rows[0], "sizes": sizes[0]})
+
+
+_STACKED = 3
+"""Dims of a stack of matrices."""
+
+
+def _batched(
+    model: Module, name: str, call: ExpertCall, widths: set[int]
+) -> "Experts | str | None":
+    given = arguments(call.args, call.kwargs)
+    tensors = [slot for slot, value in given.items() if isinstance(value, Tensor)]
+    own = list(model.get_submodule(name).parameters())
+    number = own[0].shape[0] if own and own[0].ndim else 0
+    if len(tensors) != 1 or number not in widths or number < 2:
+        return None
+    if not any(p.ndim == _STACKED for p in own) or any(p.shape[:1] != (number,) for p in own):
+        return None
+    rows, output = given[tensors[0]], call.output
+    is_stacked = rows.ndim == _STACKED and rows.shape[0] == number
+    is_flat = rows.ndim == 2 and rows.shape[0] % number == 0
+    if not (is_stacked or is_flat) or not rows.is_floating_point():
+        return None
+    if not isinstance(output, Tensor) or output.shape[:-1] != rows.shape[:-1]:
+        return None
+    return _checked(model, "batched", name, number, {"rows": tensors[0]})
 
 
 def _checked(

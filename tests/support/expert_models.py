@@ -221,6 +221,44 @@ class RepeatedMixture(nn.Module):
         return out
 
 
+class BatchedExperts(nn.Module):
+    """Experts that multiply as many rows each in one product."""
+
+    def __init__(self, width: int, num_experts: int) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(num_experts, width, 24) * 0.2)
+        self.bias = nn.Parameter(torch.randn(num_experts, 24) * 0.2)
+        self.down = nn.Parameter(torch.randn(num_experts, 24, width) * 0.2)
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.einsum("ech,ehi->eci", x, self.up) + self.bias[:, None]
+        return torch.einsum("eci,eih->ech", functional.gelu(hidden), self.down)
+
+
+class CapacityMixture(nn.Module):
+    """As GShard: products with masks, and rows that an expert has no place for are dropped."""
+
+    def __init__(self, width: int, num_experts: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, num_experts, bias=False)
+        self.experts = BatchedExperts(width, num_experts)
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        weights, chosen = self.gate(rows).softmax(-1).topk(1, -1)
+        number = self.gate.out_features
+        capacity = int(1.25 * len(rows) / number) + 1
+        wanted = functional.one_hot(chosen[:, 0], number)
+        place = (wanted.cumsum(0) - 1) * wanted
+        is_kept = wanted * (place < capacity)
+        mask = is_kept[..., None] * functional.one_hot(place.clamp(max=capacity - 1), capacity)
+        given = torch.einsum("tec,th->ech", mask.to(rows), rows)
+        made = torch.einsum("tec,ech->th", mask.to(rows) * weights[..., None], self.experts(given))
+        return made.view(x.shape)
+
+
 class CoupledList(ListMixture):
     """Experts whose results depend on how many rows they get."""
 
@@ -264,6 +302,7 @@ class ByHand(nn.Module):
             **dict.fromkeys(CHANGED, lambda: ListMixture(32, 8, 2)),
             "masked": lambda: MaskedMixture(32, 8, 2),
             "repeated": lambda: RepeatedMixture(32, 8, 3),
+            "capacity": lambda: CapacityMixture(32, 8),
             "coupled list": lambda: CoupledList(32, 8, 2),
             "dense": lambda: nn.Linear(32, 32),
         }[kind]
@@ -288,7 +327,7 @@ TUPLES = ("masked", "repeated")
 CHANGED = ("list, frozen", "list, adapters", "list, hooked")
 """Experts of a list that are changed once they are made."""
 BY_HAND = (
-    *("stacked", "all", "coupled", "list", "list, even", "coupled list", "dense"),
+    *("stacked", "all", "coupled", "list", "list, even", "coupled list", "capacity", "dense"),
     *TUPLES,
     *CHANGED,
 )

@@ -44,6 +44,14 @@ def test_lists_of_experts_are_found_in_the_module_that_calls_them(kind: str) -> 
         assert all(name.startswith(f"{each.name}.experts.") for name in each.parameters)
 
 
+def test_experts_in_one_product_are_found() -> None:
+    experts = found(MoeModule("capacity")).experts
+    assert [each.name for each in experts] == ["net.blocks.0.2.experts", "net.blocks.1.2.experts"]
+    for each in experts:
+        assert (each.kind, each.num_experts) == ("batched", 8)
+        assert dict(each.slots) == {"rows": 0}
+
+
 def test_experts_with_buffers_stay_whole() -> None:
     module = MoeModule("list")
     module.net.get_submodule("blocks.0.2.experts.3").register_buffer("scale", torch.ones(()))
