@@ -35,6 +35,8 @@ class Layout:
         has_fp32_gradients: Whether gradients are reduced in fp32.
         has_fused_kernels: Whether norms, residuals and activations are fused, as compiled.
         has_overlap: Whether gathers and reductions run beside computation.
+        has_context_overlap: Whether exchanges of the context axis run beside attention; not in
+            boltmesh.
         attention_speed: Of the kernel of fused attention, over FlashAttention-2.
         state_bytes: Bytes per element of parameters, gradients and optimizer state; of boltmesh
             under mixed precision.
@@ -58,6 +60,7 @@ class Layout:
     has_fp32_gradients: bool = True
     has_fused_kernels: bool = False
     has_overlap: bool = True
+    has_context_overlap: bool = False
     attention_speed: float = 1.0
     state_bytes: tuple[float, float, float] = (4.0, 4.0, 8.0)
 

@@ -203,10 +203,11 @@ class StepTimeModel:
         if layout.has_async_tensor:
             tensor *= 1 - HIDDEN_BY_ASYNC
         context = 0.0
-        if layout.context > 1:
-            keys = HALF * 2 * tokens * model.kv_width / ranks
-            moved = 3 * (layout.context - 1) * keys / self._rate(groups["context"])
-            context = max(0.0, moved - 0.5 * 3.5 * attention)
+        if layout.context > 1:  # keys and values of the sequence, and their gradients
+            keys = HALF * 2 * tokens * layout.context * model.kv_width / ranks
+            context = (4 if layout.recompute == "full" else 3) * self._ring(groups["context"], keys)
+            if layout.has_context_overlap:
+                context = max(0.0, context - 0.5 * 3.5 * attention)
         return _Pass(forward, backward, recompute, tensor, context)
 
     def _logits(self, layout: Layout, groups: dict[str, AxisGroup]) -> _Pass:
@@ -260,12 +261,6 @@ class StepTimeModel:
         """Return bytes per second between nodes, of one device, as collectives reach it."""
         rates, cluster = self.rates, self.cluster
         return cluster.network_rate * (rates.onload_network if cluster.is_onload else rates.network)
-
-    def _rate(self, group: AxisGroup) -> float:
-        """Return bytes per second of a ring over a group."""
-        if group.num_nodes > 1:
-            return self._network_rate() * group.in_node
-        return self.cluster.accelerator.link_rate
 
     def _ring(self, group: AxisGroup, num_bytes: float) -> float:
         """Return the seconds of an all-gather, or of a reduce-scatter, of so many bytes in all."""

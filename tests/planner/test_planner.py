@@ -18,7 +18,7 @@ from boltmesh.planner.report import best, strategy_of
 from boltmesh.planner.search import FULL, search
 from boltmesh.planner.step_time import StepTimeModel
 from boltmesh.planner.transformer import KNOWN, Transformer, transformer_named
-from boltmesh.strategies import Parallel3DStrategy, ZeROStrategy
+from boltmesh.strategies import ContextParallelStrategy, Parallel3DStrategy, ZeROStrategy
 from boltmesh.strategies.ddp import DDPStrategy
 from boltmesh.strategies.pipeline.schedules.registry import check_schedule
 
@@ -135,8 +135,11 @@ def test_layouts_fit_and_are_those_that_strategies_take(
         "Parallel3DStrategy": Parallel3DStrategy,
         "ZeROStrategy": ZeROStrategy,
         "DDPStrategy": DDPStrategy,
+        "ContextParallelStrategy": ContextParallelStrategy,
     }
-    for candidate in best(found, 8):
+    with_context = [each for each in found.candidates if each.layout.context > 1][:2]
+    assert with_context
+    for candidate in best(found, 8) + with_context:
         layout = candidate.layout
         assert layout.num_devices == devices
         assert candidate.memory.device <= FULL * cluster.accelerator.memory_bytes
@@ -150,6 +153,25 @@ def test_layouts_fit_and_are_those_that_strategies_take(
             )
         text = strategy_of(layout).partition(", batch_size")[0].removeprefix("strategy=")
         assert eval(text, strategies) is not None
+
+
+def test_a_long_sequence_is_divided_over_a_context_axis(capsys: pytest.CaptureFixture[str]) -> None:
+    options = "--model llama3-8b --seq 131072 --gpu h100-80gb --devices 8 --batch 8"
+    run_command(["plan", "auto", *options.split()])
+    text = capsys.readouterr().out
+    assert "1. strategy=ContextParallelStrategy(size=" in text
+    sizes = replace(LLAMA, seq=131072)
+    whole = Layout(data=8, sequences=8, zero=3, recompute="full")
+    halves = replace(whole, data=4, context=2, sequences=8)
+    cluster = build_cluster(accelerator_named("h100"), num_devices=8)
+    model = StepTimeModel(sizes, cluster, default_rates())
+    assert model.predict(whole).context == 0.0
+    # Keys and values of 2 sequences a rank, gathered in three passes and scattered in one.
+    moved = 4 * 2 * 131072 * sizes.kv_width * 2 / 2 * sizes.layers * 2
+    link = cluster.accelerator.link_rate
+    assert model.predict(halves).context == pytest.approx(moved / link, rel=0.15)
+    kept = [estimate_layout_memory(sizes, each).activations for each in (whole, halves)]
+    assert kept[1] == pytest.approx(kept[0] / 2)
 
 
 def test_a_bubble_is_that_of_the_schedule() -> None:
