@@ -20,6 +20,7 @@ class Layout:
         pipeline: Ranks that hold stages.
         data: Replicas of the model; shards of it under ZeRO.
         context: Ranks that divide a sequence.
+        expert: Ranks of the data axis that divide the experts of a mixture; 1: each has all.
         microbatch: Sequences of a microbatch.
         sequences: Sequences of a step, over all ranks.
         schedule: Name of the pipeline schedule; ``""`` without one.
@@ -46,6 +47,7 @@ class Layout:
     pipeline: int = 1
     data: int = 1
     context: int = 1
+    expert: int = 1
     microbatch: int = 1
     sequences: int = 1
     schedule: str = ""
@@ -105,6 +107,7 @@ def groups_of(layout: Layout, cluster: Cluster) -> dict[str, AxisGroup]:
         in_node = min(size, max(1, cluster.devices_per_node // inner))
         found[name] = AxisGroup(size, in_node)
         inner *= size
+    found["expert"] = AxisGroup(layout.expert, min(layout.expert, cluster.devices_per_node))
     size = layout.data * layout.context
     found["replicas"] = AxisGroup(
         size, min(size, max(1, cluster.devices_per_node // layout.tensor))

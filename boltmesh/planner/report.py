@@ -22,6 +22,7 @@ TERMS = {
     "recompute": "recomputation",
     "tensor": "collectives of the tensor axis",
     "context": "collectives of the context axis",
+    "expert": "exchanges of the expert axis",
     "gather": "ZeRO-3 gathers and host transfers not hidden",
     "bubble": "pipeline bubble",
     "data": "reduction of gradients not hidden",
@@ -34,7 +35,7 @@ def best(found: Search, count: int = 3) -> list[Candidate]:
     """Return the fastest layouts that differ in kind, the fastest first."""
     chosen: dict[object, Candidate] = {}
     for each in found.candidates:
-        chosen.setdefault(division(each.layout)[:5], each)
+        chosen.setdefault(division(each.layout)[:6], each)
     return list(chosen.values())[:count]
 
 
@@ -58,7 +59,9 @@ def strategy_of(layout: Layout) -> str:
         if layout.zero == 0:
             name, arguments = "DDPStrategy", recompute.removeprefix(", ")
         else:
-            name, arguments = "ZeROStrategy", f"stage={layout.zero}{offload}{recompute}"
+            expert = f", expert={layout.expert}" if layout.expert > 1 else ""
+            name = "ZeROStrategy"
+            arguments = f"stage={layout.zero}{expert}{offload}{recompute}"
     else:
         sequence = ", sequence_parallel=True" if layout.has_sequence_parallel else ""
         name = "Parallel3DStrategy"
@@ -169,6 +172,8 @@ def _described(candidate: Candidate) -> str:
         if layout.stages_per_rank > 1:
             words.append(f"{layout.stages_per_rank} stages per rank")
     words.append(f"ZeRO-{layout.zero}" if layout.zero else "replicas")
+    if layout.expert > 1:
+        words.append(f"experts over {layout.expert} ranks")
     if layout.offload != "none":
         words.append(f"{layout.offload} on the host")
     if layout.recompute != "none":
@@ -228,10 +233,10 @@ def _outcome(found: Search, first: Candidate, other: Search) -> str:
     candidate = again.candidates[0]
     factor = tokens_per_second(again, candidate) / tokens_per_second(found, first)
     layout = candidate.layout
-    same = division(layout)[:3] == division(first.layout)[:3]
+    same = division(layout)[:4] == division(first.layout)[:4]
     axes = ", ".join(
         f"{name} {getattr(layout, name)}"
-        for name in ("tensor", "pipeline", "context", "data")
+        for name in ("tensor", "pipeline", "context", "expert", "data")
         if name in {"tensor", "data"} or getattr(layout, name) > 1
     )
     return f"{factor:.2f} x the tokens/s, {'the same kind of layout' if same else axes}."

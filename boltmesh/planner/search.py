@@ -104,7 +104,7 @@ def _rank(candidate: Candidate) -> tuple[bool, float]:
     # The simpler one of two that are equal within any error.
     layout = candidate.layout
     parts = (layout.offload != "none") * 2 + (layout.pipeline > 1) + (layout.tensor > 1)
-    parts += layout.context > 1
+    parts += (layout.context > 1) + (layout.expert > 1)
     return candidate.is_tight, candidate.seconds * (1 + EASE * (parts + layout.zero / 4))
 
 
@@ -117,10 +117,11 @@ def _distinct(candidates: Sequence[Candidate]) -> list[Candidate]:
     return best + [each for each in candidates if each not in best][:NUM_FINALISTS]
 
 
-def division(layout: Layout) -> tuple[int, int, int, int, int, str]:
+def division(layout: Layout) -> tuple[int, int, int, int, int, int, str]:
     """Return what makes two layouts different in kind, not in tuning."""
     return (
-        layout.tensor, layout.pipeline, layout.context, layout.data, layout.zero, layout.offload
+        layout.tensor, layout.pipeline, layout.context, layout.expert, layout.data, layout.zero,
+        layout.offload,
     )  # fmt: skip
 
 
@@ -129,6 +130,13 @@ def layouts(
 ) -> Iterator[Layout]:
     """Yield every layout that the strategies can run."""
     devices = cluster.num_devices
+    if model.experts:  # experts are divided beside ZeRO alone, as the strategies are
+        if sequences % devices == 0:
+            base = Layout(data=devices, sequences=sequences, dtype=dtype)
+            for expert in _divisors(devices):
+                if model.experts % expert == 0:
+                    yield from _tuned(model, replace(base, expert=expert))
+        return
     for tensor in _divisors(cluster.devices_per_node):
         if devices % tensor or not _divides_heads(model, tensor):
             continue
@@ -175,6 +183,8 @@ def _tuned(model: Transformer, base: Layout) -> Iterator[Layout]:
 
 def _sharding(base: Layout) -> list[tuple[int, Offload]]:
     """Return the ZeRO stages and tiers to try; with a pipeline those that reduce once a step."""
+    if base.expert > 1:
+        return [(1, "none"), (2, "none"), (3, "none")]
     if base.context > 1:
         return [(0, "none"), (1, "none"), (2, "none"), (3, "none")]
     if base.data == 1:
