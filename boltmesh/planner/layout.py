@@ -20,6 +20,7 @@ class Layout:
         pipeline: Ranks that hold stages.
         data: Replicas of the model; shards of it under ZeRO.
         context: Ranks that divide a sequence.
+        expert: Ranks of the data axis that divide the experts of a mixture; 1: each has all.
         microbatch: Sequences of a microbatch.
         sequences: Sequences of a step, over all ranks.
         schedule: Name of the pipeline schedule; ``""`` without one.
@@ -35,6 +36,8 @@ class Layout:
         has_fp32_gradients: Whether gradients are reduced in fp32.
         has_fused_kernels: Whether norms, residuals and activations are fused, as compiled.
         has_overlap: Whether gathers and reductions run beside computation.
+        has_context_overlap: Whether exchanges of the context axis run beside attention; not in
+            boltmesh.
         attention_speed: Rate of the kernel of fused attention, over that of FlashAttention-2.
         state_bytes: Bytes per element of parameters, gradients and optimizer state; of boltmesh
             under mixed precision.
@@ -44,6 +47,7 @@ class Layout:
     pipeline: int = 1
     data: int = 1
     context: int = 1
+    expert: int = 1
     microbatch: int = 1
     sequences: int = 1
     schedule: str = ""
@@ -58,6 +62,7 @@ class Layout:
     has_fp32_gradients: bool = True
     has_fused_kernels: bool = False
     has_overlap: bool = True
+    has_context_overlap: bool = False
     attention_speed: float = 1.0
     state_bytes: tuple[float, float, float] = (4.0, 4.0, 8.0)
 
@@ -102,6 +107,7 @@ def groups_of(layout: Layout, cluster: Cluster) -> dict[str, AxisGroup]:
         in_node = min(size, max(1, cluster.devices_per_node // inner))
         found[name] = AxisGroup(size, in_node)
         inner *= size
+    found["expert"] = AxisGroup(layout.expert, min(layout.expert, cluster.devices_per_node))
     size = layout.data * layout.context
     found["replicas"] = AxisGroup(
         size, min(size, max(1, cluster.devices_per_node // layout.tensor))

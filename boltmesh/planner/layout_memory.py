@@ -6,7 +6,13 @@ Source: Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198, for the bytes
 from dataclasses import dataclass
 
 from boltmesh.planner.layout import Layout
-from boltmesh.planner.step_time import HALF, blocks_of_rank, parameters_of_rank
+from boltmesh.planner.step_time import (
+    HALF,
+    blocks_of_rank,
+    experts_of_rank,
+    parameters_of_rank,
+    sharded_numel,
+)
 from boltmesh.planner.transformer import Transformer
 
 CONTEXT_BYTES = 2.5 * 2**30
@@ -58,7 +64,11 @@ def estimate_layout_memory(model: Transformer, layout: Layout) -> LayoutMemory:
     gathered = 0.0
     if layout.zero == 3:  # two blocks in bf16; the tables and their gradients in fp32
         tables = (1 if model.is_tied else 2) * model.vocab * model.hidden
-        gathered = (2 * HALF * model.block_numel + 8.0 * tables) / layout.tensor
+        gathered = (2 * HALF * sharded_numel(model, layout) + 8.0 * tables) / layout.tensor
+    experts = experts_of_rank(model, layout)  # whole, in every stage
+    parameters += (of_parameter + (HALF if of_parameter > HALF else 0)) * experts
+    gradients += of_gradient * experts
+    optimizer += of_optimizer * experts
     activations, logits = _activations(model, layout)
     host = 0.0
     if layout.offload != "none":  # fp32 values, gradients and moments; the device keeps bf16
@@ -83,10 +93,12 @@ def _activations(model: Transformer, layout: Layout) -> tuple[float, float]:
     """Return the bytes of blocks, and of the logits, that a rank keeps at once."""
     tokens = layout.microbatch * model.seq / layout.context
     ranks, width = layout.tensor, model.hidden
-    ffn = (3 if model.is_gated else 2) * model.ffn / width
+    active = max(1, model.active)
+    ffn = (3 if model.is_gated else 2) * model.ffn / width * active
     # Per token and unit of width: 34 for 4 times the width; the feed-forward layer is 19 of them.
     divided = (24.0 - 16.0 + 2.0 * ffn) if not model.is_gated else (8.0 + 2.0 * ffn)
     repeated = 8.0 if model.has_flash else 10.0  # two masks of dropout
+    repeated += 4.0 * model.active  # rows of experts, and their results
     kept = (
         tokens
         * width

@@ -22,6 +22,7 @@ TERMS = {
     "recompute": "recomputation",
     "tensor": "collectives of the tensor axis",
     "context": "collectives of the context axis",
+    "expert": "exchanges of the expert axis",
     "gather": "ZeRO-3 gathers and host transfers not hidden",
     "bubble": "pipeline bubble",
     "data": "reduction of gradients not hidden",
@@ -34,7 +35,7 @@ def best(found: Search, count: int = 3) -> list[Candidate]:
     """Return the fastest layouts that differ in kind, the fastest first."""
     chosen: dict[object, Candidate] = {}
     for each in found.candidates:
-        chosen.setdefault(division(each.layout)[:4], each)
+        chosen.setdefault(division(each.layout)[:6], each)
     return list(chosen.values())[:count]
 
 
@@ -51,11 +52,16 @@ def strategy_of(layout: Layout) -> str:
     recompute = (
         "" if layout.recompute == "none" else (f', activation_checkpointing="{layout.recompute}"')
     )
-    if layout.pipeline == layout.tensor == 1:
+    if layout.context > 1:
+        name = "ContextParallelStrategy"
+        arguments = f'size={layout.context}, zero_stage={layout.zero}, balance="zigzag"{recompute}'
+    elif layout.pipeline == layout.tensor == 1:
         if layout.zero == 0:
             name, arguments = "DDPStrategy", recompute.removeprefix(", ")
         else:
-            name, arguments = "ZeROStrategy", f"stage={layout.zero}{offload}{recompute}"
+            expert = f", expert={layout.expert}" if layout.expert > 1 else ""
+            name = "ZeROStrategy"
+            arguments = f"stage={layout.zero}{expert}{offload}{recompute}"
     else:
         sequence = ", sequence_parallel=True" if layout.has_sequence_parallel else ""
         name = "Parallel3DStrategy"
@@ -122,13 +128,14 @@ def _nothing(found: Search) -> Iterator[str]:
 def _found(found: Search, count: int) -> Iterator[str]:
     chosen = best(found, count)
     yield ""
-    yield "     step    tokens/s  MFU   memory  tensor pipeline data"
+    yield "     step    tokens/s  MFU   memory  tensor pipeline context data"
     for place, each in enumerate(chosen, start=1):
         layout = each.layout
         yield (
             f"{place}. {each.seconds:6.2f} s {tokens_per_second(found, each):>10,.0f}  "
             f"{100 * utilization(found, each):3.0f} % {each.memory.device / GB:6.0f} GB  "
-            f"{layout.tensor:6} {layout.pipeline:8} {layout.data:4}  {_described(each)}"
+            f"{layout.tensor:6} {layout.pipeline:8} {layout.context:7} {layout.data:4}  "
+            f"{_described(each)}"
         )
     for place, each in enumerate(chosen, start=1):
         yield ""
@@ -162,7 +169,11 @@ def _described(candidate: Candidate) -> str:
     words = [f"{layout.num_microbatches} x {layout.microbatch}"]
     if layout.schedule:
         words.append(layout.schedule)
+        if layout.stages_per_rank > 1:
+            words.append(f"{layout.stages_per_rank} stages per rank")
     words.append(f"ZeRO-{layout.zero}" if layout.zero else "replicas")
+    if layout.expert > 1:
+        words.append(f"experts over {layout.expert} ranks")
     if layout.offload != "none":
         words.append(f"{layout.offload} on the host")
     if layout.recompute != "none":
@@ -222,8 +233,12 @@ def _outcome(found: Search, first: Candidate, other: Search) -> str:
     candidate = again.candidates[0]
     factor = tokens_per_second(again, candidate) / tokens_per_second(found, first)
     layout = candidate.layout
-    same = division(layout)[:2] == division(first.layout)[:2]
-    axes = f"tensor {layout.tensor}, pipeline {layout.pipeline}, data {layout.data}"
+    same = division(layout)[:4] == division(first.layout)[:4]
+    axes = ", ".join(
+        f"{name} {getattr(layout, name)}"
+        for name in ("tensor", "pipeline", "context", "expert", "data")
+        if name in {"tensor", "data"} or getattr(layout, name) > 1
+    )
     return f"{factor:.2f} x the tokens/s, {'the same kind of layout' if same else axes}."
 
 

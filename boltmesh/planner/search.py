@@ -26,6 +26,8 @@ NUM_FINALISTS = 24
 """So many of the best layouts have the bubble of their schedule computed."""
 EASE = 0.003
 """How much slower a layout may be for each mechanism that it does not need."""
+LEAST_POSITIONS = 1024
+"""Positions of a rank of a context group; with fewer, its operators cost more than they save."""
 MICROBATCH_SIZES = (1, 2, 4, 8, 16, 32)
 
 
@@ -102,21 +104,25 @@ def _rank(candidate: Candidate) -> tuple[bool, float]:
     # The simpler one of two that are equal within any error.
     layout = candidate.layout
     parts = (layout.offload != "none") * 2 + (layout.pipeline > 1) + (layout.tensor > 1)
+    parts += (layout.context > 1) + (layout.expert > 1)
     return candidate.is_tight, candidate.seconds * (1 + EASE * (parts + layout.zero / 4))
 
 
 def _distinct(candidates: Sequence[Candidate]) -> list[Candidate]:
     """Return the best of each division of the devices, then the others."""
-    first: dict[tuple[int, int, int, int, str], Candidate] = {}
+    first: dict[object, Candidate] = {}
     for each in candidates:
         first.setdefault(division(each.layout), each)
     best = list(first.values())
     return best + [each for each in candidates if each not in best][:NUM_FINALISTS]
 
 
-def division(layout: Layout) -> tuple[int, int, int, int, str]:
+def division(layout: Layout) -> tuple[int, int, int, int, int, int, str]:
     """Return what makes two layouts different in kind, not in tuning."""
-    return layout.tensor, layout.pipeline, layout.data, layout.zero, layout.offload
+    return (
+        layout.tensor, layout.pipeline, layout.context, layout.expert, layout.data, layout.zero,
+        layout.offload,
+    )  # fmt: skip
 
 
 def layouts(
@@ -124,6 +130,13 @@ def layouts(
 ) -> Iterator[Layout]:
     """Yield every layout that the strategies can run."""
     devices = cluster.num_devices
+    if model.experts:  # experts are divided beside ZeRO alone, as the strategies are
+        if sequences % devices == 0:
+            base = Layout(data=devices, sequences=sequences, dtype=dtype)
+            for expert in _divisors(devices):
+                if model.experts % expert == 0:
+                    yield from _tuned(model, replace(base, expert=expert))
+        return
     for tensor in _divisors(cluster.devices_per_node):
         if devices % tensor or not _divides_heads(model, tensor):
             continue
@@ -142,6 +155,12 @@ def layouts(
                 dtype=dtype,
             )
             yield from _tuned(model, base)
+    for context in _divisors(devices)[1:]:  # beside replicas alone, as the strategy is
+        replicas = devices // context
+        if sequences % replicas or model.seq < context * LEAST_POSITIONS:
+            continue
+        base = Layout(context=context, data=replicas, sequences=sequences, dtype=dtype)
+        yield from _tuned(model, base)
 
 
 def _tuned(model: Transformer, base: Layout) -> Iterator[Layout]:
@@ -164,6 +183,10 @@ def _tuned(model: Transformer, base: Layout) -> Iterator[Layout]:
 
 def _sharding(base: Layout) -> list[tuple[int, Offload]]:
     """Return the ZeRO stages and tiers to try; with a pipeline those that reduce once a step."""
+    if base.expert > 1:
+        return [(1, "none"), (2, "none"), (3, "none")]
+    if base.context > 1:
+        return [(0, "none"), (1, "none"), (2, "none"), (3, "none")]
     if base.data == 1:
         alone: list[tuple[int, Offload]] = [(0, "none"), (1, "optimizer"), (3, "all")]
         return alone[: 2 if base.pipeline > 1 else 3]

@@ -9,7 +9,7 @@ Shapes: T tokens of a microbatch on a rank, H width, S sequence length, t ranks 
 
 from dataclasses import dataclass, replace
 from functools import cache
-from math import ceil, log2, sqrt
+from math import ceil, comb, log2, sqrt
 
 from boltmesh.planner.layout import AxisGroup, Layout, groups_of
 from boltmesh.planner.machine import Accelerator, Cluster
@@ -60,6 +60,7 @@ class PredictedStepTime:
     recompute: float
     tensor: float
     context: float
+    expert: float
     gather: float
     """Gathers of ZeRO-3, and transfers from and to the host, that computation does not hide."""
     bubble: float
@@ -92,6 +93,7 @@ class _Pass:
     recompute: float
     tensor: float
     context: float
+    expert: float
 
     def __add__(self, other: "_Pass") -> "_Pass":
         return _Pass(
@@ -136,6 +138,7 @@ class StepTimeModel:
             recompute=busy.recompute,
             tensor=busy.tensor,
             context=busy.context,
+            expert=busy.expert,
             gather=gather,
             bubble=bubble,
             data=self._reduction(layout, groups["replicas"], parameters, busy),
@@ -149,7 +152,7 @@ class StepTimeModel:
         """Return the seconds of a stage's forward and backward pass, and of a message."""
         groups = groups_of(layout, self.cluster)
         slowest = self._slowest(layout, groups)
-        forward = slowest.forward + slowest.tensor / 3 + slowest.context / 3
+        forward = slowest.forward + (slowest.tensor + slowest.context + slowest.expert) / 3
         per_stage = 1 / layout.stages_per_rank
         stage = forward * per_stage, (slowest.seconds - forward) * per_stage
         return stage, self._message(layout, groups["pipeline"])
@@ -170,13 +173,18 @@ class StepTimeModel:
         model, rates, device = self.model, self.rates, self.cluster.accelerator
         tokens, width, ranks = self._tokens(layout), model.hidden, layout.tensor
         up = (2 if model.is_gated else 1) * model.ffn
+        here = max(1, model.experts // layout.expert)  # each computes its part of the rows
+        rows = tokens * max(1, model.active) / here
         shapes = (
-            (width, (width + 2 * model.kv_width) / ranks),
-            (width / ranks, width),
-            (width, up / ranks),
-            (model.ffn / ranks, width),
+            (1, tokens, width, (width + 2 * model.kv_width) / ranks),
+            (1, tokens, width / ranks, width),
+            (here, rows, width, up / ranks),
+            (here, rows, model.ffn / ranks, width),
         )
-        passes = [self._product(layout.dtype, tokens, *shape) for shape in shapes]
+        passes = [
+            tuple(count * each for each in self._product(layout.dtype, *shape))
+            for count, *shape in shapes
+        ]
         products = sum(forward for forward, _ in passes)
         attention = self._attention(layout, tokens)
         share = (
@@ -189,7 +197,11 @@ class StepTimeModel:
         launches = BLOCK_SECONDS
         forward = products + attention + elementwise + launches
         backward = sum(each for _, each in passes) + 2.5 * attention + 2 * elementwise
-        backward += 2 * launches + self._accumulation(layout, model.block_numel / ranks)
+        backward += 2 * launches
+        backward += self._accumulation(layout, sharded_numel(model, layout) / ranks)
+        if layout.expert > 1:  # experts are not sharded further
+            added = self._accumulation(replace(layout, zero=1), here * model.expert_numel)
+            backward += added
         recompute = 0.0
         if layout.recompute == "full":
             recompute = forward
@@ -203,11 +215,28 @@ class StepTimeModel:
         if layout.has_async_tensor:
             tensor *= 1 - HIDDEN_BY_ASYNC
         context = 0.0
-        if layout.context > 1:
-            keys = HALF * 2 * tokens * model.kv_width / ranks
-            moved = 3 * (layout.context - 1) * keys / self._rate(groups["context"])
-            context = max(0.0, moved - 0.5 * 3.5 * attention)
-        return _Pass(forward, backward, recompute, tensor, context)
+        if layout.context > 1:  # keys and values of the sequence, and their gradients
+            keys = HALF * 2 * tokens * layout.context * model.kv_width / ranks
+            context = (4 if layout.recompute == "full" else 3) * self._ring(groups["context"], keys)
+            if layout.has_context_overlap:
+                context = max(0.0, context - 0.5 * 3.5 * attention)
+        expert = (3 if layout.recompute == "full" else 2) * self._exchange(layout, groups, tokens)
+        return _Pass(forward, backward, recompute, tensor, context, expert)
+
+    def _exchange(self, layout: Layout, groups: dict[str, AxisGroup], tokens: float) -> float:
+        """Return the seconds in which rows go to their experts and come back, in one pass.
+
+        A row goes to a rank once, however many of its experts are there; each expert is as likely.
+        """
+        model, group = self.model, groups["expert"]
+        if group.size == 1:
+            return 0.0
+        elsewhere = model.experts - model.experts // group.size
+        arrives = 1 - comb(elsewhere, model.active) / comb(model.experts, model.active)
+        row = HALF * model.hidden * tokens * arrives
+        inside = row * (group.in_node - 1) / self.cluster.accelerator.link_rate
+        across = row * (group.size - group.in_node) / self._network_rate()
+        return 2 * (self._latency(group) * log2(group.size) + max(inside, across))
 
     def _logits(self, layout: Layout, groups: dict[str, AxisGroup]) -> _Pass:
         model, device = self.model, self.cluster.accelerator
@@ -216,7 +245,7 @@ class StepTimeModel:
         softmax = 12.0 * tokens * columns / device.memory_rate
         tensor = 2 * self._all_reduce(groups["tensor"], HALF * tokens * model.hidden)
         backward += softmax + self._accumulation(layout, model.hidden * columns)
-        return _Pass(forward + softmax, backward, 0.0, tensor, 0.0)
+        return _Pass(forward + softmax, backward, 0.0, tensor, 0.0, 0.0)
 
     def _product(
         self, dtype: str, rows: float, inner: float, columns: float
@@ -260,12 +289,6 @@ class StepTimeModel:
         """Return bytes per second between nodes, of one device, as collectives reach it."""
         rates, cluster = self.rates, self.cluster
         return cluster.network_rate * (rates.onload_network if cluster.is_onload else rates.network)
-
-    def _rate(self, group: AxisGroup) -> float:
-        """Return bytes per second of a ring over a group."""
-        if group.num_nodes > 1:
-            return self._network_rate() * group.in_node
-        return self.cluster.accelerator.link_rate
 
     def _ring(self, group: AxisGroup, num_bytes: float) -> float:
         """Return the seconds of an all-gather, or of a reduce-scatter, of so many bytes in all."""
@@ -315,7 +338,7 @@ class StepTimeModel:
         blocks, _ = blocks_of_rank(self.model.layers, layout)
         shards = layout.num_shards
         sharing = AxisGroup(shards, min(shards, group.in_node))
-        num_bytes = HALF * blocks * self.model.block_numel / layout.tensor
+        num_bytes = HALF * blocks * sharded_numel(self.model, layout) / layout.tensor
         passes = 1 if layout.pipeline > 1 else layout.num_microbatches
         moved = 3 * passes * self._ring(sharing, num_bytes)
         moved += 3 * passes * (blocks - 1) * self._latency(sharing) * log2(max(2, shards))
@@ -329,12 +352,14 @@ class StepTimeModel:
         width = 4 if layout.has_fp32_gradients else HALF
         if layout.zero == 3:
             replicas = group.size // layout.num_shards
-            if replicas == 1:
-                return 0.0
             across = AxisGroup(replicas, max(1, group.in_node // layout.num_shards))
             moved = self._all_reduce(across, width * parameters / layout.num_shards)
         else:
             moved = self._all_reduce(group, width * parameters)
+        if layout.expert > 1:
+            copies = layout.data // layout.expert
+            same = AxisGroup(copies, max(1, group.in_node // layout.expert))
+            moved += self._all_reduce(same, width * experts_of_rank(self.model, layout))
         hidden = min(moved, busy.backward / layout.num_microbatches) * self._overlap(layout)
         return moved - hidden
 
@@ -343,7 +368,7 @@ class StepTimeModel:
         return OVERLAP if layout.has_overlap else 0.0
 
     def _optimizer(self, layout: Layout, parameters: float) -> float:
-        updated = parameters / layout.num_shards
+        updated = parameters / layout.num_shards + experts_of_rank(self.model, layout)
         if layout.offload == "none":
             return OPTIMIZER_BYTES * updated / self.cluster.accelerator.memory_rate
         moved = 2 * HALF * updated / self.cluster.accelerator.host_rate
@@ -401,10 +426,22 @@ def blocks_of_rank(layers: int, layout: Layout) -> tuple[int, int]:
     return most, most
 
 
+def sharded_numel(model: Transformer, layout: Layout) -> int:
+    """Return the parameters of a block that ZeRO shards: all but experts that are divided."""
+    return model.block_numel if layout.expert == 1 else model.shared_numel
+
+
+def experts_of_rank(model: Transformer, layout: Layout) -> float:
+    """Return the parameters of divided experts that a rank keeps whole."""
+    if layout.expert == 1:
+        return 0.0
+    return model.layers * model.experts // layout.expert * model.expert_numel
+
+
 def parameters_of_rank(model: Transformer, layout: Layout) -> float:
     """Return the parameters of the rank that has most, before ZeRO shards them."""
     most, _ = blocks_of_rank(model.layers, layout)
-    blocks = most * model.block_numel / layout.tensor
+    blocks = most * sharded_numel(model, layout) / layout.tensor
     tables = model.vocab * model.hidden / layout.tensor
     both = layout.pipeline == 1 and not model.is_tied
     return blocks + (2 if both else 1) * tables

@@ -26,6 +26,8 @@ class Transformer:
         is_gated: Whether the feed-forward layer has a third matrix (SwiGLU).
         is_tied: Whether the output projection is the embedding.
         has_flash: Whether attention keeps no scores (SDPA, FlashAttention).
+        experts: Feed-forward layers of a block, of which a router chooses; 0 for a dense model.
+        active: Experts that compute each token.
     """
 
     layers: int
@@ -38,6 +40,8 @@ class Transformer:
     is_gated: bool = False
     is_tied: bool = False
     has_flash: bool = True
+    experts: int = 0
+    active: int = 0
 
     @property
     def kv_width(self) -> int:
@@ -45,10 +49,19 @@ class Transformer:
         return self.hidden * self.kv_heads // self.heads
 
     @property
+    def expert_numel(self) -> int:
+        """Parameters of a feed-forward layer, one expert of a mixture."""
+        return (3 if self.is_gated else 2) * self.hidden * self.ffn
+
+    @property
+    def shared_numel(self) -> int:
+        """Parameters of a block less its feed-forward layer or its experts."""
+        return 2 * self.hidden * (self.hidden + self.kv_width) + self.hidden * self.experts
+
+    @property
     def block_numel(self) -> int:
         """Parameters of a block; norms and biases count as nothing."""
-        attention = 2 * self.hidden * (self.hidden + self.kv_width)
-        return attention + (3 if self.is_gated else 2) * self.hidden * self.ffn
+        return self.shared_numel + max(1, self.experts) * self.expert_numel
 
     @property
     def numel(self) -> int:
@@ -59,7 +72,8 @@ class Transformer:
     def step_flops(self, sequences: int) -> float:
         """Return floating point operations of a step without recomputation: model FLOPs."""
         tokens = float(sequences * self.seq)
-        products = 6.0 * tokens * (self.layers * self.block_numel + self.vocab * self.hidden)
+        block = self.shared_numel + max(1, self.active) * self.expert_numel
+        products = 6.0 * tokens * (self.layers * block + self.vocab * self.hidden)
         return products + 6.0 * tokens * self.layers * self.hidden * self.seq
 
 
@@ -73,6 +87,7 @@ def _llama(
     return Transformer(layers, hidden, heads, kv, ffn, vocab, seq, is_gated=True)
 
 
+_EXPERTS = {"experts": 0, "active": 0}
 _FLAGS = {"is_gated": 0, "is_tied": 0, "has_flash": 1}
 
 KNOWN: Mapping[str, Transformer] = {
@@ -90,6 +105,7 @@ KNOWN: Mapping[str, Transformer] = {
     "llama3-70b": _llama(80, 8192, 64, 8, 28672, 128256, 8192),
     "llama3-405b": _llama(126, 16384, 128, 8, 53248, 128256, 8192),
     "mistral-7b": _llama(32, 4096, 32, 8, 14336, 32000, 8192),
+    "mixtral-8x7b": replace(_llama(32, 4096, 32, 8, 14336, 32000, 8192), experts=8, active=2),
     "qwen2.5-7b": _llama(28, 3584, 28, 4, 18944, 152064, 4096),
     "qwen2.5-32b": _llama(64, 5120, 40, 8, 27648, 152064, 4096),
     "qwen2.5-72b": _llama(80, 8192, 64, 8, 29568, 152064, 4096),
@@ -101,9 +117,11 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
     "hidden": ("hidden_size", "n_embd", "d_model"),
     "heads": ("num_attention_heads", "n_head", "num_heads"),
     "kv_heads": ("num_key_value_heads",),
-    "ffn": ("intermediate_size", "n_inner", "ffn_dim", "d_ff"),
+    "ffn": ("moe_intermediate_size", "intermediate_size", "n_inner", "ffn_dim", "d_ff"),
     "vocab": ("vocab_size",),
     "seq": ("max_position_embeddings", "n_positions"),
+    "experts": ("num_local_experts", "num_experts"),
+    "active": ("num_experts_per_tok",),
 }
 """Names of each size in configurations of Hugging Face."""
 
@@ -167,6 +185,14 @@ def _from_sizes(sizes: dict[str, int]) -> Transformer:
     sizes.setdefault("kv_heads", sizes["heads"])
     sizes.setdefault("ffn", 4 * sizes["hidden"])
     flags = {name: bool(sizes.pop(name, default)) for name, default in _FLAGS.items()}
+    mixture = {name: sizes.pop(name, default) for name, default in _EXPERTS.items()}
+    if (mixture["experts"] == 0) != (mixture["active"] == 0) or mixture["active"] > mixture[
+        "experts"
+    ]:
+        raise ConfigError(
+            f"--model: experts={mixture['experts']} and active={mixture['active']} are no mixture: "
+            f"give both, as experts=8 active=2, with no more active ones than experts."
+        )
     if min(sizes.values()) < 1:
         raise ConfigError("--model: every size has to be 1 or more.")
     if sizes["hidden"] % sizes["heads"] or sizes["heads"] % sizes["kv_heads"]:
@@ -182,6 +208,8 @@ def _from_sizes(sizes: dict[str, int]) -> Transformer:
         ffn=sizes["ffn"],
         vocab=sizes["vocab"],
         seq=sizes["seq"],
+        experts=mixture["experts"],
+        active=mixture["active"],
         **flags,
     )
 

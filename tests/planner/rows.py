@@ -212,6 +212,7 @@ def _layout(row: Mapping[str, str], model: Transformer, cluster: Cluster) -> Lay
         dtype=dtype,
         has_fp32_gradients="fp32 grad" in precision,
         state_bytes=_state_bytes(framework, precision),
+        has_context_overlap=True,
         has_fused_kernels=bool(re.search("megatron|nemo|compile", f"{framework} {notes}")),
         attention_speed=_attention_speed(framework, cluster.accelerator.name),
         # Gathers run on a stream of their own since DeepSpeed 0.5.9.

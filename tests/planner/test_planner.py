@@ -18,7 +18,7 @@ from boltmesh.planner.report import best, strategy_of
 from boltmesh.planner.search import FULL, search
 from boltmesh.planner.step_time import StepTimeModel
 from boltmesh.planner.transformer import KNOWN, Transformer, transformer_named
-from boltmesh.strategies import Parallel3DStrategy, ZeROStrategy
+from boltmesh.strategies import ContextParallelStrategy, Parallel3DStrategy, ZeROStrategy
 from boltmesh.strategies.ddp import DDPStrategy
 from boltmesh.strategies.pipeline.schedules.registry import check_schedule
 
@@ -69,9 +69,11 @@ def test_every_accelerator_is_complete(name: str) -> None:
 
 def test_axes_lie_over_nodes_from_the_inside() -> None:
     groups = groups_of(Layout(tensor=4, data=4, pipeline=4), NODES)
-    assert [(groups[name].in_node, groups[name].num_nodes) for name in groups] == [
-        (4, 1), (1, 1), (2, 2), (1, 4), (2, 2)
-    ]  # fmt: skip
+    lie = {name: (group.in_node, group.num_nodes) for name, group in groups.items()}
+    assert lie == {
+        "tensor": (4, 1), "context": (1, 1), "data": (2, 2), "pipeline": (1, 4), "expert": (1, 1),
+        "replicas": (2, 2),
+    }  # fmt: skip
 
 
 def predicted(layout: Layout, model: Transformer = LLAMA) -> float:
@@ -135,8 +137,11 @@ def test_layouts_fit_and_are_those_that_strategies_take(
         "Parallel3DStrategy": Parallel3DStrategy,
         "ZeROStrategy": ZeROStrategy,
         "DDPStrategy": DDPStrategy,
+        "ContextParallelStrategy": ContextParallelStrategy,
     }
-    for candidate in best(found, 8):
+    with_context = [each for each in found.candidates if each.layout.context > 1][:2]
+    assert with_context
+    for candidate in best(found, 8) + with_context:
         layout = candidate.layout
         assert layout.num_devices == devices
         assert candidate.memory.device <= FULL * cluster.accelerator.memory_bytes
@@ -150,6 +155,53 @@ def test_layouts_fit_and_are_those_that_strategies_take(
             )
         text = strategy_of(layout).partition(", batch_size")[0].removeprefix("strategy=")
         assert eval(text, strategies) is not None
+
+
+def test_a_long_sequence_is_divided_over_a_context_axis(capsys: pytest.CaptureFixture[str]) -> None:
+    options = "--model llama3-8b --seq 131072 --gpu h100-80gb --devices 8 --batch 8"
+    run_command(["plan", "auto", *options.split()])
+    text = capsys.readouterr().out
+    assert "1. strategy=ContextParallelStrategy(size=" in text
+    sizes = replace(LLAMA, seq=131072)
+    whole = Layout(data=8, sequences=8, zero=3, recompute="full")
+    halves = replace(whole, data=4, context=2, sequences=8)
+    cluster = build_cluster(accelerator_named("h100"), num_devices=8)
+    model = StepTimeModel(sizes, cluster, default_rates())
+    assert model.predict(whole).context == 0.0
+    # Keys and values of 2 sequences a rank, gathered in three passes and scattered in one.
+    moved = 4 * 2 * 131072 * sizes.kv_width * 2 / 2 * sizes.layers * 2
+    link = cluster.accelerator.link_rate
+    assert model.predict(halves).context == pytest.approx(moved / link, rel=0.15)
+    kept = [estimate_layout_memory(sizes, each).activations for each in (whole, halves)]
+    assert kept[1] == pytest.approx(kept[0] / 2)
+
+
+def test_experts_are_divided_over_ranks() -> None:
+    sizes = transformer_named("mixtral-8x7b")
+    assert sizes.numel == pytest.approx(46.7e9, rel=0.01)
+    cluster = build_cluster(accelerator_named("b200"), num_devices=16)
+    found = search(sizes, cluster, sequences=64)
+    divided = [each for each in found.candidates if each.layout.expert > 1]
+    assert {each.layout.expert for each in divided} == {8}  # a quarter is too much for a rank
+    assert "expert=" in strategy_of(divided[0].layout)
+    assert all(each.layout.num_devices == 16 for each in divided)
+    assert all(each.layout.zero in {1, 2, 3} for each in divided)
+    whole = Layout(data=16, sequences=64, microbatch=1, zero=3)
+    eighths = replace(whole, expert=8)
+    before, after = (estimate_layout_memory(sizes, each) for each in (whole, eighths))
+    experts = sizes.layers * sizes.expert_numel  # one of eight in each block
+    rest = sizes.numel - 8 * experts
+    assert before.optimizer == pytest.approx(8 * sizes.numel / 16)
+    assert after.optimizer == pytest.approx(8 * (experts + rest / 16))
+    assert after.other < before.other  # experts are not gathered
+    # Of 8 experts one is here: 1 - C(7, 2) / C(8, 2) of the rows go to each of the 7 others,
+    # and back, in both passes.
+    rows = 4 * sizes.seq * 7 * (1 - 21 / 28) * sizes.layers * 4
+    moved = rows * sizes.hidden * 2 / cluster.accelerator.link_rate
+    model = StepTimeModel(sizes, cluster, default_rates())
+    assert model.predict(whole).expert == 0.0
+    assert model.predict(eighths).expert == pytest.approx(moved, rel=0.25)
+    assert model.predict(eighths).gather < model.predict(whole).gather
 
 
 def test_a_bubble_is_that_of_the_schedule() -> None:
@@ -212,6 +264,17 @@ def test_json_has_the_same_figures(capsys: pytest.CaptureFixture[str]) -> None:
         (["--model", "llama3-8b", "--gpu", "h10", "--devices", "8"], "Did you mean 'h100"),
         (["--model", "layers=3", "--gpu", "h100", "--devices", "8"], "lacks hidden, heads"),
         (["--model", "layer=3", "--gpu", "h100", "--devices", "8"], "Did you mean 'layers'"),
+        (
+            [
+                "--model",
+                "layers=2 hidden=64 heads=4 vocab=9 seq=8 experts=4",
+                "--gpu",
+                "h100",
+                "--devices",
+                "8",
+            ],
+            "give both, as experts=8 active=2",
+        ),
         (
             ["--model", "llama3-8b", "--gpu", "h100", "--devices", "8", "--nodes", "3"],
             "does not divide",
