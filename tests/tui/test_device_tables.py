@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from boltmesh.tui.demo import Scenario
 from boltmesh.tui.devices import DeviceReading, GpuProcess
 from boltmesh.tui.panels.devices import COLUMNS, both_ways, draw_devices, shown_devices
 from boltmesh.tui.panels.processes import COLUMNS as PROCESS_COLUMNS
@@ -193,6 +194,19 @@ def test_one_line_says_why_no_gpu_is_shown(state: State, words: str) -> None:
     shown = devices(state)
     assert words in shown[1]
     assert len(shown) == 2
+
+
+@pytest.mark.parametrize(
+    ("scenario", "later_s", "use"),
+    [("healthy", 0, "good"), ("input_bound", 30, "warn"), ("hang", 300, "chart")],
+)
+def test_bars_have_the_colours_of_the_headline_figures(
+    scenario: Scenario, later_s: float, use: str
+) -> None:
+    shown = fold(None, demo(scenario=scenario, later_s=later_s))
+    row = draw_devices(shown, 160, 20, LOOK)[2]
+    roles = [span.role for span in row.spans if UNICODE.bar_full in span.text]
+    assert roles == [use, "good"]
 
 
 def test_one_line_says_why_no_process_is_shown() -> None:

@@ -4,7 +4,8 @@ import msgspec
 import pytest
 
 from boltmesh.tui.pages.registry import PAGES
-from boltmesh.tui.panels.header import BUBBLE, MFU, Limits, draw_headline
+from boltmesh.tui.panels.header import draw_headline
+from boltmesh.tui.render.bars import BUBBLE, MFU, Limits
 from boltmesh.tui.render.style import UNICODE, Style
 from boltmesh.tui.sources.live import Observation
 from boltmesh.tui.state import fold

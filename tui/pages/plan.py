@@ -27,8 +27,8 @@ class PlanPage(Page):
         about="plan: how layers are divided over the tensor axis, and why",
         keys=(("j k", "choose a row to see all of it"),),
         terms=(
-            ("style", "column and row: of a product outputs, inputs; vocabulary: tokens;"),
-            ("", "whole: every rank has all of it"),
+            ("style", "column and row: of a product outputs, inputs; vocabulary: tokens"),
+            ("", "(vocab-parallel); whole: every rank has all of it (replicated)"),
             ("parts", "of the divided dimension, as count x size: 3x24x128 are three"),
             ("", "times 24 parts of 128, and each rank has some of the 24"),
             ("per rank", "bytes that one rank keeps, of all parameters of the row together"),

@@ -10,7 +10,8 @@ import msgspec
 from boltmesh.tui import units
 from boltmesh.tui.devices import DeviceReading
 from boltmesh.tui.devices.reading import NO_LIMIT, POWER_LIMIT
-from boltmesh.tui.render.bars import bar
+from boltmesh.tui.metrics.status import job_stalled_seconds
+from boltmesh.tui.render.bars import MEMORY, UTILISATION, bar
 from boltmesh.tui.render.line import Line, Role
 from boltmesh.tui.render.ranks import NEARLY_FULL
 from boltmesh.tui.render.style import Style, heading, labelled, sentence, wrap_facts
@@ -117,12 +118,14 @@ def draw_devices(
     note = _note(state, every, width, look)
     if not every:
         return [*lines, *note][: max(0, height)]
+    # Of a job that is stalled or has ended the use of its devices says nothing.
+    is_running = state.job.state == "running" and job_stalled_seconds(state) is None
     room = max(0, height - top - len(note))
     detail = _detail(rows, table, width, look)[: max(0, room - 1 - len(rows))]
     seen = browse(
         _columns(every),
         rows,
-        lambda row: _cells(row, every, width, look),
+        lambda row: _cells(row, every, width, look, is_running=is_running),
         width,
         room - 1 - len(detail),
         look,
@@ -207,14 +210,16 @@ def _columns(rows: Sequence[GpuRow]) -> list[Column]:
     ]
 
 
-def _cells(row: GpuRow, rows: Sequence[GpuRow], width: int, look: Style) -> list[Cell]:
+def _cells(
+    row: GpuRow, rows: Sequence[GpuRow], width: int, look: Style, *, is_running: bool
+) -> list[Cell]:
     reading = row.reading
     has_bars = width >= BARS_FROM_WIDTH
     drawn: dict[str, Cell] = {
         "device": row.device or units.UNKNOWN,
         "ranks": ",".join(map(str, row.ranks)),
         "model": Line(reading.name.removeprefix("NVIDIA "), "muted"),
-        "util": _utilization(reading, look, has_bar=has_bars),
+        "util": _utilization(reading, look, has_bar=has_bars, is_running=is_running),
         "memory": _memory(row, look, has_bar=has_bars),
         "power": of_limit(reading.power_watts, reading.power_limit_watts, "W"),
         "temp": _temperature(reading, look),
@@ -259,12 +264,13 @@ def _short(value: float) -> str:
     return f"{value:.0f}" if value >= 99.5 or value == 0 else f"{value:.1f}"
 
 
-def _utilization(reading: DeviceReading, look: Style, *, has_bar: bool) -> Line:
+def _utilization(reading: DeviceReading, look: Style, *, has_bar: bool, is_running: bool) -> Line:
     percent = reading.utilization_percent
     text = units.percent(percent)
     if not has_bar or percent is None:
         return Line(text)
-    return bar(percent / 100, BAR_WIDTH, look.glyphs).add(text.rjust(5))
+    role: Role = UTILISATION.level(percent / 100) if is_running else "chart"
+    return bar(percent / 100, BAR_WIDTH, look.glyphs, role=role).add(text.rjust(5))
 
 
 def _memory(row: GpuRow, look: Style, *, has_bar: bool) -> Line:
@@ -277,7 +283,9 @@ def _memory(row: GpuRow, look: Style, *, has_bar: bool) -> Line:
     text = f"{used / 2**30:.1f}/{total / 2**30:.1f} GiB"
     if not has_bar:
         return Line(text, role)
-    return bar(used / total, BAR_WIDTH, look.glyphs, role="chart").add(" " + text, role)
+    return bar(used / total, BAR_WIDTH, look.glyphs, role=MEMORY.level(used / total)).add(
+        " " + text, role
+    )
 
 
 def _temperature(reading: DeviceReading, look: Style) -> Line:

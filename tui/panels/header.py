@@ -8,7 +8,7 @@ One line of the headline figures with their levels: on every screen of a job.
 """
 
 from collections.abc import Iterator
-from typing import Final, Literal
+from typing import Final
 
 import msgspec
 
@@ -19,7 +19,7 @@ from boltmesh.tui.metrics.ranks import rank_rows
 from boltmesh.tui.metrics.status import job_stalled_seconds
 from boltmesh.tui.panels.events import clock
 from boltmesh.tui.panels.throughput import Unit, rate_now, throughput
-from boltmesh.tui.render.bars import bar
+from boltmesh.tui.render.bars import BUBBLE, EXPOSED, MEMORY, MFU, UTILISATION, Level, bar
 from boltmesh.tui.render.line import Line, fit
 from boltmesh.tui.render.style import Style, facts, labelled, spread
 from boltmesh.tui.state import State
@@ -170,29 +170,6 @@ def draw_timeline(
         line.add("   ").join(bar(position / length if length else 1.0, room, look.glyphs))
     return line.crop(width)
 
-
-Level = Literal["good", "warn", "bad"]
-
-
-class Limits(msgspec.Struct, frozen=True):
-    """From which value on a share is amber and red; where ``bad < warn`` low values are worse."""
-
-    warn: float
-    bad: float
-
-    def level(self, value: float) -> Level:
-        """Return the level of a value."""
-        sign = 1 if self.bad > self.warn else -1
-        if sign * value >= sign * self.bad:
-            return "bad"
-        return "warn" if sign * value >= sign * self.warn else "good"
-
-
-MFU: Final = Limits(warn=0.35, bad=0.15)
-UTILISATION: Final = Limits(warn=0.8, bad=0.5)
-MEMORY: Final = Limits(warn=0.9, bad=0.97)
-BUBBLE: Final = Limits(warn=0.2, bad=0.4)
-EXPOSED: Final = Limits(warn=0.15, bad=0.3)
 
 MARKS: Final[dict[Level, str]] = {"good": "", "warn": "!", "bad": "!!"}
 """Marks that stand for a level without colour."""

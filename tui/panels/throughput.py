@@ -14,6 +14,7 @@ from boltmesh.tui import units
 from boltmesh.tui.metrics.figures import Flops, figures, job_flops
 from boltmesh.tui.metrics.status import job_stalled_seconds
 from boltmesh.tui.metrics.step_time import BUBBLE, PhaseSplit, batches_per_step, phase_split
+from boltmesh.tui.render import bars
 from boltmesh.tui.render.bars import bar, phase_role, sparkline, stacked_bar
 from boltmesh.tui.render.line import Line
 from boltmesh.tui.render.style import Glyphs, Style, facts, heading, labelled, wrap_facts
@@ -147,7 +148,8 @@ def _draw_flops(flops: Flops, width: int, look: Style) -> Line:
     rate = Line(units.flops(flops.per_second), "muted")
     room = width - line.width - rate.width - 4
     if room >= _SPARKLINE_FROM_WIDTH:
-        line.add("  ").join(bar(flops.utilization, room, look.glyphs))
+        level = bars.MFU.level(flops.utilization)
+        line.add("  ").join(bar(flops.utilization, room, look.glyphs, role=level))
     if line.width + 2 + rate.width <= width:
         line.add("  ").join(rate)
     return line.crop(width)
@@ -158,7 +160,8 @@ def _draw_bubble(ratio: float, width: int, look: Style) -> Line:
     line.add(units.share(ratio).rjust(_FIGURE_WIDTH), "strong")
     room = width - line.width - 2
     if room >= _SPARKLINE_FROM_WIDTH:
-        line.add("  ").join(bar(ratio, room, look.glyphs))
+        level = bars.BUBBLE.level(ratio)
+        line.add("  ").join(bar(ratio, room, look.glyphs, role=level))
     return line.crop(width)
 
 

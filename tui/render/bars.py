@@ -1,7 +1,10 @@
-"""Figures in one line: a bar, a stacked bar, a sparkline."""
+"""Figures in one line: a bar, a stacked bar, a sparkline; and the levels of shares."""
 
 import math
 from collections.abc import Sequence
+from typing import Final, Literal
+
+import msgspec
 
 from boltmesh.telemetry.snapshot import PhaseTime
 from boltmesh.tui.render.line import Line, Role
@@ -16,6 +19,29 @@ def bar(fraction: float, width: int, glyphs: Glyphs, *, role: Role = "accent") -
     line = Line(glyphs.bar_full * full + glyphs.bar_half * half, role)
     return line.pad_to(width, glyphs.bar_rest, "faint")
 
+
+Level = Literal["good", "warn", "bad"]
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """From which value on a share is amber and red; where ``bad < warn`` low values are worse."""
+
+    warn: float
+    bad: float
+
+    def level(self, value: float) -> Level:
+        """Return the level of a value."""
+        sign = 1 if self.bad > self.warn else -1
+        if sign * value >= sign * self.bad:
+            return "bad"
+        return "warn" if sign * value >= sign * self.warn else "good"
+
+
+MFU: Final = Limits(warn=0.35, bad=0.15)
+UTILISATION: Final = Limits(warn=0.8, bad=0.5)
+MEMORY: Final = Limits(warn=0.9, bad=0.97)
+BUBBLE: Final = Limits(warn=0.2, bad=0.4)
+EXPOSED: Final = Limits(warn=0.15, bad=0.3)
 
 LEAST_RANGE = 0.02
 """Share of the largest value: smaller differences are a flat line, not noise at full height."""

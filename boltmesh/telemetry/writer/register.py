@@ -83,6 +83,7 @@ def introduce(
         }
     )
     # Without its own number, so that a reader can show the ranks of a job as one line.
-    file.event("start", f"on {name}, one of {job.world_size}")
+    ranks = f"{job.world_size} ranks" if job.world_size > 1 else "1 rank"
+    file.event("start", f"{ranks}, {job.strategy}, on {name}")
     if note is not None:
         file.event("warning", note)
