@@ -39,11 +39,9 @@ class ContextOptions:
         ):
             if value not in known:
                 raise ConfigError(f"{name}={value!r} does not exist. Use {' or '.join(known)}.")
-        if self.dims is not None and not (
-            isinstance(self.dims, Mapping)
-            and self.dims
-            and all(type(each) is int for each in self.dims.values())
-        ):
+        dims: object = self.dims
+        is_named = isinstance(dims, Mapping) and all(type(each) is int for each in dims.values())
+        if dims is not None and not (dims and is_named):
             raise ConfigError(
                 f"dims={self.dims!r} names no dim of a batch. Use {{'input_ids': 1}}: a name or "
                 f"place of the batch and the dim of the sequence, or leave it out."

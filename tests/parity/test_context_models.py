@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.parity.tensor_models import AT_ONCE, SHIPPED, Way, measure
+from tests.parity.tensor_models import AT_ONCE, Way, measure
+from tests.support.causal_lms import SHIPPED
 
 pytest.importorskip("transformers")
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
