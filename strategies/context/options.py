@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import get_args
 
 import torch
 from torch.nn import Module
@@ -39,7 +39,9 @@ class ContextOptions:
         ):
             if value not in known:
                 raise ConfigError(f"{name}={value!r} does not exist. Use {' or '.join(known)}.")
-        if self.dims is not None and not _names_dims(self.dims):
+        dims: object = self.dims
+        is_named = isinstance(dims, Mapping) and all(type(each) is int for each in dims.values())
+        if dims is not None and not (dims and is_named):
             raise ConfigError(
                 f"dims={self.dims!r} names no dim of a batch. Use {{'input_ids': 1}}: a name or "
                 f"place of the batch and the dim of the sequence, or leave it out."
@@ -90,9 +92,3 @@ def refuse_modules(root: Module) -> None:
                 f"{shown} is a SyncBatchNorm, whose moments would count a batch once for each rank "
                 f"of a context group. Use BatchNorm, GroupNorm or LayerNorm."
             )
-
-
-def _names_dims(value: Any) -> bool:
-    """Whether a value of a config is a mapping to numbers of dims."""
-    is_mapping = isinstance(value, Mapping) and bool(value)
-    return is_mapping and all(type(each) is int for each in value.values())

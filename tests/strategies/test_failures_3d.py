@@ -43,7 +43,7 @@ class Stray(Callback):
         raise ValueError("no more")
 
 
-def train(rank: int, world_size: int, folder: str, how: str, sizes: dict[str, Any]) -> None:
+def train(rank: int, world_size: int, folder: str, how: str, sizes: Any) -> None:
     seed_everything(1, verbose=False)
     stray = Stray(how)
     timeout_s = TIMEOUT_S if how == "hangs" else WAIT_S
