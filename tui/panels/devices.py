@@ -118,7 +118,7 @@ def draw_devices(
     note = _note(state, every, width, look)
     if not every:
         return [*lines, *note][: max(0, height)]
-    # Of a job that is stalled or has ended the use of its devices says nothing.
+    # The use of devices says nothing of a job that is stalled or has ended.
     is_running = state.job.state == "running" and job_stalled_seconds(state) is None
     room = max(0, height - top - len(note))
     detail = _detail(rows, table, width, look)[: max(0, room - 1 - len(rows))]
