@@ -2,10 +2,10 @@
 
 ``axis`` is the interface for the engine, in this order: ``find`` looks for experts in one step of
 the user's module, ``verify`` proves on the ranks of the run that they may be asked row by row,
-``divided`` takes the place of their ``forward``, ``exchange`` moves the rows. Parameters of experts
-are cut by the data axis (``data_parallel/param_state``, ``OwnedParams``), which shards everything
-else; norms, clipping and checkpoints see them as shards. ``expected_traffic`` states what telemetry
-should measure.
+``divided`` takes the place of their ``forward`` (``module_list`` that of a list), and ``exchange``
+moves the rows. The data axis cuts parameters of experts (``OwnedParams`` in ``param_state``, and
+``owned_modules`` for a list) and shards everything else; norms, clipping and checkpoints see them
+as shards. ``expected_traffic`` states what telemetry should measure.
 
 Nothing is known by name, and the author's own code runs.
 """
