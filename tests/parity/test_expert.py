@@ -88,6 +88,7 @@ def test_runs_equal_one_process(case: str) -> None:
     [
         ("coupled", {}, "gives another output when rows are exchanged"),
         ("coupled list", {}, "gives another output when rows are exchanged"),
+        ("list, read", {}, "no experts can be divided: .* raises RuntimeError"),
         ("list, hooked", {}, "its experts have hooks"),
         ("dense", {}, "calls no experts"),
         ("stacked", {"expert": 3}, "expert=3 needs a multiple of 3 ranks"),

@@ -152,6 +152,14 @@ class CalledMixture(ListMixture):
         return made.view(x.shape)
 
 
+class ReadList(ListMixture):
+    """Reads a parameter of an expert beside calling it."""
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + 0.01 * self.experts[0].weight.sum()
+
+
 class EvenList(ListMixture):
     """Rows go in turns to pairs of experts, one of each half of them."""
 
@@ -331,6 +339,7 @@ class ByHand(nn.Module):
             "repeated": lambda: RepeatedMixture(32, 8, 3),
             "capacity": lambda: CapacityMixture(32, 8),
             "called list": lambda: CalledMixture(32, 8, 2),
+            "list, read": lambda: ReadList(32, 8, 2),
             "coupled list": lambda: CoupledList(32, 8, 2),
             "dense": lambda: nn.Linear(32, 32),
         }[kind]
@@ -355,7 +364,16 @@ TUPLES = ("masked", "repeated")
 CHANGED = ("list, frozen", "list, adapters", "list, hooked")
 """Experts of a list that are changed once they are made."""
 BY_HAND = (
-    *("stacked", "all", "coupled", "list", "list, even", "called list", "coupled list"),
+    *(
+        "stacked",
+        "all",
+        "coupled",
+        "list",
+        "list, even",
+        "list, read",
+        "called list",
+        "coupled list",
+    ),
     *("capacity", "dense"),
     *TUPLES,
     *CHANGED,
