@@ -196,7 +196,8 @@ def _raised_alone(
     def answer(rows: Tensor, *_: Any) -> Tensor:
         return with_unused(divided.empty(rows), (rows,))
 
-    run, divided.exchange.run = divided.exchange.run, answer  # type: ignore[method-assign]
+    run: Any = divided.exchange.run
+    divided.exchange.run = answer  # type: ignore[method-assign,assignment]
     divided.put_on()
     try:
         _outcome(divided.module, divided, experts, call, state, names)

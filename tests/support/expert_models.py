@@ -157,7 +157,7 @@ class ReadList(ListMixture):
 
     @override
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + 0.01 * self.experts[0].weight.sum()
+        return super().forward(x) + 0.01 * self.experts[0].get_parameter("weight").sum()
 
 
 class EvenList(ListMixture):
@@ -364,17 +364,8 @@ TUPLES = ("masked", "repeated")
 CHANGED = ("list, frozen", "list, adapters", "list, hooked")
 """Experts of a list that are changed once they are made."""
 BY_HAND = (
-    *(
-        "stacked",
-        "all",
-        "coupled",
-        "list",
-        "list, even",
-        "list, read",
-        "called list",
-        "coupled list",
-    ),
-    *("capacity", "dense"),
+    *("stacked", "all", "coupled", "capacity", "dense"),
+    *("list", "list, even", "list, read", "called list", "coupled list"),
     *TUPLES,
     *CHANGED,
 )
