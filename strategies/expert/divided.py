@@ -89,9 +89,14 @@ class DividedExperts:
         group = self.exchange.group
         return whole.tensor_split(group.size())[group.rank()]
 
+    @property
+    def _device(self) -> torch.device:
+        """Where this rank computes; experts of others have no values here."""
+        return next(each.device for each in self.module.parameters() if not each.is_meta)
+
     def attend(self) -> None:
         """Run this rank's experts for the others, which have rows where it has none. Collective."""
-        device = next(self.module.parameters()).device
+        device = self._device
         rows = torch.empty((0, self.shape.width), dtype=self._rows_type, device=device)
         chosen = torch.empty((0, 1), dtype=torch.long, device=device)
         weights = torch.empty((0, 1), dtype=self._weights_type, device=device)

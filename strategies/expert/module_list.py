@@ -126,7 +126,7 @@ class DividedList(DividedExperts):
 
     @contextmanager
     def _first_pass(self) -> Iterator[None]:
-        device = next(self.module.parameters()).device
+        device = self._device
         state = capture_random_state(device)
         with modules_unchanged(self._around_experts), results_unwatched(self.module.modules()):
             yield
@@ -164,7 +164,7 @@ class DividedList(DividedExperts):
 
     def _exchanged(self, calls: list[tuple[int, Tensor]]) -> Tensor:
         """Return the results of all calls, one behind the other. Collective."""
-        device = next(self.module.parameters()).device
+        device = self._device
         flat = [rows.reshape(-1, rows.shape[-1]) for _, rows in calls]
         if not flat:
             flat = [torch.empty((0, self.shape.width), dtype=self._rows_type, device=device)]

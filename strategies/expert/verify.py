@@ -23,7 +23,7 @@ from boltmesh.strategies.dry_run.step import without_dropout
 from boltmesh.strategies.expert.divided import DividedExperts
 from boltmesh.strategies.expert.exchange import with_unused
 from boltmesh.strategies.expert.find import ExpertCall, Experts, arguments, detached
-from boltmesh.strategies.expert.module_list import divide
+from boltmesh.strategies.expert.module_list import DividedList, divide
 from boltmesh.strategies.random_state import capture_random_state, restore_random_state
 from boltmesh.strategies.torch_compat.modules import swapped_state
 from boltmesh.strategies.torch_compat.tensors import tree_leaves, tree_map
@@ -90,6 +90,14 @@ def prove(
         for name, part in parts.items()
     }
     restore_random_state(state, device)
+    if isinstance(divided, DividedList):
+        # The author's code around the experts runs before the exchange and after it.
+        with _alone(module), around():
+            fault = _raised_alone(divided, experts, call, {**local, **buffers}, names)
+        restore_random_state(state, device)
+        dist.all_gather_object(faults, fault, group=group)
+        if any(faults):
+            return fault or next(each for each in faults if each)
     with _alone(module), around():
         divided.put_on()
         got: dict[str, Tensor] = {}
@@ -174,6 +182,31 @@ def _outcome(
             materialize_grads=True,
         )
     return {"output": flat.detach(), **dict(zip(leaves, gradients, strict=True))}
+
+
+def _raised_alone(
+    divided: DividedList,
+    experts: Experts,
+    call: ExpertCall,
+    state: Mapping[str, Tensor],
+    names: list[str],
+) -> str | None:
+    """Return what this rank's code raises around experts that answer zeros, without exchanges."""
+
+    def answer(rows: Tensor, *_: Any) -> Tensor:
+        return with_unused(divided.empty(rows), (rows,))
+
+    run: Any = divided.exchange.run
+    divided.exchange.run = answer  # type: ignore[method-assign,assignment]
+    divided.put_on()
+    try:
+        _outcome(divided.module, divided, experts, call, state, names)
+    except Exception as error:  # noqa: BLE001 - the author's code
+        return _raised(error)
+    finally:
+        divided.take_off()
+        divided.exchange.run = run  # type: ignore[method-assign]
+    return None
 
 
 def _guard(divided: DividedExperts) -> list[str]:

@@ -56,6 +56,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
     ),
     "capacity": ("capacity", 2, {"stage": 2}, {"optimizer": "adamw"}),
     "capacity, 2 of 4": ("capacity", 4, {"stage": 3, "expert": 2}, {"accumulate": 2}),
+    "list that is called": ("called list", 2, {"stage": 1}, {"optimizer": "adamw"}),
     "list, frozen": ("list, frozen", 2, {"stage": 2}, {"optimizer": "adamw"}),
     "list, adapters": ("list, adapters", 2, {"stage": 3}, {"optimizer": "adamw"}),
     "recomputed": ("mixtral", 2, {"stage": 3, "activation_checkpointing": "full"}, {}),
@@ -69,6 +70,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
     "mixtral, 2 of 4",
     "recomputed",
     "capacity",
+    "list that is called",
     "list, masked",
     "list, 2 of 4, starved",
     "list, adapters",
@@ -86,6 +88,7 @@ def test_runs_equal_one_process(case: str) -> None:
     [
         ("coupled", {}, "gives another output when rows are exchanged"),
         ("coupled list", {}, "gives another output when rows are exchanged"),
+        ("list, read", {}, "no experts can be divided: .* raises RuntimeError"),
         ("list, hooked", {}, "its experts have hooks"),
         ("dense", {}, "calls no experts"),
         ("stacked", {"expert": 3}, "expert=3 needs a multiple of 3 ranks"),

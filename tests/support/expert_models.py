@@ -125,6 +125,41 @@ class ListMixture(nn.Module):
         return self.gate(rows)
 
 
+class CalledList(nn.ModuleList):
+    """A list that calls its experts itself, as that of Switch Transformers."""
+
+    @override
+    def forward(self, rows: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        out = torch.zeros_like(rows)
+        for number in chosen.unique():
+            row, slot = torch.where(chosen == number)
+            out.index_add_(0, row, self[number](rows[row]) * weights[row, slot, None])
+        return out
+
+
+class CalledMixture(ListMixture):
+    """A router before such a list."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.experts = CalledList(self.experts)
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        weights, chosen = self.gate(rows).softmax(-1).topk(self.num_choices, -1)
+        made: Tensor = self.experts(rows, chosen, weights)
+        return made.view(x.shape)
+
+
+class ReadList(ListMixture):
+    """Reads a parameter of an expert beside calling it."""
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + 0.01 * next(self.experts[0].parameters()).sum()
+
+
 class EvenList(ListMixture):
     """Rows go in turns to pairs of experts, one of each half of them."""
 
@@ -303,6 +338,8 @@ class ByHand(nn.Module):
             "masked": lambda: MaskedMixture(32, 8, 2),
             "repeated": lambda: RepeatedMixture(32, 8, 3),
             "capacity": lambda: CapacityMixture(32, 8),
+            "called list": lambda: CalledMixture(32, 8, 2),
+            "list, read": lambda: ReadList(32, 8, 2),
             "coupled list": lambda: CoupledList(32, 8, 2),
             "dense": lambda: nn.Linear(32, 32),
         }[kind]
@@ -327,7 +364,8 @@ TUPLES = ("masked", "repeated")
 CHANGED = ("list, frozen", "list, adapters", "list, hooked")
 """Experts of a list that are changed once they are made."""
 BY_HAND = (
-    *("stacked", "all", "coupled", "list", "list, even", "coupled list", "capacity", "dense"),
+    *("stacked", "all", "coupled", "capacity", "dense"),
+    *("list", "list, even", "list, read", "called list", "coupled list"),
     *TUPLES,
     *CHANGED,
 )
