@@ -36,7 +36,7 @@ def test_a_buffer_is_emptied_when_its_copy_has_passed_and_before_it_is_filled_ag
         log.append(("copied", made.number))
         return made
 
-    monkeypatch.setattr(async_save, "_event", event)
+    monkeypatch.setattr(async_save, "event_on_stream", event)
     source = torch.arange(32, dtype=torch.uint8)
     target = torch.zeros_like(source)
     StagedCopies(8).copy_bytes(source, target)
