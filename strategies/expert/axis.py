@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -174,15 +175,15 @@ class ExpertAxis(Axis):
 
     def _agreed(self, found: Findings) -> list[Experts]:
         """Return the experts that all ranks have found; note the others. Collective."""
-        told: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(told, (found.experts, found.whole))
+        findings: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(findings, (found.experts, found.whole))
         experts: list[Experts] = []
-        for each in told[0][0]:
-            if all(each in theirs for theirs, _ in told):
-                experts.append(each)
-            else:
+        for each in chain.from_iterable(of_rank for of_rank, _ in findings):
+            if not all(each in of_rank for of_rank, _ in findings):
                 found.whole[each.name] = "not all ranks have called it in the same way"
-        for _, whole in told:
+            elif each not in experts:
+                experts.append(each)
+        for _, whole in findings:
             found.whole.update(whole)
         if not experts and not found.whole:
             raise ConfigError(
@@ -230,9 +231,9 @@ class ExpertAxis(Axis):
                     device=strategy.root_device,
                     is_mixed=is_mixed,
                 )
-                told: list[str | None] = [None] * dist.get_world_size()
-                dist.all_gather_object(told, fault)
-                faults[kind] = next((text for text in told if text), None)
+                of_ranks: list[str | None] = [None] * dist.get_world_size()
+                dist.all_gather_object(of_ranks, fault)
+                faults[kind] = next((text for text in of_ranks if text), None)
             if (reason := faults[kind]) is None:
                 self.divided[each.name] = divide(part, each, call, group, around)
             else:

@@ -49,7 +49,7 @@ def test_rates_that_the_runs_do_not_identify_are_named(result):
 def test_rows_of_another_file_are_predicted(tmp_path: Path):
     with ROWS.open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
-    unseen = [{**row, "source": "somebody else"} for row in rows if "torchtitan" in row["source"]]
+    unseen = [{**row, "source": "another source"} for row in rows if "torchtitan" in row["source"]]
     unseen.append({**unseen[0], "gpu": "abacus"})
     target = tmp_path / "rows.csv"
     with target.open("w", encoding="utf-8", newline="") as file:
@@ -67,13 +67,13 @@ def test_rows_of_another_file_are_predicted(tmp_path: Path):
     assert "skipped 1: gpu is not in the table" in done.stderr
     assert found["predicted"]["rows"] == 18
     assert found["predicted"]["skipped"] == 1
-    assert list(found["predicted"]["sources"]) == ["somebody else"]
+    assert list(found["predicted"]["sources"]) == ["another source"]
     assert found["calibrated"]["rows"] == 16
     assert found["calibrated"]["median"] < found["predicted"]["median"] + 0.05
 
 
 GOOD = {
-    "source": "somebody else", "gpu": "NVIDIA H100 80GB HBM3", "n_gpus": "64", "layers": "32",
+    "source": "another source", "gpu": "NVIDIA H100 80GB HBM3", "n_gpus": "64", "layers": "32",
     "hidden": "4096", "heads": "32", "vocab": "128,256", "seq": "8192", "tp": "4", "pp": "2",
     "mbs": "1", "gbs": "128.0", "iter_s": "4.5",
 }  # fmt: skip

@@ -58,8 +58,8 @@ def test_the_bytes_of_a_step_beside_a_tensor_axis_are_those_expected(options: An
 
 
 def check(ranks: int, options: Any, trainer: Any, sizes: dict[str, int]) -> None:
-    told = run_ranks(train, ranks, options, trainer, timeout_s=90)
-    with open_job(Path(told[0])) as job:
+    folders = run_ranks(train, ranks, options, trainer, timeout_s=90)
+    with open_job(Path(folders[0])) as job:
         snapshot = job.snapshot()
     assert snapshot.communication_note is None
     assert snapshot.mesh == sizes

@@ -118,9 +118,9 @@ def watched(rank: int, world_size: int, schedule: str) -> tuple[list[Look], floa
     logged = float(trainer.callback_metrics["boltmesh/bubble_ratio"])
     with open_job() as job:
         shares = true_shares(job.snapshot(), looks._passes)
-    # A step is told when the next one begins.
-    told = [share for step, share in shares.items() if step < STEPS]
-    return looks.found, logged, sum(told) / len(told)
+    # A step is recorded when the next one begins.
+    recorded = [share for step, share in shares.items() if step < STEPS]
+    return looks.found, logged, sum(recorded) / len(recorded)
 
 
 @pytest.mark.sample("1f1b", "pipedream_2bw")
