@@ -153,7 +153,12 @@ def report(job: str | None, output: Path | None, replay: Path | None, run_dir: P
 
 @click.command("export-metrics")
 @click.argument("job", required=False)
-@click.option("--format", "form", default="prometheus", help="prometheus, openmetrics or csv.")
+@click.option(
+    "--format",
+    "form",
+    default="prometheus",
+    help="prometheus, openmetrics or csv. [prometheus]",
+)
 @click.option("--table", help="Of CSV: steps, metrics, collectives, ranks or offload. [steps]")
 @click.option("--output", type=click.Path(path_type=Path), help="Write a file, whole or not.")
 @click.option(
