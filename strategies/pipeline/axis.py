@@ -57,6 +57,7 @@ from boltmesh.strategies.pipeline.options import (
 )
 from boltmesh.strategies.pipeline.schedules.registry import schedule_kind
 from boltmesh.strategies.pipeline.stage.units import find_stage_units, refuse_wrapped_calls
+from boltmesh.strategies.pipeline.stage.absent_params import explain_write
 from boltmesh.strategies.pipeline.stage_params import add_pending, gathered
 from boltmesh.strategies.pipeline.staged_model import StagedModel
 from boltmesh.strategies.pipeline.training import training_step
@@ -497,6 +498,7 @@ class PipelineAxis(Axis):
 
     @override
     def explain(self, error: BaseException) -> None:
+        explain_write(error)
         self.staged.others.annotate(error)
 
     @override
