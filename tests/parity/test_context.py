@@ -11,11 +11,8 @@ from torch.utils.data import DataLoader, Subset
 
 from boltmesh.errors import ConfigError, LayoutError, UnsupportedError
 from boltmesh.strategies import ContextParallelStrategy, DDPStrategy, gathered_parameters
-from boltmesh.strategies.context.axis import ContextAxis
 from boltmesh.strategies.context.cut import ContextState, CutTensor, cut
-from boltmesh.strategies.context.options import ContextOptions
 from boltmesh.strategies.context.rules.table import CUT_RULES
-from boltmesh.strategies.mesh import MeshLayout
 from tests.support.context_models import Trained, batch_of, built
 from tests.support.context_runs import world
 from tests.support.pipelines import quiet_trainer
@@ -226,12 +223,6 @@ def test_bad_options_are_refused_by_name(options: dict[str, Any], text: str) -> 
 def test_a_size_that_the_ranks_do_not_have_is_refused_with_one_that_fits() -> None:
     with pytest.raises(LayoutError, match="Set size=3, or start a multiple of 4 ranks"):
         ContextParallelStrategy(size=4).choose_layout(6)
-
-
-def test_a_context_axis_beside_a_pipeline_is_refused() -> None:
-    axis = ContextAxis(ContextOptions())
-    with pytest.raises(ConfigError, match="has a context axis beside a pipeline axis"):
-        axis.check_layout(MeshLayout(context=2, pipeline=2))
 
 
 # Dropout.
