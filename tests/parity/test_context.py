@@ -53,10 +53,9 @@ class Texts(torch.utils.data.Dataset[Any]):
         return {key: each[row % 2] for key, each in batch.items()}
 
 
-def loader(share: int, shares: int) -> DataLoader[Any]:
-    """Batches of two texts of one data rank; of all of them for one process."""
-    rows = range(share, 16, shares) if shares else range(16)
-    return DataLoader(Subset(Texts(), rows), batch_size=2 if shares else 4)
+def loader(share: int, shares: int, rows: int = 2) -> DataLoader[Any]:
+    """Batches of texts of one data rank."""
+    return DataLoader(Subset(Texts(), range(share, 16, shares)), batch_size=rows)
 
 
 def trained(
@@ -80,7 +79,7 @@ def fit_beside(
     """Train on all ranks, then in one process; return how far apart they are."""
     context_size = strategy.get("size", size)
     data = size // context_size
-    own, whole = (loader(rank // context_size, data), loader(0, 0 if data > 1 else 1))
+    own, whole = (loader(rank // context_size, data), loader(0, 1, 2 * data))
     cut, trainer = trained(name, context(**strategy), size, own, **options)
     values = values_of(cut)
     one, reference = trained(name, "auto", 1, whole, **options)
