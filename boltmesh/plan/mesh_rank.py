@@ -194,7 +194,7 @@ def _forecast_rank(
 def _over_sequence(
     module: LightningModule, job: MeshJob, runs: FakeRuns, state: ContextState
 ) -> list[ExpectedTraffic] | None:
-    """Return what the context axis moves in an optimizer step; None where nobody knows."""
+    """Return the traffic of the context axis in an optimizer step; None where it is unknown."""
     counted = count_step(module, runs, state.group, lambda: computing_in(job.types.cast), _CPU)
     if counted is None:
         return None

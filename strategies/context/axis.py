@@ -91,7 +91,7 @@ class ContextAxis(Axis):
         """Steps that generate text: every rank runs all of them."""
         self._is_proving = False
         self.hooks: Entries | None = None
-        """What cuts the sequence; None before a model was placed."""
+        """Cuts the sequence; None before a model was placed."""
         self._control: ProcessGroup | None = None
         """The ranks of the context group on the CPU."""
         self._judges: ProcessGroup | None = None
