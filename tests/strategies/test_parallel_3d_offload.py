@@ -176,6 +176,7 @@ def overflow(rank: int, world_size: int) -> tuple[float, bool, int]:
     return scaler.get_scale(), is_finite, max(int(each["step"]) for each in states)
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_an_overflow_of_one_stage_is_one_for_all() -> None:
     for found in run_ranks(overflow, 4, timeout_s=110):
@@ -205,6 +206,7 @@ def break_disk(rank: int, world_size: int, folder: str, data: int) -> None:
     trainer.fit(Layers(), DataLoader(TensorDataset(torch.randn(80, WIDTH)), batch_size=4))
 
 
+@pytest.mark.sample("2")
 @pytest.mark.ranks
 @pytest.mark.parametrize("data", [1, 2])
 def test_a_disk_that_fails_ends_all_ranks_with_its_cause(data: int, tmp_path: Path) -> None:
