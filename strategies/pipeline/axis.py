@@ -206,7 +206,9 @@ class PipelineAxis(Axis):
             recomputed=strategy.recomputation.blocks,
             num_replicas=strategy.data_axis.size,
             num_sharing=self._num_sharing,
+            num_averaged=strategy.gradient_group.size(),
             silent=self.others_silenced,
+            borders=next(filter(None, (each.stage_borders() for each in strategy.axes)), None),
         )
 
     @property
@@ -423,8 +425,9 @@ class PipelineAxis(Axis):
     @override
     def stores(self, name: str) -> bool:
         coordinates = self.strategy.coordinates
-        if coordinates["data"] > 0 and not self.strategy.data_axis.is_sharded:
-            return False  # the same as the first data rank's
+        is_first = not any(coordinates[each] for each in self.strategy.gradient_axes)
+        if not is_first and not self.strategy.data_axis.is_sharded:
+            return False  # the same as the first one's
         return self.staged.holdings.holders(name)[0] == coordinates[self.name]
 
     @override
