@@ -286,7 +286,7 @@ def test_no_job_there(sshd: Sshd, run_dir: Path) -> None:
     assert refusal().startswith(f"node: there is no job in {run_dir}")
 
 
-def test_a_job_that_is_not_there_is_answered_with_the_nearest(sshd: Sshd, job: WrittenJob) -> None:
+def test_a_job_that_is_not_there_is_refused_in_one_line(sshd: Sshd, job: WrittenJob) -> None:
     assert "'boltmesh jobs' lists them." in refusal(job="abxx; echo $HOME '")
 
 
