@@ -176,10 +176,10 @@ def paint(commands: dict[str, tuple[list[str], bytes]], rounds: int) -> None:
             if number > 0:  # the first one may compile
                 times[name].append((elapsed, used))
     for name, each in times.items():
-        elapsed, used = zip(*each, strict=True)
-        print(f"  first paint  {name:<28} {statistics.median(elapsed):6.3f} s "
-              f"({min(elapsed):.3f} to {max(elapsed):.3f}, {rounds} rounds), "
-              f"{statistics.median(used):.3f} s of CPU", flush=True)  # fmt: skip
+        seconds, cpu_seconds = zip(*each, strict=True)
+        print(f"  first paint  {name:<28} {statistics.median(seconds):6.3f} s "
+              f"({min(seconds):.3f} to {max(seconds):.3f}, {rounds} rounds), "
+              f"{statistics.median(cpu_seconds):.3f} s of CPU", flush=True)  # fmt: skip
 
 
 def cpu_s(processes: list[psutil.Process]) -> float:
