@@ -11,11 +11,8 @@ from torch.utils.data import DataLoader, Subset
 
 from boltmesh.errors import ConfigError, LayoutError, UnsupportedError
 from boltmesh.strategies import ContextParallelStrategy, DDPStrategy, gathered_parameters
-from boltmesh.strategies.context.axis import ContextAxis
 from boltmesh.strategies.context.cut import ContextState, CutTensor, cut
-from boltmesh.strategies.context.options import ContextOptions
 from boltmesh.strategies.context.rules.table import CUT_RULES
-from boltmesh.strategies.mesh import MeshLayout
 from tests.support.context_models import Trained, batch_of, built
 from tests.support.context_runs import world
 from tests.support.pipelines import quiet_trainer
@@ -56,10 +53,9 @@ class Texts(torch.utils.data.Dataset[Any]):
         return {key: each[row % 2] for key, each in batch.items()}
 
 
-def loader(share: int, shares: int) -> DataLoader[Any]:
-    """Batches of two texts of one data rank; of all of them for one process."""
-    rows = range(share, 16, shares) if shares else range(16)
-    return DataLoader(Subset(Texts(), rows), batch_size=2 if shares else 4)
+def loader(share: int, shares: int, rows: int = 2) -> DataLoader[Any]:
+    """Batches of texts of one data rank."""
+    return DataLoader(Subset(Texts(), range(share, 16, shares)), batch_size=rows)
 
 
 def trained(
@@ -83,7 +79,7 @@ def fit_beside(
     """Train on all ranks, then in one process; return how far apart they are."""
     context_size = strategy.get("size", size)
     data = size // context_size
-    own, whole = (loader(rank // context_size, data), loader(0, 0 if data > 1 else 1))
+    own, whole = (loader(rank // context_size, data), loader(0, 1, 2 * data))
     cut, trainer = trained(name, context(**strategy), size, own, **options)
     values = values_of(cut)
     one, reference = trained(name, "auto", 1, whole, **options)
@@ -97,6 +93,7 @@ def fit_beside(
     return found
 
 
+@pytest.mark.sample("0", "3")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_fit_is_that_of_one_process(stage: int) -> None:
     """With clipping, accumulation and AdamW, over every ZeRO stage."""
@@ -129,6 +126,7 @@ def test_an_axis_that_is_named_is_divided() -> None:
         assert apart < 2e-5
 
 
+@pytest.mark.sample("selective")
 @pytest.mark.parametrize("kind", ["full", "selective"])
 def test_blocks_may_be_run_again(kind: str) -> None:
     strategy = {"activation_checkpointing": kind}
@@ -228,12 +226,6 @@ def test_a_size_that_the_ranks_do_not_have_is_refused_with_one_that_fits() -> No
         ContextParallelStrategy(size=4).choose_layout(6)
 
 
-def test_a_context_axis_beside_a_pipeline_is_refused() -> None:
-    axis = ContextAxis(ContextOptions())
-    with pytest.raises(ConfigError, match="has a context axis beside a pipeline axis"):
-        axis.check_layout(MeshLayout(context=2, pipeline=2))
-
-
 # Dropout.
 
 
@@ -279,6 +271,7 @@ def resumed(rank: int, size: int, path: str) -> float:
     return max(float((a - b).detach().abs().max()) for a, b in pairs)
 
 
+@pytest.mark.sample("3")
 @pytest.mark.parametrize("stage", [0, 3])
 def test_one_process_goes_on_from_a_checkpoint(tmp_path: Any, stage: int) -> None:
     path = str(tmp_path / "epoch.ckpt")

@@ -78,6 +78,7 @@ def told(folder: Path, how: str, sizes: dict[str, int] = STAGES) -> dict[int, tu
     return found
 
 
+@pytest.mark.full
 def test_an_error_of_one_rank_that_shares_a_stage_ends_all_at_once(tmp_path: Path) -> None:
     found = told(tmp_path, "raises")
     assert found.keys() == set(range(RANKS))
@@ -87,6 +88,7 @@ def test_an_error_of_one_rank_that_shares_a_stage_ends_all_at_once(tmp_path: Pat
         assert f"{where}: ValueError: no more" in text
 
 
+@pytest.mark.sample("{'pipeline': 2, 'tensor': 2, 'microbatches': 2}")
 @pytest.mark.parametrize("sizes", [STAGES, {"context": 2, "tensor": 2}], ids=str)
 def test_one_rank_that_shares_layers_and_hangs_is_named_within_one_timeout(
     tmp_path: Path, sizes: dict[str, int]

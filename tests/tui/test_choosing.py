@@ -10,7 +10,7 @@ from boltmesh.tui.layout.page import active_table
 from boltmesh.tui.pages.ranks import RANK
 from boltmesh.tui.pages.registry import PAGES
 from boltmesh.tui.render.style import UNICODE, Style
-from boltmesh.tui.screens.prompt import Prompt
+from boltmesh.tui.screens.base import Prompt
 from boltmesh.tui.settings import Settings, save
 from boltmesh.tui.sources.live import Observation
 from boltmesh.tui.state import fold
@@ -46,6 +46,7 @@ async def test_rows_are_chosen_and_stop_at_their_ends() -> None:
         assert _view(pilot).selected == 0
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize("page", PAGES_WITH_TABLES)
 @pytest.mark.parametrize("size", [(60, 15), (200, 60)])
 async def test_every_table_sorts_by_every_column_and_says_so(
