@@ -1,7 +1,7 @@
 """The longest sequence that fits the memory of a rank: divided, in tiles, with offload.
 
-    OMP_NUM_THREADS=1 python tests/benchmarks/long_sequence.py [--ranks 4] [--budget-mib 36]
-    python tests/benchmarks/long_sequence.py --ranks 2 --vocabulary 2048 --budget-mib 24    # smoke
+    OMP_NUM_THREADS=1 python tests/benchmarks/long_sequence.py [--ranks 4] [--budget-mib 116]
+    python tests/benchmarks/long_sequence.py --ranks 2 --vocabulary 2048 --budget-mib 80    # smoke
 
 A Llama-shaped model of Hugging Face's trains on one row per step, with AdamW and with
 activation_checkpointing="full" in every line. Printed is, for the rank that needs most:
@@ -148,11 +148,11 @@ def peer_error(rank: int, world_size: int, shape: Shape) -> str | None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--budget-mib", type=int, default=36)
-    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--budget-mib", type=int, default=116)
+    parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--vocabulary", type=int, default=8192)
-    parser.add_argument("--lengths", type=int, nargs=2, default=[64, 128], help="of one process")
+    parser.add_argument("--lengths", type=int, nargs=2, default=[128, 256], help="of one process")
     options = parser.parse_args()
     shape = Shape(options.width, options.layers, options.vocabulary)
     budget = options.budget_mib << 20
