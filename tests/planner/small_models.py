@@ -31,7 +31,7 @@ KINDS = {
     "mixer": "images",
 }
 """The models, and what each reads."""
-RANKS = {name: 2 for name in KINDS} | {"llama": 4, "perceptron": 4, "conv_net": 4, "gpt": 8}
+RANKS = dict.fromkeys(KINDS, 2) | {"llama": 4, "perceptron": 4, "conv_net": 4, "gpt": 8}
 """On how many CPU ranks each is measured."""
 
 
