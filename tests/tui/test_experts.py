@@ -4,7 +4,7 @@ import pytest
 
 from boltmesh.telemetry.snapshot import ExpertLoad
 from boltmesh.tui.export.prometheus import prometheus_text
-from boltmesh.tui.metrics.experts import layer_loads
+from boltmesh.tui.panels.experts import layer_loads
 from boltmesh.tui.sources.live import Observation
 from tests.tui.exposition import parse
 from tests.tui.samples import NOW, demo, job, rank

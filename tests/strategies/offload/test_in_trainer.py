@@ -73,7 +73,7 @@ def same_trainer(rank: int, world_size: int, strategy: dict[str, Any]) -> list[f
     return found
 
 
-@pytest.mark.sample("disk", "state")
+@pytest.mark.sample("disk")
 @pytest.mark.parametrize(
     "strategy", [{"offload_optimizer": "cpu"}, CPU, NVME], ids=["state", "all", "disk"]
 )
@@ -120,6 +120,7 @@ def watch(
     return watcher.gradients, watcher.parameters
 
 
+@pytest.mark.sample("ParameterWatcher")
 @pytest.mark.parametrize("kind", [ParameterWatcher, GradientWatcher])
 def test_callbacks_see_what_they_see_without_offload(kind: type[ParameterWatcher]) -> None:
     plain = run_ranks(watch, 2, {}, kind)
