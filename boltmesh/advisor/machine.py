@@ -204,8 +204,8 @@ def remember_steps(config: str, seconds: Mapping[str, float], path: Path) -> Non
 
     Args:
         config: Its ``key_of``.
-        seconds: Of a step, by the layout in words.
-        path: Of the rates.
+        seconds: Times of a step by the layout in words.
+        path: The file of the rates.
     """
     known = {**(_read(steps_file(path)) or {}), config: dict(seconds)}
     _write(steps_file(path), "# Measured by `boltmesh tune`: seconds of a step by layout.\n", known)
