@@ -9,11 +9,18 @@ from typing import Any
 
 import pytest
 
-from boltmesh.errors import ConfigError
-from boltmesh.strategies import ZeROStrategy
+from boltmesh.errors import ConfigError, LayoutError
+from boltmesh.strategies import Parallel3DStrategy, ZeROStrategy
 from boltmesh.strategies.registry import build_strategy
 from tests.support.expert_models import MoeModule
-from tests.support.expert_runs import differences, loader, train, train_alone, trainer
+from tests.support.expert_runs import (
+    differences,
+    loader,
+    strategy_of,
+    train,
+    train_alone,
+    trainer,
+)
 from tests.support.ranks import RankFailure, run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -83,6 +90,78 @@ def test_runs_equal_one_process(case: str) -> None:
     assert max(gaps.values()) < 2e-6, gaps
 
 
+BESIDE: dict[str, tuple[str, int, int, dict[str, Any], dict[str, Any]]] = {
+    "data, stage 0": ("mixtral", 2, 2, {"zero_stage": 0}, {"optimizer": "adamw"}),
+    "data 4, stage 0, expert 2": (
+        "list",
+        4,
+        4,
+        {"zero_stage": 0, "expert": 2},
+        {"optimizer": "adamw", "accumulate": 2},
+    ),
+    "data, stage 3": ("mixtral", 2, 2, {"zero_stage": 3}, {}),
+    "tensor, stage 1": ("mixtral", 2, 1, {"tensor": 2, "zero_stage": 1}, {"accumulate": 2}),
+    "tensor, stage 0": ("qwen3_moe", 2, 1, {"tensor": 2, "zero_stage": 0}, {"is_starved": True}),
+    "tensor, list": ("list", 2, 1, {"tensor": 2, "zero_stage": 3}, {"optimizer": "adamw"}),
+    "tensor, recomputed": (
+        "gpt_oss",
+        2,
+        1,
+        {"tensor": 2, "zero_stage": 2, "activation_checkpointing": "full"},
+        {},
+    ),
+    "data x tensor, expert 4": (
+        "mixtral",
+        4,
+        2,
+        {"tensor": 2, "zero_stage": 3},
+        {"optimizer": "adamw", "accumulate": 2},
+    ),
+    "data x tensor, expert 2": ("mixtral", 4, 2, {"tensor": 2, "zero_stage": 1, "expert": 2}, {}),
+    "data x tensor, stage 0, list": (
+        "masked",
+        4,
+        2,
+        {"tensor": 2, "zero_stage": 0, "expert": 2},
+        {"optimizer": "adamw"},
+    ),
+    "tensor 4, expert 2": ("qwen3_moe", 4, 1, {"tensor": 4, "zero_stage": 2, "expert": 2}, {}),
+    "shards of 2": ("mixtral", 4, 4, {"stage": 3, "shard_size": 2, "expert": 4}, {}),
+}
+
+
+@pytest.mark.sample(
+    "data, stage 0", "tensor, stage 1", "tensor, list", "data x tensor, expert 4", "shards of 2"
+)
+@pytest.mark.parametrize("case", BESIDE)
+def test_experts_beside_other_axes_equal_one_process(case: str) -> None:
+    kind, world_size, data, strategy, options = BESIDE[case]
+    worker = partial(train, kind=kind, strategy=strategy, **options)
+    gaps = differences(run_ranks(worker, world_size), train_alone(data, kind, **options))
+    assert max(gaps.values()) < 2e-6, gaps
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"tensor": 2, "sequence_parallel": True}, "Leave sequence_parallel or expert=2 out"),
+        ({"zero_stage": 0, "offload_optimizer": "cpu"}, "is about shards"),
+    ],
+    ids=str,
+)
+def test_options_of_other_axes_that_do_not_fit_are_refused(
+    options: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(ConfigError, match=text):
+        Parallel3DStrategy(expert=2, **options)
+
+
+@pytest.mark.parametrize("axis", ["pipeline", "context"])
+def test_axes_that_experts_are_not_beside_are_refused(axis: str) -> None:
+    with pytest.raises(LayoutError, match=f"not possible beside {axis}=2"):
+        strategy_of(zero_stage=1, expert=2, **{axis: 2}).layout_of(4)
+
+
 @pytest.mark.parametrize(
     ("kind", "options", "text"),
     [
@@ -141,7 +220,6 @@ def test_one_trainer_runs_several_loops(world_size: int) -> None:
     [
         {"offload_optimizer": "cpu"},
         {"tile_linear_bytes": 8192},
-        {"shard_size": 2},
     ],
 )
 def test_options_that_experts_exclude_are_refused(options: dict[str, Any]) -> None:

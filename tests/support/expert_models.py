@@ -1,5 +1,6 @@
 """Tiny mixtures of experts: of transformers as they are, and some as people write them by hand."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -356,7 +357,7 @@ class ByHand(nn.Module):
             x = x + block(x)
         logits = self.head(x)[:, :-1]
         loss = functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
-        return type("Output", (), {"loss": loss, "logits": logits})()
+        return SimpleNamespace(loss=loss, logits=logits)
 
 
 TUPLES = ("masked", "repeated")
