@@ -19,6 +19,7 @@ import msgspec
 from boltmesh.errors import BoltMeshError
 from boltmesh.process import ProcessId, encodable, without_control
 from boltmesh.telemetry.reader.cause import LOST_PEER
+from boltmesh.telemetry.redaction import holds_secret
 
 Kind = Literal["running", "done", "stopped", "user", "failure", "consequence"]
 """``user``: an error in a config or command line. ``consequence``: a peer was lost."""
@@ -137,11 +138,16 @@ def read_reports(folder: Path) -> dict[int, Report]:
 
 
 def store_traceback(report: Report) -> Path | None:
-    """Write a traceback into the run's folder; return its path, or None without a folder."""
+    """Write a traceback into the run's folder; return its path, or None without a folder.
+
+    The owner alone may read it if it holds secrets.
+    """
     if not report.traceback or report.run_folder is None:
         return None
     path = Path(report.run_folder, f"error-rank-{report.rank}.txt")
     try:
+        path.unlink(missing_ok=True)
+        path.touch(0o600 if holds_secret(report.traceback) else 0o666)
         path.write_text(report.traceback, encoding="utf-8")
     except OSError:
         return None

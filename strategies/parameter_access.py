@@ -91,6 +91,11 @@ def register_shards(parts: Mapping[Parameter, ShardOfParameter]) -> None:
         _parts[parameter] = part
 
 
+def is_part(parameter: Parameter) -> bool:
+    """Whether this rank holds a part of a parameter, in a plain tensor."""
+    return parameter in _parts
+
+
 def forget_parts(parameters: Iterable[Parameter]) -> None:
     """Remove parameters that are full again."""
     for each in parameters:

@@ -30,6 +30,7 @@ def idle(order: Order, times: StageTimes = NOMINAL) -> list[float]:
     return idle_shares(simulate(order, times.seconds))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("make", [gpipe, one_forward_one_backward])
 @pytest.mark.parametrize(("stages", "microbatches"), SIZES)
 @pytest.mark.parametrize("backward", [1.0, 2.0, 3.5])

@@ -24,6 +24,7 @@ import psutil
 from boltmesh import __version__
 from boltmesh.file_system import file_system_of
 from boltmesh.process import describe_exit
+from boltmesh.telemetry.redaction import redact_mapping
 
 PACKAGES = ("torch", "lightning", "textual", "omegaconf")
 OPTIONAL_PACKAGES = ("transformers", "datasets", "safetensors")
@@ -306,12 +307,17 @@ def read_optional() -> dict[str, str | None]:
 
 
 def read_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that change how ranks communicate or which devices they see."""
-    return {
-        name: value
-        for name, value in sorted(environment.items())
-        if name in VARIABLES or name.startswith(VARIABLE_PREFIXES)
-    }
+    """Return the variables that change how ranks communicate or which devices they see.
+
+    Without secrets.
+    """
+    return redact_mapping(
+        {
+            name: value
+            for name, value in sorted(environment.items())
+            if name in VARIABLES or name.startswith(VARIABLE_PREFIXES)
+        }
+    )
 
 
 def _num_cores() -> int:

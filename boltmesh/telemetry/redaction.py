@@ -24,17 +24,20 @@ _SECRET_ENDINGS = ("apikey", "passphrase", "passwd", "password", "secret")
 _SHAPES = re.compile(
     r"\b(?:hf_[A-Za-z0-9]{8,}|sk-[A-Za-z0-9_-]{8,}|[rsp]k_(?:live|test)_[A-Za-z0-9]{8,}"
     r"|gh[pousr]_[A-Za-z0-9]{8,}|github_pat_\w{8,}|glpat-[\w-]{8,}|xox[abprs]-[\w-]{8,}"
-    r"|A(?:KIA|SIA)[A-Z0-9]{12,}|AIza[\w-]{30,}|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*)"
+    r"|A(?:KIA|SIA)[A-Z0-9]{12,}|AIza[\w-]{30,}|eyJ[\w-]{8,2000}\.[\w-]{8,}\.[\w-]*)"
 )
 _AWS_SECRET = re.compile(
     r"(?<![\w/+=])(?=[^\s]{0,39}[A-Z])(?=[^\s]{0,39}[a-z])(?=[^\s]{0,39}\d)[A-Za-z0-9/+]{40}"
     r"(?![\w/+=])"
 )
 """Forty characters of base64. A commit's hash has no capitals."""
-_USERINFO = re.compile(r"(\b[a-z][a-z0-9+.-]*://)[^/@\s]+@")
+_USERINFO = re.compile(r"""(://)[^/\s"']+@""")
 _BEARER = re.compile(r"(\b(?:bearer|basic)\s+)[\w.~+/-]{6,}=*", re.IGNORECASE)
-_NAME = re.compile(r"""([A-Za-z_][\w.-]*)["']?\s*[:=]\s*""")
-"""In ``name=value`` and ``name: value`` within a text: of a URL, a header, a mapping."""
+_NAME = re.compile(r"""(?<![\w.-])([\w.-]+)["']?\s*[:=]\s*""")
+"""In ``name=value`` and ``name: value`` within a text: of a URL, a header, a mapping.
+
+Texts may be long, so each pattern here takes time in proportion to their length.
+"""
 _VALUE = re.compile(
     r"""(?:(?:bearer|basic|digest|token)\s+)?(?:"[^"]*"|'[^']*'|[^\s"',;&}\]]+)""", re.IGNORECASE
 )
@@ -45,11 +48,11 @@ _OPTION = re.compile(r"--?([A-Za-z][\w.\-]*)")
 def is_secret_name(name: str) -> bool:
     """Tell whether a name says that its value is a secret: ``--hf-token``, ``model.apiKey``.
 
-    Whole words count, so ``max_tokens`` and ``tokenizer`` are not secrets.
+    Whole words count, so ``max_tokens`` and ``tokenizer`` are not secrets. ``KeyError`` is none.
     """
-    return any(
-        word in _SECRET_WORDS or word.endswith(_SECRET_ENDINGS)
-        for word in map(str.lower, _WORD.findall(name))
+    words = [word.lower() for word in _WORD.findall(name)]
+    return words[-1:] not in (["error"], ["exception"], ["warning"]) and any(
+        word in _SECRET_WORDS or word.endswith(_SECRET_ENDINGS) for word in words
     )
 
 
@@ -62,9 +65,10 @@ def redact_text(text: str) -> str:
 def _redact_named(text: str) -> str:
     parts, done = [], 0
     for found in _NAME.finditer(text):
+        if found.start() < done or not is_secret_name(found[1]):
+            continue
         value = _VALUE.match(text, found.end())
-        is_hidden = found.start() < done or value is None or HIDDEN[:-1] in value[0]
-        if value is not None and not is_hidden and is_secret_name(found[1]):
+        if value is not None and HIDDEN[:-1] not in value[0]:
             parts += [text[done : found.end()], HIDDEN]
             done = value.end()
     return "".join((*parts, text[done:]))

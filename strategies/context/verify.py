@@ -7,6 +7,7 @@ over the ranks of every gradient have to agree. Long sequences are shortened for
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,9 +25,8 @@ from boltmesh.strategies.dry_run.step import DryRun, DryRunOutcome
 from boltmesh.strategies.pytree import replace_tensors
 from boltmesh.strategies.tensor.comparison import difference
 from boltmesh.strategies.tensor.verify import (
-    at_least_fp32,
     converted,
-    in_single_precision,
+    floats_in,
     nudge,
     parameters_kept,
 )
@@ -65,7 +65,7 @@ class ContextProof:
         """
         module, device = self.dry_run.module, self.dry_run.device
         probes = dict(list(self.blocks.items())[-1:])
-        with converted(module, device, at_least_fp32), full_float32():
+        with converted(module, device, partial(torch.promote_types, torch.float32)), full_float32():
             run = replace(self.dry_run, args=_on(device, self.dry_run.args), probes=probes)
             run, lengths, whole = self._run_whole(run)
             if not lengths:
@@ -197,7 +197,7 @@ def _told(error: BaseException) -> str:
 
 
 def _on(device: torch.device, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(in_single_precision(move_data_to_device(args, device)))
+    return tuple(floats_in(torch.float32, move_data_to_device(args, device)))
 
 
 def _shortened(args: tuple[Any, ...], length: int, less: int) -> tuple[Any, ...]:

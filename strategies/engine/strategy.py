@@ -47,6 +47,7 @@ from boltmesh.strategies.engine.weight_averaging import average_shards
 from boltmesh.strategies.lightning_compat.trainer import (
     callbacks_of,
     forbid_inference_mode,
+    in_precision,
     is_wrapping,
     reads_gradients,
     trainer_of,
@@ -204,7 +205,7 @@ class MeshStrategy(LoopStrategy):
         self.accelerator.setup(trainer)
         if self.is_fitting:
             self._prepare_fit(trainer)
-        self.model = self.precision_plugin.convert_module(self.model)
+        self.model = in_precision(self.precision_plugin, self.model)
         if not is_sharded:
             self.model_to_device()
         if self.is_fitting or is_sharded:

@@ -17,6 +17,7 @@ from lightning.pytorch.plugins import MixedPrecision, Precision
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import nn
 from torch.nn import Module
 
 
@@ -45,6 +46,25 @@ def autocast_dtype(plugin: Precision) -> "torch.dtype | None":
     if not isinstance(plugin, MixedPrecision):
         return None
     return torch.bfloat16 if plugin.precision == "bf16-mixed" else torch.float16
+
+
+def parameter_dtype(plugin: Precision) -> torch.dtype:
+    """Return what a run makes of an fp32 parameter."""
+    # A layer of torch would draw its weights from the generator of the run.
+    one = nn.ParameterList([torch.zeros(1)])
+    return next(plugin.convert_module(one).parameters()).dtype
+
+
+def in_precision(plugin: Precision, module: Module) -> Module:
+    """Convert a module to the precision of a run, unless an earlier run has.
+
+    Its shards can no longer be replaced by converted ones.
+    """
+    dtype = parameter_dtype(plugin)
+    tensors = [*module.parameters(), *module.buffers()]
+    if all(each.dtype == dtype for each in tensors if each.is_floating_point()):
+        return module
+    return plugin.convert_module(module)
 
 
 def callbacks_of(trainer: Trainer) -> list[Callback]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
@@ -30,7 +30,7 @@ from boltmesh.strategies.dry_run.step import DryRun
 from boltmesh.strategies.engine.axis import Axis, FakeRuns
 from boltmesh.strategies.grad_norm import NormShare, PartShare
 from boltmesh.strategies.lightning_compat.loops import step_arguments
-from boltmesh.strategies.lightning_compat.trainer import has_norm_clipping
+from boltmesh.strategies.lightning_compat.trainer import has_norm_clipping, parameter_dtype
 from boltmesh.strategies.optimizer_probe import find_mixing
 from boltmesh.strategies.parameter_access import forget_parts, register_shards
 from boltmesh.strategies.progress import long_phase
@@ -139,7 +139,7 @@ class TensorAxis(Axis):
             self._sample = batch, step_arguments(module, step)
         if is_new:
             refuse_late_proof(module, is_divided=self._runs(module))
-            refuse_parameters(module)
+            refuse_parameters(module, is_divided=self._runs(module))
             for axis in strategy.axes:
                 axis.refuse_placed(module)
             with long_phase("verifies the tensor plan", is_shown=strategy.is_global_zero):
@@ -171,10 +171,7 @@ class TensorAxis(Axis):
         with around():
             if torch.is_autocast_enabled(device):
                 return StepPrecision(around, torch.get_autocast_dtype(device), is_mixed=True)
-        # A layer of torch would draw its weights from the generator of the run.
-        one = nn.ParameterList([torch.zeros(1)])
-        converted = next(plugin.convert_module(one).parameters())
-        return StepPrecision(around, converted.dtype, is_mixed=False)
+        return StepPrecision(around, parameter_dtype(plugin), is_mixed=False)
 
     def begin(self, context: TensorContext) -> None:
         """Take the context of a run: called for every run, before ``divide``."""

@@ -7,8 +7,9 @@ from typing import Literal
 from lightning.pytorch import LightningModule
 from torch.distributed.tensor import DTensor
 
-from boltmesh.errors import ConfigError
+from boltmesh.errors import ConfigError, UnsupportedError
 from boltmesh.strategies.dry_run.unsupported import Reasons, refuse_undividable
+from boltmesh.strategies.parameter_access import is_part
 from boltmesh.strategies.tensor.planning import LossParallel
 
 UserPlan = Literal["auto"] | Mapping[str, str]
@@ -82,12 +83,22 @@ def refuse_late_proof(module: LightningModule, *, is_divided: bool) -> None:
         )
 
 
-def refuse_parameters(module: LightningModule) -> None:
-    """Refuse parameters that cannot be divided, or that are divided already.
+def refuse_parameters(module: LightningModule, *, is_divided: bool) -> None:
+    """Refuse parameters that cannot be divided, or that another strategy has divided.
+
+    Args:
+        module: About to be divided.
+        is_divided: Whether it was divided before, by this strategy.
 
     Raises:
         UnsupportedError: Naming the parameter.
     """
+    for name, parameter in module.named_parameters():
+        if is_part(parameter) and not is_divided:
+            raise UnsupportedError(
+                f"{name!r} of {type(module).__name__} was divided by another strategy object. Give "
+                f"the Trainer the same object, or build a new module and load a checkpoint."
+            )
     refuse_undividable(
         module,
         instead="Build a new module and load a checkpoint.",

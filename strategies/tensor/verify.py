@@ -13,6 +13,7 @@ kind.
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import psutil
@@ -145,11 +146,14 @@ class _Proof:
             return self.plan
         first = _Run("one block of each kind", self.stage.passed)
         device, precision = self.rehearsal.device, self.stage.precision
+        wide = torch.promote_types(precision.dtype, torch.float32)
         with parameters_lent(self.stage.blocks, self.stage.passed), full_float32():
             try:
-                with converted(self.root, device, at_least_fp32):
-                    args = in_single_precision(self.rehearsal.args)
+                with converted(self.root, device, partial(torch.promote_types, wide)):
+                    args = floats_in(wide, self.rehearsal.args)
                     self.rehearsal = replace(self.rehearsal, args=args)
+                    if wide == torch.float64:  # the default dtype of the step's new tensors
+                        self.rehearsal = replace(self.rehearsal, around=precision.around)
                     self._run_whole(first)
                     return self._searched()
             except _NotRunError as error:
@@ -306,7 +310,7 @@ class _Proof:
     def _has_own_precision(self) -> bool:
         """Whether steps are run in the precision of the run."""
         precision = self.stage.precision
-        return precision.dtype == torch.float32 and not precision.is_mixed
+        return precision.dtype.itemsize >= torch.float32.itemsize and not precision.is_mixed
 
     def _compare(
         self, plan: TensorPlan, run: _Run, group: TensorGroup, counter: CountedGroup
@@ -388,16 +392,13 @@ def converted(
             each.data = value
 
 
-def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
-    """Return a floating dtype, fp32 for one of 16 bits."""
-    return torch.float32 if dtype.itemsize < torch.float32.itemsize else dtype
-
-
-def in_single_precision(args: Any) -> Any:
-    """Return arguments of a step with their floats in fp32."""
+def floats_in(wide: torch.dtype, args: Any) -> Any:
+    """Return arguments of a step with their floats in a dtype, wider ones as they are."""
     return replace_tensors(
         args,
-        lambda each: each.to(at_least_fp32(each.dtype)) if each.is_floating_point() else each,
+        lambda each: (
+            each.to(torch.promote_types(wide, each.dtype)) if each.is_floating_point() else each
+        ),
     )
 
 

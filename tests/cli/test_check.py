@@ -10,6 +10,7 @@ SMALL = [
 ]  # fmt: skip
 
 
+@pytest.mark.sample("two data ranks", "one of four")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "overrides", "ranks"),

@@ -14,7 +14,7 @@ import pytest
 from boltmesh.launch import launch
 from boltmesh.launch.launch import Supervisor, resume_command
 from boltmesh.process import ProcessId
-from boltmesh.rank_reports import make_report_folder
+from boltmesh.rank_reports import make_report_folder, report_of_error, store_traceback
 from boltmesh.telemetry.job import JobInfo, job_path, make_private_folder, read_end, write_job
 
 RANK = """
@@ -264,6 +264,15 @@ def test_the_traceback_is_kept_in_the_folder_of_the_run(workplace, capfd):
     error = capfd.readouterr().err
     assert error.endswith("ZeroDivisionError: division by zero; traceback: run/error-rank-1.txt\n")
     assert Path("run/error-rank-1.txt").read_text().startswith("Traceback (most recent call last)")
+
+
+def test_a_traceback_that_holds_a_secret_is_readable_by_its_owner_alone(tmp_path: Path) -> None:
+    for text, others_read in (("no secret", True), ("https://me:s3cret@host", False)):
+        error = OSError(text)
+        path = store_traceback(report_of_error(error, rank=1, run_folder=tmp_path))
+        assert path is not None
+        assert text in path.read_text()
+        assert bool(path.stat().st_mode & 0o044) == others_read
 
 
 def test_the_traceback_is_shown_on_request(workplace, capfd):

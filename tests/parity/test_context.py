@@ -97,6 +97,7 @@ def fit_beside(
     return found
 
 
+@pytest.mark.sample("0", "3")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_fit_is_that_of_one_process(stage: int) -> None:
     """With clipping, accumulation and AdamW, over every ZeRO stage."""
@@ -129,6 +130,7 @@ def test_an_axis_that_is_named_is_divided() -> None:
         assert apart < 2e-5
 
 
+@pytest.mark.sample("selective")
 @pytest.mark.parametrize("kind", ["full", "selective"])
 def test_blocks_may_be_run_again(kind: str) -> None:
     strategy = {"activation_checkpointing": kind}
@@ -279,6 +281,7 @@ def resumed(rank: int, size: int, path: str) -> float:
     return max(float((a - b).detach().abs().max()) for a, b in pairs)
 
 
+@pytest.mark.sample("3")
 @pytest.mark.parametrize("stage", [0, 3])
 def test_one_process_goes_on_from_a_checkpoint(tmp_path: Any, stage: int) -> None:
     path = str(tmp_path / "epoch.ckpt")

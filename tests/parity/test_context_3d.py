@@ -72,6 +72,7 @@ def check(ranks: int, name: str, sizes: dict[str, Any], **options: Any) -> None:
         assert max(found.values()) < 2e-5, found
 
 
+@pytest.mark.sample("3")
 @pytest.mark.parametrize("stage", [0, 3])
 def test_data_and_context_axes_train_as_one_process(stage: int) -> None:
     options = {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2}
@@ -114,6 +115,7 @@ def test_options_that_do_not_fit_are_refused(options: dict[str, Any], said: str)
         Parallel3DStrategy(**options)
 
 
+@pytest.mark.sample("gpt-{'tensor': 2, 'context': 2, 'zero_stage': 3, 'sequence_parallel': True}")
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [

@@ -71,15 +71,12 @@ CASES: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.sample(
-    "mixtral, zero1",
     "mixtral, zero3",
     "stacked, starved",
     "mixtral, 2 of 4",
-    "recomputed",
     "capacity",
     "list that is called",
     "list, masked",
-    "list, 2 of 4, starved",
     "list, adapters",
 )
 @pytest.mark.parametrize("case", CASES)
@@ -178,6 +175,7 @@ def test_what_cannot_be_divided_is_refused(kind: str, options: dict[str, Any], t
         run_ranks(partial(train, kind=kind, strategy=options), 2)
 
 
+@pytest.mark.sample("list", "repeated")
 @pytest.mark.parametrize("kind", ["list", "masked", "repeated"])
 def test_a_list_under_autocast_equals_one_process(kind: str) -> None:
     options: dict[str, Any] = {"precision": "bf16-mixed", "steps": 2}

@@ -50,6 +50,14 @@ def sharded(
     return trace_layout(problem(kind, accumulate), made, devices=world_size)
 
 
+@pytest.mark.sample(
+    "muon-2-2-options1",
+    "shampoo-2-2-options2",
+    "shampoo-1-3-options3",
+    "shampoo-1-4-options6",
+    "shampoo-2-2-options8",
+    "adafactor-1-4-options9",
+)
 @pytest.mark.parametrize(
     ("kind", "accumulate", "ranks", "options"),
     [
@@ -139,6 +147,7 @@ def recorded(rank: int, world_size: int, kind: str, axis: str) -> str:
     return path[0]
 
 
+@pytest.mark.sample("muon-data-alltoall_base", "shampoo-tensor-broadcast")
 @pytest.mark.parametrize(
     ("kind", "axis", "operator"),
     [

@@ -52,6 +52,7 @@ def pipeline(
         return str(error)
 
 
+@pytest.mark.sample("Contrastive-options2", "Ratio-options3", "Balanced-options4", "Views-options5")
 @pytest.mark.parametrize(
     ("model", "options"),
     [

@@ -77,7 +77,7 @@ def layouts(
     ]
 
 
-@pytest.mark.sample("stage 1", "stage 3")
+@pytest.mark.sample("stage 3")
 @pytest.mark.parametrize(
     ("door", "cases", "replicas", "stages"),
     [

@@ -28,6 +28,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 STAGES = 2
 
 
+@pytest.mark.full
 def test_runs_of_several_pipelines_go_on_in_every_layout(tmp_path: Path) -> None:
     shards = "data 2 x pipeline 2, ZeRO-1"
     found = run_all(

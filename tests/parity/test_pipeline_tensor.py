@@ -44,10 +44,7 @@ def layout(rank: int, world_size: int, case: Case) -> tuple[Trace, float]:
     return trace, divided / sum(each.numel() for each in trace.parameters.values())
 
 
-@pytest.mark.sample(
-    "a sequence that is divided between stages, too",
-    "tied over stages, a vocabulary that does not divide, clipping",
-)
+@pytest.mark.sample("tied over stages, a vocabulary that does not divide, clipping")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_it_equals_one_process(case: Case) -> None:
     reference = run_ranks(one_process, 1, case)[0]

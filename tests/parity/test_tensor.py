@@ -85,8 +85,6 @@ def layout(rank: int, world_size: int, case: Case) -> tuple[Trace, float, tuple[
     "a sequence that is divided and computed again, 2 groups, bf16",
     "replicas, odd batches",
     "an odd vocabulary, tied, 4 ranks",
-    "adapters beside frozen layers",
-    "clipping by value",
 )
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_it_equals_one_process(case: Case) -> None:

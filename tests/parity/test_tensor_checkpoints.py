@@ -57,6 +57,7 @@ def test_runs_go_on_in_every_layout(tmp_path: Path) -> None:
             assert different(end, found["whole"]) == [], target
 
 
+@pytest.mark.full
 def test_stages_of_shared_layers_go_on_in_every_layout(tmp_path: Path) -> None:
     found = run_all(tmp_path, "gpt", [Run(PLAIN, 2, "plain.ckpt"), Run(PLAIN, 1, "half.ckpt")])
     both = "pipeline 2 x tensor 2"

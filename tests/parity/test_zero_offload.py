@@ -71,8 +71,10 @@ def layouts(rank: int, world_size: int, case: Case, folder: str, names: list[str
 THIRDS = [list(LAYOUTS)[first::3] for first in range(3)]
 
 
+@pytest.mark.sample(
+    "clipping-first", "accumulation of 3, clipping, 4 ranks-second", "tied weights, 4 ranks-third"
+)
 @pytest.mark.slow
-@pytest.mark.each_choice
 @pytest.mark.parametrize("names", THIRDS, ids=["first", "second", "third"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_every_layout_equals_one_process(case: Case, names: list[str], tmp_path: Path) -> None:
@@ -80,9 +82,7 @@ def test_every_layout_equals_one_process(case: Case, names: list[str], tmp_path:
 
 
 @pytest.mark.sample(
-    "steps enough to guess, clipped late, 4 ranks",
-    "a block that odd steps leave out",
-    "copies of shards",
+    "steps enough to guess, clipped late, 4 ranks", "a block that odd steps leave out"
 )
 @pytest.mark.parametrize("case", SHORT_CASES, ids=lambda case: case.name)
 def test_some_layouts_equal_one_process(case: Case, tmp_path: Path) -> None:

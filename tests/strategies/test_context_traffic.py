@@ -38,6 +38,10 @@ def train(rank: int, world_size: int, options: Any, trainer_options: Any) -> str
     return path[0]
 
 
+@pytest.mark.sample(
+    "{'balance': 'zigzag', 'zero_stage': 3}-{'accumulate_grad_batches': 2}",
+    "{'activation_checkpointing': 'full', 'attention': 'ring'}-{}",
+)
 @pytest.mark.parametrize(
     ("options", "trainer"),
     [
@@ -51,6 +55,7 @@ def test_the_bytes_of_a_step_are_the_bytes_expected(options: Any, trainer: Any) 
     check(2, options, trainer, {"pipeline": 1, "data": 1, "context": 2, "tensor": 1})
 
 
+@pytest.mark.sample("{'sequence_parallel': True, 'zero_stage': 3}")
 @pytest.mark.parametrize("options", [{}, {"sequence_parallel": True, "zero_stage": 3}], ids=str)
 def test_the_bytes_of_a_step_beside_a_tensor_axis_are_those_expected(options: Any) -> None:
     sizes = {"pipeline": 1, "data": 1, "context": 2, "tensor": 2}

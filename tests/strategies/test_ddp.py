@@ -137,6 +137,7 @@ def fit_with_gradients(rank: int, world_size: int, accumulate: int, is_view: boo
     return counts, [each.detach().clone() for each in module.parameters()]
 
 
+@pytest.mark.sample("2")
 @pytest.mark.ranks
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_gradients_are_kept_in_their_buckets_unless_that_is_turned_off(accumulate: int) -> None:

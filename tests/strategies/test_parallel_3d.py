@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
-from boltmesh.errors import ConfigError, LayoutError
+from boltmesh.errors import ConfigError, LayoutError, UnsupportedError
 from boltmesh.strategies import Parallel3DStrategy, gathered_parameters
 from boltmesh.telemetry.reader.reader import open_job
 from tests.support.gpts import TinyGPT, text_data
@@ -215,15 +215,45 @@ def evaluate_first(rank: int, world_size: int) -> str:
     return str(raised.value)
 
 
-def both(rank: int, world_size: int) -> tuple[tuple[float, bool, bool], str]:
-    return overflow(rank, world_size), evaluate_first(rank, world_size)
+def in_double_precision(rank: int, world_size: int) -> tuple[dict[str, float], Any]:
+    seed_everything(1, verbose=False)
+    module, replicas = TinyGPT(optimizer="sgd"), max(1, world_size // 2)
+    trainer = trainer_of(world_size, 3, precision="64-true")
+    trainer.fit(module, data(rank // 2, replicas))
+    after: Any = trainer.validate(module, text_data(9, 4), verbose=False)[0]
+    with gathered_parameters(module) as whole:
+        return after, {name: each.detach().clone() for name, each in whole.items()}
+
+
+def taken_over(rank: int, world_size: int) -> str:
+    module = TinyGPT(optimizer="sgd")
+    trainer_of(world_size, 0).fit(module, data(rank // 2, 2, steps=1))
+    with pytest.raises(UnsupportedError, match=r"divided by another strategy object") as raised:
+        trainer_of(world_size, 0).fit(module, data(rank // 2, 2, steps=1))
+    return str(raised.value)
+
+
+Found = tuple[tuple[float, bool, bool], str, str, tuple[dict[str, float], Any]]
+
+
+def all_four(rank: int, world_size: int) -> Found:
+    double = in_double_precision(rank, world_size)
+    return (
+        overflow(rank, world_size),
+        evaluate_first(rank, world_size),
+        taken_over(rank, world_size),
+        double,
+    )
 
 
 @pytest.mark.ranks
-def test_an_overflow_is_one_for_all_and_training_after_an_evaluation_is_refused() -> None:
-    for found, refused in run_ranks(both, 4, timeout_s=110):
+def test_runs_after_each_other_and_overflows_are_those_of_one_process_or_refused() -> None:
+    wanted = run_ranks(in_double_precision, 1)[0]
+    for found, late, other, double in run_ranks(all_four, 4, timeout_s=110):
         assert found == (64.0, True, False)
-        assert "TinyGPT was divided for an evaluation" in refused
+        assert "TinyGPT was divided for an evaluation" in late
+        assert "of TinyGPT was divided by another strategy object. Give the Trainer the" in other
+        torch.testing.assert_close(double, wanted, rtol=1e-12, atol=1e-12)
 
 
 # Traffic.

@@ -205,6 +205,7 @@ def break_disk(rank: int, world_size: int, folder: str, data: int) -> None:
     trainer.fit(Layers(), DataLoader(TensorDataset(torch.randn(80, WIDTH)), batch_size=4))
 
 
+@pytest.mark.sample("2")
 @pytest.mark.ranks
 @pytest.mark.parametrize("data", [1, 2])
 def test_a_disk_that_fails_ends_all_ranks_with_its_cause(data: int, tmp_path: Path) -> None:

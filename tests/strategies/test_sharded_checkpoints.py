@@ -168,6 +168,7 @@ def stop_and_resume(
     return len(saved), apart
 
 
+@pytest.mark.sample("2-stream-1", "3-plain-1")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "kind", "accumulate"), [(1, "plain", 2), (2, "stream", 1), (3, "plain", 1)]
@@ -237,6 +238,7 @@ def flatten(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
             yield from flatten(each, f"{name}.{key}")
 
 
+@pytest.mark.sample("cpu")
 @pytest.mark.parametrize("offload", [None, "cpu"])
 def test_several_optimizers_go_on_to_the_bit(tmp_path: Path, offload: str | None) -> None:
     assert run_ranks(alternate, 2, tmp_path, offload) == [[], []]

@@ -183,6 +183,7 @@ def measure(rank: int, world_size: int, size: int | None) -> dict[str, float]:
     return {name: float(each) for name, each in trainer.callback_metrics.items()}
 
 
+@pytest.mark.sample("4-2")
 @pytest.mark.parametrize(("ranks", "size"), [(2, 2), (4, 2)])
 def test_metrics_count_every_batch_once(ranks: int, size: int) -> None:
     (whole,) = run_ranks(measure, 1, None)

@@ -35,6 +35,9 @@ def make_info(**fields):
         (["wandb.key=abc"], ["wandb.key=[redacted]"]),
         (["https://me:pw@host/x"], ["https://[redacted]@host/x"]),
         (["--url=https://me:pw@host/x"], ["--url=https://[redacted]@host/x"]),
+        (["--url=https://me:p@w@host/x"], ["--url=https://[redacted]@host/x"]),
+        (["see", "1password: abc"], ["see", "1password: [redacted]"]),
+        (["KeyError: 'width'"],) * 2,
         (["hf_abcdefghijkl"], ["[redacted]"]),
         (["--note=see ghp_abcdefghijkl"], ["--note=see [redacted]"]),
         (["--url=https://h/x?token=abc&page=2"], ["--url=https://h/x?token=[redacted]&page=2"]),
@@ -77,6 +80,13 @@ def test_nested_hyperparameters_hold_no_secret():
     endless: dict[str, object] = {}
     endless["again"] = endless
     assert not holds_secret(endless)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("part", ["a", "a.", "a-", "://a", "eyJaaaaaaaa-", "key=", "A1b", "key='"])
+def test_long_texts_take_time_in_proportion_to_their_length(part):
+    # A pattern that tries each start takes minutes.
+    redact_mapping({"sequence": (part * 200_000)[:200_000]})
 
 
 def test_names_that_are_no_utf_8_are_written(tmp_path, monkeypatch):

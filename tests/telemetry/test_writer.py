@@ -88,6 +88,14 @@ def test_a_second_process_cannot_write_the_same_file(path):
     file.close()
 
 
+def test_an_event_holds_no_secret(path):
+    file = open_file(path)
+    file.event("error", "OSError: https://me:s3cret@host/?sig=s3cret has no KeyError: 'width'")
+    ((_, _, message),) = read(path).events.records.values()
+    assert message == "OSError: https://[redacted]@host/?sig=[redacted] has no KeyError: 'width'"
+    file.close()
+
+
 def test_the_file_of_a_dead_process_is_replaced(path):
     script = f"""
         from pathlib import Path

@@ -212,6 +212,7 @@ def test_parts_that_are_negative_shorten_the_others(parts: Parts, drawn: str) ->
     assert _bar(parts, 1.0, 10, Style(ASCII)).plain == drawn
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("width", [1, 2, 7, 20, 59, 60, 80, 300])
 @pytest.mark.parametrize("height", [0, 1, 2, 3, 5, 9, 40])
 @pytest.mark.parametrize("look", [LOOK, Style(ASCII, has_headings=False, has_signs=False)])

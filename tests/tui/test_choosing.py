@@ -46,6 +46,7 @@ async def test_rows_are_chosen_and_stop_at_their_ends() -> None:
         assert _view(pilot).selected == 0
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize("page", PAGES_WITH_TABLES)
 @pytest.mark.parametrize("size", [(60, 15), (200, 60)])
 async def test_every_table_sorts_by_every_column_and_says_so(

@@ -60,6 +60,7 @@ def test_the_head_start_ends_with_a_step() -> None:
     assert DemoSource(clock=lambda: NOW).read().job.global_step == HEAD_START
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_every_mesh_and_scenario_holds_together(mesh: dict[str, int], scenario: Scenario) -> None:

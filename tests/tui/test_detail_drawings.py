@@ -107,6 +107,7 @@ def test_every_drawing_fits_any_size_in_any_look(drawing: str, name: str) -> Non
                     assert line.plain.isascii()
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize("drawing", TABLES)
 @pytest.mark.parametrize("name", ["cube hangs", "a thousand", "hostile", "no ranks"])
 def test_every_table_can_be_scrolled_selected_sorted_and_filtered_anywhere(

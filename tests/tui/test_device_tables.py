@@ -225,6 +225,7 @@ def test_both_ways_share_a_unit(sent: float | None, received: float | None, text
     assert both_ways(sent, received) == text
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("width", [1, 5, 30, 60, 100, 300])
 @pytest.mark.parametrize("height", [0, 1, 2, 4, 12, 60])
 @pytest.mark.parametrize("look", [LOOK, Style(ASCII, has_headings=False, has_signs=False)])

@@ -107,6 +107,7 @@ def test_where_a_job_stops_the_step_in_which_it_did_is_shown(scenario: Any, late
     assert "the step in which it stopped: step 4,201" in lines[0].plain
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("width", [1, 2, 4, 20, 59, 60, 120, 300])
 @pytest.mark.parametrize("height", [0, 1, 2, 3, 5, 40])
 @pytest.mark.parametrize("look", [LOOK, PLAIN])

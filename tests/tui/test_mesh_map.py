@@ -50,6 +50,7 @@ def planned(snapshot: JobSnapshot, width: int = 156, height: int = 34) -> MeshMa
     return found
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 @pytest.mark.parametrize(("width", "height"), PLACES)
 def test_every_rank_stands_once_within_its_place(

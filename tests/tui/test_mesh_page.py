@@ -20,6 +20,7 @@ def _seen(world: int) -> Observation:
     return demo(mesh=mesh_of(world))
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("world", [8, 64, 1024])
 async def test_map_places_and_axes_have_their_room(world: int, size: tuple[int, int]) -> None:
@@ -90,6 +91,7 @@ async def test_a_click_chooses_a_rank_and_two_show_it() -> None:
         assert screen.page is RANK
 
 
+@pytest.mark.sample("(80, 24)")
 @pytest.mark.parametrize("size", SIZES, ids=str)
 async def test_arrows_go_through_a_thousand_ranks(size: tuple[int, int]) -> None:
     async with open_app(_seen(1024), size=size) as pilot:

@@ -67,6 +67,7 @@ async def test_a_click_on_a_title_sorts_and_another_one_turns_it_round() -> None
             assert (view.sort, view.is_descending) == ("step time", is_descending)
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize("size", [(60, 15), (80, 24), (120, 40)])
 @pytest.mark.parametrize("keys", [(), ("end",), ("end", "k", "k"), ("s", "S", "j", "j")])
 async def test_a_click_selects_the_row_under_it(

@@ -36,6 +36,7 @@ async def test_the_picture_is_up_to_date(screenshot: ModuleType) -> None:
     )
 
 
+@pytest.mark.sample("overview", "pipeline", "mesh", "devices", "compare")
 @pytest.mark.parametrize("screen", PAGES)
 async def test_every_screen_can_be_drawn(screenshot: ModuleType, screen: str) -> None:
     words = _words(await screenshot.draw((80, 24), screen))

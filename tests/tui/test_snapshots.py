@@ -15,6 +15,7 @@ from tests.tui.screens import open_app, screen_text
 MatchesSnapshot = Callable[[str, str], None]
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize("size", [(60, 15), (80, 24), (120, 40), (200, 60)])
 @pytest.mark.parametrize("page", PAGES)
 async def test_every_screen(
@@ -59,6 +60,7 @@ async def test_a_job_before_its_first_step(matches_snapshot: MatchesSnapshot) ->
         matches_snapshot("starting", "\n".join(texts))
 
 
+@pytest.mark.sample("overview", "pipeline", "config")
 @pytest.mark.parametrize("page", PAGES)
 async def test_the_help_pages(page: str, matches_snapshot: MatchesSnapshot) -> None:
     async with open_app(demo(), size=(80, 45)) as pilot:

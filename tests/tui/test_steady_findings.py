@@ -65,6 +65,7 @@ def _devices(host: float, *ranks: float) -> tuple[DeviceReading, ...]:
     return (whole, *readings)
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("spread", [0.01, 0.05, 0.1])
 def test_a_healthy_job_on_a_noisy_host_changes_at_most_once_in_100_looks(

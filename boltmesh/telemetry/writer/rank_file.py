@@ -31,6 +31,7 @@ from boltmesh.errors import TelemetryError
 from boltmesh.telemetry import layout
 from boltmesh.telemetry.job import open_private, pid_namespace, process_start_ticks
 from boltmesh.telemetry.layout import SECTIONS, Header
+from boltmesh.telemetry.redaction import redact_text
 from boltmesh.telemetry.writer.rank_ranges import pack_ranks
 from boltmesh.telemetry.writer.traffic_records import TrafficRecords
 
@@ -356,8 +357,8 @@ class RankFile(TrafficRecords):
         self._append("offload", layout.OFFLOAD, global_step, *totals)
 
     def event(self, kind: str, message: str) -> None:
-        """Append a line for a human, cut to what fits."""
-        text = message.encode(errors="replace")[: layout.MAX_MESSAGE]
+        """Append a line for a human, without secrets, cut to what fits."""
+        text = redact_text(message).encode(errors="replace")[: layout.MAX_MESSAGE]
         number = layout.EVENT_KINDS.index(kind)
         self._append("events", layout.EVENT, time.time(), number, 0, len(text), text)
 

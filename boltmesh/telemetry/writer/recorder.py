@@ -18,11 +18,13 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from boltmesh.process import encodable
 from boltmesh.telemetry import layout
 from boltmesh.telemetry.hang_detection.watch import start_watch
 from boltmesh.telemetry.job import JobInfo, is_switched_off, record_end
 from boltmesh.telemetry.plan_files import write_plan, write_tensor_plan
 from boltmesh.telemetry.reader.cause import is_consequence
+from boltmesh.telemetry.redaction import redact_text
 from boltmesh.telemetry.snapshot import (
     PHASES,
     MemoryKind,
@@ -457,7 +459,7 @@ class Recorder:
         if kind == "checkpoint":
             self.last_checkpoint = message
             # A path may hold bytes that are no text, and be longer than the facts have room for.
-            message = message.encode("utf-8", "backslashreplace").decode()[:MAX_PATH]
+            message = redact_text(encodable(message))[:MAX_PATH]
             self._file.write_facts({"checkpoint": message})
         self._file.event(kind, message)
 

@@ -84,6 +84,7 @@ def assert_equal(one: Any, other: Any, where: str = "") -> None:
         assert one == other, where
 
 
+@pytest.mark.sample("2", "4")
 @pytest.mark.ranks
 @pytest.mark.parametrize("writers", [1, 2, 4])
 def test_any_number_of_ranks_loads_what_any_other_has_saved(tmp_path: Path, writers: int) -> None:

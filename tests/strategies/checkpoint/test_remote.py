@@ -200,6 +200,7 @@ def lose_a_save(rank: int, world_size: int, folder: Path, name: str, is_async: b
     assert folders == {"step=3.ckpt", "step=4.ckpt", "last.ckpt"}
 
 
+@pytest.mark.sample("zero-True")
 @pytest.mark.parametrize(("name", "is_async"), [("zero", True), ("pipeline", False)])
 def test_ranks_resume_from_an_object_store_that_has_lost_a_save(
     tmp_path: Path, name: str, is_async: bool

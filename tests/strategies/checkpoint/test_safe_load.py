@@ -108,6 +108,7 @@ def publish(value: Any, folder: Path) -> None:
         fsspec.filesystem("objects").pipe_file("bucket/a.ckpt", file.read_bytes())
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize("kind", STRATEGIES)
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_trainer_runs_no_code(
@@ -132,6 +133,7 @@ def test_a_trainer_runs_no_code(
     figure("harmful checkpoints at paths and addresses: no code is run", 1, 1)
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize("kind", STRATEGIES)
 def test_a_good_file_still_resumes(kind: str, place: str, tmp_path: Path) -> None:
     first = trainer(STRATEGIES[kind](), limit_train_batches=3)
@@ -151,6 +153,7 @@ def test_a_good_file_still_resumes(kind: str, place: str, tmp_path: Path) -> Non
         assert torch.equal(getattr(found[name], "full_tensor", lambda v=found[name]: v)(), each)
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize("verb", VERBS)
 def test_commands_run_no_code(
     verb: str,

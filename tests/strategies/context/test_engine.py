@@ -28,6 +28,7 @@ def far(found: dict[str, Any], *, by: float) -> dict[str, float]:
     }
 
 
+@pytest.mark.sample("zigzag")
 @pytest.mark.slow(30)
 @pytest.mark.parametrize("balance", ["contiguous", "zigzag"])
 def test_models_are_those_of_one_process(balance: str) -> None:

@@ -189,6 +189,7 @@ def by_kind_and_place(memory) -> dict[str, int]:
     }
 
 
+@pytest.mark.sample("bolt_zero2_cpu-None", "bolt_zero3_nvme-None", "bolt_zero3_cpu-90000")
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("name", "tile_bytes"),
@@ -212,6 +213,9 @@ def test_what_is_offloaded_is_predicted_to_the_byte(name, tile_bytes, tmp_path):
     assert measure.predicted == by_kind_and_place(memory), "as the strategy tells telemetry"
 
 
+@pytest.mark.sample(
+    "bolt_zero1-bf16-mixed-2-None", "bolt_zero2-32-true-2-None", "bolt_zero3-bf16-mixed-2-9000"
+)
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("name", "precision", "accumulate", "tile_bytes"),
@@ -236,7 +240,7 @@ def test_what_is_kept_and_moved_is_predicted_to_the_byte(name, precision, accumu
     assert measure.kept == by_kind_and_place(memory)
 
 
-@pytest.mark.sample("bolt_zero3-bf16-mixed-2-None", "bolt_zero3_cpu-32-true-1-None")
+@pytest.mark.sample("bolt_zero3-bf16-mixed-2-None")
 @pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.timeout(300)

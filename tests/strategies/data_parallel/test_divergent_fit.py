@@ -95,6 +95,7 @@ def test_a_fit_ends_with_rank_and_module_named(tmp_path, stage, leaves_at, where
     assert "DivergenceError" in (tmp_path / "1").read_text()
 
 
+@pytest.mark.sample("training-3", "validation-1", "validation-2")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("where", ["training", "validation"])
 def test_layers_that_all_ranks_leave_out_are_nobodys_error(tmp_path, stage, where):

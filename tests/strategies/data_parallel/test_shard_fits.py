@@ -43,6 +43,7 @@ def finetune(rank: int, world_size: int, stage: int, precision: Any) -> dict[str
     return whole_parameters(module)
 
 
+@pytest.mark.sample("bf16-mixed")
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_a_layer_that_is_unfrozen_later_is_trained(precision: str) -> None:
     reference = run_ranks(finetune, 1, 0, precision)[0]

@@ -166,6 +166,7 @@ def peak_of_building(rank: int, world_size: int) -> tuple[float, float, float]:
     return construction, peak, resident_bytes("VmRSS") - before
 
 
+@pytest.mark.sample("4")
 @pytest.mark.ranks
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
 @pytest.mark.parametrize("world_size", [2, 4])

@@ -44,6 +44,7 @@ def _steps_without_clipping() -> Counter[str]:
     return twin.engine.counts
 
 
+@pytest.mark.sample("2")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_steps_equal_fused_adamw_to_the_bit_where_nothing_is_clipped(ranks: int) -> None:
     for counts in on_ranks(_steps_without_clipping, ranks):
@@ -112,6 +113,7 @@ def _exposed() -> None:
     assert twin.difference() < CLOSE
 
 
+@pytest.mark.sample("2")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_exposed_gradients_are_where_torch_has_them_and_what_is_done_to_them_counts(
     ranks: int,

@@ -114,6 +114,7 @@ def test_four_ranks_build_and_train_what_none_of_them_could_hold(tmp_path: Path)
         assert 1 / 4 < found["kept"] < 0.4
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_one_rank_cannot_hold_it(tmp_path: Path) -> None:
     assert run_all(tmp_path, "ddp", 1)[0].startswith("refused: ")

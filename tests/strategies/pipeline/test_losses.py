@@ -251,6 +251,7 @@ def logits_for(sizes: Sequence[int]) -> tuple[Tensor, Batch]:
     return logits, batch(rows)
 
 
+@pytest.mark.each_choice
 @pytest.mark.filterwarnings("ignore:reduction. 'mean' divides")  # of kl_div
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("name", RIGHT)

@@ -35,6 +35,7 @@ def microbatches(timetable: Timetable, kind: str) -> list[list[int]]:
     ]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize(("ranks", "before", "now"), SIZES)
 def test_each_step_does_what_the_one_before_has_left(ranks: int, before: int, now: int) -> None:
     timetable = overlapped_step(ranks, before, now)
@@ -60,6 +61,7 @@ def test_a_step_is_whole_that_has_as_many_backward_as_forward_passes(rank: int) 
     assert not prompt.of(4).forward_only.is_whole
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize(("ranks", "before", "now"), SIZES)
 def test_messages_meet_and_are_there_when_they_are_needed(
     ranks: int, before: int, now: int

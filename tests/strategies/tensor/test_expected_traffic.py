@@ -48,6 +48,7 @@ def _counted(rank: int, world_size: int, name: str, arguments: dict[str, Any]) -
     return [*found, len(seen)]
 
 
+@pytest.mark.sample("arguments1")
 @pytest.mark.parametrize("arguments", [{}, {"sequence_parallel": True}])
 def test_a_proof_counts_what_a_step_moves(arguments: dict[str, Any]) -> None:
     for short, whole, counts in run_ranks(_counted, 2, "bolt_tensor", {"size": 2, **arguments}):

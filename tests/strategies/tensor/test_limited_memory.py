@@ -109,6 +109,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_two_ranks_build_what_neither_can_hold_and_train_it_in_half_of_the_memory(
     tmp_path: Path,

@@ -237,6 +237,7 @@ def train_slots(
     return losses.kept, list(strategy.plan.sharded), strategy.plan.notes
 
 
+@pytest.mark.sample("blocks.2-True-True", "blocks.3-False-False")
 @pytest.mark.parametrize(
     ("divided", "takes_values", "fits"),
     [

@@ -115,6 +115,7 @@ def test_a_plan_is_verified_without_tf32_and_trains_with_it() -> None:
         assert {*after} == {"tf32"}
 
 
+@pytest.mark.sample("bf16-mixed")
 @pytest.mark.ranks
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 def test_a_kernel_for_16_bits_is_verified_in_the_precision_of_the_run(precision: str) -> None:

@@ -5,6 +5,7 @@ import pytest
 from boltmesh.strategies.tiling.plan import TilePlan
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("rows", [1, 2, 5, 7, 16, 31, 64])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("max_rows", [1, 2, 3, 8, 13, 100])

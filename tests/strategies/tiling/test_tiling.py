@@ -126,6 +126,13 @@ CASES: dict[str, dict[str, Any]] = {
 EVERY = ["down.weight", "embedding.weight", "head.weight", "still.weight", "up.weight"]
 
 
+@pytest.mark.sample(
+    "3 ranks, uneven",
+    "4 ranks, more than some shards have rows",
+    "tied",
+    "copies",
+    "one row a tile",
+)
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", CASES)
 def test_tiles_equal_one_process(name: str) -> None:

@@ -76,6 +76,7 @@ def test_state_of_four_times_the_memory_is_stepped_on_disk(tmp_path) -> None:
     assert done.stdout == "trained: 1.0 True\n"
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_the_same_state_does_not_fit_into_that_memory(tmp_path) -> None:
     done = run_limited(STEPS, "host", tmp_path)
@@ -191,6 +192,7 @@ def test_a_model_whose_state_is_four_times_all_of_the_memory_trains_with_nvme(
     assert resumed == {"losses": limited["losses"][2:], "digests": limited["digests"]}
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_the_same_model_does_not_train_with_its_state_in_host_memory(tmp_path: Path) -> None:

@@ -88,6 +88,7 @@ def compared(rank: int, world_size: int, one: Path, other: Path) -> list[str]:
     return differences(read_whole(one, Run()), read_whole(other, Run()))
 
 
+@pytest.mark.sample("a changed bit", "a failing disk", "a full disk")
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_ends_the_run_with_its_cause(name: str, tmp_path: Path) -> None:
     disk, kept = tmp_path / "disk", tmp_path / "checkpoints"

@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 KINDS = ["llama", "gpt2_tied", "gpt2", "bert", "t5", "vit"]
 
 
-@pytest.mark.sample("llama", "t5")
+@pytest.mark.sample("llama")
 @pytest.mark.parametrize("kind", KINDS)
 def test_stages_give_what_the_whole_step_gives(kind: str) -> None:
     torch.manual_seed(0)
@@ -32,6 +32,7 @@ def test_activation_checkpointing(kind: str, is_reentrant: bool) -> None:
     check_parity(module, batches(kind)[:1], stages=4)
 
 
+@pytest.mark.full
 @pytest.mark.sample("selective")
 @pytest.mark.parametrize("kind", ["full", "selective"])
 def test_blocks_that_run_again(kind: Any) -> None:

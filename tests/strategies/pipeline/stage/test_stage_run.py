@@ -149,6 +149,7 @@ def test_probing_and_running_leave_the_module_as_it_was() -> None:
     assert {key.rsplit(".", 2)[0] for key in changed} == {"down.0", "down.1", "down.2", "middle"}
 
 
+@pytest.mark.sample("DataclassState", "Streams")
 @pytest.mark.parametrize("kind", [models.DataclassState, models.Streams, models.OutsideResidual])
 def test_a_plan_holds_no_tensor_of_its_probe(kind: Any) -> None:
     def tensors() -> list[Tensor]:

@@ -84,6 +84,7 @@ def _models(
     return found
 
 
+@pytest.mark.sample("parts-13", "DTensors-16")
 @pytest.mark.parametrize("tokens", [16, 13])
 @pytest.mark.parametrize(
     ("names", "backend"), [(ON_PARTS, "local"), (AS_DTENSORS, "region")], ids=["parts", "DTensors"]
@@ -145,6 +146,7 @@ def _messages(rank: int, size: int, tokens: int) -> tuple[list[tuple[str, int]],
     return messages.sent, layers
 
 
+@pytest.mark.sample("15")
 @pytest.mark.parametrize("tokens", [16, 15])
 def test_a_step_moves_the_bytes_of_plain_tensor_parallelism(tokens: int) -> None:
     pytest.importorskip("transformers")
