@@ -213,16 +213,21 @@ class ExpertAxis(Axis):
                 each.put_on()
 
     def _agreed(self, found: Findings) -> list[Experts]:
-        """Return the experts that all ranks have found; note the others. Collective."""
+        """Return the experts that one rank has found and none contradicts. Collective.
+
+        Those of others are noted.
+        """
+        even = [each for each, _ in found.even]
         findings: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(findings, (found.experts, found.whole))
+        dist.all_gather_object(findings, (found.experts, even, found.whole))
         experts: list[Experts] = []
-        for each in chain.from_iterable(of_rank for of_rank, _ in findings):
-            if not all(each in of_rank for of_rank, _ in findings):
+        for each in chain.from_iterable(of_rank for of_rank, _, _ in findings):
+            if not all(each in (*of_rank, *of_even) for of_rank, of_even, _ in findings):
                 found.whole[each.name] = "not all ranks have called it in the same way"
             elif each not in experts:
                 experts.append(each)
-        for _, whole in findings:
+        found.calls.update((each.name, call) for each, call in found.even if each in experts)
+        for _, _, whole in findings:
             found.whole.update(whole)
         if not experts and not found.whole:
             raise ConfigError(
@@ -337,7 +342,7 @@ class ExpertAxis(Axis):
             "batches like the first, as if all experts were as likely"
         )
         payload, calls = num_batches * batch.payload, num_batches * batch.calls
-        expected = [ExpectedTraffic(self.name, "alltoall_base", payload, calls, why)]
+        expected = [ExpectedTraffic(self.name, "alltoall_base", payload, calls, why, is_mean=True)]
         if sharing > 1:
             joined = [each.joined(sharing, is_recomputed=again) for each, again in shapes]
             payload = num_batches * sum(each.payload for each in joined)

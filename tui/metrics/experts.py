@@ -1,5 +1,6 @@
 """Load of the experts of each layer, summed over the ranks."""
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from boltmesh.telemetry.snapshot import JobSnapshot
@@ -29,10 +30,33 @@ class LayerLoad(NamedTuple):
         """Rows of the expert with fewest over the mean."""
         return min(self.recent) / self.mean if self.mean else None
 
+    def by_rank(self, size: int) -> list[int]:
+        """Return the rows of each of ``size`` ranks that have all experts together, in order."""
+        each = -(-len(self.recent) // size)
+        return [sum(self.recent[start : start + each]) for start in range(0, each * size, each)]
+
     @property
     def num_idle(self) -> int:
         """Experts without a row."""
         return self.recent.count(0)
+
+
+def num_sharing(job: JobSnapshot) -> int:
+    """Return how many ranks have all experts together; 1 where that is not known."""
+    groups = (group for rank in job.ranks for group in rank.groups if group.axis == "expert")
+    return max((len(group.ranks) for group in groups), default=1)
+
+
+def excess_work(loads: Iterable[LayerLoad], size: int) -> float | None:
+    """Return the rows of the fullest ranks over those of a mean rank; layers wait one by one.
+
+    Args:
+        loads: Of all layers.
+        size: Ranks that have all experts together.
+    """
+    ranks = [load.by_rank(size) for load in loads]
+    total = sum(map(sum, ranks))
+    return size * sum(map(max, ranks)) / total if total else None
 
 
 def layer_loads(job: JobSnapshot) -> list[LayerLoad]:
