@@ -51,7 +51,7 @@ def excess_work(loads: Iterable[LayerLoad], size: int) -> float | None:
     """Return the rows of the fullest ranks over those of a mean rank; layers wait one by one.
 
     Args:
-        loads: Of all layers.
+        loads: The load of each layer.
         size: Ranks that have all experts together.
     """
     ranks = [load.by_rank(size) for load in loads]
