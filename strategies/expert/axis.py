@@ -67,7 +67,7 @@ class ExpertAxis(Axis):
     def __init__(self, asked: int | str) -> None:
         self.asked = asked
         self._found: tuple[list[Experts], Findings] = [], Findings()
-        """What all ranks have found of a module that is about to be divided."""
+        """Experts of a module that is about to be divided, as all ranks have agreed."""
         self.divided: dict[str, DividedExperts] = {}
         """By the name of the module."""
         self._module: LightningModule | None = None
