@@ -5,12 +5,13 @@ context group, with a process group that only counts.
 """
 
 from collections import Counter
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule
 from omegaconf import DictConfig
 
 from boltmesh.errors import ConfigError, LayoutError
@@ -20,7 +21,12 @@ from boltmesh.plan.text import align, size_text
 from boltmesh.strategies.blocks import find_blocks
 from boltmesh.strategies.context.cut import ContextState, step_ended
 from boltmesh.strategies.context.dispatch import functions_watched
-from boltmesh.strategies.context.entries import Entries, find_entries
+from boltmesh.strategies.context.entries import (
+    Entries,
+    SequenceEntry,
+    find_entries,
+    lengths_of,
+)
 from boltmesh.strategies.context.exchange import ContextGroup
 from boltmesh.strategies.context.options import ContextOptions, refuse_modules
 from boltmesh.strategies.context.positions import divide
@@ -62,30 +68,22 @@ def plan_context(
     Raises:
         ConfigError: When there is no sequence, or the model cannot be built.
     """
-    names = ("size", "attention", "balance", "max_gather_bytes")
+    names = ("size", "attention", "balance", "max_gather_bytes", "dims")
     options = ContextOptions(**{name: given[name] for name in names if name in given})
     size = options.size or num_ranks
     if num_ranks % size:
         raise LayoutError(f"{source}: strategy.size={size} does not divide {num_ranks} ranks.")
     with stand_in_model(config, source, needs="a sequence is found") as made:
         module, batch = made.module, made.batch
-        refuse_modules(module)
         run = DryRun(module, STEP, (batch, *step_arguments(module, STEP)), torch.device("cpu"))
-        blocks = find_blocks(module)
-        analysis = analyse(module, run.forward, blocks=blocks)
-        entries = find_entries(module, analysis, tuple(blocks))
-        if not entries:
-            raise ConfigError(
-                f"{source}: {type(module).__name__}.{STEP} has no sequence that could be divided. "
-                f"Plan another strategy, such as --strategy zero3."
-            )
+        entries = entries_of(run, options, source=source)
         sent, lengths, gathered = [], set[int](), dict[str, int]()
         hooks = Entries(module, entries, _state(options, 0, size), on_length=lengths.add)
-        analyse(module, run.forward, blocks=blocks)
+        analyse(module, run.forward, blocks=find_blocks(module))
         hooks.remove()
         for rank in range(size):
-            state = _state(options, rank, size)
-            sent.append(_counted(run, entries, state, source))
+            with sequence_divided(module, entries, options, rank, size) as state:
+                sent.append(_counted(run, state, source))
             gathered.update(state.gathered)
     length = max(lengths)
     division = divide(length, size, options.balance)
@@ -101,21 +99,52 @@ def plan_context(
     )
 
 
+def entries_of(run: DryRun, options: ContextOptions, *, source: str) -> tuple[SequenceEntry, ...]:
+    """Return where the sequence of a step begins.
+
+    Raises:
+        ConfigError: When there is no sequence, or a module cannot take a divided one.
+    """
+    module = run.module
+    refuse_modules(module)
+    blocks = find_blocks(module)
+    analysis = analyse(module, run.forward, blocks=blocks)
+    lengths = None if options.dims is None else lengths_of(run.args[0], options.dims)
+    entries = find_entries(module, analysis, tuple(blocks), lengths)
+    if not entries:
+        raise ConfigError(
+            f"{source}: {type(module).__name__}.{STEP} has no sequence that could be divided. "
+            f"Plan another strategy, such as --strategy zero3."
+        )
+    return entries
+
+
+@contextmanager
+def sequence_divided(
+    module: LightningModule,
+    entries: tuple[SequenceEntry, ...],
+    options: ContextOptions,
+    rank: int,
+    size: int,
+) -> Iterator[ContextState]:
+    """Context in which a step runs with the positions of one rank, whose group only counts."""
+    state = _state(options, rank, size)
+    hooks = Entries(module, entries, state)
+    try:
+        with hooks.on(), results_whole(module, STEP), step_ended(state), functions_watched():
+            yield state
+    finally:
+        hooks.remove()
+
+
 def _state(options: ContextOptions, rank: int, size: int) -> ContextState:
     group = ContextGroup(CountingGroup(rank, size), torch.device("cpu"))
     return ContextState(group, options.attention, options.balance, options.max_gather_bytes)
 
 
-def _counted(run: DryRun, entries: Any, state: ContextState, source: str) -> dict[str, int]:
-    hooks = Entries(run.module, entries, state)
-
-    def fake(_: object) -> object:
-        with hooks.on(), results_whole(run.module, STEP), step_ended(state), functions_watched():
-            return run.run()
-
-    runs = [(fake, 1)]
+def _counted(run: DryRun, state: ContextState, source: str) -> dict[str, int]:
+    runs = [(lambda _: run.run(), 1)]
     counted = count_step(run.module, runs, state.group, nullcontext, torch.device("cpu"))
-    hooks.remove()
     if counted is None:
         raise ConfigError(
             f"{source}: {STEP} needs values of tensors, so its bytes cannot be counted before a "

@@ -25,6 +25,7 @@ from torchmetrics import Metric
 
 from boltmesh.errors import ConfigError
 from boltmesh.launch.log_filters import quiet_lightning
+from boltmesh.plan.context_plan import entries_of
 from boltmesh.plan.dry_model import build_fake, faked, first_batch, own_optimizer
 from boltmesh.plan.dry_step import STEP, DryStep, computing_in, put_stand_ins, reshape_stand_in
 from boltmesh.plan.mesh_rank import MeshJob, RankForecast, forecast_whole, over_layers
@@ -48,6 +49,7 @@ from boltmesh.strategies.data_parallel.expected_traffic import (
 )
 from boltmesh.strategies.data_parallel.pipeline_ddp import BUCKET_BYTES, replica_traffic
 from boltmesh.strategies.dry_run.no_side_effects import patched_log
+from boltmesh.strategies.dry_run.step import DryRun
 from boltmesh.strategies.lightning_compat.loops import step_arguments
 from boltmesh.strategies.pipeline.expected_traffic import PipelineForecast, StageRehearsal
 from boltmesh.strategies.pipeline.microbatch import MicrobatchSplitter
@@ -301,6 +303,9 @@ def describe_mesh(config: DictConfig, job: MeshJob, *, source: str) -> MeshModel
             args=(converted(batch, types.stored), *step_arguments(module, STEP)),
             parts=tuple(converted(each, types.stored) for each in parts),
         )
+        if job.sequences is not None:
+            step = DryRun(module, STEP, job.args, _CPU)
+            job = replace(job, entries=entries_of(step, job.sequences, source=source))
         tensor = _divide_layers(module, job, source)
         pipeline = None
         if job.layout.pipeline == 1:

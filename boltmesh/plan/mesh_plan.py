@@ -35,7 +35,7 @@ SEVERAL_AXES = "bolt_3d"
 
 @dataclass(frozen=True)
 class PlaceRow:
-    """The ranks at one place of the pipeline, which hold and move alike."""
+    """The ranks at one place of the pipeline and context axes, which hold and move alike."""
 
     ranks: tuple[int, ...]
     parameters: int
@@ -165,13 +165,13 @@ def plan_mesh(
         notes.append(AUTO_NOTE)
     if any(each.has_unknown_traffic for each in made.ranks):
         notes.append(
-            "what the tensor axis moves is not known: its layers cannot be run without ranks"
+            "what the tensor or context axis moves is not known: layers cannot be run without ranks"
         )
     if pipeline is None and given.get("activation_checkpointing") is not None:
         notes.append("activations are those without activation_checkpointing")
     largest = max(made.ranks, key=lambda each: copied_bytes(each.memory.kept, num_hosts=1))
     notes += copies_note(config, given, largest.memory.kept)
-    size = job.layout.world_size // job.layout.pipeline
+    ranks = sorted(job.layout.groups("data", "tensor"))
     return MeshPlan(
         model=made.name,
         parameters=made.numel,
@@ -181,7 +181,7 @@ def plan_mesh(
         num_microbatches=1 if pipeline is None else len(pipeline.rows),
         places=tuple(
             PlaceRow(
-                ranks=tuple(range(at * size, (at + 1) * size)),
+                ranks=tuple(ranks[at]),
                 parameters=each.parameters,
                 memory=each.memory,
                 activation_bytes=each.activation_bytes,
@@ -205,11 +205,14 @@ def _job_of(
     """Check options as the strategy does, and find the layout."""
     entry = STRATEGIES[SEVERAL_AXES]
     arguments = {**entry.arguments, **{key: each for key, each in given.items() if key != "name"}}
+    names = ("attention", "balance", "max_gather_bytes", "dims")
+    sequences = {name: arguments[name] for name in names if name in arguments}
     door = entry.load()
     check_strategy_arguments(door, arguments, source=source)
 
     from boltmesh.plan.dry_model import NumberTypes
     from boltmesh.plan.mesh_rank import MeshJob
+    from boltmesh.strategies.context.options import ContextOptions
     from boltmesh.strategies.data_parallel.shard_mesh import choose_shard_size
     from boltmesh.strategies.data_parallel.zero import ZeroAxis
     from boltmesh.strategies.pipeline.options import PipelineOptions, refuse_layout
@@ -223,11 +226,11 @@ def _job_of(
             ranks_per_host=ranks_per_host,
             **{axis: arguments[axis] for axis in AXES if axis in arguments},
         )
-        if layout.sizes.get("context", 1) > 1:
+        divides = layout.size("context") > 1
+        if divides and layout.pipeline > 1:
             raise ConfigError(
-                f"context={layout.sizes['context']} of {SEVERAL_AXES} cannot be planned yet. Plan "
-                f"with strategy.context=1, or plan strategy=bolt_context, whose context axis is "
-                f"the same."
+                f"{layout} cannot be planned: stages are counted with whole sequences. Plan with "
+                f"strategy.pipeline=1 or strategy.context=1."
             )
         stages = PipelineOptions()
         if layout.pipeline > 1:
@@ -235,10 +238,10 @@ def _job_of(
             stages.num_stages(layout.pipeline)
             refuse_layout(stages, layout)
         shards = strategy.data_axis.options if isinstance(strategy.data_axis, ZeroAxis) else None
-        shard_size = layout.data
+        shard_size = layout.data * layout.size("context")
         if shards is not None:
             shard_size = choose_shard_size(
-                layout.groups("data")[0], shards.shard_size, ranks_per_host
+                layout.groups("data", "context")[0], shards.shard_size, ranks_per_host
             )
     except BoltMeshError as error:
         raise type(error)(f"{source}: strategy: {error}") from error
@@ -254,6 +257,7 @@ def _job_of(
             "sequence_parallel": strategy.options.sequence_parallel,
             "loss_parallel": strategy.options.loss_parallel,
         },
+        sequences=ContextOptions(**sequences) if divides else None,
         widths=widths_of(trainer.precision),
         types=NumberTypes.of(trainer.precision),
         num_batches=trainer.accumulate_grad_batches,

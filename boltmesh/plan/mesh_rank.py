@@ -4,14 +4,20 @@ Of stand-ins for parameters: the model is divided already, and nothing of it is 
 """
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
 
+from boltmesh.plan.context_plan import sequence_divided
 from boltmesh.plan.dry_model import NumberTypes, faked, shapes_of_units
 from boltmesh.plan.dry_step import STEP, DryStep, computing_in
+from boltmesh.strategies.context.axis import expected_context_traffic
+from boltmesh.strategies.context.cut import ContextState
+from boltmesh.strategies.context.entries import SequenceEntry
+from boltmesh.strategies.context.options import ContextOptions
 from boltmesh.strategies.cost_model.memory import MemoryEstimate, estimate_memory
 from boltmesh.strategies.cost_model.model import (
     Activations,
@@ -55,6 +61,8 @@ class MeshJob:
     stages: PipelineOptions
     layers: Mapping[str, Any]
     """``plan``, ``sequence_parallel`` and ``loss_parallel``."""
+    sequences: ContextOptions | None
+    """None: sequences are whole."""
     widths: Widths
     types: NumberTypes
     num_batches: int
@@ -70,8 +78,15 @@ class MeshJob:
     """Numbers that a step logs."""
     args: tuple[Any, ...] = ()
     """What a step is called with."""
+    entries: tuple[SequenceEntry, ...] = ()
+    """Where a step divides its sequence."""
     parts: tuple[Any, ...] = field(default=(), repr=False)
     """The microbatches of the batch among them."""
+
+    @property
+    def num_averaged(self) -> int:
+        """Ranks over which a gradient is averaged."""
+        return self.layout.data * self.layout.size("context")
 
     @property
     def sharing(self) -> ShardingLayout:
@@ -82,7 +97,7 @@ class MeshJob:
     def data_job(self) -> JobShape:
         """The data axis as the planner sees it."""
         return JobShape(
-            num_ranks=self.layout.data,
+            num_ranks=self.num_averaged,
             widths=self.widths,
             shard_size=self.shard_size,
             num_microbatches=self.num_batches,
@@ -109,13 +124,35 @@ class RankForecast:
     traffic: tuple[ExpectedTraffic, ...]
     """Of an optimizer step."""
     has_unknown_traffic: bool
-    """Whether it is not known what the tensor axis moves."""
+    """Whether it is not known what a tensor or context axis moves."""
     extra: ExtraTraffic | None = None
     """Of ZeRO-2 and 3 beside a pipeline."""
 
 
 def forecast_whole(module: LightningModule, job: MeshJob) -> tuple[list[RankForecast], list[str]]:
-    """Return the forecast of a rank that runs all layers, and what was not found out."""
+    """Return the forecasts of ranks that run all layers, and what was not found out.
+
+    One for each rank of a context group.
+    """
+    options, size = job.sequences, job.layout.size("context")
+    found: list[RankForecast] = []
+    notes: dict[str, None] = {}
+    for rank in range(size):
+        divided = (
+            nullcontext()
+            if options is None
+            else sequence_divided(module, job.entries, options, rank, size)
+        )
+        with divided as state:
+            forecast, said = _forecast_rank(module, job, state)
+        found.append(forecast)
+        notes.update(dict.fromkeys(said))
+    return found, list(notes)
+
+
+def _forecast_rank(
+    module: LightningModule, job: MeshJob, state: ContextState | None
+) -> tuple[RankForecast, list[str]]:
     measured = DryStep()
     mode = fake_tensors()
     swapped: dict[str, torch.Tensor] = {}
@@ -140,16 +177,29 @@ def forecast_whole(module: LightningModule, job: MeshJob) -> tuple[list[RankFore
         keeps_gradients=module_keeps_gradients(module),
     )
     rehearsal = DryRun(module, STEP, job.args, _CPU)
-    counted = over_layers(module, job, [(lambda _: rehearsal.run(), 1)])
-    return [
-        RankForecast(
-            parameters=sum(each.numel() for each in module.parameters()),
-            memory=estimate_memory(shape, job.sharing, job.data_job),
-            activation_bytes=None if activations is None else activations.saved_bytes,
-            traffic=(*_over_data(shape, job), *(counted or ())),
-            has_unknown_traffic=counted is None,
-        )
-    ], notes
+    runs: FakeRuns = [(lambda _: rehearsal.run(), 1)]
+    over_axes = [over_layers(module, job, runs)]
+    if state is not None:
+        over_axes.append(_over_sequence(module, job, runs, state))
+    counted = [each for several in over_axes for each in several or ()]
+    return RankForecast(
+        parameters=sum(each.numel() for each in module.parameters()),
+        memory=estimate_memory(shape, job.sharing, job.data_job),
+        activation_bytes=None if activations is None else activations.saved_bytes,
+        traffic=(*_over_data(shape, job), *counted),
+        has_unknown_traffic=None in over_axes,
+    ), notes
+
+
+def _over_sequence(
+    module: LightningModule, job: MeshJob, runs: FakeRuns, state: ContextState
+) -> list[ExpectedTraffic] | None:
+    """Return the traffic of the context axis in an optimizer step; None where it is unknown."""
+    counted = count_step(module, runs, state.group, lambda: computing_in(job.types.cast), _CPU)
+    if counted is None:
+        return None
+    size = job.layout.size("context")
+    return expected_context_traffic(counted, size=size, accumulated=job.num_batches)
 
 
 def _over_data(shape: ModelShape, job: MeshJob) -> list[ExpectedTraffic]:

@@ -422,7 +422,8 @@ def blocks_of_rank(layers: int, layout: Layout) -> tuple[int, int]:
     stages = layout.pipeline * layout.stages_per_rank
     if layout.pipeline > 1 and (layers + 2) % stages == 0:
         return (layers + 2) // layout.pipeline, (layers + 2) // layout.pipeline - 1  # as a block
-    most = -(-layers // stages) * layout.stages_per_rank
+    most = layers // stages * layout.stages_per_rank
+    most += -(-(layers % stages) // layout.pipeline)  # the rest goes round the ranks
     return most, most
 
 
@@ -435,7 +436,8 @@ def experts_of_rank(model: Transformer, layout: Layout) -> float:
     """Return the parameters of divided experts that a rank keeps whole."""
     if layout.expert == 1:
         return 0.0
-    return model.layers * model.experts // layout.expert * model.expert_numel
+    blocks, _ = blocks_of_rank(model.layers, layout)
+    return blocks * model.experts // layout.expert * model.expert_numel / layout.tensor
 
 
 def parameters_of_rank(model: Transformer, layout: Layout) -> float:

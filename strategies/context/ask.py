@@ -17,6 +17,7 @@ is in an output                          the output is cut there
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -59,6 +60,21 @@ class Answer:
     """By place among the leaves of the result."""
     draws: bool = False
     """Whether random numbers are drawn for something cut."""
+
+    @cached_property
+    def leaders(self) -> Mapping[int, int]:
+        """The operand in whose division of positions each cut operand takes part."""
+        found: dict[int, int] = {}
+        for several in (*self.inputs.values(), *self.outputs.values()):
+            for each in several:
+                for operand in each.operands:
+                    found.setdefault(operand, min(each.operands))
+        return found
+
+    @cached_property
+    def cut_outputs(self) -> Mapping[int, SequenceDim]:
+        """The sequence of each output that has one."""
+        return {place: several[0] for place, several in self.outputs.items() if several}
 
 
 class Call:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.attention.bias import CausalBias, causal_lower_right
 
 from boltmesh.errors import UnsupportedError
 from boltmesh.strategies.context.cut import ContextState, CutTensor, make_whole, taken_along
@@ -209,14 +210,9 @@ class _Attention:
         for start, stop in own:
             # Keys are those from the first one on, so a stretch sees the first ``stop`` of them.
             count = min(stop, keys.shape[-2])
-            mask = None
-            if start or stop > count:
-                rows = torch.arange(start, stop, device=query.device)[:, None]
-                mask = rows >= torch.arange(count, device=query.device)
             rows_of_query = query.narrow(-2, at, stop - start)
             seen = keys.narrow(-2, 0, count), values.narrow(-2, 0, count)
-            options = self.options if mask is not None else {**self.options, "is_causal": True}
-            found.append(_sdpa(rows_of_query, *seen, mask, options))
+            found.append(_causal(rows_of_query, *seen, start, self.options))
             at += stop - start
         return torch.cat(found, -2) if len(found) > 1 else found[0]
 
@@ -275,9 +271,32 @@ class _Attention:
 
 
 def _sdpa(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: dict[str, Any]
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | CausalBias | None,
+    options: dict[str, Any],
 ) -> Tensor:
     return functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, **options)
+
+
+def _causal(
+    query: Tensor, key: Tensor, value: Tensor, start: int, options: dict[str, Any]
+) -> Tensor:
+    """Attend from the positions ``start`` on to the first keys, each to those up to its own.
+
+    With the last query first, what row i shows depends on ``i + key`` alone: a view of one row is
+    the mask, in place of a matrix of all queries and keys.
+    """
+    count, length = query.shape[-2], key.shape[-2]
+    if not start and length == count:
+        return _sdpa(query, key, value, None, {**options, "is_causal": True})
+    if query.is_cuda and length == start + count:
+        return _sdpa(query, key, value, causal_lower_right(count, length), options)
+    row = torch.zeros(count + length, dtype=query.dtype, device=query.device)
+    row[start + count :] = float("-inf")
+    mask = row.as_strided((count, length), (1, 1))
+    return _sdpa(query.flip(-2), key, value, mask, options).flip(-2)
 
 
 def _index(stretches: Stretches, device: torch.device) -> Tensor:

@@ -7,6 +7,7 @@ it averages over ``data x context``.
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
@@ -21,11 +23,21 @@ from typing_extensions import override
 
 from boltmesh.errors import BoltMeshError, ConfigError, UnsupportedError
 from boltmesh.strategies.blocks import find_blocks
-from boltmesh.strategies.context.cut import ContextState, step_ended
+from boltmesh.strategies.context.cut import (
+    ContextState,
+    CutTensor,
+    make_all_whole,
+    make_cut,
+    make_whole,
+    moved_to,
+    part_of,
+    step_ended,
+)
 from boltmesh.strategies.context.dispatch import watch_functions
 from boltmesh.strategies.context.entries import Entries, SequenceEntry, find_entries, lengths_of
 from boltmesh.strategies.context.exchange import ContextGroup
 from boltmesh.strategies.context.options import SEQUENCES, ContextOptions, refuse_modules
+from boltmesh.strategies.context.positions import Positions, divide
 from boltmesh.strategies.context.verify import ContextProof, results_whole
 from boltmesh.strategies.deferred_initialization.materialize import own_modules, prepare_modules
 from boltmesh.strategies.dry_run.batch_check import BYTES_PER_RANK, BatchDigest, SameBatchCheck
@@ -34,7 +46,9 @@ from boltmesh.strategies.dry_run.sample import sample_batch
 from boltmesh.strategies.dry_run.step import DryRun
 from boltmesh.strategies.engine.axis import Axis, FakeRuns, StepFunction
 from boltmesh.strategies.lightning_compat.loops import step_arguments
-from boltmesh.strategies.mesh import MeshLayout
+from boltmesh.strategies.pipeline.runtime.stage import ValueSpec
+from boltmesh.strategies.pipeline.stage.cut import StageBorders
+from boltmesh.strategies.pipeline.stage.trace import StepTrace, TensorSpec
 from boltmesh.strategies.tensor.analysis.analyse import analyse
 from boltmesh.strategies.tensor.expected_traffic import CountingGroup, OperatorTraffic, count_step
 from boltmesh.telemetry.traffic import ExpectedTraffic
@@ -76,7 +90,8 @@ class ContextAxis(Axis):
         self._whole_steps: set[str] = set()
         """Steps that generate text: every rank runs all of them."""
         self._is_proving = False
-        self._hooks: Entries | None = None
+        self.hooks: Entries | None = None
+        """Cuts the sequence; None before a model was placed."""
         self._control: ProcessGroup | None = None
         """The ranks of the context group on the CPU."""
         self._judges: ProcessGroup | None = None
@@ -93,14 +108,6 @@ class ContextAxis(Axis):
         return {**vars(self), "_control": None, "_judges": None}
 
     # Set-up.
-
-    @override
-    def check_layout(self, layout: MeshLayout) -> None:
-        if layout.size(self.name) > 1 and layout.pipeline > 1:
-            raise ConfigError(
-                f"{layout} has a context axis beside a pipeline axis, and stages hand on whole "
-                f"sequences. Set pipeline=1, or context=1."
-            )
 
     @override
     def build_groups(self) -> None:
@@ -134,11 +141,15 @@ class ContextAxis(Axis):
         if step not in self._steps:
             with self._whole_where_it_generates(step):
                 self._prove(module, step)
-        if self._hooks is not None:
-            self._hooks.remove()
-        self._hooks = Entries(module, self.entries, self.state)
+        if self.hooks is not None:
+            self.hooks.remove()
+        self.hooks = Entries(module, self.entries, self.state)
         self._forget_functions()
         self._forget_functions = watch_functions()
+
+    @override
+    def stage_borders(self) -> StageBorders | None:
+        return _SequenceBorders(self) if self.size > 1 else None
 
     @override
     def look_at_whole(self, trainer: Trainer) -> None:
@@ -268,6 +279,8 @@ class ContextAxis(Axis):
         """Count what a step moves while parameters are plain tensors, before they are shards."""
         module, self._counted = self.strategy.lightning_module, None
         assert module is not None
+        if self.strategy.divides_modules:
+            return  # stages run the end of a step once for all microbatches
         if self.size == 1 or not self.strategy.is_fitting or not module.automatic_optimization:
             return
         if any(isinstance(each, DTensor) for each in module.parameters()) or not self._sample:
@@ -281,8 +294,10 @@ class ContextAxis(Axis):
 
     @override
     def dry_batch(self) -> tuple[FakeRuns, torch.device] | None:
-        module, hooks, state = self._module, self._hooks, self.state
+        module, hooks, state = self._module, self.hooks, self.state
         if hooks is None or state is None or module is None or not self._sample:
+            return None
+        if self.strategy.divides_modules:
             return None
         run = DryRun(module, "training_step", self._sample, _CPU)
 
@@ -315,17 +330,17 @@ class ContextAxis(Axis):
 
     @override
     def check_batch(self, batch: Any) -> None:
+        if self.state is not None:
+            self.state.end_step()  # what the backward passes of the batch before have left
         if self.size > 1 and self._batches is not None:
             self._batches.wait(batch)
 
     @override
     def run_step(self, step: str, run: StepFunction, args: Any, kwargs: Any) -> Any:
-        if self._hooks is None or self.size == 1 or step in self._whole_steps:
+        if self.hooks is None or self.size == 1 or step in self._whole_steps:
             return run(args, kwargs)
         assert self._module is not None
-        assert self.state is not None
-        self.state.end_step()  # what a backward pass that ran blocks again has left
-        with self._hooks.on(), results_whole(self._module, step):
+        with self.hooks.on(), results_whole(self._module, step):
             return run(args, kwargs)
 
     @override
@@ -333,9 +348,9 @@ class ContextAxis(Axis):
         if self._is_proving:
             self._whole_steps.add(self.strategy.step_name)
             raise UnsupportedError("generate has a sequence that grows")
-        if self._hooks is None:
+        if self.hooks is None:
             return run()
-        with self._hooks.off():
+        with self.hooks.off():
             return run()
 
     # Ending.
@@ -348,10 +363,80 @@ class ContextAxis(Axis):
             self.state.end_step()
 
     def _forget(self) -> None:
-        if self._hooks is not None:
-            self._hooks.remove()
-        self._hooks, self.entries = None, ()
+        if self.hooks is not None:
+            self.hooks.remove()
+        self.hooks, self.entries = None, ()
         self._steps, self._whole_steps = set(), set()
+
+
+class _SequenceBorders(StageBorders):
+    """Values cross from one stage to the next with this rank's positions alone.
+
+    What is handed on whole, and what is divided, decides memory and bytes, not numbers: a value is
+    divided along the first dim behind the rows that is as long as a sequence of the step.
+    """
+
+    def __init__(self, axis: ContextAxis) -> None:
+        self._axis = axis
+
+    @property
+    def _state(self) -> ContextState:
+        assert self._axis.state is not None
+        return self._axis.state
+
+    @override
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        hooks = self._axis.hooks
+        assert hooks is not None
+        with hooks.on():
+            yield
+
+    @override
+    def dividing(self, trace: StepTrace) -> Callable[[ValueSpec], ValueSpec]:
+        lengths = set()
+        for event in trace.unit_events():
+            name, first = trace.events[event].name, trace.outputs[event].leaves[0]
+            for entry in self._axis.entries:
+                is_within = f"{entry.module}.".startswith(f"{name}.")
+                if is_within and isinstance(first, TensorSpec) and len(first.shape) > entry.dim:
+                    lengths.add(first.shape[entry.dim])
+        group, balance = self._state.group, self._state.balance
+
+        def divided(spec: ValueSpec) -> ValueSpec:
+            dims = (dim for dim, size in enumerate(spec.shape) if dim and size in lengths)
+            dim = next(dims, None)
+            if dim is None:
+                return spec
+            shape, length = list(spec.shape), spec.shape[dim]
+            shape[dim] = divide(length, group.size, balance).count(group.rank)
+            return replace(spec, shape=tuple(shape), cut_dim=dim, length=length)
+
+        return divided
+
+    @override
+    def sent(self, value: Tensor, spec: ValueSpec) -> Tensor:
+        if spec.cut_dim is None:
+            whole: Tensor = make_whole(value, f"{spec.origin}, which goes to the next stage whole,")
+            return whole
+        positions = self._positions(spec)
+        if isinstance(value, CutTensor) and value.is_simple and value.cut_dim == spec.cut_dim:
+            return moved_to(value, positions).local
+        whole = make_whole(value, f"{spec.origin}, which goes to the next stage,")
+        return part_of(whole, spec.cut_dim, positions, self._state)
+
+    @override
+    def received(self, tensor: Tensor, spec: ValueSpec) -> Tensor:
+        if spec.cut_dim is None:
+            return tensor
+        return make_cut(tensor, spec.cut_dim, self._positions(spec), self._state)
+
+    def _positions(self, spec: ValueSpec) -> Positions:
+        return divide(spec.length, self._state.group.size, self._state.balance)
+
+    @override
+    def whole(self, result: Any) -> Any:
+        return make_all_whole(result, "what the step returns")
 
 
 def _nothing() -> None:

@@ -179,12 +179,7 @@ def _run_local(call: Call, cuts: list[int], answer: Answer) -> Any:
     """Run a function on local tensors, and wrap what it gives."""
     leaves = call.leaves
     state = leaves[cuts[0]].state
-    lead: dict[int, Positions] = {}
-    for several in (*answer.inputs.values(), *answer.outputs.values()):
-        for each in several:
-            leader = leaves[min(each.operands)].positions
-            for operand in each.operands:
-                lead.setdefault(operand, leader)
+    lead = {operand: leaves[leader].positions for operand, leader in answer.leaders.items()}
     local = list(leaves)
     with subclasses_unasked():
         for place, several in answer.inputs.items():
@@ -200,7 +195,7 @@ def _run_local(call: Call, cuts: list[int], answer: Answer) -> Any:
                     )  # fmt: skip
         with state.draws.own() if answer.draws else nullcontext():
             result = _run_on_parts(call, local)
-        outputs = {place: several[0] for place, several in answer.outputs.items() if several}
+        outputs = answer.cut_outputs
         if isinstance(result, Tensor):
             found = outputs.get(0)
             return result if found is None else _wrapped(result, found, lead, state)

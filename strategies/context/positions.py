@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Literal
 
@@ -24,7 +24,11 @@ class Positions:
 
     def count(self, rank: int) -> int:
         """Return how many positions a rank has."""
-        return num_positions(self.parts[rank])
+        return self._counts[rank]
+
+    @cached_property
+    def _counts(self) -> tuple[int, ...]:
+        return tuple(map(num_positions, self.parts))
 
     def narrowed(self, start: int, stop: int) -> "Positions":
         """Return those of ``axis[start:stop]``: every rank keeps what it has."""

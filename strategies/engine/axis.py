@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from boltmesh.strategies.engine.data_axis import OwnedRows
     from boltmesh.strategies.engine.strategy import MeshStrategy
     from boltmesh.strategies.lightning_compat.launchers import SigtermAgreement
+    from boltmesh.strategies.pipeline.stage.cut import StageBorders
 
 StepFunction = Callable[[Any, Any], Any]
 """Runs a step of the module by its ``args`` and ``kwargs``, as inner axes and the engine do it."""
@@ -155,6 +156,10 @@ class Axis:
         Args:
             units: What is run as a whole, by dotted name.
         """
+
+    def stage_borders(self) -> "StageBorders | None":
+        """How values cross from one stage to the next where this rank has a part of each."""
+        return None
 
     @contextmanager
     def others_silenced(self) -> Iterator[None]:

@@ -56,6 +56,7 @@ from boltmesh.strategies.pipeline.options import (
     refuse_remains,
 )
 from boltmesh.strategies.pipeline.schedules.registry import schedule_kind
+from boltmesh.strategies.pipeline.stage.absent_params import explain_write
 from boltmesh.strategies.pipeline.stage.units import find_stage_units, refuse_wrapped_calls
 from boltmesh.strategies.pipeline.stage_params import add_pending, gathered
 from boltmesh.strategies.pipeline.staged_model import StagedModel
@@ -205,7 +206,9 @@ class PipelineAxis(Axis):
             recomputed=strategy.recomputation.blocks,
             num_replicas=strategy.data_axis.size,
             num_sharing=self._num_sharing,
+            num_averaged=strategy.gradient_group.size(),
             silent=self.others_silenced,
+            borders=next(filter(None, (each.stage_borders() for each in strategy.axes)), None),
         )
 
     @property
@@ -422,8 +425,9 @@ class PipelineAxis(Axis):
     @override
     def stores(self, name: str) -> bool:
         coordinates = self.strategy.coordinates
-        if coordinates["data"] > 0 and not self.strategy.data_axis.is_sharded:
-            return False  # the same as the first data rank's
+        is_first = not any(coordinates[each] for each in self.strategy.gradient_axes)
+        if not is_first and not self.strategy.data_axis.is_sharded:
+            return False  # the same as the first one's
         return self.staged.holdings.holders(name)[0] == coordinates[self.name]
 
     @override
@@ -497,6 +501,7 @@ class PipelineAxis(Axis):
 
     @override
     def explain(self, error: BaseException) -> None:
+        explain_write(error)
         self.staged.others.annotate(error)
 
     @override

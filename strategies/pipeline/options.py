@@ -30,6 +30,7 @@ from boltmesh.telemetry.writer.recorder import Recorder
 
 if TYPE_CHECKING:
     from boltmesh.strategies.data_parallel.axis import PipelineDataAxis
+    from boltmesh.strategies.pipeline.stage.cut import StageBorders
 
 
 Split = str | Sequence[str] | Callable[[Sequence[UnitCost], int], Sequence[Sequence[str]]]
@@ -128,8 +129,12 @@ class PipelineContext:
     """Pipelines of the job, each with batches of its own."""
     num_sharing: int = 1
     """Ranks that share each layer, each in a group like this one beside the others."""
+    num_averaged: int = 1
+    """Ranks over which gradients of a stage are averaged: of replicas, and of a context axis."""
     silent: Silent = nullcontext
     """Enters what layers are run in on tensors without data, by one rank alone."""
+    borders: "StageBorders | None" = None
+    """How values cross from one stage to the next where a rank has a part of each; None: whole."""
 
     @property
     def evens_shared(self) -> bool:
@@ -137,7 +142,7 @@ class PipelineContext:
 
         Sums of three and more depend on their order, and each stage has an order of its own.
         """
-        return self.num_replicas > 2
+        return self.num_averaged > 2
 
 
 STAGES = Reasons(
@@ -178,6 +183,13 @@ def refuse_layout(options: PipelineOptions, layout: MeshLayout) -> None:
         ConfigError: With what to do instead.
     """
     options.num_stages(layout.pipeline)
+    is_weighed = options.schedule not in {AUTOMATIC_SCHEDULE, WHOLE_BATCH}
+    if layout.size("context") > 1 and is_weighed and options.num_microbatches(layout.pipeline) > 1:
+        raise ConfigError(
+            f"schedule={options.schedule!r} weighs the loss of each microbatch by what it was "
+            f"divided by, which is not read where ranks of a context axis divide the sequence "
+            f"({layout}). Use schedule={WHOLE_BATCH!r}, or microbatches=1."
+        )
     if schedule_kind(options.first_schedule).is_asynchronous and layout.data > 1:
         raise ConfigError(
             f"schedule={options.schedule!r} applies gradients a step late, and checkpoints keep "

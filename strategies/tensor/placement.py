@@ -246,6 +246,8 @@ def _planned(
         text = (
             str(error) if isinstance(error, BoltMeshError) else f"{type(error).__name__}: {error}"
         )
+        if isinstance(error, AttributeError):
+            text += ". Hooks of training run later: set attributes in __init__ or setup."
         told = [("error", text, 0)]
     dist.broadcast_object_list(told, group=context.judges, group_src=0)
     kind, text, made_elements = told[0]

@@ -6,7 +6,8 @@ FSDP2 has no hooks around the gather, the reduction and the reshard of a unit, a
 parameter groups and runs callbacks, those of one phase in the order in which they were added:
 
     gather     [skip_prefetch?] before_gather, all-gather, copy out, after_gather
-    reduction  [keep_gathered?] before_reduction, reshard, reduce-scatter, after_reduction
+    reduction  [keep_gathered?] [is_early?] before_reduction, reshard, reduce-scatter,
+               after_reduction
     reshard    before_reshard, the gathered parameters are freed, after_reshard
     drop       the end of a gather whose parameters nothing used, gather_dropped
 
@@ -50,6 +51,8 @@ class Phases:
     """Called in the thread that gathers, for prefetches too, not where parameters are gathered."""
     after_gather: list[Callable[[], None]] = field(default_factory=list)
     keep_gathered: list[Callable[[], bool]] = field(default_factory=list)
+    is_early: list[Callable[[], bool]] = field(default_factory=list)
+    """FSDP2 then comes back to the unit, at the end of the backward pass at the latest."""
     before_reduction: list[Callable[[list[str], list[str]], None]] = field(default_factory=list)
     """Called with the names of the parameters whose gradients are reduced, and of those that
     require a gradient and have none."""
@@ -73,6 +76,8 @@ class InstrumentedParamGroup(FSDPParamGroup):
     """Whether the unsharded parameters exist, maybe without memory."""
     _is_reached = False
     """Whether the backward pass has come to the unit, which is no prefetch then."""
+    _is_needed_again = False
+    """Whether a derivative was taken whose own derivative needs the gathered parameters."""
 
     @override
     def unshard(self, async_op: bool = False) -> None:
@@ -107,7 +112,12 @@ class InstrumentedParamGroup(FSDPParamGroup):
     def post_backward(self, *unused: Any) -> None:
         if any(keeps() for keeps in self.phases.keep_gathered):
             self._training_state = TrainingState.POST_BACKWARD
+            self._is_needed_again = torch.is_grad_enabled()
             return
+        if any(is_early() for is_early in self.phases.is_early):
+            self._training_state = TrainingState.PRE_BACKWARD
+            return
+        self._is_needed_again = False
         if self.reduce_grads:
             reduced, missing = self._split_by_gradient()
             for before_reduction in self.phases.before_reduction if reduced else ():
@@ -116,6 +126,11 @@ class InstrumentedParamGroup(FSDPParamGroup):
             super().post_backward(*unused)
         finally:
             _run(self.phases.after_reduction)
+
+    @override
+    def reshard(self) -> None:
+        if not (self._is_needed_again and self._training_state is TrainingState.FORWARD):
+            super().reshard()  # type: ignore[no-untyped-call]
 
     @override
     def _to_sharded(self) -> None:
@@ -270,11 +285,13 @@ def skip_gathers_ahead(unit: FSDPModule, is_needless: Callable[[], bool]) -> Cal
 def keep_for_derivatives(
     units: Sequence[FSDPModule], others: Callable[[], Iterable[Tensor]]
 ) -> None:
-    """Leave units gathered in backward passes that make no gradients of parameters.
+    """Leave units gathered that a backward pass is not done with.
 
     A step may call ``torch.autograd.grad`` and go on: with its forward pass, or to derivatives of
     derivatives, which read the parameters once more. FSDP2 takes every backward pass for the
-    step's own and reshards all units at its end, also those whose forward pass is not over.
+    step's own and reshards all units at its end, also those whose forward pass is not over. It
+    also takes a unit as done when one of its calls is, while the gradients of another call, which
+    autograd adds to the same leaves, are still to come.
 
     Args:
         units: Of ``fully_shard``, all of a model. The step's own backward pass reshards them.
@@ -285,6 +302,7 @@ def keep_for_derivatives(
     for group in groups:
         gradients = _NewGradients(group)
         group.phases.keep_gathered.append(partial(_is_kept, derivatives, gradients))
+        group.phases.is_early.append(gradients.are_to_come)
         group.phases.after_reduction.append(gradients.note)
 
 
@@ -335,14 +353,28 @@ class _NewGradients:
     def __bool__(self) -> bool:
         return not self._present().items() <= self._known.items()
 
+    def are_to_come(self) -> bool:
+        """Whether the running backward pass has yet to add to the gradient of a parameter."""
+        present = self._present()
+        return any(
+            present.get(number) == self._known.get(number) and is_given_gradient(unsharded)
+            for number, unsharded in self._unsharded()
+            if unsharded.requires_grad
+        )
+
     def note(self) -> None:
         """Remember those that stay: all of them until the last batch of an accumulation window."""
         self._known = {} if self._group.reduce_grads else self._present()
 
     def _present(self) -> dict[int, tuple[int, int]]:
-        unsharded = [unsharded_parameter(param) for param in self._group.fsdp_params]
         return {
-            number: (param.grad.data_ptr(), param.grad._version)
-            for number, param in enumerate(unsharded)
-            if param is not None and param.grad is not None
+            number: (unsharded.grad.data_ptr(), unsharded.grad._version)
+            for number, unsharded in self._unsharded()
+            if unsharded.grad is not None
         }
+
+    def _unsharded(self) -> Iterator[tuple[int, Tensor]]:
+        for number, param in enumerate(self._group.fsdp_params):
+            unsharded = unsharded_parameter(param)
+            if unsharded is not None:
+                yield number, unsharded

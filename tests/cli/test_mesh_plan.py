@@ -242,6 +242,22 @@ def test_any_config_can_be_put_on_a_mesh(capsys, workplace) -> None:
     assert moved(alone, "tensor")[0] > 0
 
 
+def test_ranks_of_a_context_axis_are_planned_each_with_its_positions(capsys, workplace) -> None:
+    options = ("strategy.pipeline=1", "strategy.microbatches=null", "strategy.data=2")
+    found = plan(capsys, *options, "strategy.context=2", "strategy.zero_stage=3")
+    assert found["sizes"] == {"pipeline": 1, "data": 2, "context": 2, "tensor": 2}
+    assert [place["ranks"] for place in found["places"]] == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    whole = plan(capsys, *options, "devices=4", "strategy.zero_stage=3")["places"][0]
+    first, last = found["places"]
+    assert first["activations"] < last["activations"] < 0.8 * whole["activations"]
+    # Shards over data x context; the second stretch of positions sees the keys of the first.
+    assert (
+        first["between_steps"]["optimizer"]["host"]
+        < 0.6 * (whole["between_steps"]["optimizer"]["host"])
+    )
+    assert min(moved(found, "context")) > 0
+
+
 def test_offloaded_state_is_in_host_memory(capsys, workplace) -> None:
     Path("cluster.yaml").write_text("host_gib: 0.0001\ndevice_gib: 80\n")
     arguments = (
@@ -282,6 +298,7 @@ def test_other_strategies_are_planned_beside_a_mesh(capsys, workplace) -> None:
         (["strategy.tensor=3", "strategy.data=null"], "3 by 3. Set pipeline=2"),
         (["strategy.zero_stage=4"], "zero_stage=4 is no ZeRO stage"),
         (["strategy.stages=2"], "unknown key 'strategy.stages'"),
+        (["strategy.context=2", "strategy.data=1"], "stages are counted with whole sequences"),
         (["strategy.schedule=zbw"], "Did you mean 'zbv'"),
         (["data.class_path=null"], "a mesh is planned by running a batch"),
     ],

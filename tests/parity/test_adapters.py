@@ -38,7 +38,6 @@ pytestmark = [
 ALONE = {"save_trainable_only": True}
 CASES = [
     ("zero3", {"use_dora": True}),
-    ("pipeline", {}),
     ("tensor", {"use_dora": True}),
     *(
         pytest.param(name, options, marks=pytest.mark.full)

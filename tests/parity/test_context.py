@@ -11,11 +11,8 @@ from torch.utils.data import DataLoader, Subset
 
 from boltmesh.errors import ConfigError, LayoutError, UnsupportedError
 from boltmesh.strategies import ContextParallelStrategy, DDPStrategy, gathered_parameters
-from boltmesh.strategies.context.axis import ContextAxis
 from boltmesh.strategies.context.cut import ContextState, CutTensor, cut
-from boltmesh.strategies.context.options import ContextOptions
 from boltmesh.strategies.context.rules.table import CUT_RULES
-from boltmesh.strategies.mesh import MeshLayout
 from tests.support.context_models import Trained, batch_of, built
 from tests.support.context_runs import world
 from tests.support.pipelines import quiet_trainer
@@ -56,10 +53,9 @@ class Texts(torch.utils.data.Dataset[Any]):
         return {key: each[row % 2] for key, each in batch.items()}
 
 
-def loader(share: int, shares: int) -> DataLoader[Any]:
-    """Batches of two texts of one data rank; of all of them for one process."""
-    rows = range(share, 16, shares) if shares else range(16)
-    return DataLoader(Subset(Texts(), rows), batch_size=2 if shares else 4)
+def loader(share: int, shares: int, rows: int = 2) -> DataLoader[Any]:
+    """Batches of texts of one data rank."""
+    return DataLoader(Subset(Texts(), range(share, 16, shares)), batch_size=rows)
 
 
 def trained(
@@ -83,7 +79,7 @@ def fit_beside(
     """Train on all ranks, then in one process; return how far apart they are."""
     context_size = strategy.get("size", size)
     data = size // context_size
-    own, whole = (loader(rank // context_size, data), loader(0, 0 if data > 1 else 1))
+    own, whole = (loader(rank // context_size, data), loader(0, 1, 2 * data))
     cut, trainer = trained(name, context(**strategy), size, own, **options)
     values = values_of(cut)
     one, reference = trained(name, "auto", 1, whole, **options)
@@ -228,12 +224,6 @@ def test_bad_options_are_refused_by_name(options: dict[str, Any], text: str) -> 
 def test_a_size_that_the_ranks_do_not_have_is_refused_with_one_that_fits() -> None:
     with pytest.raises(LayoutError, match="Set size=3, or start a multiple of 4 ranks"):
         ContextParallelStrategy(size=4).choose_layout(6)
-
-
-def test_a_context_axis_beside_a_pipeline_is_refused() -> None:
-    axis = ContextAxis(ContextOptions())
-    with pytest.raises(ConfigError, match="has a context axis beside a pipeline axis"):
-        axis.check_layout(MeshLayout(context=2, pipeline=2))
 
 
 # Dropout.

@@ -91,12 +91,10 @@ def check(family: str, place: str, name: str, num_ranks: int = 2) -> None:
 
 
 @pytest.mark.sample(
-    "llama-zero2-on_validation_epoch_end",
     "gpt2-zero3-on_train_epoch_end",
     "llama-zero3, gathered-predict_step",
     "gpt2-zero3_cpu-predict alone",
-    "llama-tensor-on_train_epoch_end",
-    "gpt2-sequence-predict_step",
+    "llama-tensor-on_validation_epoch_end",
     "llama-context-predict alone",
     "gpt2-pipeline-validation_step",
 )

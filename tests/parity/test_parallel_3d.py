@@ -79,7 +79,7 @@ def layouts(rank: int, world_size: int, case: Case) -> list[Trace]:
     ]
 
 
-@pytest.mark.sample("tied, clipping, accumulation", "a Llama")
+@pytest.mark.sample("a Llama", "bf16, accumulation, frozen layers")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_every_stage_equals_one_process(case: Case) -> None:
     wanted = reference(case)

@@ -8,9 +8,9 @@ pytest.importorskip("transformers")
 pytestmark = [pytest.mark.ranks, pytest.mark.slow(30), pytest.mark.timeout(400)]
 
 CASES = [
-    pytest.param("GPT", Layout(1, offload="cpu"), marks=pytest.mark.full),
+    ("GPT", Layout(1, offload="cpu")),
     pytest.param("GPT", Layout(3, "interleaved_1f1b", has_sequence=True), marks=pytest.mark.full),
-    ("Llama", Layout(2, "zbv", offload="nvme")),
+    pytest.param("Llama", Layout(2, "zbv", offload="nvme"), marks=pytest.mark.full),
 ]
 
 

@@ -103,6 +103,7 @@ def _model(row: Mapping[str, str]) -> Transformer:
     kv_heads = _integer(row, "kv_heads", heads)
     if kv_heads > heads:
         raise UnreadableRowError("kv_heads is more than heads")
+    experts, active = _experts(row)
     return Transformer(
         layers=_needed(row, "layers"),
         hidden=hidden,
@@ -114,7 +115,19 @@ def _model(row: Mapping[str, str]) -> Transformer:
         is_gated=is_gated,
         is_tied=not is_gated,
         has_flash=_is(row, "flash", default=True),
+        experts=experts,
+        active=active,
     )
+
+
+def _experts(row: Mapping[str, str]) -> tuple[int, int]:
+    """Return experts and those of a token, which no column states: by the name of the model."""
+    name = row.get("model", "").lower()
+    if match := re.search(r"\b(\d+)x\d+(?:\.\d+)?b\b", name):  # Mixtral, of which two compute
+        return int(match[1]), min(2, int(match[1]))
+    if _integer(row, "ep", 1) > 1 or re.search(r"moe|mixtral|deepseek-?v[23]|-a\d+b|-\d+e\b", name):
+        raise UnreadableRowError("a mixture, and rows state no sizes of experts")
+    return 0, 0
 
 
 def _source(name: str) -> str:
@@ -144,10 +157,10 @@ def _cluster(row: Mapping[str, str]) -> Cluster:
     num_devices = _needed(row, "n_gpus")
     network = None
     notes = row.get("notes", "")
-    if match := re.search(r"([1-9]\d*)\s*x\s*([1-9]\d*)\s*Gb", notes):
-        network = parse_network(f"{match[1]}x{match[2]}")
-    elif match := re.search(r"([1-9]\d*)\s*Gbps", notes):
-        network = parse_network(match[1])
+    rate = r"(?:([1-9]\d?)\s*x\s*)?([1-9]\d*(?:\.\d+)?)\s*([GT])(?:b(?:it)?/s|bps|b\b|bit\b)"
+    if match := re.search(rate, notes):  # links of a node, or their sum
+        gbit = float(match[2]) * (1000 if match[3] == "T" else 1)
+        network = parse_network(f"{match[1] or 1}x{gbit}")
     per_node = device.per_node
     if per_node == 8:
         per_node = _integer(row, "gpus_per_node", 8)
@@ -165,13 +178,14 @@ def _cluster(row: Mapping[str, str]) -> Cluster:
 def _layout(row: Mapping[str, str], model: Transformer, cluster: Cluster) -> Layout:
     tensor, pipeline = _integer(row, "tp", 1), _integer(row, "pp", 1)
     context = _integer(row, "cp", 1)
-    if _integer(row, "ep", 1) > 1:
-        raise UnreadableRowError("ep is more than 1: rows state no sizes of experts")
     if cluster.num_devices % (tensor * pipeline * context):
         raise UnreadableRowError("tp x pp x cp does not divide n_gpus")
     if pipeline > model.layers:
         raise UnreadableRowError("pp is more than layers")
     data = cluster.num_devices // (tensor * pipeline * context)
+    expert = _integer(row, "ep", 1) if model.experts else 1
+    if expert > 1 and (model.experts % expert or cluster.num_devices // pipeline % expert):
+        raise UnreadableRowError("ep does not divide the experts and the ranks of a stage")
     sequences = _needed(row, "gbs")
     if sequences < data:
         raise UnreadableRowError("gbs is less than the replicas")
@@ -200,6 +214,7 @@ def _layout(row: Mapping[str, str], model: Transformer, cluster: Cluster) -> Lay
         pipeline=pipeline,
         data=data,
         context=context,
+        expert=expert,
         microbatch=microbatch,
         sequences=sequences,
         schedule=schedule,

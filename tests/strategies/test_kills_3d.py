@@ -70,6 +70,7 @@ def go_on(
     return None if found is None else found.name, apart, len(straight)
 
 
+@pytest.mark.full
 @pytest.mark.sample("data x pipeline")
 @pytest.mark.parametrize(
     ("sizes", "kills"),

@@ -100,6 +100,7 @@ def test_both_loaded_before_is_refused_with_the_way_out() -> None:
     assert any("work with the Trainer of lightning.pytorch alone" in line for line in before)
 
 
+@pytest.mark.full
 def test_modules_have_one_identity_and_keep_their_own_specs() -> None:
     done = run(
         "import boltmesh, importlib.util\n"

@@ -176,6 +176,7 @@ def overflow(rank: int, world_size: int) -> tuple[float, bool, int]:
     return scaler.get_scale(), is_finite, max(int(each["step"]) for each in states)
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_an_overflow_of_one_stage_is_one_for_all() -> None:
     for found in run_ranks(overflow, 4, timeout_s=110):

@@ -12,6 +12,7 @@ import boltmesh.strategies
 from boltmesh.strategies.registry import STRATEGIES, build_strategy
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "imports",
     [

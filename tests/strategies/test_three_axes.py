@@ -190,6 +190,7 @@ def trained(
     return Path(path), settings, options
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "options",
     [pytest.param({"zero_stage": 0, **INTERLEAVED}, marks=pytest.mark.full), {"zero_stage": 3}],
@@ -208,6 +209,7 @@ def test_callbacks_see_and_write_what_they_would_in_one_process(options: dict[st
                 torch.testing.assert_close(ours[name], value, rtol=1e-5, atol=1e-5, msg=name)
 
 
+@pytest.mark.full
 def test_an_overflow_on_one_rank_skips_the_step_on_all() -> None:
     ranks = run_ranks(overflow, RANKS, timeout_s=240)
     first = ranks[0][0]

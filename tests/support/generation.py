@@ -157,7 +157,7 @@ class Writer(Callback):
 
 
 def generated(
-    family: str, ways: list[str], place: str, strategy: Any, *, replicas: int = 1, prompts: int = 5
+    family: str, ways: list[str], place: str, strategy: Any, *, replicas: int = 1, prompts: int = 3
 ) -> Tokens:
     """Train for two steps, generate, and return this rank's tokens.
 

@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -11,13 +9,13 @@ from pathlib import Path
 
 import psutil
 
+from tests.support.forked_python import ForkedPython
+
 ROOT = Path(__file__).parents[2]
 
 
 @contextmanager
-def script_of_two_ranks(
-    text: str, folder: Path
-) -> Iterator[tuple["subprocess.Popen[str]", dict[int, int]]]:
+def script_of_two_ranks(text: str, folder: Path) -> Iterator[tuple[ForkedPython, dict[int, int]]]:
     """Start a script and wait until both ranks have written ``READY <rank> <pid>``.
 
     Gives the script's process and the process of each rank; none outlives the test. What they
@@ -25,20 +23,19 @@ def script_of_two_ranks(
     """
     script = folder / "train.py"
     script.write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{text}")
-    with (folder / "stderr").open("w") as stderr:
-        process = subprocess.Popen(
-            [sys.executable, str(script)],
-            stdout=subprocess.PIPE,
+    reading, writing = os.pipe()
+    with (folder / "stderr").open("w") as stderr, os.fdopen(writing, "w") as stdout:
+        process = ForkedPython(
+            str(script),
+            stdout=stdout,
             stderr=stderr,
-            text=True,
             cwd=folder,
-            start_new_session=True,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
-    assert process.stdout is not None
     pids: dict[int, int] = {}
+    output = os.fdopen(reading)
     try:
-        for line in process.stdout:
+        for line in output:
             if line.startswith("READY"):
                 _, rank, pid = line.split()
                 pids[int(rank)] = int(pid)
@@ -49,7 +46,7 @@ def script_of_two_ranks(
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        process.stdout.close()
+        output.close()
 
 
 def wait_until_gone(pid: int, seconds: float) -> bool:

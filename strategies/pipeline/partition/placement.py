@@ -28,6 +28,7 @@ from boltmesh.strategies.pipeline.partition.cost import (
 )
 from boltmesh.strategies.pipeline.partition.materialize import DeferredModel
 from boltmesh.strategies.pipeline.partition.split import UnitCost, refuse_too_few
+from boltmesh.strategies.pipeline.stage.cut import StageBorders
 from boltmesh.strategies.pipeline.stage.plan_cache import StagePlans
 from boltmesh.strategies.pipeline.stage.trace import StepTrace
 from boltmesh.strategies.pipeline.stage.trace_step import probe
@@ -146,6 +147,7 @@ def place(
                     unmade=unmade,
                     recomputed=context.recomputed,
                     silent=context.silent,
+                    borders=context.borders,
                 )
         except ConfigError as error:
             mine = error
@@ -161,7 +163,9 @@ def place(
     _DIVISIONS[module] = answer
     if plans is None:
         units = find_stage_units(module)
-        plans = StagePlans(module, units, answer.stage_of_unit, silent=context.silent)
+        plans = StagePlans(
+            module, units, answer.stage_of_unit, silent=context.silent, borders=context.borders
+        )
     return StagePlacement(plans, answer)
 
 
@@ -178,6 +182,7 @@ def divide(
     unmade: DeferredModel,
     recomputed: Set[Module],
     silent: Silent = nullcontext,
+    borders: StageBorders | None = None,
 ) -> tuple[StageAssignment, StagePlans]:
     """Cut a model into stages, by a look at what a step does with one microbatch.
 
@@ -193,6 +198,7 @@ def divide(
         unmade: What of it does not exist yet.
         recomputed: Units whose forward pass runs once more in the backward pass.
         silent: See ``PipelineContext``.
+        borders: See there.
 
     Raises:
         ConfigError: When the model cannot be cut so.
@@ -225,7 +231,7 @@ def divide(
     stage = 0
     for each in uses:  # one that this step does not call stands with its neighbour
         stage = stage_of_unit.setdefault(each.name, stage)
-    plans = StagePlans(module, units, stage_of_unit, silent=silent)
+    plans = StagePlans(module, units, stage_of_unit, silent=silent, borders=borders)
     rank_of_unit = {unit: rank_of_stage[each] for unit, each in stage_of_unit.items()}
     last_rank = rank_of_stage[-1]
     unit_of_buffer = _units_of_buffers(module, units)

@@ -20,6 +20,10 @@ class ValueSpec:
     """Whether its gradient travels back over the border."""
     origin: str
     """Where the step makes it, for messages: "output of model.layers.3", "add after encoder"."""
+    cut_dim: int | None = None
+    """The dim of which this rank has some positions, as ranks of a context axis; None: whole."""
+    length: int = 0
+    """Positions of that dim on all ranks together."""
 
     @property
     def num_bytes(self) -> int:

@@ -39,6 +39,23 @@ def _refuse_call(name: str, module: Module, _: Any) -> None:
         )
 
 
+def explain_write(error: BaseException) -> None:
+    """Say what to do where torch refuses to write to a parameter that another rank has."""
+    text = str(error)
+    if isinstance(error, RuntimeError) and _WRITTEN in text and _SAYS not in text:
+        advice = (
+            f"A parameter that another rank of the pipeline has was written to, in a hook or a "
+            f"step. Write to it on all ranks inside of "
+            f"boltmesh.strategies.gathered_parameters(module, writes=True), or use a strategy "
+            f"without a pipeline. {_SAYS} {text}"
+        )
+        error.args = (advice,)
+
+
+_WRITTEN = "more than one element of the written-to tensor refers to a single memory location"
+_SAYS = "torch says:"
+
+
 def make_absent(parameters: Iterable[Parameter], device: torch.device | None = None) -> None:
     """Free the memory of parameters that another stage holds.
 

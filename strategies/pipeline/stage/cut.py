@@ -3,8 +3,12 @@
 What one stage does at every event of a step.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
 
 from boltmesh.errors import ConfigError
 from boltmesh.strategies.pipeline.runtime.stage import ValueSpec
@@ -18,6 +22,30 @@ from boltmesh.strategies.pipeline.stage.trace import (
 )
 
 ANY_STAGE = -1
+
+
+class StageBorders:
+    """How values cross from one stage to the next: whole, as stages compute with them."""
+
+    def running(self) -> AbstractContextManager[None]:
+        """Around a stage's run of a step."""
+        return nullcontext()
+
+    def dividing(self, trace: StepTrace) -> Callable[[ValueSpec], ValueSpec]:
+        """Return what gives, for a whole value of a trace, what of it this rank hands on."""
+        return lambda spec: spec
+
+    def sent(self, value: Tensor, spec: ValueSpec) -> Tensor:
+        """Return the plain tensor that crosses for a value."""
+        return value
+
+    def received(self, tensor: Tensor, spec: ValueSpec) -> Tensor:
+        """Return the value for a plain tensor that has crossed."""
+        return tensor
+
+    def whole(self, result: Any) -> Any:
+        """Return what a step returns with every tensor whole."""
+        return result
 
 
 @dataclass
@@ -88,6 +116,7 @@ def plan_stages(
     stage_of_unit: Mapping[str, int],
     parameters_of_unit: Mapping[str, frozenset[str]],
     weight_only: frozenset[str] = frozenset(),
+    borders: StageBorders | None = None,
 ) -> tuple[StagePlan, ...]:
     """Return what every stage does, first to last.
 
@@ -97,11 +126,12 @@ def plan_stages(
         parameters_of_unit: The parameters that each unit holds, by their first names.
         weight_only: Units that are nothing but weights, such as an embedding: a later stage may
             call them again, with weights that it then shares.
+        borders: How values cross from one stage to the next.
 
     Raises:
         ConfigError: When the step cannot be cut there.
     """
-    cut = _StageCut(trace, stage_of_unit, weight_only)
+    cut = _StageCut(trace, stage_of_unit, weight_only, borders=borders)
     return tuple(_StagePlanner(cut, stage, parameters_of_unit).plan() for stage in range(cut.count))
 
 
@@ -111,6 +141,7 @@ def plan_tail(
     parameters_of_unit: Mapping[str, frozenset[str]],
     weight_only: frozenset[str] = frozenset(),
     recomputed: frozenset[int] = frozenset(),
+    borders: StageBorders | None = None,
 ) -> tuple[StagePlan, StagePlan]:
     """Return the last stage without what follows its last unit, and that as a stage of its own.
 
@@ -121,12 +152,13 @@ def plan_tail(
         weight_only: As there.
         recomputed: Values, by their number in the trace, that the second of them computes again
             from those that they were made of, where code between units made them.
+        borders: As there.
 
     Raises:
         ConfigError: When the step cannot be cut there.
     """
     begin = trace.unit_events()[-1] + 1
-    cut = _StageCut(trace, stage_of_unit, weight_only, tail=begin)
+    cut = _StageCut(trace, stage_of_unit, weight_only, tail=begin, borders=borders)
     cut.recompute({id(trace.values[number]) for number in recomputed})
     last, tail = (
         _StagePlanner(cut, stage, parameters_of_unit) for stage in (cut.count - 2, cut.count - 1)
@@ -143,8 +175,10 @@ class _StageCut:
         stage_of_unit: Mapping[str, int],
         weight_only: frozenset[str],
         tail: int | None = None,
+        borders: StageBorders | None = None,
     ) -> None:
         self.trace = trace
+        self.divided = (borders or StageBorders()).dividing(trace)
         self.calls = tuple(trace.unit_events())
         self.stage_of_call = _stages_of_calls(trace, self.calls, stage_of_unit, weight_only)
         self.count = max(stage_of_unit.values()) + 1
@@ -337,8 +371,8 @@ class _StagePlanner:
             handling=self.handling,
             last_watched=self.watched,
             copies=frozenset(self.copies),
-            values_in=tuple(_spec(each, self.begin) for each in received),
-            values_out=tuple(_spec(each, self.end) for each in sent),
+            values_in=tuple(self._spec(each, self.begin) for each in received),
+            values_out=tuple(self._spec(each, self.end) for each in sent),
             received_numbers=tuple(numbers[id(each)] for each in received),
             sent_numbers=tuple(numbers[id(each)] for each in sent),
             row_values=tuple(each.follows_batch for each in received),
@@ -391,7 +425,7 @@ class _StagePlanner:
             used |= self.trace.parameters_out
         return frozenset(used)
 
-
-def _spec(value: Value, event: int) -> ValueSpec:
-    spec = value.spec
-    return ValueSpec(spec.shape, spec.dtype, value.needs_grad_before(event), value.origin)
+    def _spec(self, value: Value, event: int) -> ValueSpec:
+        spec = value.spec
+        whole = ValueSpec(spec.shape, spec.dtype, value.needs_grad_before(event), value.origin)
+        return self.cut.divided(whole)

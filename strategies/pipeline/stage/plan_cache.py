@@ -18,7 +18,7 @@ from torch.nn import Module, Parameter
 
 from boltmesh.lightning_import import ROOTS
 from boltmesh.strategies.dry_run.unsupported import with_inner
-from boltmesh.strategies.pipeline.stage.cut import plan_stages, plan_tail
+from boltmesh.strategies.pipeline.stage.cut import StageBorders, plan_stages, plan_tail
 from boltmesh.strategies.pipeline.stage.stage_run import StageRun, Tail
 from boltmesh.strategies.pipeline.stage.trace import StepTrace, UnitOutput
 from boltmesh.strategies.pipeline.stage.trace_step import probe
@@ -132,6 +132,7 @@ class StagePlans:
         stage_of_unit: Mapping[str, int],
         *,
         silent: Callable[[], AbstractContextManager[None]] = nullcontext,
+        borders: StageBorders | None = None,
     ) -> None:
         """Take how a model is cut.
 
@@ -140,7 +141,9 @@ class StagePlans:
             units: All of its units by name, of :func:`find_stage_units`.
             stage_of_unit: The stage of each unit that steps call.
             silent: Enters what a step is probed in: units communicate nothing there.
+            borders: How values cross from one stage to the next.
         """
+        self._borders = borders
         self._silent = silent
         self.root = root
         self.units = dict(units)
@@ -219,11 +222,16 @@ class StagePlans:
         if tail is None:
             trace = known.traces[answers]
             last, end = plan_tail(
-                trace, self.stage_of_unit, self.parameters_of_unit, self.weight_only, recomputed
+                trace,
+                self.stage_of_unit,
+                self.parameters_of_unit,
+                self.weight_only,
+                recomputed,
+                self._borders,
             )
             tail = tails[recomputed] = Tail(
-                last=StageRun(self.root, self.units, step, last),
-                end=StageRun(self.root, self.units, step, end),
+                last=StageRun(self.root, self.units, step, last, self._borders),
+                end=StageRun(self.root, self.units, step, end, self._borders),
                 draws_before=any(each < end.begin for each in trace.draws),
             )
         return tail
@@ -275,7 +283,9 @@ class StagePlans:
         return known, answers
 
     def _cut(self, step: str, trace: StepTrace) -> tuple[StageRun, ...]:
-        plans = plan_stages(trace, self.stage_of_unit, self.parameters_of_unit, self.weight_only)
+        plans = plan_stages(
+            trace, self.stage_of_unit, self.parameters_of_unit, self.weight_only, self._borders
+        )
         if self.check is not None:
             self.check(plans)
-        return tuple(StageRun(self.root, self.units, step, each) for each in plans)
+        return tuple(StageRun(self.root, self.units, step, each, self._borders) for each in plans)

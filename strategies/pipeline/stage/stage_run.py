@@ -34,7 +34,7 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from boltmesh.errors import DivergenceError
-from boltmesh.strategies.pipeline.stage.cut import EventPlan, StagePlan
+from boltmesh.strategies.pipeline.stage.cut import EventPlan, StageBorders, StagePlan
 from boltmesh.strategies.pipeline.stage.data_dependent_ops import (
     is_event,
     name_of,
@@ -153,7 +153,12 @@ class StageRun:
     """One stage of a step, for batches of one signature. Not for two threads at once."""
 
     def __init__(
-        self, root: Module, units: Mapping[str, Module], step: str, plan: StagePlan
+        self,
+        root: Module,
+        units: Mapping[str, Module],
+        step: str,
+        plan: StagePlan,
+        borders: StageBorders | None = None,
     ) -> None:
         """Prepare the stage.
 
@@ -162,7 +167,9 @@ class StageRun:
             units: All units by name.
             step: The name of the method.
             plan: What the stage does.
+            borders: How values cross from one stage to the next.
         """
+        self.borders = borders or StageBorders()
         self.root = root
         self.units = units
         self.step = step
@@ -210,12 +217,13 @@ class StageRun:
         self.streams = None if seed is None else self._streams(seed)
         try:
             with (
+                self.borders.running(),
                 distributions_unchecked(),
                 self._forwards,
                 NOT_DRAWING if self.streams is None else self.streams,
             ):
                 result = self._run_step(args, kwargs or {})
-            return self._finish(result)
+            return self._finish(self.borders.whole(result))
         except _NextStage:
             return self._sent()
         finally:
@@ -255,10 +263,12 @@ class StageRun:
         return placeholder(made, is_written=(event, leaf) in self.plan.written_outputs)
 
     def _prepare_received(self, slot: int, tensor: Tensor) -> Tensor:
-        if self.plan.values_in[slot].needs_grad and not tensor.requires_grad:
+        spec = self.plan.values_in[slot]
+        if spec.needs_grad and not tensor.requires_grad:
             tensor.requires_grad_()
         # A leaf that needs a gradient cannot be changed in place; the step is about to.
-        return tensor.clone() if slot in self.plan.copies else tensor
+        tensor = tensor.clone() if slot in self.plan.copies else tensor
+        return self.borders.received(tensor, spec)
 
     def _streams(self, seed: int) -> RandomStreams:
         plan = self.plan
@@ -340,7 +350,8 @@ class StageRun:
         return made
 
     def _sent(self) -> tuple[Tensor, ...]:
-        sent = [self.kept[number] for number in self.plan.sent_numbers]
+        pairs = zip(self.plan.sent_numbers, self.plan.values_out, strict=True)
+        sent = [self.borders.sent(self.kept[number], spec) for number, spec in pairs]
         # What only passes through has to come out of a function, as everything else that is sent.
         return tuple(
             each.view_as(each) if each.requires_grad and each.is_leaf else each for each in sent

@@ -95,6 +95,18 @@ class StateWatch:
         )
 
 
+def _called(root: Module, step: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    try:
+        return getattr(root, step)(*args, **kwargs)
+    except AttributeError as error:
+        if not str(error).startswith(f"{type(root).__name__!r} object has no attribute"):
+            raise
+        raise ConfigError(
+            f"{error}. {step} is looked at before the hooks of training run, to find out how the "
+            f"model can be divided. Set the attribute in __init__ or setup."
+        ) from error
+
+
 def outside_of(root: Module, units: Iterable[Module]) -> dict[str, Module]:
     """Return the modules that lie in no unit, by dotted name."""
     inside = {part for unit in units for part in unit.modules()}
@@ -301,7 +313,7 @@ class _StepTracer:
             if self.keeping is not None:
                 stack.enter_context(self.keeping.watching())
             stack.enter_context(self.glue)
-            returned = getattr(self.root, step)(*args, **kwargs)
+            returned = _called(self.root, step, args, kwargs)
             self._hand_out(returned)
             if self.host_random is not None:
                 self.trace.draws_host_random = host_random_state() != self.host_random

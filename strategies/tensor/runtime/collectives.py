@@ -55,12 +55,12 @@ class TensorGroup:
     device: torch.device
     """That its ranks compute and communicate on."""
 
-    @property
+    @cached_property
     def size(self) -> int:
         """How many ranks share a layer."""
         return self.process_group.size()
 
-    @property
+    @cached_property
     def rank(self) -> int:
         """Of this process, within the group."""
         return self.process_group.rank()

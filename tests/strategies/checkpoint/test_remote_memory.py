@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.support.limited_memory import run_limited
 
 COUNT, MIB = 10, 8
@@ -40,6 +42,7 @@ except (RuntimeError, MemoryError):
 """
 
 
+@pytest.mark.full
 def test_one_piece_at_a_time_is_on_its_way(tmp_path: Path) -> None:
     # The piece, what torch makes of it, and what the file system's own library holds of it, twice.
     allowed = 4 * (MIB << 20)

@@ -58,6 +58,16 @@ class Attacked(Differentiated):
         return loss + functional.cross_entropy(worse, targets) * of_head.norm().clamp(max=1.0)
 
 
+class CalledTwice(Differentiated):
+    """A gradient penalty at other places than those of the loss, as in WGAN-GP."""
+
+    @override
+    def loss(self, batch: Any) -> Tensor:
+        between = 0.7 * self.embedding(batch[0]).detach().requires_grad_()
+        (slope,) = torch.autograd.grad(self.beyond(between).sum(), between, create_graph=True)
+        return super().loss(batch) + (slope.norm(dim=-1) - 1).square().mean()
+
+
 class ByHand(Penalised):
     """The same under manual optimisation."""
 
@@ -122,7 +132,8 @@ def fit(rank: int, world_size: int, kind: type[LightningModule], options: Any) -
     return whole_parameters(module)
 
 
-@pytest.mark.parametrize("kind", [Penalised, Attacked, ByHand, Forced, Checkpointed])
+@pytest.mark.sample("Penalised", "CalledTwice", "ByHand", "Checkpointed")
+@pytest.mark.parametrize("kind", [Penalised, Attacked, CalledTwice, ByHand, Forced, Checkpointed])
 def test_it_trains_as_in_one_process(kind: type[LightningModule]) -> None:
     (wanted,) = run_ranks(fit, 1, kind, None)
     for results in run_ranks(in_turn, 2, fit, [(kind, each) for each in LAYOUTS]):

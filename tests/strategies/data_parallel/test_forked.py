@@ -1,9 +1,10 @@
 """Ranks that a notebook forks give the whole model back, though each of them has shards."""
 
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
+
+from tests.support.forked_python import run_python
 
 SCRIPT = """
 import warnings
@@ -30,8 +31,8 @@ print("whole")
 
 @pytest.mark.ranks
 @pytest.mark.slow
-def test_forked_ranks_give_whole_parameters_back() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=100, check=False
-    )
+def test_forked_ranks_give_whole_parameters_back(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    done = run_python(str(script))
     assert done.stdout.strip().endswith("whole"), done.stderr

@@ -73,7 +73,7 @@ def same_trainer(rank: int, world_size: int, strategy: dict[str, Any]) -> list[f
     return found
 
 
-@pytest.mark.sample("disk", "state")
+@pytest.mark.sample("disk")
 @pytest.mark.parametrize(
     "strategy", [{"offload_optimizer": "cpu"}, CPU, NVME], ids=["state", "all", "disk"]
 )

@@ -263,3 +263,44 @@ def run_with(rank: int, world_size: int, arguments: dict[str, Any], optimizer: s
 def test_a_run_is_refused_on_all_ranks(arguments: Any, optimizer: str, said: str) -> None:
     with pytest.raises(RankFailure, match=said):
         run_ranks(run_with, 2, arguments, optimizer)
+
+
+class Averaged(Stack):
+    """Moves a copy of layers that several stages hold, in a hook."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        for each in self.parameters():
+            each.detach().mul_(0.9)
+
+
+class Listed(Stack):
+    """Has its list from a hook of training."""
+
+    def on_train_epoch_start(self) -> None:
+        self.losses: list[Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.losses.append(loss := super().training_step(batch, batch_idx))
+        return loss
+
+
+def ended(rank: int, world_size: int) -> list[str]:
+    said = []
+    for kind in (Listed, Averaged):
+        trainer = Trainer(
+            accelerator="cpu", devices=world_size, max_steps=1, logger=False,
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+            strategy=PipelineParallelStrategy(telemetry=False, microbatches=2),
+        )  # fmt: skip
+        with pytest.raises((ConfigError, RuntimeError)) as raised:
+            trainer.fit(kind(), token_data(16, 8))
+        said.append(str(raised.value))
+    return said
+
+
+@pytest.mark.ranks
+def test_what_hooks_cannot_do_in_a_pipeline_is_said_in_one_line() -> None:
+    for listed, averaged in run_ranks(ended, 2):
+        assert "'Listed' object has no attribute 'losses'. training_step is looked at" in listed
+        assert "Set the attribute in __init__ or setup" in listed
+        assert "A parameter that another rank of the pipeline has was written to" in averaged

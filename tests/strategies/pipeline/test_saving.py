@@ -2,8 +2,6 @@
 
 import copy
 import io
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ from boltmesh.errors import CheckpointError
 from boltmesh.strategies import DDPStrategy
 from boltmesh.strategies.pipeline.stage.absent_params import is_absent
 from boltmesh.strategies.pipeline_parallel import PipelineParallelStrategy
+from tests.support.forked_python import run_python
 from tests.support.ranks import run_ranks
 from tests.support.stack import Stack, token_data
 
@@ -113,8 +112,8 @@ print("whole")
 
 
 @pytest.mark.slow
-def test_forked_ranks_give_the_whole_model_back() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=100, check=False
-    )
+def test_forked_ranks_give_the_whole_model_back(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    done = run_python(str(script))
     assert done.stdout.strip().endswith("whole"), done.stderr

@@ -1,9 +1,10 @@
 """A notebook's process, whose ranks are forks of it, has the trained weights afterwards."""
 
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
+
+from tests.support.forked_python import run_python
 
 SCRIPT = """
 import warnings
@@ -42,7 +43,10 @@ print("equal")
 @pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 3])
-def test_forked_stages_of_divided_layers_give_whole_parameters_back(stage: int) -> None:
-    command = [sys.executable, "-c", SCRIPT.replace("STAGE", str(stage))]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
+def test_forked_stages_of_divided_layers_give_whole_parameters_back(
+    stage: int, tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.replace("STAGE", str(stage)))
+    done = run_python(str(script))
     assert done.stdout.strip().endswith("equal"), done.stderr

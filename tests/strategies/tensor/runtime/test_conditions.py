@@ -181,6 +181,7 @@ def _on_a_data_axis(rank: int, world_size: int, kind: str) -> list[Any]:
     return found
 
 
+@pytest.mark.sample("fsdp")
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_parameters_are_any_to_a_data_axis_around(kind: str) -> None:
