@@ -13,7 +13,7 @@ CHECKPOINTS: Final = "checkpoint"
 """The axis of collectives by which ranks write a checkpoint beside training."""
 
 
-class ExpectedTraffic(msgspec.Struct, frozen=True):
+class ExpectedTraffic(msgspec.Struct, frozen=True, omit_defaults=True):
     """One operator on one axis, in one optimizer step, on one rank."""
 
     axis: str
