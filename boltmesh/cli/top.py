@@ -153,7 +153,12 @@ def report(job: str | None, output: Path | None, replay: Path | None, run_dir: P
 
 @click.command("export-metrics")
 @click.argument("job", required=False)
-@click.option("--format", "form", default="prometheus", help="prometheus or csv. [prometheus]")
+@click.option(
+    "--format",
+    "form",
+    default="prometheus",
+    help="prometheus, openmetrics or csv. [prometheus]",
+)
 @click.option("--table", help="Of CSV: steps, metrics, collectives, ranks or offload. [steps]")
 @click.option("--output", type=click.Path(path_type=Path), help="Write a file, whole or not.")
 @click.option(
@@ -180,7 +185,7 @@ def export_metrics(
     at_s: float | None,
     run_dir: Path | None,
 ) -> int:
-    """Write a job's figures as Prometheus text or as CSV.
+    """Write a job's figures for Prometheus, as OpenMetrics or as CSV.
 
     JOB is chosen as by 'boltmesh top'.
     """
@@ -239,6 +244,6 @@ def stream(job: str | None, wants_list: bool, run_dir: Path | None, interval_s: 
 
     Ends when stdin or stdout is closed. JOB is chosen as by 'boltmesh top'.
     """
-    from boltmesh.tui.commands.stream import stream as write
+    from boltmesh.tui.commands.record import stream as write
 
     return write(job, wants_list=wants_list, run_dir=run_dir, interval_s=interval_s)

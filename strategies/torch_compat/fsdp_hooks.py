@@ -130,7 +130,7 @@ class InstrumentedParamGroup(FSDPParamGroup):
     @override
     def reshard(self) -> None:
         if not (self._is_needed_again and self._training_state is TrainingState.FORWARD):
-            super().reshard()  # type: ignore[no-untyped-call]
+            super().reshard()
 
     @override
     def _to_sharded(self) -> None:

@@ -6,11 +6,11 @@ import time
 import pytest
 
 from boltmesh.telemetry.snapshot import RankSnapshot
+from boltmesh.tui.commands.top import job_text
 from boltmesh.tui.devices import DeviceReader, DeviceReading
 from boltmesh.tui.metrics.ranks import rank_rows
 from boltmesh.tui.panels.devices import draw_devices
 from boltmesh.tui.render.style import UNICODE, Style
-from boltmesh.tui.report import job_text
 from boltmesh.tui.sources.live import Observation
 from boltmesh.tui.state import fold
 from tests.tui.samples import NOW, job, rank

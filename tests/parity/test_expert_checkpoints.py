@@ -62,7 +62,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.sample("4 of 4-one-mixtral", "one-2 of 4-list", "2 of 4-2 of 2-list")
+@pytest.mark.sample("4 of 4-one-mixtral", "2 of 4-2 of 2-list")
 @pytest.mark.parametrize("kind", ["mixtral", "list"])
 @pytest.mark.parametrize(
     ("one", "other"),

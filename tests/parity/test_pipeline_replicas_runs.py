@@ -128,6 +128,7 @@ def watch(rank: int, world_size: int, run_dir: Path, door: Any) -> Seen:
     )
 
 
+@pytest.mark.sample("stage 3")
 @pytest.mark.parametrize(
     "door",
     [pipeline, partial(ShardedPipeline, zero_stage=3)],

@@ -71,7 +71,7 @@ def traces(rank: int, world_size: int, name: str, module: str) -> tuple[Trace, i
     return trace, max(sizes), len(sizes)
 
 
-@pytest.mark.sample("zero3-by hand, tied", "context-Hugging Face", "context, zero3-by hand")
+@pytest.mark.sample("zero3-by hand, tied", "context, zero3-by hand")
 @pytest.mark.parametrize("module", MODULES)
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_tiled_logits_equal_one_process(name: str, module: str) -> None:

@@ -157,8 +157,8 @@ def _cluster(row: Mapping[str, str]) -> Cluster:
     num_devices = _needed(row, "n_gpus")
     network = None
     notes = row.get("notes", "")
-    rate = r"(?:([1-9]\d?)\s*x\s*)?([1-9]\d*(?:\.\d+)?)\s*([GT])(?:b(?:it)?/s|bps|b\b|bit\b)"
-    if match := re.search(rate, notes):  # links of a node, or their sum
+    links = r"(?:([1-9]\d?)\s*x\s*)?([1-9]\d*(?:\.\d+)?)\s*([GT])(?:b(?:it)?/s|bps|b\b|bit\b)"
+    if match := re.search(links, notes):  # links of a node, or their sum
         gbit = float(match[2]) * (1000 if match[3] == "T" else 1)
         network = parse_network(f"{match[1] or 1}x{gbit}")
     per_node = device.per_node

@@ -78,6 +78,7 @@ def told(folder: Path, how: str, sizes: dict[str, int] = STAGES) -> dict[int, tu
     return found
 
 
+@pytest.mark.full
 def test_an_error_of_one_rank_that_shares_a_stage_ends_all_at_once(tmp_path: Path) -> None:
     found = told(tmp_path, "raises")
     assert found.keys() == set(range(RANKS))

@@ -75,6 +75,7 @@ def held(rank: int, world_size: int, options: Options) -> dict[tuple[str, str], 
     }
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_each_stage_measures_its_share_where_it_is_predicted(tmp_path: Path) -> None:
     nvme = {"offload_optimizer": "nvme", "offload_path": str(tmp_path)}
@@ -125,6 +126,7 @@ def dealt(loader: DataLoader[Any], trainer: Trainer) -> DataLoader[Any]:
     return DataLoader(loader.dataset, batch_sampler=batches)
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_one_trainer_trains_and_evaluates_and_trains_on(tmp_path: Path) -> None:
     nvme = {"offload_optimizer": "nvme", "offload_path": str(tmp_path)}

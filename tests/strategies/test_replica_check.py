@@ -71,6 +71,7 @@ def run(rank: int, world_size: int, kind: str, every: int, flipped: tuple[int, s
     return fit(strategy, model, text_data(48, 4), *callbacks)
 
 
+@pytest.mark.sample("ddp-2", "tensor-2")
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("kind", "ranks"),

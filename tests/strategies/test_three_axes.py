@@ -27,7 +27,8 @@ from tests.support.gpts import TinyGPT, text_data
 from tests.support.planned_meshes import check_memory, measured, planned, said
 from tests.support.ranks import run_ranks
 
-pytestmark = [pytest.mark.ranks, pytest.mark.slow(20), pytest.mark.timeout(400)]
+# Of two axes at a time other tests keep this; three train in tests/parity/test_three_axes.py.
+pytestmark = [pytest.mark.ranks, pytest.mark.slow(20), pytest.mark.timeout(400), pytest.mark.full]
 
 SIZE = 2
 """Of each axis."""
@@ -176,9 +177,7 @@ TRAINED: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
 """Settings of the Trainer, and options of the strategy."""
 
 
-@pytest.fixture(
-    scope="module", params=[pytest.param(TRAINED[0], marks=pytest.mark.full), TRAINED[1]]
-)
+@pytest.fixture(scope="module", params=TRAINED)
 def trained(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, dict[str, Any], dict[str, Any]]:
@@ -190,10 +189,9 @@ def trained(
     return Path(path), settings, options
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
     "options",
-    [pytest.param({"zero_stage": 0, **INTERLEAVED}, marks=pytest.mark.full), {"zero_stage": 3}],
+    [{"zero_stage": 0, **INTERLEAVED}, {"zero_stage": 3}],
     ids=lambda options: f"stage {options['zero_stage']}",
 )
 def test_callbacks_see_and_write_what_they_would_in_one_process(options: dict[str, Any]) -> None:
@@ -209,7 +207,6 @@ def test_callbacks_see_and_write_what_they_would_in_one_process(options: dict[st
                 torch.testing.assert_close(ours[name], value, rtol=1e-5, atol=1e-5, msg=name)
 
 
-@pytest.mark.full
 def test_an_overflow_on_one_rank_skips_the_step_on_all() -> None:
     ranks = run_ranks(overflow, RANKS, timeout_s=240)
     first = ranks[0][0]

@@ -187,6 +187,8 @@ def test_a_job_is_found_by_the_beginning_of_its_id_or_by_its_folder():
         open_job("ab")
     with pytest.raises(TelemetryError, match="Did you mean 'abef'"):
         open_job("abeg")
+    with pytest.raises(TelemetryError, match="'boltmesh jobs' lists them"):
+        open_job("threed")
 
 
 def test_without_a_name_the_newest_running_job_is_opened_else_the_newest():

@@ -27,6 +27,7 @@ def _values() -> dict[str, Any]:
         "nvmlDeviceGetTemperatureThreshold": 87,
         "nvmlDeviceGetCurrentClocksEventReasons": pynvml.nvmlClocksEventReasonSwPowerCap,
         "nvmlDeviceGetCurrentClocksThrottleReasons": pynvml.nvmlClocksEventReasonSwPowerCap,
+        "nvmlGpmSampleGet": None,
         "nvmlDeviceGetComputeRunningProcesses": [SimpleNamespace(pid=7, usedGpuMemory=None)],
     }
 
@@ -45,6 +46,8 @@ class FakeNvml:
         self.values = _values() | values
         self.counters: dict[int, int] = {}
         """Of ``nvmlDeviceGetFieldValues``, by field; one that is missing is not supported."""
+        self.activity: dict[int, float] = {}
+        """Percentages of GPM by metric; empty: this model has no GPM."""
         self.lost: set[int] = set()
         """Numbers of GPUs that have fallen off the bus."""
         self.calls: list[str] = []
@@ -52,7 +55,7 @@ class FakeNvml:
 
     def __getattr__(self, name: str) -> Any:
         real = getattr(pynvml, name)
-        if not callable(real):
+        if not callable(real) or isinstance(real, type):
             return real
         return self._function(name)
 
@@ -80,6 +83,12 @@ class FakeNvml:
             return f"GPU-{arguments[0]}"
         if name == "nvmlDeviceGetUUID":
             return arguments[0]
+        if name == "nvmlGpmQueryDeviceSupport":
+            return SimpleNamespace(isSupportedDevice=int(bool(self.activity)))
+        if name == "nvmlGpmSampleAlloc":
+            return pynvml.c_nvmlGpmSample_t()
+        if name == "nvmlGpmMetricsGet":
+            return self._answer_metrics(arguments[0])
         if name == "nvmlDeviceGetFieldValues":
             return [self._field(field) for field in arguments[1]]
         if name == "nvmlDeviceGetClockInfo":
@@ -96,6 +105,14 @@ class FakeNvml:
                 arguments[1]
             ]
         return self.values[name]
+
+    def _answer_metrics(self, asked: Any) -> Any:
+        assert asked.version == pynvml.NVML_GPM_METRICS_GET_VERSION
+        for metric in asked.metrics[: asked.numMetrics]:
+            value = self.activity.get(metric.metricId)
+            metric.nvmlReturn = UNSUPPORTED if value is None else SUPPORTED
+            metric.value = -1.0 if value is None else value
+        return asked
 
     def _field(self, field: int | tuple[int, int]) -> SimpleNamespace:
         number, scope = field if isinstance(field, tuple) else (field, 0)

@@ -12,8 +12,7 @@ from boltmesh.telemetry.snapshot import (
     PipelinePlan,
 )
 from boltmesh.tui.metrics.pipelines import bubble
-from boltmesh.tui.panels.boundaries import borders, draw_borders
-from boltmesh.tui.panels.bubble import draw_bubble
+from boltmesh.tui.panels.bubble import borders, draw_borders, draw_bubble
 from boltmesh.tui.panels.gantt import draw_gantt, gantt
 from boltmesh.tui.render.style import ASCII, UNICODE, Style
 from tests.tui.recorded import pipeline_job

@@ -8,13 +8,13 @@ import pytest
 
 from boltmesh.schedule_sim import one_forward_one_backward, simulate
 from boltmesh.telemetry.snapshot import Chunk, JobSnapshot, PipelinePlan
+from boltmesh.tui.commands.top import job_text
 from boltmesh.tui.export.prometheus import prometheus_text
 from boltmesh.tui.metrics.findings.diagnose import diagnose
 from boltmesh.tui.metrics.pipelines import bubble, bubble_ratio
 from boltmesh.tui.panels.bubble import draw_bubble
 from boltmesh.tui.panels.throughput import draw_throughput
 from boltmesh.tui.render.style import UNICODE, Style
-from boltmesh.tui.report import job_text
 from boltmesh.tui.sources.live import Observation
 from tests.tui.exposition import parse
 from tests.tui.recorded import pipeline_job, recorded_pipelines

@@ -10,7 +10,7 @@ from boltmesh.tui.layout.page import active_table
 from boltmesh.tui.pages.ranks import RANK
 from boltmesh.tui.pages.registry import PAGES
 from boltmesh.tui.render.style import UNICODE, Style
-from boltmesh.tui.screens.prompt import Prompt
+from boltmesh.tui.screens.base import Prompt
 from boltmesh.tui.settings import Settings, save
 from boltmesh.tui.sources.live import Observation
 from boltmesh.tui.state import fold

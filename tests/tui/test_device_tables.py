@@ -6,9 +6,15 @@ import pytest
 
 from boltmesh.tui.demo import Scenario
 from boltmesh.tui.devices import DeviceReading, GpuProcess
-from boltmesh.tui.panels.devices import COLUMNS, both_ways, draw_devices, shown_devices
-from boltmesh.tui.panels.processes import COLUMNS as PROCESS_COLUMNS
-from boltmesh.tui.panels.processes import draw_processes, shown_processes
+from boltmesh.tui.panels.devices import (
+    COLUMNS,
+    PROCESS_COLUMNS,
+    both_ways,
+    draw_devices,
+    draw_processes,
+    shown_devices,
+    shown_processes,
+)
 from boltmesh.tui.render.style import ASCII, UNICODE, Style
 from boltmesh.tui.sources.live import Observation
 from boltmesh.tui.state import State, fold

@@ -178,6 +178,34 @@ def test_ranks_that_share_a_gpu_share_its_reading(monkeypatch: pytest.MonkeyPatc
     ]
 
 
+def test_profiling_counters_give_activity_between_two_looks() -> None:
+    nvml = FakeNvml()
+    nvml.activity = {
+        pynvml.NVML_GPM_METRIC_SM_UTIL: 83.5,
+        pynvml.NVML_GPM_METRIC_ANY_TENSOR_UTIL: 41.25,
+        pynvml.NVML_GPM_METRIC_DRAM_BW_UTIL: float("nan"),
+    }
+    gpu = _gpu(nvml)
+    assert gpu.read((0,)).sm_active_percent is None  # needs two samples
+    found = gpu.read((0,))
+    assert (found.sm_active_percent, found.tensor_active_percent) == (83.5, 41.25)
+    assert found.sm_occupancy_percent is None  # a metric that this model lacks
+    assert found.memory_bandwidth_percent is None  # not a number
+    nvml.unsupported = ("nvmlGpmSampleGet",)
+    assert gpu.read((0,)).sm_active_percent is None
+    nvml.unsupported = ()
+    assert gpu.read((0,)).sm_active_percent is None  # the sample before is too old
+    assert gpu.read((0,)).sm_active_percent == 83.5
+
+
+def test_a_gpu_without_profiling_counters_is_not_sampled() -> None:
+    nvml = FakeNvml()
+    gpu = _gpu(nvml)
+    gpu.read((0,))
+    assert gpu.read((0,)).sm_active_percent is None
+    assert not {"nvmlGpmSampleAlloc", "nvmlGpmSampleGet"} & set(nvml.calls)
+
+
 def test_every_figure_has_its_unit() -> None:
     reading = _gpu(FakeNvml()).read((0,))
     assert reading == DeviceReading(

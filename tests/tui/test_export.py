@@ -228,11 +228,11 @@ def test_a_recording_gives_its_records_up_to_the_moment(
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"form": "xml"}, "--format xml: there is no such format. Use prometheus or csv."),
+        ({"form": "xml"}, "--format xml: there is no such format. Use prometheus"),
         ({"table": "steps"}, "--table chooses what a CSV file has. Add --format csv."),
         ({"form": "csv", "table": "rows"}, "Use steps, metrics, collectives, ranks, offload."),
         ({"every_s": 1.0}, "--every renews a file. Add --output FILE."),
-        ({"every_s": 1.0, "form": "csv"}, "--every renews a Prometheus file."),
+        ({"every_s": 1.0, "form": "csv"}, "--every renews a file of metrics."),
         ({"every_s": 1.0, "replay": Path("a")}, "Leave out --replay."),
     ],
 )

@@ -8,7 +8,8 @@ from typing import Any
 
 import msgspec
 
-from boltmesh.tui.export.prometheus import Family, families, prometheus_text
+from boltmesh.tui.export.exposition import Family
+from boltmesh.tui.export.prometheus import families, prometheus_text
 from tests.tui.exposition import parse
 from tests.tui.samples import crashed_demo, demo
 

@@ -8,6 +8,7 @@ import pytest
 
 from boltmesh.telemetry.snapshot import JobSnapshot
 from boltmesh.tui import units
+from boltmesh.tui.commands.top import job_json, job_text
 from boltmesh.tui.devices import DeviceReading
 from boltmesh.tui.metrics.figures import Figures, figures
 from boltmesh.tui.metrics.pipelines import bubble_ratio
@@ -15,7 +16,6 @@ from boltmesh.tui.metrics.step_time import phase_split
 from boltmesh.tui.panels.rank_table import draw_rank_table
 from boltmesh.tui.panels.throughput import draw_phases, draw_throughput
 from boltmesh.tui.render.style import UNICODE, Style
-from boltmesh.tui.report import job_json, job_text
 from boltmesh.tui.sources.live import Observation
 from boltmesh.tui.state import fold
 from tests.tui.loads import HEALTHY, records, steady, team, worker

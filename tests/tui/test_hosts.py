@@ -10,9 +10,8 @@ from boltmesh.telemetry.snapshot import Event
 from boltmesh.tui.devices import DeviceReading
 from boltmesh.tui.sources.live import Observation
 from boltmesh.tui.sources.ssh import hosts as hosts_module
-from boltmesh.tui.sources.ssh.failure import explain
 from boltmesh.tui.sources.ssh.hosts import LIST_AGAIN_S, Hosts, HostsSource, HostView, merge
-from boltmesh.tui.sources.ssh.remote import Remote
+from boltmesh.tui.sources.ssh.remote import Remote, explain
 from tests.tui.samples import NOW, FakeSource, job, rank, summary
 
 REMOTES = (Remote("node1"), Remote("node2"))

@@ -9,8 +9,8 @@ import pytest
 from boltmesh.telemetry.snapshot import Event, JobSnapshot, MetricPoint
 from boltmesh.telemetry.traffic import ExpectedTraffic
 from boltmesh.tui.app import DashboardApp
+from boltmesh.tui.commands.top import job_json, job_text, jobs_json, jobs_text
 from boltmesh.tui.render.style import UNICODE, Style
-from boltmesh.tui.report import job_json, job_text, jobs_json, jobs_text
 from boltmesh.tui.screens.palette import commands_of
 from boltmesh.tui.sources.live import Observation
 from boltmesh.tui.state import fold

@@ -32,10 +32,10 @@ from boltmesh.telemetry.snapshot import (
 )
 from boltmesh.telemetry.tensor_plan import PlannedBlocks, PlannedParameters, TensorPlanTable
 from boltmesh.telemetry.traffic import ExpectedTraffic
+from boltmesh.tui.commands.top import JobReport, job_json, jobs_json
 from boltmesh.tui.devices import DeviceReading, GpuProcess
 from boltmesh.tui.metrics.figures import DefinedFigure, Figures
 from boltmesh.tui.metrics.findings.finding import Finding, Kind
-from boltmesh.tui.report import JobReport, job_json, jobs_json
 from tests.tui.samples import demo, summary
 
 TEXT = (Path(__file__).parents[2] / "docs" / "json.md").read_text(encoding="utf-8")

@@ -15,8 +15,8 @@ from typing_extensions import override
 
 from boltmesh.telemetry.reader.reader import open_job
 from boltmesh.telemetry.snapshot import Chunk, JobSnapshot
+from boltmesh.tui.commands.top import job_json, job_text
 from boltmesh.tui.render.style import UNICODE, Style
-from boltmesh.tui.report import job_json, job_text
 from boltmesh.tui.sources.live import Observation
 from boltmesh.tui.state import fold
 from tests.support.pipelines import MICROBATCHES, pipeline, quiet_trainer

@@ -59,6 +59,23 @@ def test_the_whole_demo_is_valid_and_says_what_its_snapshot_says() -> None:
         assert all(dict(key)["job"] == "gpt-demo" for key in family.samples), name
 
 
+def test_openmetrics_names_counters_without_their_end_and_units_with_it() -> None:
+    seen = demo()
+    text = prometheus_text(seen, "openmetrics")
+    assert text.endswith("\n# EOF\n")
+    assert text.count("# EOF") == 1
+    heads = re.findall(r"# TYPE (\S+) (\w+)\n(?:# UNIT (\S+) (\w+)\n)?(\w+)\{", text)
+    assert len(heads) == text.count("# TYPE") > 40
+    for name, kind, with_unit, unit, sample in heads:
+        assert sample == (f"{name}_total" if kind == "counter" else name)
+        assert not unit or (with_unit == name and name.endswith(f"_{unit}"))
+    assert {unit for *_, unit, _ in heads} >= {"seconds", "bytes", "ratio", "watts"}
+    samples = [line for line in text.splitlines() if not line.startswith("#")]
+    assert samples == [
+        line for line in prometheus_text(seen).splitlines() if not line.startswith("#")
+    ]
+
+
 def test_names_end_in_their_unit_and_only_counters_in_total() -> None:
     for family in families(demo()):
         assert re.fullmatch(r"boltmesh_[a-z]+(_[a-z]+)*", family.name)

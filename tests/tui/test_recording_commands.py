@@ -136,7 +136,7 @@ def test_a_job_that_goes_away_leaves_what_was_recorded(
         (["top", "--replay", "taken", "--json", "--on-alert", "x"], "Leave out --replay."),
         (["top", "--once", "--on-alert", "x"], "--on-alert watches a job that runs."),
         (["top", "--demo", "--json", "--on-alert", "x"], "Leave out --demo."),
-        (["export-metrics", "--format", "xml"], "Use prometheus or csv."),
+        (["export-metrics", "--format", "xml"], "Use prometheus, openmetrics, csv."),
         (["export-metrics", "--table", "steps"], "Add --format csv."),
         (["export-metrics", "--format", "csv", "--table", "x"], "Use steps, metrics, collectives"),
         (["export-metrics", "--every", "5"], "Add --output FILE."),

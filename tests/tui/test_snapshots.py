@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 import pytest
 
+from boltmesh.tui.commands.top import job_text, jobs_text
 from boltmesh.tui.pages.registry import PAGES
 from boltmesh.tui.render.style import ASCII, UNICODE, Style
-from boltmesh.tui.report import job_text, jobs_text
 from boltmesh.tui.sources.live import Observation
 from boltmesh.tui.state import fold
 from tests.tui.samples import NOW, crashed_demo, demo, job, summary

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from boltmesh.telemetry.snapshot import JobSnapshot
+from boltmesh.tui.commands.top import job_json, job_text
 from boltmesh.tui.export.prometheus import prometheus_text
 from boltmesh.tui.metrics.ranks import rank_rows
 from boltmesh.tui.panels.header import draw_header, progress
@@ -14,7 +15,6 @@ from boltmesh.tui.panels.rank_table import draw_rank_table
 from boltmesh.tui.panels.throughput import draw_throughput
 from boltmesh.tui.render.line import Line
 from boltmesh.tui.render.style import ASCII, UNICODE, Style
-from boltmesh.tui.report import job_json, job_text
 from boltmesh.tui.sources.live import Observation
 from boltmesh.tui.view import TableView
 from tests.tui.exposition import parse

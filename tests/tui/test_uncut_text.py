@@ -4,8 +4,8 @@ import pytest
 
 from boltmesh.telemetry.snapshot import Event
 from boltmesh.tui import units
+from boltmesh.tui.commands.top import job_text
 from boltmesh.tui.render.style import ASCII, UNICODE, Style
-from boltmesh.tui.report import job_text
 from tests.tui.loads import steady, team
 from tests.tui.samples import NOW, job, rank, state
 

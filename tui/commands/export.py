@@ -1,6 +1,6 @@
 """``boltmesh export-metrics``: a job's figures for other programs.
 
-``boltmesh export-metrics``: one look at a job, or many, as Prometheus text or CSV.
+``boltmesh export-metrics``: one look at a job, or many, as text for Prometheus, OpenMetrics or CSV.
 """
 
 import contextlib
@@ -32,11 +32,11 @@ def export_metrics(
     at_s: float | None = None,
     run_dir: Path | None = None,
 ) -> int:
-    """Write a job's figures as Prometheus text or CSV; return the exit code.
+    """Write a job's figures as text for Prometheus, OpenMetrics or CSV; return the exit code.
 
     Args:
         job: As for :func:`top`.
-        form: ``prometheus`` or ``csv``.
+        form: ``prometheus``, ``openmetrics`` or ``csv``.
         table: For CSV: one of ``boltmesh.tui.export.tables.TABLES``.
         output: A file that is replaced whole; None: stdout.
         every_s: Write the file again and again until the job ends.
@@ -53,7 +53,7 @@ def export_metrics(
             else targets.open_replay(replay, at_s, has_end=True)
         )
         with contextlib.closing(source):
-            if replay is None and form == "prometheus":
+            if replay is None and form != "csv":
                 targets.settled(source)
             export(
                 source,
@@ -99,7 +99,7 @@ def write_report(
     return exit_code()
 
 
-FORMS = ("prometheus", "csv")
+FORMS = ("prometheus", "openmetrics", "csv")
 DEFAULT_TABLE = "steps"
 
 
@@ -117,7 +117,7 @@ def check_export(
         ConfigError: One line, which option to leave out or to add.
     """
     if form not in FORMS:
-        raise ConfigError(f"--format {form}: there is no such format. Use {' or '.join(FORMS)}.")
+        raise ConfigError(f"--format {form}: there is no such format. Use {', '.join(FORMS)}.")
     if table is not None and form != "csv":
         raise ConfigError("--table chooses what a CSV file has. Add --format csv.")
     if table is not None and table not in TABLES:
@@ -125,7 +125,7 @@ def check_export(
     if every_s is None:
         return
     if form == "csv":
-        raise ConfigError("--every renews a Prometheus file. Leave it out, or --format csv.")
+        raise ConfigError("--every renews a file of metrics. Leave it out, or --format csv.")
     if replay is not None:
         raise ConfigError("--every watches a job that runs. Leave out --replay.")
     if output is None:
@@ -151,9 +151,11 @@ def export(
     is_first = True
     while True:
         seen = source.read()
-        parts: Iterable[str] = (prometheus_text(seen),)
         if form == "csv":
-            parts = csv_text(table or DEFAULT_TABLE, _looks(source, seen))
+            parts: Iterable[str] = csv_text(table or DEFAULT_TABLE, _looks(source, seen))
+        else:
+            is_open = form == "openmetrics"
+            parts = (prometheus_text(seen, "openmetrics" if is_open else "prometheus"),)
         if output is None:
             for part in parts:
                 out(part)

@@ -17,15 +17,18 @@ from boltmesh.telemetry.snapshot import (
     RankState,
     StepRecord,
 )
-from boltmesh.tui.demo.devices import FIRST_PID, NAME, device_readings, uuid
 from boltmesh.tui.demo.model import (
+    FIRST_PID,
+    NAME,
     PEAK_FLOPS_PER_SECOND,
     activation_bytes,
+    device_readings,
     flops_per_batch,
     memory,
     memory_kinds,
     offload,
     tensor_plan,
+    uuid,
 )
 from boltmesh.tui.demo.setup import (
     GPUS_PER_HOST,

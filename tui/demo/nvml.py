@@ -33,11 +33,12 @@ class DemoNvml:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.readings: Mapping[str, DeviceReading] = {}
         """Readings of this moment, by UUID."""
+        self._sampled = DeviceReading(kind="gpu", ranks=(), name="")
         self._clock = clock
         self._begun = clock()
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("nvmlDeviceGet"):
+        if name.startswith(("nvmlDeviceGet", "nvmlGpm")):
             raise AttributeError(f"{name} is not answered by the demo")
         return getattr(pynvml, name)
 
@@ -96,6 +97,29 @@ class DemoNvml:
             SimpleNamespace(pid=each.pid, usedGpuMemory=each.memory_bytes)
             for each in self.readings[gpu].processes or ()
         ]
+
+    def nvmlGpmQueryDeviceSupport(self, _: str) -> SimpleNamespace:
+        return SimpleNamespace(isSupportedDevice=1)
+
+    def nvmlGpmSampleAlloc(self) -> Any:
+        return pynvml.c_nvmlGpmSample_t()
+
+    def nvmlGpmSampleGet(self, gpu: str, _: Any) -> None:
+        self._sampled = self.readings[gpu]
+
+    def nvmlGpmMetricsGet(self, asked: Any) -> None:
+        """Answer for the GPU whose sample was taken last."""
+        seen = self._sampled
+        values = {
+            pynvml.NVML_GPM_METRIC_SM_UTIL: seen.sm_active_percent,
+            pynvml.NVML_GPM_METRIC_SM_OCCUPANCY: seen.sm_occupancy_percent,
+            pynvml.NVML_GPM_METRIC_ANY_TENSOR_UTIL: seen.tensor_active_percent,
+            pynvml.NVML_GPM_METRIC_DRAM_BW_UTIL: seen.memory_bandwidth_percent,
+        }
+        for metric in asked.metrics[: asked.numMetrics]:
+            value = values[metric.metricId]
+            metric.nvmlReturn = UNSUPPORTED if value is None else pynvml.NVML_SUCCESS
+            metric.value = value or 0.0
 
     def nvmlDeviceGetFieldValues(
         self, gpu: str, fields: Sequence[int | tuple[int, int]]

@@ -2,13 +2,16 @@
 
 Turns counters that only grow into rates, from one look to the next.
 
+Activity of SMs and tensor cores by the profiling counters that Hopper and later GPUs have in NVML
+(GPM), the figures of DCGM without its daemon.
+
 Why a GPU does not run at its highest clocks, in words.
 """
 
 import time
 from collections.abc import Callable, Mapping
 from types import ModuleType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from boltmesh.tui.devices.reading import DeviceReading, GpuProcess
 
@@ -82,6 +85,61 @@ ALL_LINKS = 2**32 - 1
 KIB = 1024
 
 
+class Activity:
+    """Means of a GPU's profiling counters between two looks.
+
+    Args:
+        nvml: The module ``pynvml``, initialised.
+        handle: Of the GPU.
+    """
+
+    def __init__(self, nvml: ModuleType, handle: object) -> None:
+        self._nvml = nvml
+        self._handle = handle
+        self._metrics = {
+            "sm_active": nvml.NVML_GPM_METRIC_SM_UTIL,
+            "sm_occupancy": nvml.NVML_GPM_METRIC_SM_OCCUPANCY,
+            "tensor_active": nvml.NVML_GPM_METRIC_ANY_TENSOR_UTIL,
+            "memory_bandwidth": nvml.NVML_GPM_METRIC_DRAM_BW_UTIL,
+        }
+        self._samples: tuple[Any, Any] | None = None
+        """Memory for the last sample and for the next one; None: the GPU has no such counters."""
+        self._has_last = False
+        try:
+            if nvml.nvmlGpmQueryDeviceSupport(handle).isSupportedDevice:
+                self._samples = nvml.nvmlGpmSampleAlloc(), nvml.nvmlGpmSampleAlloc()
+        except nvml.NVMLError:
+            self._samples = None
+
+    def since_last(self) -> Mapping[str, float]:
+        """Return the percentages since the last call, of 0 to 100; those known."""
+        nvml = self._nvml
+        if self._samples is None:
+            return {}
+        last, now = self._samples
+        try:
+            nvml.nvmlGpmSampleGet(self._handle, now)
+            had_last, self._has_last = self._has_last, True
+            self._samples = now, last
+            if not had_last:
+                return {}
+            asked = nvml.c_nvmlGpmMetricsGet_t()
+            asked.version = nvml.NVML_GPM_METRICS_GET_VERSION
+            asked.numMetrics = len(self._metrics)
+            asked.sample1, asked.sample2 = last, now
+            for at, number in enumerate(self._metrics.values()):
+                asked.metrics[at].metricId = number
+            nvml.nvmlGpmMetricsGet(asked)
+        except nvml.NVMLError:  # such as no permission, or a GPU in MIG mode
+            self._has_last = False
+            return {}
+        return {
+            name: float(found.value)
+            for name, found in zip(self._metrics, asked.metrics, strict=False)
+            if found.nvmlReturn == nvml.NVML_SUCCESS and 0 <= found.value <= 100
+        }
+
+
 class Gpu:
     """A GPU that is looked at again and again.
 
@@ -101,6 +159,7 @@ class Gpu:
         self._uuid = uuid
         self._handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
         self._rates = Rates(clock)
+        self._activity = Activity(nvml, self._handle)
         self._has_pcie_counters = False
         self._pcie: tuple[float | None, float | None] = (None, None)
         """Sent and received; where it is measured in turn, what was measured last."""
@@ -124,6 +183,7 @@ class Gpu:
         use = self._ask(nvml.nvmlDeviceGetUtilizationRates)
         memory = self._ask(nvml.nvmlDeviceGetMemoryInfo)
         rates = self._rates.since_last(self._counters())
+        active = self._activity.since_last()
         if self._has_pcie_counters:
             self._pcie = rates.get("pcie_sent"), rates.get("pcie_received")
         elif may_wait:
@@ -141,6 +201,10 @@ class Gpu:
                 self._ask(nvml.nvmlDeviceGetTemperature, nvml.NVML_TEMPERATURE_GPU)
             ),
             memory_utilization_percent=None if use is None else float(use.memory),
+            sm_active_percent=active.get("sm_active"),
+            sm_occupancy_percent=active.get("sm_occupancy"),
+            tensor_active_percent=active.get("tensor_active"),
+            memory_bandwidth_percent=active.get("memory_bandwidth"),
             power_limit_watts=_thousandth(self._ask(nvml.nvmlDeviceGetEnforcedPowerLimit)),
             temperature_limit_celsius=_float(self._temperature_limit),
             sm_clock_mhz=self._ask(nvml.nvmlDeviceGetClockInfo, nvml.NVML_CLOCK_SM),

@@ -1,80 +1,27 @@
-"""A job as Prometheus text: format 0.0.4, base units, one family after the other.
+"""A job as families of metrics, in base units.
 
 No sample has a time: Prometheus takes the time at which it reads, and node_exporter refuses others.
 What is not known has no sample.
 
-Source: https://prometheus.io/docs/practices/naming/ and
-https://prometheus.io/docs/instrumenting/exposition_formats/
+Source: https://prometheus.io/docs/practices/naming/
 """
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Final, Literal, get_args
-
-import msgspec
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Final, get_args
 
 from boltmesh.axes import AXES
 from boltmesh.telemetry.snapshot import JobSnapshot, JobState, RankSnapshot
 from boltmesh.telemetry.stall import stalled_seconds
 from boltmesh.tui.alerts.watch import AlertWatch
 from boltmesh.tui.devices import DeviceReading
+from boltmesh.tui.export.exposition import Family, Form, Labels, Sample, counter, gauge, text_of
 from boltmesh.tui.metrics.experts import layer_loads
 from boltmesh.tui.metrics.figures import figures
 from boltmesh.tui.metrics.findings.diagnose import diagnose
 from boltmesh.tui.metrics.findings.finding import Kind
-from boltmesh.tui.sanitize import clean
 from boltmesh.tui.sources.live import Observation
 from boltmesh.tui.state import fold
-
-Labels = Mapping[str, str | int]
-Sample = tuple[Labels, float | None]
-
-
-class Family(msgspec.Struct, frozen=True):
-    """One metric with all of its samples; a value of None is not known and is left out."""
-
-    name: str
-    kind: Literal["gauge", "counter"]
-    help: str
-    samples: tuple[Sample, ...]
-
-
-def gauge(name: str, text: str, samples: Iterable[Sample]) -> Family:
-    """Return a family of values that go up and down."""
-    return Family(f"boltmesh_{name}", "gauge", text, tuple(samples))
-
-
-def counter(name: str, text: str, samples: Iterable[Sample]) -> Family:
-    """Return a family of values that only grow."""
-    return Family(f"boltmesh_{name}_total", "counter", text, tuple(samples))
-
-
-def family_text(family: Family, common: Labels) -> str:
-    """Return a family as text, ``common`` before the labels of each sample."""
-    lines: dict[str, str] = {}
-    for labels, value in family.samples:
-        if value is not None:
-            named = ",".join(
-                f'{name}="{_escaped(str(text))}"' for name, text in {**common, **labels}.items()
-            )
-            # Names of a job that become alike when they are cleaned are one sample, the last.
-            lines[f"{family.name}{{{named}}}"] = _number(value)
-    if not lines:
-        return ""
-    head = f"# HELP {family.name} {family.help}\n# TYPE {family.name} {family.kind}\n"
-    return head + "".join(f"{name} {value}\n" for name, value in lines.items())
-
-
-def _escaped(text: str) -> str:
-    return clean(text).replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-
-
-def _number(value: float) -> str:
-    if math.isnan(value):
-        return "NaN"
-    if math.isinf(value):
-        return "+Inf" if value > 0 else "-Inf"
-    return repr(value)
 
 
 def device_families(devices: Iterable[DeviceReading]) -> Iterator[Family]:
@@ -99,7 +46,8 @@ def _labels(device: DeviceReading) -> Labels:
     return {"rank": min(device.ranks, default=-1), "host": device.name}
 
 
-def _hundredth(percent: float | None) -> float | None:
+def _ratio(field: str, device: DeviceReading) -> float | None:
+    percent: float | None = getattr(device, field)
     return None if percent is None else percent / 100
 
 
@@ -109,17 +57,18 @@ def _million(megahertz: int | None) -> float | None:
 
 _Gauges = tuple[tuple[str, str, Callable[[DeviceReading], float | None]], ...]
 
+_GPU_RATIOS: Final = (
+    ("utilization", "Share of the last sampling period in which any kernel ran."),
+    ("memory_utilization", "Share of that period in which the memory was read or written."),
+    ("sm_active", "Mean share of the SMs that were busy."),
+    ("sm_occupancy", "Resident warps over those that the SMs have room for."),
+    ("tensor_active", "Share of the time in which the SMs computed on tensor cores."),
+    ("memory_bandwidth", "Bandwidth of the memory that was used, of its peak."),
+)
+
+
 _GPU_GAUGES: Final[_Gauges] = (
-    (
-        "utilization_ratio",
-        "Share of the last sampling period in which any kernel ran.",
-        lambda each: _hundredth(each.utilization_percent),
-    ),
-    (
-        "memory_utilization_ratio",
-        "Share of the last sampling period in which the memory was read or written.",
-        lambda each: _hundredth(each.memory_utilization_percent),
-    ),
+    *((f"{name}_ratio", text, partial(_ratio, f"{name}_percent")) for name, text in _GPU_RATIOS),
     (
         "memory_used_bytes",
         "Memory in use by all processes on a GPU.",
@@ -178,7 +127,7 @@ _PROCESS_GAUGES: Final[_Gauges] = (
     (
         "cpu_ratio",
         "CPU time of a rank's process since the last look; 1 is one core.",
-        lambda each: _hundredth(each.utilization_percent),
+        partial(_ratio, "utilization_percent"),
     ),
     (
         "resident_memory_bytes",
@@ -201,7 +150,7 @@ _HOST_GAUGES: Final[_Gauges] = (
     (
         "cpu_ratio",
         "Mean use of a host's cores since the last look.",
-        lambda each: _hundredth(each.utilization_percent),
+        partial(_ratio, "utilization_percent"),
     ),
     ("cores", "Cores that programs may use.", lambda each: each.num_cores),
     ("memory_used_bytes", "Memory in use on a host.", lambda each: each.memory_used_bytes),
@@ -223,9 +172,9 @@ _ALERTS: Final = ("loss", "memory", "temperature", "stall", "failed")
 """Kinds of alerts that one look can raise; a fall of throughput needs many."""
 
 
-def prometheus_text(seen: Observation) -> str:
+def prometheus_text(seen: Observation, form: Form = "prometheus") -> str:
     """Return the whole document; it ends with a line feed."""
-    return "".join(family_text(family, {"job": seen.job.id}) for family in families(seen))
+    return text_of(families(seen), {"job": seen.job.id}, form)
 
 
 def families(seen: Observation) -> Iterator[Family]:

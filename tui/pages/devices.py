@@ -7,7 +7,7 @@ from typing_extensions import override
 from boltmesh.tui.layout.page import Page, Panel, Scene, Table, place, table_draw, with_trends
 from boltmesh.tui.layout.region import Item, Region, stack
 from boltmesh.tui.panels import devices
-from boltmesh.tui.panels import processes as processes_module
+from boltmesh.tui.panels.devices import PROCESS_COLUMNS, draw_processes, shown_processes
 from boltmesh.tui.panels.help import DEVICE_TERMS, PageHelp
 from boltmesh.tui.render.tabs import Tab
 
@@ -21,9 +21,9 @@ DEVICES = Table(
 )
 PROCESSES = Table(
     name="processes",
-    columns=processes_module.COLUMNS,
-    draw=processes_module.draw_processes,
-    rows=processes_module.shown_processes,
+    columns=PROCESS_COLUMNS,
+    draw=draw_processes,
+    rows=shown_processes,
     rank_of=lambda row: int(row.rank),
     has_cursor=True,
 )

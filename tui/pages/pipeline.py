@@ -7,8 +7,7 @@ from typing_extensions import override
 
 from boltmesh.tui.layout.page import Page, Panel, Scene, place, with_trends
 from boltmesh.tui.layout.region import Item, Region, stack
-from boltmesh.tui.panels.boundaries import borders, draw_borders
-from boltmesh.tui.panels.bubble import draw_bubble
+from boltmesh.tui.panels.bubble import borders, draw_borders, draw_bubble
 from boltmesh.tui.panels.gantt import draw_gantt
 from boltmesh.tui.panels.help import PageHelp
 from boltmesh.tui.render.ranks import NO_PIPELINE

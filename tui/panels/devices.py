@@ -1,7 +1,4 @@
-"""One line for each GPU of the job: use, memory, power, heat, clocks, links, errors.
-
-The readings of this host by what they are of, beside what the ranks say of themselves.
-"""
+"""GPUs and processes of the job on this host, a line for each, and the host itself."""
 
 from collections.abc import Sequence
 
@@ -90,6 +87,8 @@ COLUMNS = (
     "ranks",
     "model",
     "util",
+    "SM",
+    "tensor",
     "memory",
     "power",
     "temp",
@@ -151,6 +150,8 @@ def cells_of(row: GpuRow) -> Cells:
         "ranks": row.ranks[0] if len(row.ranks) == 1 else ",".join(map(str, row.ranks)),
         "model": reading.name,
         "util": reading.utilization_percent,
+        "SM": reading.sm_active_percent,
+        "tensor": reading.tensor_active_percent,
         "memory": None if memory is None else 100 * memory,
         "power": reading.power_watts,
         "temp": reading.temperature_celsius,
@@ -190,6 +191,8 @@ def _columns(rows: Sequence[GpuRow]) -> list[Column]:
         Column("ranks", is_number=True, rank=2, shrinks_to=5),
         Column("model", rank=11, shrinks_to=8),
         Column("util", is_number=True, steady_width=4),
+        Column("SM", is_number=True, rank=6, steady_width=4),
+        Column("tensor", is_number=True, rank=5, steady_width=4),
         Column("memory", is_number=True, rank=1),
         Column("power", is_number=True, rank=3),
         Column("temp", is_number=True, rank=2),
@@ -200,7 +203,7 @@ def _columns(rows: Sequence[GpuRow]) -> list[Column]:
         Column("ECC", is_number=True, rank=9),
         Column("others", is_number=True, rank=10),
     ]
-    optional = {"SM clock", "NVLink", "PCIe", "ECC"}
+    optional = {"SM", "tensor", "SM clock", "NVLink", "PCIe", "ECC"}
     has_others = any(row.foreign_pids for row in rows)
     return [
         column
@@ -220,6 +223,8 @@ def _cells(
         "ranks": ",".join(map(str, row.ranks)),
         "model": Line(reading.name.removeprefix("NVIDIA "), "muted"),
         "util": _utilization(reading, look, has_bar=has_bars, is_running=is_running),
+        "SM": units.percent(reading.sm_active_percent),
+        "tensor": units.percent(reading.tensor_active_percent),
         "memory": _memory(row, look, has_bar=has_bars),
         "power": of_limit(reading.power_watts, reading.power_limit_watts, "W"),
         "temp": _temperature(reading, look),
@@ -339,6 +344,8 @@ def _detail(rows: Sequence[GpuRow], table: TableView, width: int, look: Style) -
         Line(f"{row.device} {reading.name}".strip(), "strong"),
         Line(reading.uuid or "", "muted"),
         labelled("memory in use by kernels", f"{units.percent(busy)} of the time"),
+        labelled("memory bandwidth", units.percent(reading.memory_bandwidth_percent)),
+        labelled("SM occupancy", units.percent(reading.sm_occupancy_percent)),
         labelled("memory clock", clock),
         labelled("power", units.percent(None if power is None else 100 * power) + " of its limit"),
         labelled("throttle", _reasons(reading)),
@@ -350,3 +357,136 @@ def _detail(rows: Sequence[GpuRow], table: TableView, width: int, look: Style) -
         name = f"process {process.pid} ({whose})"
         parts.append(labelled(name, units.memory(process.memory_bytes), role))
     return [Line(), *wrap_facts(parts, width)]
+
+
+PROCESS_COLUMNS = (
+    "rank",
+    "pid",
+    "host",
+    "CPU",
+    "memory",
+    "shared",
+    "threads",
+    "disk read",
+    "disk written",
+)
+"""Titles that the table can be sorted by. CPU counts in percent of one core, disks in bytes a
+second."""
+
+ROWS_BEFORE_HOST = 3
+"""Where fewer lines are left for the processes, the host is told in one line or not at all."""
+
+
+def draw_processes(
+    state: State, width: int, height: int, look: Style, *, table: TableView = AS_IT_COMES
+) -> list[Line]:
+    """The host in a line or two, and the processes that the filter leaves."""
+    every, rows = process_rows(state), shown_processes(state, table)
+    lines = [heading("processes", width, look)] if look.has_headings and height >= 2 else []
+    top = len(lines)
+    room = max(0, height - top)
+    host = _host(state, width)
+    host = host[: max(0, room - 1 - min(len(rows), ROWS_BEFORE_HOST))]
+    if not every:
+        why = sentence(_why_none(state), width, look, role="muted")
+        return [*lines, *host, *why][: max(0, height)]
+    seen = browse(
+        _process_columns(), rows, _process_cells, width, room - 1 - len(host), look, table
+    )
+    if top:
+        lines = [heading("processes", width, look, right=seen.hidden)]
+    lines += [*host, seen.header, *seen.lines]
+    return lines[: max(0, height)]
+
+
+def shown_processes(state: State, table: TableView) -> list[ProcessRow]:
+    """Return the rows in the order in which they are drawn, which ``TableView.selected`` counts."""
+    return arrange_rows(process_rows(state), process_cells, table)
+
+
+def process_cells(row: ProcessRow) -> Cells:
+    """Return a row as it is filtered and sorted."""
+    reading = row.reading
+    return {
+        "rank": row.rank,
+        "pid": reading.pid,
+        "host": reading.name,
+        "CPU": reading.utilization_percent,
+        "memory": reading.memory_used_bytes,
+        "shared": reading.shared_memory_bytes,
+        "threads": reading.num_threads,
+        "disk read": reading.disk_read_bytes_per_second,
+        "disk written": reading.disk_written_bytes_per_second,
+    }
+
+
+def _why_none(state: State) -> str:
+    if not state.job.ranks:
+        return "no ranks yet"
+    if any(rank.state in {"starting", "running"} for rank in state.job.ranks):
+        return "no rank runs on this host: processes are read where they are"
+    return "the processes of this job have ended"
+
+
+def _process_columns() -> list[Column]:
+    return [
+        Column("rank", is_number=True),
+        Column("pid", is_number=True, rank=2),
+        Column("host", rank=6, shrinks_to=8),
+        Column("CPU", is_number=True, steady_width=5),
+        Column("memory", is_number=True, steady_width=8),
+        Column("shared", is_number=True, rank=5, steady_width=8),
+        Column("threads", is_number=True, rank=4),
+        Column("disk read", is_number=True, rank=3, steady_width=9),
+        Column("disk written", is_number=True, rank=3, steady_width=9),
+    ]
+
+
+def _process_cells(row: ProcessRow) -> list[Cell]:
+    reading = row.reading
+    return [
+        str(row.rank),
+        units.UNKNOWN if reading.pid is None else str(reading.pid),
+        Line(reading.name, "muted"),
+        units.percent(reading.utilization_percent),
+        units.memory(reading.memory_used_bytes),
+        Line(units.memory(reading.shared_memory_bytes), "muted"),
+        units.count(reading.num_threads),
+        _rate(reading.disk_read_bytes_per_second),
+        _rate(reading.disk_written_bytes_per_second),
+    ]
+
+
+def _rate(value: float | None) -> str:
+    return units.UNKNOWN if value is None else f"{units.traffic(value)}/s"
+
+
+def _host(state: State, width: int) -> list[Line]:
+    """The host: cores, memory, swap, and the disk of the run directory."""
+    host = host_reading(state)
+    if host is None:
+        return []
+    used = share(host.memory_used_bytes, host.memory_total_bytes)
+    left = share(host.disk_free_bytes, host.disk_total_bytes)
+    cores = "" if host.num_cores is None else f" of {host.num_cores} cores"
+    parts = [
+        labelled("host", host.name, "strong"),
+        labelled("CPU", units.percent(host.utilization_percent) + cores),
+        labelled("memory", _of(host.memory_used_bytes, host.memory_total_bytes), _warns(used)),
+    ]
+    if host.swap_total_bytes:
+        swap: Role = "warn" if host.swap_used_bytes else "text"
+        parts.append(labelled("swap", _of(host.swap_used_bytes, host.swap_total_bytes), swap))
+    if host.disk_folder is not None:
+        free = f"{units.memory(host.disk_free_bytes)} free of {units.memory(host.disk_total_bytes)}"
+        role = _warns(None if left is None else 1 - left)
+        parts.append(labelled(f"disk of {host.disk_folder}", free, role))
+    return wrap_facts(parts, width)
+
+
+def _of(used: int | None, total: int | None) -> str:
+    return f"{units.memory(used)} of {units.memory(total)}"
+
+
+def _warns(used: float | None) -> Role:
+    return "warn" if used is not None and used >= NEARLY_FULL else "text"

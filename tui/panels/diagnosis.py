@@ -2,10 +2,6 @@
 
 It speaks only when something is to be said, and also says what the status does: that a job has
 ended, can no longer be read, or has not begun.
-
-What is wrong with a job: every finding with its evidence and what to try, or silence.
-
-The line that speaks only when something is to be said.
 """
 
 from collections.abc import Iterable
@@ -132,7 +128,7 @@ def _well(state: State, width: int, look: Style) -> Line:
 def _draw_finding(
     finding: Finding, width: int, most: int, look: Style, *, num_hidden: int = 0
 ) -> list[Line]:
-    """What is wrong and the evidence, then what to try on a line of its own, if there is one."""
+    """What is wrong and the evidence, then what to try from a line of its own on."""
     mark = look.sign(look.glyphs.failed if finding.severity == "bad" else "!")
     words: list[tuple[str, Role]] = [(word, finding.severity) for word in _words(finding.headline)]
     if num_hidden:
@@ -150,8 +146,10 @@ def _draw_finding(
     if most == 1:
         rows = _wrap([*words, *cure], room, 1, ellipsis)
     else:
-        rows = _wrap(words, room, most - 1, ellipsis)
-        rows += _wrap(cure, room, most - len(rows), ellipsis)
+        # The headline first, then what to try; the evidence has the lines that are left.
+        num_headline = len(_wrap(words[: len(_words(finding.headline))], room, most - 1, ellipsis))
+        advice = _wrap(cure, room, most - num_headline, ellipsis)
+        rows = _wrap(words, room, most - len(advice), ellipsis) + advice
     return [
         Line(mark if place == 0 else " " * cell_len(mark), finding.severity).join(row).crop(width)
         for place, row in enumerate(rows)

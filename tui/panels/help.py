@@ -58,6 +58,7 @@ STEP_TIME_TERMS: Entries = (
 DEVICE_TERMS: Entries = (
     ("util", "GPU: share of time in which any kernel ran, by NVML"),
     ("", "CPU: of the rank's process, where 100% is one core"),
+    ("SM, tensor", "GPU: busy SMs, and time on tensor cores (Hopper and later)"),
     ("memory", "GPU: used by all processes on it; CPU: resident"),
 )
 TRAFFIC_TERMS: Entries = (

@@ -1,17 +1,22 @@
-"""What the screens share: one canvas, their look, and where a click was."""
+"""What the screens share: one canvas, their look, where a click was, and the line for a filter."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, cast
 
 from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Horizontal
+from textual.message import Message
 from textual.screen import Screen
+from textual.widgets import Input, Label
 from typing_extensions import override
 
 from boltmesh.tui.layout.page import Panel
 from boltmesh.tui.layout.region import has_headings
 from boltmesh.tui.render.style import Style
+from boltmesh.tui.screens.canvas import Canvas, Drawn
 from boltmesh.tui.theme import Palette
-from boltmesh.tui.widgets.canvas import Canvas, Drawn
 
 if TYPE_CHECKING:
     from boltmesh.tui.app import DashboardApp
@@ -76,3 +81,55 @@ class PanelScreen(Screen[None]):
             if drawn.panel.region.has(x, y):
                 return drawn
         return None
+
+
+class Prompt(Horizontal):
+    """Says at every key what the filter is now; enter keeps it, esc takes it away."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "clear", "all rows")]
+
+    @dataclass
+    class Typed(Message):
+        """The filter is another one."""
+
+        words: str
+
+    @dataclass
+    class Done(Message):
+        """Nobody types any longer."""
+
+    def __init__(self, words: str) -> None:
+        super().__init__(id="prompt")
+        self._words = words
+
+    @override
+    def compose(self) -> ComposeResult:
+        yield Label("/ ")
+        # Text of the keyboard is no markup, and must not be guessed at.
+        yield Input(self._words, compact=True, select_on_focus=False)
+
+    @staticmethod
+    async def open(screen: Screen[None], words: str) -> None:
+        """Put the line on a screen; once this returns, the keys come here.
+
+        The binding that leads here has priority, for the app waits for such before it looks at the
+        next key: what is typed fast is not taken for commands.
+        """
+        prompt = Prompt(words)
+        await screen.mount(prompt)
+        screen.set_focus(prompt.query_one(Input))
+
+    def on_input_changed(self, event: Input.Changed) -> None:
+        """Pass on what was typed."""
+        event.stop()
+        self.post_message(self.Typed(event.value))
+
+    def on_input_submitted(self, event: Input.Submitted) -> None:
+        """Keep the filter."""
+        event.stop()
+        self.post_message(self.Done())
+
+    def action_clear(self) -> None:
+        """Take the filter away."""
+        self.post_message(self.Typed(""))
+        self.post_message(self.Done())

@@ -15,8 +15,7 @@ from boltmesh.tui.panels.help import PageHelp
 from boltmesh.tui.panels.jobs import COLUMNS, draw_jobs, shown_jobs
 from boltmesh.tui.render.line import Line, fit
 from boltmesh.tui.render.tabs import draw_keys
-from boltmesh.tui.screens.base import PanelScreen
-from boltmesh.tui.screens.prompt import Prompt
+from boltmesh.tui.screens.base import PanelScreen, Prompt
 from boltmesh.tui.view import TableView
 
 if TYPE_CHECKING:

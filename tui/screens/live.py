@@ -13,8 +13,7 @@ from boltmesh.tui.layout.frame import FrameOptions, frame_panels
 from boltmesh.tui.layout.page import Page, Panel, Scene, Table, active_table
 from boltmesh.tui.metrics.status import job_stalled_seconds
 from boltmesh.tui.pages.registry import PAGES
-from boltmesh.tui.screens.base import PanelScreen
-from boltmesh.tui.screens.prompt import Prompt
+from boltmesh.tui.screens.base import PanelScreen, Prompt
 from boltmesh.tui.session import Lost, Session
 from boltmesh.tui.sources.live import Observation
 

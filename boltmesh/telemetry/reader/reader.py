@@ -108,8 +108,9 @@ def open_job(which: str | Path | None = None, run_dir: Path | None = None) -> Jo
         listed = ", ".join(f"{job.id} ({job.name})" for job in found[:5])
         raise TelemetryError(f"'{which}' begins the id or the name of {len(found)} jobs: {listed}.")
     words = [word for job in jobs for word in (job.name, job.id)]
-    near = difflib.get_close_matches(which, words, n=1, cutoff=0.6) or [jobs[0].id]
-    raise TelemetryError(f"there is no job '{which}' in {folder}. Did you mean '{near[0]}'?")
+    near = difflib.get_close_matches(which, words, n=1, cutoff=0.6)
+    advice = f"Did you mean '{near[0]}'?" if near else "'boltmesh jobs' lists them."
+    raise TelemetryError(f"there is no job '{which}' in {folder}. {advice}")
 
 
 def _newest(jobs: Sequence[JobSummary]) -> JobSummary:

@@ -118,6 +118,7 @@ def train(module: LightningModule, world_size: int, stage: int) -> None:
     run.fit(module, token_data(16, 4))
 
 
+@pytest.mark.sample("Shards", "Gathered", "BetweenBatches")
 @pytest.mark.parametrize("kind", [Shards, Gathered, BetweenBatches, SharpenedGathered])
 def test_what_is_written_is_what_is_computed_with(kind: type[LightningModule]) -> None:
     (wanted,) = run_ranks(fit, 1, kind, 0)

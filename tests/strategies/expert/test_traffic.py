@@ -40,7 +40,7 @@ def fit(rank: int, world_size: int, kind: str, options: dict[str, Any], accumula
     return notes.path
 
 
-@pytest.mark.sample("2-2", "4-2", "list-4-2")
+@pytest.mark.sample("2-2", "list-4-2")
 @pytest.mark.parametrize(
     ("world_size", "kind", "options", "accumulate"),
     [

@@ -120,6 +120,7 @@ def watch(
     return watcher.gradients, watcher.parameters
 
 
+@pytest.mark.sample("ParameterWatcher")
 @pytest.mark.parametrize("kind", [ParameterWatcher, GradientWatcher])
 def test_callbacks_see_what_they_see_without_offload(kind: type[ParameterWatcher]) -> None:
     plain = run_ranks(watch, 2, {}, kind)

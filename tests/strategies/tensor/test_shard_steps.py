@@ -112,6 +112,7 @@ def test_optimizers_of_elements_are_taken(build: Callable[[], Optimizer]) -> Non
     assert len(optimizer.state) == num_states
 
 
+@pytest.mark.sample("<lambda>0", "<lambda>3")
 @pytest.mark.parametrize("build", OTHERS)
 def test_optimizers_of_more_than_elements_are_refused_by_name(
     build: Callable[[], Optimizer],
@@ -121,6 +122,7 @@ def test_optimizers_of_more_than_elements_are_refused_by_name(
         find_mixing([torch.optim.SGD(mixed(), lr=0.1), optimizer], has_shards=False)
 
 
+@pytest.mark.sample("<lambda>0", "<lambda>3", "<lambda>4")
 @pytest.mark.parametrize("build", OF_WHOLE_PARAMETERS)
 def test_optimizers_of_whole_parameters_are_found(build: Callable[[], Optimizer]) -> None:
     optimizer = build()

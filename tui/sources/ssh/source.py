@@ -23,8 +23,7 @@ from boltmesh.tui.sources.frames import (
     read_frame,
 )
 from boltmesh.tui.sources.live import InterruptionError, Observation
-from boltmesh.tui.sources.ssh.failure import SshError, explain
-from boltmesh.tui.sources.ssh.remote import Remote
+from boltmesh.tui.sources.ssh.remote import Remote, SshError, explain
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -27,7 +27,7 @@ def _pairs(names: Any) -> list[tuple[str, str]]:
     return [(name, backend) for name in names for backend in ("local", "region")]
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.full)])
 def written(request: pytest.FixtureRequest) -> dict[tuple[str, str], Difference | str]:
     """In double precision, where nothing but a mistake is left of a difference."""
     return run_ranks(matrix, request.param, _pairs(WRITTEN), torch.float64, timeout_s=100)[0]

@@ -275,6 +275,7 @@ def _hugging_face(rank: int, size: int, kind: str, dtype: torch.dtype) -> Any:
     return loss_error, worst_gradient(model, whole, plan), own_error
 
 
+@pytest.mark.sample("gpt2_tied", "llama", "t5")
 @pytest.mark.ranks
 @pytest.mark.parametrize("kind", HUGGING_FACE)
 def test_models_with_their_loss_inside_never_gather_their_31_tokens(kind: str) -> None:
