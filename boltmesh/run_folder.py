@@ -49,15 +49,15 @@ def checkpoint_at(key: str, address: str) -> str:
         ConfigError: When there is no complete one.
     """
     try:
-        if is_file(address) or find_fault(address) is None:
+        if is_file(address) or (fault := find_fault(address)) is None:
             return address
         found = _newest_in(address) if folder_at(address).is_there() else None
     except OSError as error:
         raise ConfigError(f"{key}={address} cannot be read: {error}.") from error
     if found is None:
         raise ConfigError(
-            f"{key}={address} is no complete checkpoint, and no folder that has one. Write the "
-            f"address of a checkpoint, or of the folder that ModelCheckpoint saves to."
+            f"{key}={address} is no complete checkpoint ({fault}), and no folder that has one. "
+            f"Write the address of a checkpoint, or of the folder that ModelCheckpoint saves to."
         )
     return found
 
@@ -233,7 +233,8 @@ def checkpoint_to_resume(
         config: As ``load`` gives it.
         continued: The folder of the run that goes on after a failure: its own newest checkpoint
             comes before ``run.resume``.
-        verifies: Read what is found, and fall back to an older one when it is damaged.
+        verifies: Read what is found, and fall back to an older one when it is damaged. A file
+            that is named is read too, so that a damaged one is refused before the run has a folder.
     """
     if continued is not None:
         folder, run = continued.parent, continued.name
@@ -249,7 +250,7 @@ def checkpoint_to_resume(
         return None
     if asked == "auto":
         return _automatic("run.resume", config, verifies=verifies)
-    return _existing("run.resume", asked)
+    return _existing("run.resume", asked, verifies=verifies)
 
 
 def checkpoint_to_evaluate(config: DictConfig, *, verifies: bool = False) -> Path | str | None:
@@ -263,7 +264,7 @@ def checkpoint_to_evaluate(config: DictConfig, *, verifies: bool = False) -> Pat
     if asked is None:
         return None
     if asked != "auto":
-        return _existing("run.ckpt_path", asked)
+        return _existing("run.ckpt_path", asked, verifies=verifies)
     found = _automatic("run.ckpt_path", config, verifies=verifies)
     if found is None:
         raise ConfigError(
@@ -361,11 +362,22 @@ def _anchor_class_paths(node: DictConfig | ListConfig) -> None:
                 node[name] = f"{Path(file).resolve()}:{cls}"
 
 
-def _existing(key: str, asked: str) -> Path | str:
+def _existing(key: str, asked: str, *, verifies: bool) -> Path | str:
     place = path_or_address(asked)
     if isinstance(place, str):
         return checkpoint_at(key, place)
-    path = place.expanduser()
+    try:
+        path = _existing_path(key, asked, place.expanduser())
+    except OSError as error:  # the name is too long, say
+        raise ConfigError(f"{key}={asked} cannot be read: {error.strerror or error}.") from error
+    if verifies and path.is_file() and (damage := _damage(path)):
+        raise ConfigError(
+            f"{key}={asked} cannot be loaded: {damage}. Resume from another checkpoint."
+        )
+    return path
+
+
+def _existing_path(key: str, asked: str, path: Path) -> Path:
     if path.is_dir() and (fault := find_fault(path)):
         raise ConfigError(
             f"{key}={asked} is a directory, but no complete checkpoint: {fault}. "

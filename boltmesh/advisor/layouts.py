@@ -135,6 +135,14 @@ class PlannedLayout:
     """Places that have less memory than this needs."""
     is_tight: bool
     """Its memory is within the error of the prediction of the rank's memory."""
+    is_measured: bool = False
+    """The parts of ``time`` are predicted, their sum was measured by ``boltmesh tune``."""
+
+    def measured(self, seconds: float) -> "PlannedLayout":
+        """Return the same with a step that was measured."""
+        factor = seconds / self.seconds
+        time = {name: factor * each for name, each in self.time.items()}
+        return replace(self, time=time, is_measured=True)
 
     @property
     def seconds(self) -> float:

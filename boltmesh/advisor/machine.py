@@ -4,6 +4,7 @@
 that ``boltmesh plan --cluster`` reads; later plans for the same ranks begin with it.
 """
 
+import hashlib
 import json
 import os
 import platform
@@ -11,11 +12,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 import yaml  # type: ignore[import-untyped]
+from omegaconf import OmegaConf
 
 from boltmesh.errors import ConfigError
 from boltmesh.planner.layout_memory import CONTEXT_BYTES
@@ -46,6 +48,8 @@ class Hardware:
     name: str
     rates_from: str
     """Where the rates are from, as a sentence."""
+    measured: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Seconds of a step by layout, for each config that was measured here."""
 
     @property
     def num_ranks(self) -> int:
@@ -105,7 +109,8 @@ def of_this_machine(
             "boltmesh tune measures whole steps"
         )
     machine = replace(machine, **_memory(accelerator, num_ranks))
-    return Hardware(machine, num_ranks, 1, accelerator == "cpu", name, rates_from)
+    measured = {} if again else _read(steps_file(path)) or {}
+    return Hardware(machine, num_ranks, 1, accelerator == "cpu", name, rates_from, measured)
 
 
 def measure_here(accelerator: str, num_ranks: int, precision: str) -> Machine:
@@ -173,6 +178,11 @@ def read_rates(path: Path) -> Machine | None:
     Raises:
         ConfigError: For a file that has something else.
     """
+    content = _read(path)
+    return None if content is None else Machine.of(content, source=str(path))
+
+
+def _read(path: Path) -> Mapping[str, Any] | None:
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -181,7 +191,31 @@ def read_rates(path: Path) -> Machine | None:
         raise ConfigError(f"{path} cannot be read: {error}. Delete it.") from None
     if not isinstance(content, Mapping):
         raise ConfigError(f"{path} holds no rates. Delete it, and run boltmesh tune again.")
-    return Machine.of(content, source=str(path))
+    return content
+
+
+def steps_file(path: Path) -> Path:
+    """Return where the steps that were measured beside the rates in ``path`` are remembered."""
+    return path.with_suffix(".steps.yaml")
+
+
+def remember_steps(config: str, seconds: Mapping[str, float], path: Path) -> None:
+    """Write the steps of a config by layout; those of other configs stay.
+
+    Args:
+        config: Its ``key_of``.
+        seconds: Times of a step by the layout in words.
+        path: The file of the rates.
+    """
+    known = {**(_read(steps_file(path)) or {}), config: dict(seconds)}
+    _write(steps_file(path), "# Measured by `boltmesh tune`: seconds of a step by layout.\n", known)
+
+
+def key_of(config: Any) -> str:
+    """Return a key of a config's model, data, strategy and Trainer."""
+    parts = {name: value for name, value in config.items() if name != "run"}
+    text = OmegaConf.to_yaml(OmegaConf.create(parts), resolve=False, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def remember(machine: Machine, path: Path) -> None:
@@ -191,8 +225,13 @@ def remember(machine: Machine, path: Path) -> None:
         for each in fields(machine)
         if getattr(machine, each.name) is not None and not each.name.endswith("_gib")
     }
+    _write(
+        path, "# Measured by `boltmesh tune`, read by `boltmesh plan auto` and --cluster.\n", known
+    )
+
+
+def _write(path: Path, about: str, content: Mapping[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    about = "# Measured by `boltmesh tune`, read by `boltmesh plan auto` and --cluster.\n"
     partial = path.with_suffix(".partial")
-    partial.write_text(about + yaml.safe_dump(known, sort_keys=False), encoding="utf-8")
+    partial.write_text(about + yaml.safe_dump(dict(content), sort_keys=False), encoding="utf-8")
     os.replace(partial, path)

@@ -56,7 +56,9 @@ def report_lines(found: ConfigSearch, line: str, count: int) -> Iterator[str]:
         yield from nothing_lines(found)
     for place, each in enumerate(chosen, start=1):
         tight = ", TIGHT" if each.is_tight else ""
-        yield f"{place}. {each.seconds:8.3f} s  {memory_text(each)} a rank{tight}: {words(each)}"
+        how = ", measured" if each.is_measured else ""
+        needs = f"{memory_text(each)} a rank{tight}"
+        yield f"{place}. {each.seconds:8.3f} s{how}  {needs}: {words(each)}"
     for place, each in enumerate(chosen, start=1):
         yield ""
         yield f"{place}. {command_line(found, each, line)}"
@@ -174,6 +176,7 @@ def as_data(found: ConfigSearch, line: str, count: int) -> dict[str, Any]:
                 "overrides": overrides_of(found, each),
                 "sizes": dict(each.layout.sizes),
                 "step_s": each.seconds,
+                "is_measured": each.is_measured,
                 "time_s": dict(each.time),
                 "memory_bytes": each.memory.peak.device or each.memory.peak.host,
                 "is_tight": each.is_tight,

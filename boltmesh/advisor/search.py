@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import OmegaConf
 
 from boltmesh.advisor.layouts import BATCH_KEY, ConfigLayout, PlannedLayout, smaller_batches, splits
-from boltmesh.advisor.machine import Hardware
+from boltmesh.advisor.machine import Hardware, key_of
 from boltmesh.advisor.prediction import Collective, RankStep
 from boltmesh.advisor.replicas import (
     OFFLOADED,
@@ -161,6 +161,13 @@ class ConfigSearcher:
         divisions = list(self._divisions(sum(1 for each in model.units if each.name)))
         for pipeline, tensor in divisions[:MOST_DIVISIONS]:
             found += self._divided(pipeline, tensor)
+        took = self.hardware.measured.get(key_of(self.loaded), {})
+        found = [
+            each.measured(took[each.layout.described()])
+            if each.layout.described() in took
+            else each
+            for each in found
+        ]
         found.sort(key=order)
         return ConfigSearch(
             self.loaded,

@@ -15,7 +15,7 @@ from typing import Any
 
 from boltmesh.advisor.command import search_config
 from boltmesh.advisor.layouts import PlannedLayout
-from boltmesh.advisor.machine import rates_file, remember
+from boltmesh.advisor.machine import key_of, rates_file, remember, remember_steps
 from boltmesh.advisor.report import command_line, head_lines, overrides_of, words
 from boltmesh.advisor.search import ConfigSearch
 from boltmesh.bench.running import run_variant
@@ -89,12 +89,14 @@ def _run(
 
 
 def _remember(found: ConfigSearch, ran: Sequence[Measured]) -> Path:
-    """Write the rates of this machine with what its steps took over what was predicted."""
+    """Write the rates of this machine, what its steps took over what was predicted, and both."""
     hardware, trainer = found.hardware, found.config.trainer
     kind = "cpu" if hardware.is_cpu else "cuda"
     path = rates_file(kind, hardware.ranks_per_node, trainer.precision)
     factor = statistics.median((each.seconds or 0.0) / each.planned.seconds for each in ran)
     remember(replace(hardware.machine, calibration=factor), path)
+    steps = {words(each.planned): each.seconds or 0.0 for each in ran}
+    remember_steps(key_of(found.config), steps, path)
     return path
 
 
@@ -115,7 +117,7 @@ def _lines(
         return
     first = order[0]
     yield f"The fastest: {command_line(found, first.planned, line)}"
-    yield f"Rates and their calibration are remembered for later plans: {path}"
+    yield f"Rates, their calibration and these steps are remembered for later plans: {path}"
 
 
 def _as_data(

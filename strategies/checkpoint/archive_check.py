@@ -4,6 +4,7 @@ It is a zip file, stored and not compressed, with a CRC-32 of each record; torch
 does not compare them when it reads.
 """
 
+import errno
 import pickletools
 import struct
 import zipfile
@@ -50,6 +51,9 @@ def find_damage(file: IO[bytes]) -> str | None:
     """What is wrong with the bytes of a file, in words.
 
     None when nothing is, or when it has no checksums.
+
+    Raises:
+        OSError: The medium cannot be read.
     """
     file.seek(0)
     beginning = file.read(32)
@@ -70,6 +74,10 @@ def find_damage(file: IO[bytes]) -> str | None:
                     f"it was damaged after it was written, the checksum of {record.filename!r} is "
                     f"wrong"
                 )
+    except OSError as error:
+        if error.errno == errno.EIO:
+            raise
+        return f"{_DAMAGED} ({type(error).__name__}: {error})"
     except Exception as error:  # noqa: BLE001 - zipfile raises errors of any class for a damaged file
         return f"{_DAMAGED} ({type(error).__name__}: {error})"
     return None

@@ -38,6 +38,7 @@ from boltmesh.strategies.checkpoint.storage.addresses import (
     as_os_errors,
     is_local,
     local_path,
+    naming,
     open_address,
     path_or_address,
 )
@@ -193,11 +194,12 @@ def load_file(
         if place.exists() and not place.is_file():  # a pipe would wait, a device never end
             raise CheckpointError(f"{place} is no checkpoint: it is not a plain file.")
         if checks_values:
-            with place.open("rb") as file:
+            with naming(place), place.open("rb") as file:
                 has_checksums = check_values(file, place)
         # The format of old torch versions cannot be mapped.
         is_mapped = is_mapped and zipfile.is_zipfile(place)
-        found = safe_load(place, place, is_mapped=is_mapped, map_location=map_location)
+        with naming(place):
+            found = safe_load(place, place, is_mapped=is_mapped, map_location=map_location)
     else:
         system, path = open_address(place)
         with as_os_errors():

@@ -118,7 +118,7 @@ class ContextProof:
         fault: str | None = None
         cause: Exception | None = None
         try:
-            run.run(has_backward=False)
+            run.run(has_backward=not run.module.automatic_optimization)
         except Exception as error:  # noqa: BLE001 - the user's step may raise anything
             fault, cause = _told(error), error
         finally:

@@ -189,7 +189,7 @@ def test_advice_where_nothing_fits_names_enough_ranks(capsys, monkeypatch) -> No
 
 
 @pytest.mark.slow(60)
-def test_tuning_measures_layouts_and_later_plans_remember(tmp_path, monkeypatch) -> None:
+def test_tuning_measures_layouts_and_later_plans_remember(tmp_path, monkeypatch, capsys) -> None:
     env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
     line = ["tune", "ddp", *SMALL[:4], "--steps", "3", "--warmup", "1", "--top", "1", "--json"]
     done = run_python(*BOLTMESH, *line, cwd=tmp_path, env=env)
@@ -203,3 +203,7 @@ def test_tuning_measures_layouts_and_later_plans_remember(tmp_path, monkeypatch)
     rates = read_rates(path)
     assert rates is not None
     assert rates.calibration == pytest.approx(first["measured_s"] / first["predicted_s"])
+    assert run_command(["plan", "auto", *line[1:6], "--json"]) == 0
+    planned = json.loads(capsys.readouterr().out)["best"]
+    took = [each["step_s"] for each in planned if each["is_measured"]]
+    assert took == pytest.approx([first["measured_s"]])

@@ -1,7 +1,7 @@
 """The longest sequence that fits the memory of a rank: divided, in tiles, with offload.
 
-    OMP_NUM_THREADS=1 python tests/benchmarks/long_sequence.py [--ranks 4] [--budget-mib 72]
-    python tests/benchmarks/long_sequence.py --ranks 2 --vocabulary 2048 --budget-mib 40    # smoke
+    OMP_NUM_THREADS=1 python tests/benchmarks/long_sequence.py [--ranks 4] [--budget-mib 116]
+    python tests/benchmarks/long_sequence.py --ranks 2 --vocabulary 2048 --budget-mib 80    # smoke
 
 A Llama-shaped model of Hugging Face's trains on one row per step, with AdamW and with
 activation_checkpointing="full" in every line. Printed is, for the rank that needs most:
@@ -96,7 +96,7 @@ def peak_bytes(rank: int, world_size: int, shape: Shape, length: int, way: str, 
     """Train some steps, and return the peak of this rank above what was there before."""
     torch.set_num_threads(1)
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    train(world_size, Shape(32, 1, 64), 32, way, disk)  # loads what a run loads
+    train(world_size, Shape(32, 2, 64), 32, way, disk)  # loads what a run loads
     before = resident_bytes()
     return train(world_size, shape, length, way, disk) - before
 
@@ -148,7 +148,7 @@ def peer_error(rank: int, world_size: int, shape: Shape) -> str | None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--budget-mib", type=int, default=72)
+    parser.add_argument("--budget-mib", type=int, default=116)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--vocabulary", type=int, default=8192)

@@ -176,10 +176,11 @@ def paint(commands: dict[str, tuple[list[str], bytes]], rounds: int) -> None:
             if number > 0:  # the first one may compile
                 times[name].append((elapsed, used))
     for name, each in times.items():
-        seconds, cpu_seconds = zip(*each, strict=True)
-        print(f"  first paint  {name:<28} {statistics.median(seconds):6.3f} s "
-              f"({min(seconds):.3f} to {max(seconds):.3f}, {rounds} rounds), "
-              f"{statistics.median(cpu_seconds):.3f} s of CPU", flush=True)  # fmt: skip
+        paints = [elapsed for elapsed, _ in each]
+        print(f"  first paint  {name:<28} {statistics.median(paints):6.3f} s "
+              f"({min(paints):.3f} to {max(paints):.3f}, {rounds} rounds), "
+              f"{statistics.median(used for _, used in each):.3f} s of CPU",
+              flush=True)  # fmt: skip
 
 
 def cpu_s(processes: list[psutil.Process]) -> float:

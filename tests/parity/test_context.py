@@ -1,10 +1,12 @@
 """Trains with a divided sequence and compares with one process: fits, evaluations, checkpoints."""
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Subset
@@ -132,6 +134,84 @@ def test_blocks_may_be_run_again(kind: str) -> None:
     strategy = {"activation_checkpointing": kind}
     for found in run_ranks(fit_beside, 2, "llama", strategy, {"limit_train_batches": 2}):
         assert max(found.values()) < 2e-5, found
+
+
+class Manual(AdamW):
+    """Steps its optimizer itself, after every second batch."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: dict[str, Tensor], index: int = 0) -> Tensor:
+        loss = super().training_step(batch)
+        self.manual_backward(loss / 2)
+        if index % 2:
+            optimizer: Any = self.optimizers()
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss
+
+
+def fit_by_hand(rank: int, size: int, stage: int) -> float:
+    """Train with manual optimisation; return how far parameters are apart."""
+    modules: list[Manual] = []
+    values: list[list[Tensor]] = []
+    for strategy, devices in ((context(zero_stage=stage), size), ("auto", 1)):
+        torch.manual_seed(1)
+        modules.append(Manual(built("llama")))
+        trainer = quiet_trainer(devices, strategy, limit_train_batches=4)
+        trainer.fit(modules[-1], loader(0, 1))
+        values.append(values_of(modules[-1]))
+    pairs = zip(*values, strict=True)
+    return max(float((a - b).detach().abs().max()) for a, b in pairs)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_step_may_be_optimised_by_hand(stage: int) -> None:
+    assert max(run_ranks(fit_by_hand, 2, stage)) < 2e-5
+
+
+class Overflows(Callback):
+    """Makes gradients of the second rank's positions infinite in the second batch."""
+
+    def __init__(self) -> None:
+        self.is_due = False
+        self.seen: list[list[Tensor]] = []
+
+    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        pl_module.model.model.lm_head.register_forward_pre_hook(self._spoil)
+
+    def _spoil(self, _: nn.Module, inputs: Any) -> None:
+        if self.is_due:
+            inputs[0].local.register_hook(lambda gradient: gradient * float("inf"))
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, at: int) -> None:
+        strategy: Any = trainer.strategy
+        self.is_due = at == 1 and strategy.coordinates["context"] == 1
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *_: Any) -> None:
+        self.seen.append(values_of(pl_module))
+
+
+def overflow(rank: int, size: int, stage: int) -> tuple[list[bool], float, bool]:
+    """Train under fp16; return which steps changed something, the scale, and if all is finite."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=128.0)
+    plugin, spoils = MixedPrecision("16-mixed", device="cpu", scaler=scaler), Overflows()
+    torch.manual_seed(1)
+    options: dict[str, Any] = {"plugins": [plugin], "callbacks": [spoils], "limit_train_batches": 4}
+    trainer = quiet_trainer(size, context(zero_stage=stage), gradient_clip_val=1.0, **options)
+    trainer.fit(AdamW(built("llama")), loader(0, 1))
+    pairs = itertools.pairwise(spoils.seen)
+    moved = [any(not torch.equal(*each) for each in zip(*pair, strict=True)) for pair in pairs]
+    finite = all(bool(each.isfinite().all()) for each in spoils.seen[-1])
+    return moved, scaler.get_scale(), finite
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_fp16_overflow_on_one_rank_skips_the_step_on_all(stage: int) -> None:
+    for found in run_ranks(overflow, 2, stage):
+        assert found == ([False, True, True], 64.0, True)
 
 
 # Refused before the first step.

@@ -35,6 +35,20 @@ def test_what_is_printed_is_kept_and_still_printed(
     assert path.stat().st_mode & 0o777 == 0o600
 
 
+def test_of_a_bar_below_another_one_the_last_state_is_kept(tmp_path: Path) -> None:
+    keeper = OutputKeeper(tmp_path / "rank-0.log")
+    keeper.add("\rEpoch 0: 10%")
+    for share in (5, 50, 100):
+        for part in ("\n", f"\rValidation: {share}%", "\x1b[A"):  # as tqdm writes them
+            keeper.add(part)
+    keeper.add("\n\r            \x1b[A\rEpoch 0: 20%\nend\n")
+    keeper.add("\n\rTest: 5%\x1b[A\n")
+    keeper.close()
+    assert _texts(tmp_path / "rank-0.log") == [
+        "Epoch 0: 10%", "Validation: 100%", "Epoch 0: 20%", "end", "", "Test: 5%",
+    ]  # fmt: skip
+
+
 def test_a_file_is_bounded_and_the_newest_lines_stay(tmp_path: Path) -> None:
     path = tmp_path / "rank-0.log"
     keeper = OutputKeeper(path)

@@ -286,8 +286,8 @@ def test_no_job_there(sshd: Sshd, run_dir: Path) -> None:
     assert refusal().startswith(f"node: there is no job in {run_dir}")
 
 
-def test_a_job_that_is_not_there_is_answered_with_the_nearest(sshd: Sshd, job: WrittenJob) -> None:
-    assert "Did you mean 'abcd'?" in refusal(job="abxx; echo $HOME '")
+def test_a_job_that_is_not_there_is_refused_in_one_line(sshd: Sshd, job: WrittenJob) -> None:
+    assert "'boltmesh jobs' lists them." in refusal(job="abxx; echo $HOME '")
 
 
 def test_what_stays_open_is_no_reason_to_wait(sshd: Sshd, job: WrittenJob) -> None:

@@ -125,7 +125,7 @@ def test_trouble_is_a_frame(run_dir: Path) -> None:
 
 
 def test_an_unknown_job_is_answered_with_the_nearest(job: WrittenJob) -> None:
-    with stream("abzz") as process, pytest.raises(RemoteError, match="Did you mean 'abcd'"):
+    with stream("abcx") as process, pytest.raises(RemoteError, match="Did you mean 'abcd'"):
         decode_hello(frame(begin(process)))
 
 

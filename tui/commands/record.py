@@ -268,7 +268,7 @@ def stream(
         )
     output = sys.stdout.buffer
     try:
-        # What a login shell wrote before may lack the end of its last line.
+        # The output of a login shell may lack the end of its last line.
         output.write(b"\n" + magic_line())
         if wants_list:
             return _list_jobs(output, run_dir)
@@ -343,7 +343,7 @@ class Ends:
     def __init__(self, source: int | None, sink: int) -> None:
         self._source = source
         self._poll = select.poll()
-        self._poll.register(sink, 0)  # errors are told without being asked for
+        self._poll.register(sink, 0)  # errors are always reported
         if source is not None:
             self._poll.register(source, select.POLLIN)
 

@@ -234,7 +234,7 @@ def _open_screen(
 
 
 def _wait_for_first_look(source: Source) -> None:
-    """Let a connection that cannot be had be told before there is a screen."""
+    """Report a connection that fails before there is a screen."""
     try:
         source.read()
     except BaseException:
@@ -328,7 +328,7 @@ MAX_EVENTS = 5
 
 
 class JobReport(JobSnapshot, frozen=True, kw_only=True):
-    """What ``boltmesh top --json`` writes: a JobSnapshot and what the viewer adds to it.
+    """Document of ``boltmesh top --json``: a JobSnapshot and what the viewer adds to it.
 
     ``schema`` numbers the whole document; docs/json.md describes it.
     """
@@ -343,7 +343,7 @@ class JobReport(JobSnapshot, frozen=True, kw_only=True):
 
 
 class JobList(msgspec.Struct, frozen=True):
-    """What ``boltmesh jobs --json`` writes."""
+    """Document of ``boltmesh jobs --json``."""
 
     schema: int
     jobs: tuple["JobSummary", ...]

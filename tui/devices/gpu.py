@@ -90,7 +90,7 @@ class Activity:
 
     Args:
         nvml: The module ``pynvml``, initialised.
-        handle: Of the GPU.
+        handle: The GPU's, by NVML.
     """
 
     def __init__(self, nvml: ModuleType, handle: object) -> None:

@@ -45,8 +45,8 @@ class DeviceReading(msgspec.Struct, frozen=True):
     memory_utilization_percent: float | None = None
     """Of a GPU: share of the last sampling period in which its memory was read or written."""
     sm_active_percent: float | None = None
-    """Of a GPU with profiling counters (Hopper and later): mean share of its SMs that were busy
-    since the last reading."""
+    """GPU with profiling counters (Hopper and later): mean share of its SMs that were busy since
+    the last reading."""
     sm_occupancy_percent: float | None = None
     """Warps that were resident, of those that its SMs have room for."""
     tensor_active_percent: float | None = None

@@ -52,7 +52,7 @@ def _family_text(family: Family, common: Labels, form: Form) -> str:
             named = ",".join(
                 f'{name}="{_escaped(str(text))}"' for name, text in {**common, **labels}.items()
             )
-            # Names of a job that become alike when they are cleaned are one sample, the last.
+            # Names of a job that are equal once they are cleaned are one sample, the last.
             lines[f"{family.name}{{{named}}}"] = _number(value)
     if not lines:
         return ""

@@ -163,7 +163,7 @@ def _times(seconds: Mapping[str, float]) -> dict[str, float]:
 
 
 def _kept(row: BubbleRow) -> Line:
-    """What each stage has kept at once; and what the schedule plans, where that differs."""
+    """Microbatches that each stage has kept at once, and those planned where they differ."""
     text = "+".join(map(str, row.kept))
     if not row.planned or row.kept == row.planned:
         return Line(text, "muted")
@@ -274,7 +274,7 @@ class Border(msgspec.Struct, frozen=True):
     """Two ranks whose stages follow each other."""
 
     ranks: tuple[int, int]
-    """The first is the one that stands earlier in the pipeline."""
+    """The first is earlier in the pipeline."""
     stages: tuple[int, ...]
     """Those behind which there is a border between the two."""
     there: Flow
@@ -284,7 +284,7 @@ class Border(msgspec.Struct, frozen=True):
 
 @remember_last
 def borders(job: JobSnapshot) -> tuple[Border, ...]:
-    """Return the borders of the pipeline that ``bubble`` shows; none where nobody told of them."""
+    """Return the borders of the pipeline that ``bubble`` shows; none without a plan."""
     plan, step = job.pipeline, slowest_whole_step(job)
     if plan is None or step is None or not _is_told(plan, len(step.ranks)):
         return ()
@@ -333,7 +333,7 @@ def _expected(
 
 
 def draw_borders(state: State, width: int, height: int, look: Style) -> list[Line]:
-    """A table; nothing where no job has told what to expect."""
+    """A table; nothing for a job without expected bytes."""
     found = borders(state.job)
     if not found:
         return []

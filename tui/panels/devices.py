@@ -374,7 +374,7 @@ PROCESS_COLUMNS = (
 second."""
 
 ROWS_BEFORE_HOST = 3
-"""Where fewer lines are left for the processes, the host is told in one line or not at all."""
+"""Where fewer lines are left for the processes, the host has one line or none."""
 
 
 def draw_processes(

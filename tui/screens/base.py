@@ -1,4 +1,4 @@
-"""What the screens share: one canvas, their look, where a click was, and the line for a filter."""
+"""Common parts of the screens: a canvas, their look, where a click was, the line for a filter."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -64,7 +64,7 @@ class PanelScreen(Screen[None]):
         self.paint()
 
     def paint(self) -> None:
-        """Draw every panel anew, unless nobody can see it."""
+        """Draw every panel again, unless the screen is hidden."""
         if self.is_current and self.is_mounted:
             self.canvas.show(
                 self.panels(), self.palette.styles, is_ascii=self.dashboard.glyphs.is_ascii
@@ -96,7 +96,7 @@ class Prompt(Horizontal):
 
     @dataclass
     class Done(Message):
-        """Nobody types any longer."""
+        """The filter is complete."""
 
     def __init__(self, words: str) -> None:
         super().__init__(id="prompt")

@@ -41,7 +41,7 @@ class Canvas(Widget):
     def __init__(self) -> None:
         super().__init__()
         self.drawn: list[Drawn] = []
-        """What is on the screen, for whoever has to know what a click was on."""
+        """Lines on the screen, to find the place of a click."""
         self._rows: list[list[_Piece]] = []
 
     def drawn_panel(self, name: str) -> Drawn | None:

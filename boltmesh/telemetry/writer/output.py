@@ -3,7 +3,8 @@
 The ``write`` of ``sys.stdout`` and ``sys.stderr`` is wrapped, so the streams stay what they are: a
 terminal remains a terminal, and each line is on the disk before the next one is printed, whatever
 kills the rank then. What native code writes to the descriptors itself is not kept. A line that a
-progress bar writes over is kept once, as it was when the line ended.
+progress bar writes over is kept once, as it was when the line ended; of a bar below another one,
+which moves the cursor up again, the last state.
 """
 
 import contextlib
@@ -20,6 +21,7 @@ MAX_BYTES: Final = 128 * 1024
 """Size of one file; a full one becomes the older half, and a new one begins."""
 MAX_LINE: Final = 2000
 OLDER: Final = ".old"
+CURSOR_UP: Final = "\x1b[A"
 
 _keepers: "list[OutputKeeper]" = []
 """One at most: a process has one stdout."""
@@ -71,6 +73,8 @@ class OutputKeeper:
         self._size = 0
         self._pid = os.getpid()
         self._unended = ""
+        self._lower_bar = ""
+        """The newest line that ended with the cursor moved up, to be written over."""
         self._lock = threading.RLock()
         self._streams: list[Any] = []
         self._is_open = True
@@ -99,7 +103,16 @@ class OutputKeeper:
             # A terminal writes over everything before a carriage return.
             self._unended = rest.rpartition("\r")[2][:MAX_LINE]
             for line in ended:
-                self._write(line.rstrip("\r").rpartition("\r")[2])
+                self._end_line(line.rstrip("\r").rpartition("\r")[2])
+
+    def _end_line(self, line: str) -> None:
+        if line.endswith(CURSOR_UP):
+            self._lower_bar = line.replace(CURSOR_UP, "")
+            return
+        if self._lower_bar:
+            self._write(self._lower_bar)
+            self._lower_bar = ""
+        self._write(line)
 
     def _write(self, line: str) -> None:
         shown = redact_text(line[:MAX_LINE])
@@ -116,9 +129,10 @@ class OutputKeeper:
     def close(self) -> None:
         """Write what has no end yet, and give the streams back."""
         with self._lock:
-            if self._unended and os.getpid() == self._pid:
+            if os.getpid() == self._pid:
                 with contextlib.suppress(OSError):
-                    self._write(self._unended)
+                    for line in filter(None, (self._lower_bar, self._unended)):
+                        self._write(line.replace(CURSOR_UP, ""))
             self._is_open = False
             os.close(self._file)
         for stream in self._streams:

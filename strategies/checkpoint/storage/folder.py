@@ -37,6 +37,7 @@ from boltmesh.strategies.checkpoint.storage.addresses import (
     is_local,
     kind_at,
     local_path,
+    naming,
     open_address,
 )
 
@@ -145,7 +146,7 @@ class LocalFolder:
 
     def read(self, name: str, start: int = 0, length: int | None = None) -> bytes:
         """Bytes of a file."""
-        with self._open(name) as file:
+        with naming(self._path / name), self._open(name) as file:
             file.seek(start)
             if length is not None:  # a forged one would reserve memory
                 length = max(0, min(length, os.fstat(file.fileno()).st_size - start))

@@ -1,12 +1,11 @@
-"""What is run here and there to get the frames of a job on another host.
+"""Commands that run here and there to get the frames of a job on another host.
 
 Here it is the user's own ``ssh``, with their configuration, agent, jump hosts and known hosts.
 There it is ``boltmesh stream``, which has to be found first: a shell that ssh starts has neither
 the PATH of a login nor an activated environment.
 
 Why a connection fails, in one line: ssh, the shell and Python there say it in their own words on
-stderr, between banners and warnings. Each cause that a user can mend has its line here, with what
-to do.
+stderr, between banners and warnings. Each cause that a user can remove has a line here.
 """
 
 import os
@@ -34,7 +33,7 @@ _OPTIONS: Final = (
     "-oClearAllForwardings=yes",  # what a config forwards belongs to the user's own sessions
     "-oRemoteCommand=none",
     "-oPermitLocalCommand=no",
-    "-oServerAliveInterval=5",  # a connection that was cut without a word ends after 15 s
+    "-oServerAliveInterval=5",  # a connection that was cut silently ends after 15 s
     "-oServerAliveCountMax=3",
 )
 
@@ -183,7 +182,7 @@ def explain(host: str, exit_code: int | None, stderr: str) -> SshError:
 
     Args:
         host: As the user wrote it.
-        exit_code: Of ssh; negative for a signal, None while it is unknown.
+        exit_code: Exit status of ssh; negative for a signal, None while it is unknown.
         stderr: The end of what it wrote.
     """
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
