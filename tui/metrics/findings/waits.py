@@ -244,7 +244,7 @@ def find_experts(state: State, typical: Balance) -> Finding | None:
 
 
 def find_uneven(state: State, typical: Balance) -> Finding | None:
-    """Say that ranks wait for whoever is last, another one each time."""
+    """Say that ranks wait for the last one, which changes from step to step."""
     job = state.job
     share = typical.uneven_s / typical.step_s
     # What stages of a pipeline wait for each other is its bubble, and a late rank has its own line.
@@ -302,7 +302,7 @@ PART_SHARE = 0.1
 
 
 def find_bubble(state: State, typical: Balance) -> Finding | None:
-    """Say how long the ranks stand idle, and which part of it can be mended best."""
+    """Say how long the ranks stand idle, and which part of it is easiest to reduce."""
     found = bubble(state)
     if found is None or typical.step_s <= 0:
         return None
