@@ -44,7 +44,7 @@ class LayerLoad(NamedTuple):
 def num_sharing(job: JobSnapshot) -> int:
     """Return how many ranks have all experts together; 1 where that is not known."""
     groups = (group for rank in job.ranks for group in rank.groups if group.axis == "expert")
-    return max((len(group.ranks) for group in groups), default=1)
+    return max((1, *(len(group.ranks) for group in groups)))
 
 
 def excess_work(loads: Iterable[LayerLoad], size: int) -> float | None:
@@ -66,10 +66,11 @@ def layer_loads(job: JobSnapshot) -> list[LayerLoad]:
         for load in rank.experts:
             size = len(load.rows)
             rows, recent = sums.setdefault(load.module, ([0] * size, [0] * size))
-            if len(rows) == size:
+            if len(rows) == size == len(load.recent):
                 rows[:] = map(sum, zip(rows, load.rows, strict=True))
                 recent[:] = map(sum, zip(recent, load.recent, strict=True))
     return [
         LayerLoad(module, tuple(rows), tuple(recent if any(recent) else rows))
         for module, (rows, recent) in sums.items()
+        if rows
     ]
