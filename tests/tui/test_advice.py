@@ -21,8 +21,8 @@ def _findings(snapshot: JobSnapshot, *devices: DeviceReading) -> dict[str, Findi
     [
         (("power limit",), ("power limit",), None),
         (("power limit",), (), "compare the power limit"),
-        (("hot: hardware slowdown",), ("power limit",), "cool that GPU"),
-        (("power brake from outside", "power limit"), ("power limit",), "throttled"),
+        (("HW thermal",), ("power limit",), "cool that GPU"),
+        (("HW power brake", "power limit"), ("power limit",), "throttled"),
         (("idle",), (), None),
     ],
 )

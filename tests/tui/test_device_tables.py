@@ -76,7 +76,7 @@ def test_a_hot_gpu_stands_out_without_colour() -> None:
     (hot,) = [line.plain for line in lines if "hot:" in line.plain]
     assert hot.startswith("cuda:5")
     assert "! 89/87 C" in hot
-    assert "! hot: hardware slowdown" in hot
+    assert "! HW thermal" in hot
     assert "1320/1980 MHz" in hot
     assert roles(lines, "89/87") == {"bad"}
 

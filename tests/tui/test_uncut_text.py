@@ -2,8 +2,7 @@
 
 import pytest
 
-from boltmesh.telemetry.snapshot import Event
-from boltmesh.tui import units
+from boltmesh.telemetry.snapshot import Event, operator_name
 from boltmesh.tui.commands.top import job_text
 from boltmesh.tui.render.style import ASCII, UNICODE, Style
 from tests.tui.loads import steady, team
@@ -47,4 +46,4 @@ def test_a_stalled_job_keeps_its_evidence() -> None:
     [("allgather_base_", "allgather"), ("reduce_scatter_base", "reduce_scatter"), ("send", "send")],
 )
 def test_operators_have_no_suffix_of_torch(name: str, shown: str) -> None:
-    assert units.operator(name) == shown
+    assert operator_name(name) == shown

@@ -31,7 +31,7 @@ from boltmesh.tui.metrics.figures import Figures, figures, job_flops
 from boltmesh.tui.metrics.findings.diagnose import diagnose
 from boltmesh.tui.metrics.findings.finding import Finding
 from boltmesh.tui.metrics.ranks import rank_rows
-from boltmesh.tui.metrics.status import job_stalled_seconds
+from boltmesh.tui.metrics.status import job_stalled_seconds, rates_are_current
 from boltmesh.tui.metrics.step_time import phase_split
 from boltmesh.tui.metrics.traffic import traffic_rows
 from boltmesh.tui.panels.chart import newest_metrics
@@ -46,7 +46,7 @@ from boltmesh.tui.panels.throughput import (
     phase_label,
     phase_share,
     phases_title,
-    rate_now,
+    rate_line,
 )
 from boltmesh.tui.panels.traffic import draw_communication
 from boltmesh.tui.render.line import Line, to_ascii
@@ -357,6 +357,8 @@ def job_json(seen: Observation) -> str:
 def state_json(state: State) -> str:
     """Return the same of a state, whose findings know those of the look before."""
     known = {name: getattr(state.job, name) for name in JobSnapshot.__struct_fields__}
+    if not rates_are_current(state):
+        known |= {"samples_per_second": None, "tokens_per_second": None}
     return _encode(
         JobReport(
             **known,
@@ -424,12 +426,8 @@ def _join(blocks: Sequence[Sequence[Line]], look: Style) -> str:
 
 
 def _rates_and_metrics(state: State, width: int) -> list[Line]:
-    parts = [
-        labelled("samples/s", rate_now(state, "samples")),
-        labelled("tokens/s", rate_now(state, "tokens")),
-    ]
-    is_stalled = job_stalled_seconds(state) is not None
-    if not is_stalled and (flops := job_flops(state.job)) is not None:
+    parts = [rate_line(state, "samples"), rate_line(state, "tokens")]
+    if (flops := job_flops(state)) is not None:
         parts.append(labelled(*flops_words(flops)))
         if (hardware := hardware_words(flops)) is not None:
             parts.append(labelled(*hardware))

@@ -32,14 +32,16 @@ from boltmesh.tui.demo.model import (
 )
 from boltmesh.tui.demo.setup import (
     GPUS_PER_HOST,
+    HEAD_START,
     HEAD_WIDTH,
+    STEP_S,
     TOKENS_PER_SAMPLE,
     WIDTH,
     Blocks,
     Setup,
+    Timeline,
     normal,
 )
-from boltmesh.tui.demo.timeline import HEAD_START, STEP_S, Timeline
 from boltmesh.tui.demo.traffic import Moment, collectives, expected, newest, peers
 from boltmesh.tui.sources.live import Observation
 

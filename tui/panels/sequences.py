@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from boltmesh.telemetry.snapshot import operator_name
 from boltmesh.tui import units
 from boltmesh.tui.metrics.hangs import (
     first_to_go,
@@ -114,7 +115,7 @@ def _cells(row: GroupRow, rows: Sequence[GroupRow], state: State, look: Style) -
         _numbered(row.members),
         units.count(len(row.members)),
         _numbers(row),
-        units.operator(row.operator) if row.operator else units.UNKNOWN,
+        operator_name(row.operator) if row.operator else units.UNKNOWN,
         *([Line(_numbered(row.missing), missing)] if _has_missing(rows) else []),
         Line(units.duration(row.silent_s) + ago, "muted"),
         _state(row.status, look),
@@ -199,7 +200,7 @@ def _detail(
         place = whereabouts(ranks.get(number), state)
         if number in row.waiting:
             place = "had entered it" if has_ended(state.job) else "waits in it"
-        key = (each.sequence, units.operator(each.operator or ""), place)
+        key = (each.sequence, operator_name(each.operator or ""), place)
         by_number.setdefault(key, []).append(number)
     ordered = sorted(by_number.items(), key=lambda item: (item[0][0], len(item[1])))
     name = f"{row.axis}, {units.ranks(row.members)}"

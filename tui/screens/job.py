@@ -15,8 +15,7 @@ from boltmesh.tui.pages.registry import PAGES
 from boltmesh.tui.panels.chart import newest_metrics
 from boltmesh.tui.panels.history import cursor_at
 from boltmesh.tui.render.tabs import tab_at
-from boltmesh.tui.screens.base import Prompt
-from boltmesh.tui.screens.canvas import Drawn
+from boltmesh.tui.screens.base import Drawn, Prompt
 from boltmesh.tui.screens.navigation import NavigationScreen
 from boltmesh.tui.state import metric_names
 

@@ -92,7 +92,7 @@ class TrafficSums:
         self._num_skipped = 0
         self._global_step: int | None = None
         self._batches: list[int] = []
-        """Of the optimizer step that runs."""
+        """Those of the current optimizer step, so far."""
         self._is_ordinary = True
         self._left_out: set[int] = set()
         """Batches of optimizer steps that validate or write a checkpoint."""
