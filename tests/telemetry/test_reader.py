@@ -425,7 +425,7 @@ def test_a_killed_rank_is_dead_at_once_and_named_with_where_it_was():
             assert seen.state == "crashed"
             assert seen.cause == (
                 "rank 1 is gone without recording an end, in backward after step 41, "
-                "inside allreduce number 1 of the data axis."
+                "inside all_reduce number 1 of the data axis."
             )
             assert list_jobs()[0].state == "crashed"
     finally:

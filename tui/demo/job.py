@@ -387,7 +387,7 @@ class SimulatedJob:
         axis = "data" if self._setup.data > 1 else "tensor"
         return (
             f"rank {self._setup.victim} was killed by SIGKILL, in backward after step {step}, "
-            f"inside allreduce of {axis}."
+            f"inside all_reduce of {axis}."
         )
 
     def _events(self, moment: Moment, state: JobState) -> tuple[Event, ...]:

@@ -1,13 +1,11 @@
-"""What is trained, and on how many ranks: everything about the demo that the time does not change.
+"""The demo's model, its ranks, its random numbers, and the timeline of its steps.
 
 A GPT of 13 layers a stage, two fewer in the last one, whose output head costs as much as two
 layers. Its stages take equal times so, as those of a well split model do.
 
-Numbers that look random and are a function of their key: the same demo for each viewer.
+Numbers that look random are a function of their key: the same demo for each viewer.
 
-Keeps what was made for the numbers in view, and forgets what they have left behind.
-
-When everything happens: a step follows the other at a pace that swings, its parts in order.
+Steps follow each other at a pace that swings, their parts in order.
 
 Data, transfer, the pipeline's window, the all-reduce of the gradients, the optimizer, the rest. The
 window is what the simulator makes of 1F1B, so the bubble on the screen is the schedule's own.
@@ -252,7 +250,7 @@ class Blocks(Generic[Item]):
 STEP_S = 0.412
 """Mean time of a step while all is well."""
 HEAD_START = 4_200
-"""Steps done when somebody starts to watch, so that every chart has something to show."""
+"""Steps done when the demo begins, so that every chart has something to show."""
 _DATA_S = 0.0022
 _TRANSFER_S = 0.0016
 _WINDOW_S = 0.366
@@ -260,7 +258,7 @@ _REDUCE_S = 0.0155
 _OPTIMIZER_S = 0.0175
 
 _SLOW_LOADER_S = 0.251
-"""What each rank waits for its batch where the loader cannot keep up."""
+"""Wait of each rank for its batch where the loader cannot keep up."""
 _HOT = 1.35
 """How much longer the hot rank computes."""
 _HOP = 0.06
@@ -328,7 +326,7 @@ class Timeline:
             "other": 0.022 * STEP_S * scale * (1 + 0.2 * noise[3]),
         }
         rest = max(0.0, seconds - sum(parts.values()))
-        # One rank alone has nobody to wait for.
+        # A rank alone waits for no other.
         is_alone = self._setup.world_size == 1
         parts["communication"] = 0.0 if is_alone else rest
         parts["other"] += rest if is_alone else 0.0

@@ -71,7 +71,7 @@ def draw_groups(state: State, rank: RankSnapshot, width: int, look: Style) -> li
         Column("axis"),
         Column("ranks", rank=2, shrinks_to=8),
         Column("number", is_number=True),
-        Column("last entered", shrinks_to=9),
+        Column("last entered", shrinks_to=10),
         Column(""),
         Column("since", is_number=True, rank=1),
     ]
@@ -109,7 +109,7 @@ def draw_rank_traffic(rank: RankSnapshot, width: int, look: Style) -> list[Line]
         return []
     columns = [
         Column("axis"),
-        Column("operator", shrinks_to=9),
+        Column("operator", shrinks_to=11),
         Column("calls", is_number=True, rank=1),
         Column("payload", is_number=True),
         Column("time", is_number=True, rank=3),

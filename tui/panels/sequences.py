@@ -95,7 +95,7 @@ def _columns(rows: Sequence[GroupRow]) -> list[Column]:
         Column("ranks", rank=2, shrinks_to=9),
         Column("size", is_number=True, rank=6),
         Column("number", is_number=True, rank=1),
-        Column("operator", rank=4, shrinks_to=9),
+        Column("operator", rank=4, shrinks_to=10),
         # Only where somebody waits: for a moment ranks are missing in every job.
         *([Column("missing", rank=3, shrinks_to=9)] if _has_missing(rows) else []),
         Column("advanced", is_number=True, rank=5, steady_width=8),

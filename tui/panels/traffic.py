@@ -154,7 +154,7 @@ def _columns(rows: Sequence[TrafficRow]) -> list[Column]:
     has_groups = any(row.num_groups > 1 for row in rows)
     return [
         Column("axis"),
-        Column("operator", shrinks_to=9),
+        Column("operator", shrinks_to=10),
         *([Column("groups", is_number=True, rank=8)] if has_groups else []),
         Column("calls", is_number=True, rank=3),
         Column("payload", is_number=True, rank=1),
@@ -307,7 +307,7 @@ def communication_table(rows: list[TrafficRow], width: int, look: Style) -> list
     has_speed = any(row.wire_bytes_per_second is not None for row in rows)
     columns = [
         Column("axis"),
-        Column("operator", shrinks_to=9),
+        Column("operator", shrinks_to=10),
         Column("calls", is_number=True, rank=2),
         Column("payload", is_number=True),
         *([Column("busbw", is_number=True, rank=3)] if has_speed else []),
