@@ -143,7 +143,7 @@ class FullQueue(Callback):
     """Lets a batch end only when the loader's worker has made all that it may make ahead."""
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        while batch_idx < 12 and loader_queue(trainer) < 3:
+        while batch_idx < 12 and (loader_queue(trainer) or 0) < 3:
             time.sleep(0.001)
 
 

@@ -53,7 +53,7 @@ def with_slurm(hosts: Sequence[str], job: str) -> tuple[str, ...]:
 
 def list_slurm_jobs(
     hosts: Sequence[str], remote_command: str | None, run_dir: Path | None
-) -> list["JobSummary"]:
+) -> Sequence["JobSummary"]:
     """Return the jobs on ``hosts`` and on the hosts of the user's SLURM jobs, newest first.
 
     A host that does not answer is reported and left out.
@@ -67,7 +67,7 @@ def list_slurm_jobs(
     return sorted(found.values(), key=lambda job: -job.started)
 
 
-def _jobs_of(place: Place) -> list["JobSummary"]:
+def _jobs_of(place: Place) -> Sequence["JobSummary"]:
     try:
         return list_jobs(place)
     except TelemetryError as error:

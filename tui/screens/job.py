@@ -124,7 +124,7 @@ class JobScreen(NavigationScreen):
         job = "job" if state is None else state.job.id
         name = f"boltmesh-{job}-{self.page.tab.name}-{time.strftime('%H%M%S')}"
         try:
-            for ending, text in (("svg", self.app.export_screenshot()), ("txt", self.text())):
+            for ending, text in (("svg", self.dashboard.svg()), ("txt", self.text())):
                 with open(f"{name}.{ending}", "x", encoding="utf-8") as file:
                     file.write(text)
         except OSError as error:
