@@ -134,6 +134,17 @@ class NormShare(ABC):
         """Whether other ranks of the axis may hold the same values of a parameter."""
 
 
+OWNED_DIM = "expert"
+"""Dim of the mesh of parameters of which ranks have rows of their own, whatever axes they lie on;
+a dim before it is that of replicas."""
+
+
+def _is_owned(tensor: Tensor) -> bool:
+    if not isinstance(tensor, DTensor):
+        return False
+    return OWNED_DIM in (tensor.device_mesh.mesh_dim_names or ())
+
+
 @dataclass(frozen=True)
 class HeldShare(NormShare):
     """Each rank holds some of the parameters, and a few of them are on other ranks too."""
@@ -169,7 +180,7 @@ class PartShare(NormShare):
         if self.group.rank() == 0:
             return list(gradients)
         parts = {id(each.grad) for each in self.parts() if each.grad is not None}
-        return [each for each in gradients if id(each) in parts]
+        return [each for each in gradients if id(each) in parts or _is_owned(each)]
 
     @override
     def counts(self, parameter: Parameter) -> bool:
@@ -177,7 +188,7 @@ class PartShare(NormShare):
 
     @override
     def has_copies(self, parameter: Parameter) -> bool:
-        return not any(each is parameter for each in self.parts())
+        return not _is_owned(parameter) and not any(each is parameter for each in self.parts())
 
 
 @dataclass(frozen=True)
@@ -210,7 +221,8 @@ class ShardShare(NormShare):
         return [
             dim
             for dim, each in enumerate(tensor.placements)
-            if each.is_replicate() and self._holds(tensor.device_mesh.get_group(dim))
+            if each.is_replicate()
+            and (_is_owned(tensor) or self._holds(tensor.device_mesh.get_group(dim)))
         ]
 
     def _holds(self, other: ProcessGroup) -> bool:

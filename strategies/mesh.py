@@ -66,8 +66,8 @@ class MeshLayout:
         return axes.named_sizes(dict(zip(AXES, self._sizes, strict=True)))
 
     def size(self, axis: str) -> int:
-        """Ranks along an axis."""
-        return self._sizes[AXES.index(axis)]
+        """Ranks along an axis; 1 along one that the layout does not have."""
+        return self.sizes.get(axis, 1)
 
     @property
     def pipeline(self) -> int:

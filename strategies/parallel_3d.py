@@ -20,6 +20,7 @@ from boltmesh.strategies.data_parallel.pipeline_zero import PipelineZeroAxis
 from boltmesh.strategies.data_parallel.zero import ZeroAxis
 from boltmesh.strategies.engine import MeshStrategy
 from boltmesh.strategies.engine.data_axis import DataAxis
+from boltmesh.strategies.expert.axis import ExpertAxis
 from boltmesh.strategies.mesh import MeshLayout, fit_layout
 from boltmesh.strategies.pipeline.axis import PipelineAxis
 from boltmesh.strategies.pipeline.options import AUTOMATIC_SCHEDULE, PipelineOptions, Split
@@ -54,6 +55,8 @@ class Parallel3DStrategy(MeshStrategy):
         tensor: Ranks that share each layer; they have to be on one host.
         context: Ranks that divide a sequence; the data axis averages gradients over them, too, and
             shards over ``data x context``.
+        expert: As for ``ZeROStrategy``, over ``data x tensor`` ranks: experts are whole also where
+            ``tensor`` divides all else, and each rank of a tensor group sends its part of the rows.
         zero_stage: What is sharded over the data axis: 0 nothing (replicas), 1 the optimizer state,
             2 also the gradients, 3 also the parameters.
         offload_optimizer: As for ``ZeROStrategy``, like the arguments below.
@@ -101,6 +104,7 @@ class Parallel3DStrategy(MeshStrategy):
         pipeline: int = 1,
         tensor: int = 1,
         context: int = 1,
+        expert: int | Literal["node"] | None = None,
         zero_stage: int = 1,
         offload_optimizer: Tier | None = None,
         offload_parameters: Tier | None = None,
@@ -132,6 +136,7 @@ class Parallel3DStrategy(MeshStrategy):
             "tile_linear_bytes": tile_linear_bytes,
             "blocks": None if blocks is None else tuple(blocks),
             "shard_size": shard_size,
+            "expert": expert,
         }
         stages: dict[str, Any] = {
             "microbatches": microbatches,
@@ -186,6 +191,13 @@ class Parallel3DStrategy(MeshStrategy):
         data_axis = _data_axis(zero_stage, shards, pipeline, tensor)
         data_axis.wanted_size = data
         axes: list[Axis] = [data_axis, self.tensor_axis]
+        if expert is not None:
+            axes.append(ExpertAxis(expert))
+            if sequence_parallel:
+                raise ConfigError(
+                    f"sequence_parallel=True divides the rows between layers, and a router has to "
+                    f"see them all. Leave sequence_parallel or expert={expert!r} out."
+                )
         if context > 1:
             axes.append(ContextAxis(ContextOptions(context, **sequences), context))
         if self.pipeline_axis is not None:
@@ -232,15 +244,24 @@ def _data_axis(stage: int, shards: Mapping[str, Any], pipeline: int, tensor: int
             f"rank has a whole layer to cut into tiles. Leave tile_linear_bytes out, or set "
             f"tensor=1."
         )
+    if shards["expert"] is not None and not stage:
+        # Replicas are shards of one rank each: experts beside them are shards in any case.
+        for name, value in _changed({**shards, "expert": None}, ZeroOptions()).items():
+            raise _about_shards(name, value)
+        return ZeroAxis(ZeroOptions(stage=1, key="zero_stage", **{**shards, "shard_size": 1}))
     if stage:
         options = ZeroOptions(stage=stage, key="zero_stage", **shards)
         return PipelineZeroAxis(options) if pipeline > 1 else ZeroAxis(options)
     for name, value in _changed(shards, ZeroOptions()).items():
-        raise ConfigError(
-            f"{name}={value!r} is about shards, and with zero_stage=0 every rank of the data axis "
-            f"has all of its part. Leave {name} out, or set zero_stage=1, 2 or 3."
-        )
+        raise _about_shards(name, value)
     return PipelineDdpAxis() if pipeline > 1 else DdpAxis(DdpOptions())
+
+
+def _about_shards(name: str, value: object) -> ConfigError:
+    return ConfigError(
+        f"{name}={value!r} is about shards, and with zero_stage=0 every rank of the data axis "
+        f"has all of its part. Leave {name} out, or set zero_stage=1, 2 or 3."
+    )
 
 
 def _refuse_tiles(shards: Mapping[str, Any], axis: str, size: int) -> None:

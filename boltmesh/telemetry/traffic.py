@@ -13,7 +13,7 @@ CHECKPOINTS: Final = "checkpoint"
 """The axis of collectives by which ranks write a checkpoint beside training."""
 
 
-class ExpectedTraffic(msgspec.Struct, frozen=True):
+class ExpectedTraffic(msgspec.Struct, frozen=True, omit_defaults=True):
     """One operator on one axis, in one optimizer step, on one rank."""
 
     axis: str
@@ -25,6 +25,8 @@ class ExpectedTraffic(msgspec.Struct, frozen=True):
     """None where only the bytes are known beforehand."""
     why: str
     """The formula in words, for example ``gradients of all trainable parameters, once``."""
+    is_mean: bool = False
+    """Whether a step may move more or less, as the model decides for each batch."""
 
 
 def added_up(traffic: Iterable[ExpectedTraffic]) -> list[ExpectedTraffic]:
@@ -38,5 +40,6 @@ def added_up(traffic: Iterable[ExpectedTraffic]) -> list[ExpectedTraffic]:
         calls = None if known.calls is None or each.calls is None else known.calls + each.calls
         moved = known.payload_bytes + each.payload_bytes
         why = known.why if each.why in known.why else f"{known.why}; {each.why}"
-        found[key] = ExpectedTraffic(*key, moved, calls, why)
+        is_mean = known.is_mean or each.is_mean
+        found[key] = ExpectedTraffic(*key, moved, calls, why, is_mean)
     return list(found.values())

@@ -294,7 +294,7 @@ def shard_model(
     owned: list[OwnedParams | OwnedModulesParams] = []
     mine: set[Parameter] = set()
     if context.owned is not None:
-        rows = OwnedParams(context.owned, mesh.mesh, context.group.size())
+        rows = OwnedParams(context.owned, context.device, context.group.size())
         owned.append(rows)
         owned += [
             OwnedModulesParams(each, context.owned, context.group.size(), rows.cut_one)

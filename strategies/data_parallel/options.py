@@ -212,7 +212,6 @@ class ZeroOptions:
             "offload_optimizer": self.offload_optimizer,
             "offload_parameters": self.offload_parameters,
             "tile_linear_bytes": self.tile_linear_bytes,
-            "shard_size": self.shard_size,
         }
         for name, value in beside.items():
             if value is not None:

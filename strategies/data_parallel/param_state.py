@@ -37,6 +37,7 @@ from typing_extensions import override
 from boltmesh.errors import ConfigError
 from boltmesh.strategies.deferred_initialization.recording import map_leaves, tensors_of
 from boltmesh.strategies.engine.data_axis import OwnedRows
+from boltmesh.strategies.grad_norm import OWNED_DIM
 from boltmesh.strategies.torch_compat.autograd import move_gradient_hooks
 from boltmesh.strategies.torch_compat.communication import broadcast_coalesced
 from boltmesh.strategies.torch_compat.modules import buffers_of, set_parameter
@@ -158,23 +159,27 @@ class OwnedParams(PlainInStep):
 
     Args:
         owned: The parameters, and the ranks that divide them.
-        mesh: The mesh of the shards beside them.
+        device: That these ranks compute on.
         num_batches: Batches of all ranks in a step, over which gradients are averaged.
     """
 
-    def __init__(self, owned: OwnedRows, mesh: DeviceMesh, num_batches: int) -> None:
+    def __init__(self, owned: OwnedRows, device: torch.device, num_batches: int) -> None:
         super().__init__()
         self._owned, self._num_batches = owned, num_batches
-        self._mesh: DeviceMesh = mesh
+        self._mesh: DeviceMesh
         self._placements: list[Placement] = [Shard(0)]
-        if owned.replicas.size() > 1:
+        if owned.replicas.size() == 1:
             self._mesh = DeviceMesh.from_group(
-                [owned.replicas, owned.group],
-                mesh.device_type,
-                mesh=mesh.mesh.view(-1, owned.group.size()),
-                mesh_dim_names=("replicate", "expert"),
+                owned.group, device.type, mesh_dim_names=(OWNED_DIM,)
             )
-            self._placements = [Replicate(), Shard(0)]
+            return
+        self._mesh = DeviceMesh.from_group(
+            [owned.replicas, owned.group],
+            device.type,
+            mesh=torch.tensor(owned.ranks),
+            mesh_dim_names=("replicate", OWNED_DIM),
+        )
+        self._placements.insert(0, Replicate())
 
     def cut(self, module: Module) -> None:
         """Keep this rank's rows of the parameters below a module, which are whole so far."""

@@ -116,13 +116,14 @@ class ZeroAxis(DataAxis):
     @property
     @override
     def defers_building(self) -> bool:
-        # Experts are found in a step on values.
-        return self.options.stage == 3 and self.options.expert is None
+        return self.options.stage == 3
 
     @property
     def serves_one_rank(self) -> bool:
         """Whether it does something for a rank without others on the axis."""
-        return self.options.has_offload or self.options.tile_linear_bytes is not None
+        options = self.options
+        has_experts = options.expert is not None
+        return options.has_offload or options.tile_linear_bytes is not None or has_experts
 
     @override
     def for_one_rank(self) -> DataAxis:
@@ -389,7 +390,10 @@ class ZeroAxis(DataAxis):
     @property
     @override
     def own_shares(self) -> Sequence[NormShare]:
-        return (ShardShare(self._model.mesh.shard_group),)
+        assert self._context is not None
+        # Ranks with different experts may be of several groups with the same shards.
+        has_owned = self._context.owned is not None
+        return (ShardShare(self._context.group if has_owned else self._model.mesh.shard_group),)
 
     @override
     def clip_by_norm(

@@ -70,6 +70,8 @@ class Axis:
     """Variables of the environment for CUDA on ranks of the axis, where they are not set."""
     can_compile = True
     """Whether blocks may be compiled: the compiler can trace what ranks exchange within them."""
+    needs_values = False
+    """Whether it looks at the model in a step on values, which all parameters then need."""
     reasons: Reasons | None = None
     """Why ranks of the axis cannot do separately what one process does, for error messages."""
 
@@ -201,6 +203,10 @@ class Axis:
     def held_parameters(self) -> Collection[Parameter] | None:
         """The module's parameters of which this rank has values; None: all of them."""
         return None
+
+    def kept_whole(self) -> Collection[str]:
+        """Names of parameters that inner axes are to leave whole, for this one to divide."""
+        return ()
 
     def owned_rows(self) -> "OwnedRows | None":
         """Parameters of which each rank has rows of its own that it computes with for others."""

@@ -79,6 +79,8 @@ class OwnedRows:
     """The ranks that have all rows together, equally many each, in order."""
     replicas: ProcessGroup
     """The ranks that have the same rows."""
+    ranks: Sequence[Sequence[int]]
+    """All ranks of such groups that have replicas of each other's rows: a row for each group."""
     exchanges: Sequence[OwnerExchange]
     lists: Sequence[OwnedModules] = ()
     """Those whose parameters are whole on their owner within a step, and shards between steps."""

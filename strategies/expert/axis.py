@@ -1,13 +1,14 @@
 """The expert axis: divides the experts of a model over ranks that have batches of their own.
 
-It folds the data axis: groups of neighbouring data ranks have all experts together, and ranks at
-the same place of such groups have the same ones. Everything else of the model is what the data axis
-makes of it.
+It folds the ranks of a stage, those of the data and tensor axes: groups of neighbours have all
+experts together, and ranks at the same place of such groups have the same ones. Everything else of
+the model is what the other axes make of it. Ranks of a tensor group have the same rows; each sends
+its part of them, and experts are whole.
 """
 
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,7 @@ from boltmesh.strategies.dry_run.sample import sample_batch
 from boltmesh.strategies.dry_run.step import DryRun
 from boltmesh.strategies.engine.axis import Axis
 from boltmesh.strategies.engine.data_axis import OwnedRows
+from boltmesh.strategies.expert.exchange import EqualRows
 from boltmesh.strategies.expert.expected_traffic import expected_bytes
 from boltmesh.strategies.expert.find import Experts, Findings, find_experts
 from boltmesh.strategies.expert.module_list import DividedList, divide
@@ -43,6 +45,10 @@ if TYPE_CHECKING:
 
 _CPU = torch.device("cpu")
 _MOST_NAMED = 3
+_ALONE = {
+    "pipeline": "exchanges of rows are not part of its schedules yet",
+    "context": "experts are given whole sequences",
+}
 
 
 class ExpertAxis(Axis):
@@ -56,9 +62,12 @@ class ExpertAxis(Axis):
     folds = "data"
     shares_batches = False
     can_compile = False
+    needs_values = True
 
     def __init__(self, asked: int | str) -> None:
         self.asked = asked
+        self._found: tuple[list[Experts], Findings] = [], Findings()
+        """Experts of a module that is about to be divided, as all ranks have agreed."""
         self.divided: dict[str, DividedExperts] = {}
         """By the name of the module."""
         self._module: LightningModule | None = None
@@ -75,39 +84,45 @@ class ExpertAxis(Axis):
     @property
     @override
     def size(self) -> int:
-        return self._size_in(self.strategy.layout.data)
+        return self._size_in(self.strategy.layout)
 
-    def _size_in(self, num_ranks: int) -> int:
-        """Return the ranks of a group of a data axis of so many."""
+    def _size_in(self, layout: MeshLayout) -> int:
         if isinstance(self.asked, int):
             return self.asked
+        num_ranks = layout.data * layout.tensor
         return min(self.strategy.num_processes or num_ranks, num_ranks)
 
     @override
     def check_layout(self, layout: MeshLayout) -> None:
-        size = self._size_in(layout.data)
-        if layout.data % size:
-            fitting = [each for each in range(1, layout.data + 1) if layout.data % each == 0]
+        size, num_ranks = self._size_in(layout), layout.data * layout.tensor
+        for axis, why in _ALONE.items():
+            if size > 1 and layout.size(axis) > 1:
+                raise LayoutError(
+                    f"expert={self.asked!r} is not possible beside {axis}={layout.size(axis)}: "
+                    f"{why}. Set {axis}=1, or leave expert out."
+                )
+        if num_ranks % size:
+            fitting = [each for each in range(1, num_ranks + 1) if num_ranks % each == 0]
+            of_axes = f" (data={layout.data} x tensor={layout.tensor})" * (layout.tensor > 1)
             raise LayoutError(
-                f"expert={size} needs a multiple of {size} ranks with batches of their own, and "
-                f"there are {layout.data}. Use {' or '.join(map(str, fitting))}."
+                f"expert={size} needs a multiple of {size} ranks, and there are {num_ranks}"
+                f"{of_axes}. Use {' or '.join(map(str, fitting))}."
             )
 
     def _groups(self) -> list[list[int]]:
         size = self.size
         return [
             ranks[start : start + size]
-            for ranks in self.strategy.layout.groups("data")
+            for ranks in self._stages()
             for start in range(0, len(ranks), size)
         ]
 
+    def _stages(self) -> list[list[int]]:
+        return self.strategy.layout.groups("data", "tensor")
+
     def _replica_groups(self) -> list[list[int]]:
         size = self.size
-        return [
-            ranks[start::size]
-            for ranks in self.strategy.layout.groups("data")
-            for start in range(size)
-        ]
+        return [ranks[start::size] for ranks in self._stages() for start in range(size)]
 
     @override
     def near_groups(self) -> dict[str, list[list[int]]]:
@@ -152,12 +167,10 @@ class ExpertAxis(Axis):
                 )
 
     @override
-    def place(self, trainer: Trainer) -> None:
+    def look_at_whole(self, trainer: Trainer) -> None:
         strategy = self.strategy
         module = strategy.lightning_module
         assert module is not None
-        assert self._replicas is not None
-        strategy.recorder.name_group(self._replicas, "data")
         if self.size == 1 or self._module is module:
             return
         step = strategy.step_name
@@ -169,21 +182,52 @@ class ExpertAxis(Axis):
         # Under manual optimisation backward passes are part of the step.
         has_backward = not module.automatic_optimization
         found = find_experts(module, partial(run.run, has_backward=has_backward))
-        experts = self._agreed(found)
-        self._prove_and_divide(module, experts, found, step)
+        self._found = self._agreed(found), found
+
+    @override
+    def kept_whole(self) -> Collection[str]:
+        return [name for each in self._found[0] for name in each.parameters]
+
+    @override
+    def place(self, trainer: Trainer) -> None:
+        strategy = self.strategy
+        module = strategy.lightning_module
+        assert module is not None
+        assert self._replicas is not None
+        strategy.recorder.name_group(self._replicas, "data")
+        if self.size == 1 or self._module is module:
+            return
+        self._prove_and_divide(module, *self._found, strategy.step_name)
+        self._found = [], Findings()
         self._module = module
 
+    @override
+    @contextmanager
+    def silenced(self) -> Iterator[None]:
+        for each in self.divided.values():
+            each.take_off()
+        try:
+            yield
+        finally:
+            for each in self.divided.values():
+                each.put_on()
+
     def _agreed(self, found: Findings) -> list[Experts]:
-        """Return the experts that all ranks have found; note the others. Collective."""
+        """Return the experts that one rank has found and none contradicts. Collective.
+
+        Those of others are noted.
+        """
+        even = [each for each, _ in found.even]
         findings: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(findings, (found.experts, found.whole))
+        dist.all_gather_object(findings, (found.experts, even, found.whole))
         experts: list[Experts] = []
-        for each in chain.from_iterable(of_rank for of_rank, _ in findings):
-            if not all(each in of_rank for of_rank, _ in findings):
+        for each in chain.from_iterable(of_rank for of_rank, _, _ in findings):
+            if not all(each in (*of_rank, *of_even) for of_rank, of_even, _ in findings):
                 found.whole[each.name] = "not all ranks have called it in the same way"
             elif each not in experts:
                 experts.append(each)
-        for _, whole in findings:
+        found.calls.update((each.name, call) for each, call in found.even if each in experts)
+        for _, _, whole in findings:
             found.whole.update(whole)
         if not experts and not found.whole:
             raise ConfigError(
@@ -197,7 +241,7 @@ class ExpertAxis(Axis):
                 fitting = [
                     n
                     for n in range(2, each.num_experts + 1)
-                    if each.num_experts % n == 0 and self.strategy.layout.data % n == 0
+                    if each.num_experts % n == 0 and len(self._stages()[0]) % n == 0
                 ]
                 instead = f"Use {' or '.join(map(str, fitting))}" if fitting else "Leave it out"
                 raise ConfigError(
@@ -247,9 +291,13 @@ class ExpertAxis(Axis):
         if strategy.is_global_zero:
             for text in texts:
                 warnings.warn(f"Experts that are not divided: {text}.", stacklevel=2)
+        equal_rows = None
+        if strategy.layout.tensor > 1:
+            equal_rows = EqualRows(strategy.groups["tensor"])
         for divided in self.divided.values():
             divided.put_on()
             divided.count = self._count
+            divided.equal_rows = equal_rows
         one = next(iter(self.divided.values()))
         rank_zero_info(
             f"Experts: {len(self.divided)} modules such as {one.name!r}, "
@@ -271,7 +319,11 @@ class ExpertAxis(Axis):
         stacked = [each for each in exchanges if not isinstance(each, DividedList)]
         names = {name for each in stacked for name in each.experts.parameters}
         own = frozenset(p for n, p in self._module.named_parameters() if n in names)
-        return OwnedRows(own, self.strategy.groups[self.name], self._replicas, exchanges, lists)
+        group = self.strategy.groups[self.name]
+        rank, size = self.strategy.global_rank, self.size
+        stage = next(ranks for ranks in self._stages() if rank in ranks)
+        rows = [stage[start : start + size] for start in range(0, len(stage), size)]
+        return OwnedRows(own, group, self._replicas, rows, exchanges, lists)
 
     # Forecasts.
 
@@ -281,15 +333,23 @@ class ExpertAxis(Axis):
             return []
         blocks = self.strategy.recomputation.blocks
         recomputed = {part for block in blocks for part in block.modules()}
-        divided = self.divided.values()
-        batch = expected_bytes(((e.shape, e.module in recomputed) for e in divided), self.size)
+        divided, sharing = self.divided.values(), self.strategy.layout.tensor
+        shapes = [(each.shape, each.module in recomputed) for each in divided]
+        batch = expected_bytes(((each.part(sharing), again) for each, again in shapes), self.size)
         num_batches = self.strategy.trainer.accumulate_grad_batches
         why = (
             "rows to the ranks of their experts and back, once for a rank, in both passes; for "
             "batches like the first, as if all experts were as likely"
         )
         payload, calls = num_batches * batch.payload, num_batches * batch.calls
-        return [ExpectedTraffic(self.name, "alltoall_base", payload, calls, why)]
+        expected = [ExpectedTraffic(self.name, "alltoall_base", payload, calls, why, is_mean=True)]
+        if sharing > 1:
+            joined = [each.joined(sharing, is_recomputed=again) for each, again in shapes]
+            payload = num_batches * sum(each.payload for each in joined)
+            calls = num_batches * sum(each.calls for each in joined)
+            why = "results of experts, and gradients of their rows and weights, of all parts"
+            expected.append(ExpectedTraffic("tensor", "_allgather_base", payload, calls, why))
+        return expected
 
 
 def _kind(module: Module, experts: Experts) -> tuple[Any, ...]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Module
 
-from boltmesh.strategies.expert.exchange import ExpertExchange, with_unused
+from boltmesh.strategies.expert.exchange import Compute, EqualRows, ExpertExchange, with_unused
 from boltmesh.strategies.expert.expected_traffic import ExchangeShape
 from boltmesh.strategies.expert.find import ExpertCall, Experts, Slot, arguments
 
@@ -42,6 +42,8 @@ class DividedExperts:
         self.exchange = ExpertExchange(experts.name, experts.num_experts, group)
         self.count: Callable[[str, Tensor, int], None] = _uncounted
         """Called with the module's name, the experts that it has chosen, and their number."""
+        self.equal_rows: EqualRows | None = None
+        """Ranks that have the same rows as this one; None: there are none."""
         self._forward = module.forward
         self._around = around
         given = arguments(call.args, call.kwargs)
@@ -118,9 +120,17 @@ class DividedExperts:
             chosen = given[slots["experts"]].flatten(0, -2)
             weights = self._weights(given, chosen, flat)
         self._weights_type = weights.dtype
-        self.count(self.name, chosen, self.experts.num_experts)
-        result = self.exchange.run(flat, chosen.long(), weights, self._computing(args, kwargs))
+        result = self.run(flat, chosen.long(), weights, self._computing(args, kwargs))
         return result.reshape(*rows.shape[:-1], self.shape.output_width)
+
+    def run(self, rows: Tensor, chosen: Tensor, weights: Tensor, compute: Compute) -> Tensor:
+        """Return the results of rows, see ``ExpertExchange.run``. Collective."""
+        equal, num_rows = self.equal_rows, rows.shape[0]
+        if equal is not None:
+            rows, chosen, weights = map(equal.part, (rows, chosen, weights))
+        self.count(self.name, chosen, self.experts.num_experts)
+        results = self.exchange.run(rows, chosen, weights, compute)
+        return results if equal is None else equal.whole(results, num_rows)
 
     def _sizes(self, given: Mapping[Slot, Any], rows: Tensor) -> Sequence[int]:
         """Return the rows of each expert, which are given in the order of experts."""

@@ -28,6 +28,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from typing_extensions import override
 
+from boltmesh.strategies.torch_compat.communication import all_gather_single
+
 Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Returns ``[P, H]`` for rows ``[P, H]``, one local expert each ``[P]`` and its weight ``[P]``."""
 
@@ -104,6 +106,74 @@ class _Unused(torch.autograd.Function):
     @override
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
         return gradients[0], *(torch.zeros_like(each) for each in ctx.saved_tensors)
+
+
+class EqualRows:
+    """Rows that all ranks of a group have in common, such as those of a tensor group.
+
+    Each rank sends its part of them, and the results of all parts are put together. So the ranks
+    of the group do the work of one rank together, and gradients count every row once.
+
+    Args:
+        group: The ranks.
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self.group = group
+
+    def part(self, whole: Tensor) -> Tensor:
+        """Return this rank's part along the first dim. The backward pass is collective."""
+        part: Tensor = _TakePart.apply(whole, self)  # type: ignore[no-untyped-call]
+        return part
+
+    def whole(self, part: Tensor, count: int) -> Tensor:
+        """Return all rows, given this rank's part and their number. Collective."""
+        whole: Tensor = _JoinParts.apply(part, self, count)  # type: ignore[no-untyped-call]
+        return whole
+
+    def most(self, count: int) -> int:
+        """Return the rows of a part; the last ones may have fewer."""
+        return -(-count // self.group.size())
+
+    def cut(self, whole: Tensor) -> Tensor:
+        """Return a view of this rank's part."""
+        most = self.most(whole.shape[0])
+        return whole[self.group.rank() * most : (self.group.rank() + 1) * most]
+
+    def joined(self, part: Tensor, count: int) -> Tensor:
+        """Return all rows, without a gradient. Collective."""
+        most = self.most(count)
+        padded = part.new_zeros((most, *part.shape[1:]))
+        padded[: part.shape[0]] = part
+        came = part.new_empty((most * self.group.size(), *part.shape[1:]))
+        all_gather_single(came, padded, group=self.group)
+        return came[:count]
+
+
+class _TakePart(torch.autograd.Function):
+    @staticmethod
+    @override
+    def forward(ctx: Any, whole: Tensor, rows: EqualRows) -> Tensor:
+        ctx.rows, ctx.count = rows, whole.shape[0]
+        return rows.cut(whole).clone()
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return ctx.rows.joined(gradients[0], ctx.count), None
+
+
+class _JoinParts(torch.autograd.Function):
+    @staticmethod
+    @override
+    def forward(ctx: Any, part: Tensor, rows: EqualRows, count: int) -> Tensor:
+        ctx.rows = rows
+        return rows.joined(part, count)
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.rows.cut(gradients[0]), None, None
 
 
 def with_unused(result: Tensor, unused: Iterable[Tensor]) -> Tensor:

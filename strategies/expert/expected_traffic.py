@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from boltmesh.strategies.expert.find import ExpertCall, Experts, arguments
@@ -69,6 +69,24 @@ class ExchangeShape:
             rows.itemsize if weights is None else weights.itemsize,
             weights is not None,
         )
+
+    def part(self, num_ranks: int) -> "ExchangeShape":
+        """Return the sizes for one of several ranks that have the same rows."""
+        return replace(self, num_rows=-(-self.num_rows // num_ranks))
+
+    def joined(self, num_ranks: int, *, is_recomputed: bool) -> ExchangeBytes:
+        """Return what such ranks put together in a batch.
+
+        Args:
+            num_ranks: Ranks that have the same rows.
+            is_recomputed: Whether the forward pass runs once more in the backward pass.
+        """
+        num_rows = num_ranks * self.part(num_ranks).num_rows
+        forward = num_rows * self.output_width * self.row_bytes
+        weights = self.is_weighted * num_rows * self.num_choices * self.weight_bytes
+        backward = num_rows * self.width * self.row_bytes + weights
+        passes = 1 + is_recomputed
+        return ExchangeBytes(passes + 1 + self.is_weighted, passes * forward + backward)
 
     def expected(self, size: int, *, is_recomputed: bool) -> ExchangeBytes:
         """Return what a batch moves, forward and backward.

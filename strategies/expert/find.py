@@ -86,6 +86,8 @@ class Findings:
     """Why modules that choose among parameters stay whole, by name."""
     widths: set[int] = field(default_factory=set)
     """Among how many something was chosen."""
+    even: list[tuple[Experts, ExpertCall]] = field(default_factory=list)
+    """Lists that were called with equally many rows: experts, if they are to another rank."""
 
 
 class WidthMode(TorchFunctionMode):
@@ -130,17 +132,20 @@ def find_experts(model: Module, step: Callable[[], object]) -> Findings:
         step()
     found = Findings(widths=mode.widths)
     for each in lists.values():
-        if each.num_experts in mode.widths and each.are_called_as_experts:
-            reason = each.why_whole(model)
-            if reason is not None or each.call is None:
-                found.whole[each.list_name] = reason or "its experts are called in no module"
-                continue
+        if each.num_experts not in mode.widths or not each.is_called:
+            continue
+        reason = each.why_whole(model)
+        if reason is None and each.call is not None:
             members = tuple(each.experts)
             own = tuple(n for n, _ in model.named_parameters() if n.startswith(_below(members)))
-            found.experts.append(
-                Experts("list", each.name, each.num_experts, own, {}, members=members)
-            )
-            found.calls[each.name] = each.call
+            of_list = Experts("list", each.name, each.num_experts, own, {}, members=members)
+            if each.are_called_as_experts:
+                found.experts.append(of_list)
+                found.calls[each.name] = each.call
+            else:
+                found.even.append((of_list, each.call))
+        elif each.are_called_as_experts:
+            found.whole[each.list_name] = reason or "its experts are called in no module"
     for name in names.values():  # in the order of the model
         if name not in seen or name in found.calls:
             continue
@@ -313,12 +318,16 @@ class _List:
     experts: dict[str, Module]
     """By name within the model."""
     call: ExpertCall | None = None
-    """The first call of the caller in which they were called as experts are."""
+    """The first call of the caller in which they were called as experts are; in any way, if none
+    was such a call."""
+    is_called: bool = False
     _calls: list[tuple[Module, tuple[Any, ...], Any]] = field(default_factory=list)
     """Those of experts since the caller was called, with what they were given and gave."""
     are_called_as_experts: bool = False
     fault: str | None = None
     """Why calls cannot be those of other ranks' rows."""
+    _is_sure: bool = False
+    """Whether ``call`` and ``fault`` are of a call as experts."""
 
     @property
     def num_experts(self) -> int:
@@ -336,6 +345,7 @@ class _List:
 
     def _keep(self, expert: Module, args: Any, kwargs: Any, output: Any) -> None:
         given = (*args, *kwargs.values())
+        self.is_called = True
         self._calls.append((expert, tuple(map(_without_values, given)), _without_values(output)))
         self.are_called_as_experts = self.are_called_as_experts or self._looks_like_experts()
 
@@ -348,9 +358,11 @@ class _List:
         calls = self._calls
         left_out = bool(calls) and len({expert for expert, _, _ in calls}) < self.num_experts
         self.are_called_as_experts = self.are_called_as_experts or left_out
-        if calls and self.call is None and self.are_called_as_experts:
-            self.fault = self.fault or self._fault(calls)
-        if calls and self.call is None and self.are_called_as_experts and not self.fault:
+        is_first = self.call is None and self.fault is None
+        if calls and (is_first or self.are_called_as_experts != self._is_sure):
+            self._is_sure = self.are_called_as_experts
+            self.fault, self.call = self._fault(calls), None
+        if calls and self.call is None and self.fault is None:
             rows = [given[0].flatten(0, -2) for _, given, _ in calls]
             results = [result.flatten(0, -2) for _, _, result in calls]
             call = ExpertCall(args, dict(kwargs), output, torch.cat(rows), torch.cat(results))

@@ -175,9 +175,8 @@ class DividedList(DividedExperts):
         if torch.is_grad_enabled():
             # Also where no row needs a gradient: others may have some that do.
             rows = with_unused(rows, [torch.zeros((), device=device, requires_grad=True)])
-        self.count(self.name, chosen, self.experts.num_experts)
         weights = torch.ones(chosen.shape, dtype=self._weights_type, device=device)
-        return self.exchange.run(rows, chosen, weights, self._computing((), {}))
+        return self.run(rows, chosen, weights, self._computing((), {}))
 
     @override
     def compute(

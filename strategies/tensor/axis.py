@@ -46,6 +46,7 @@ from boltmesh.strategies.tensor.options import (
     refuse_late_proof,
     refuse_parameters,
 )
+from boltmesh.strategies.tensor.overrides import WHOLE
 from boltmesh.strategies.tensor.placement import TensorContext, TensorPlacement, place
 from boltmesh.strategies.tensor.plan import TensorPlan
 from boltmesh.strategies.tensor.plan_report import plan_table
@@ -211,7 +212,7 @@ class TensorAxis(Axis):
             module,
             step,
             (batch, *rest),
-            options=self.options,
+            options=self._options_beside(),
             context=self.context,
             group=self.group,
         )
@@ -221,6 +222,14 @@ class TensorAxis(Axis):
         if not placed.divisions and self.group.size > 1:
             return (*notes, "nothing of the model is divided: all ranks do all of it")
         return notes
+
+    def _options_beside(self) -> TensorOptions:
+        """Return the options with what outer axes are to divide, which stays whole here."""
+        kept = {name for axis in self.strategy.axes for name in axis.kept_whole()}
+        if not kept:
+            return self.options
+        own = {} if self.options.plan == "auto" else self.options.plan
+        return replace(self.options, plan={**own, **dict.fromkeys(sorted(kept), WHOLE)})
 
     def _join(self) -> None:
         """Make the model whole again, if one was placed, unless it is in shards since then.

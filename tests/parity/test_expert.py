@@ -5,15 +5,28 @@ losses are on. 1e-6 is fp32; sums of rows and of gradients have another order.
 """
 
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.plugins import MixedPrecision
+from typing_extensions import override
 
-from boltmesh.errors import ConfigError
-from boltmesh.strategies import ZeROStrategy
+from boltmesh.errors import ConfigError, LayoutError
+from boltmesh.strategies import Parallel3DStrategy, ZeROStrategy
 from boltmesh.strategies.registry import build_strategy
 from tests.support.expert_models import MoeModule
-from tests.support.expert_runs import differences, loader, train, train_alone, trainer
+from tests.support.expert_runs import (
+    differences,
+    loader,
+    strategy_of,
+    train,
+    train_alone,
+    trainer,
+    whole_of,
+)
 from tests.support.ranks import RankFailure, run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -56,6 +69,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
     ),
     "capacity": ("capacity", 2, {"stage": 2}, {"optimizer": "adamw"}),
     "capacity, 2 of 4": ("capacity", 4, {"stage": 3, "expert": 2}, {"accumulate": 2}),
+    "list, even on a rank": ("list, even on a rank", 2, {"stage": 1}, {}),
     "list that is called": ("called list", 2, {"stage": 1}, {"optimizer": "adamw"}),
     "list, frozen": ("list, frozen", 2, {"stage": 2}, {"optimizer": "adamw"}),
     "list, adapters": ("list, adapters", 2, {"stage": 3}, {"optimizer": "adamw"}),
@@ -69,6 +83,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
     "mixtral, 2 of 4",
     "capacity",
     "list that is called",
+    "list, even on a rank",
     "list, masked",
     "list, adapters",
 )
@@ -78,6 +93,78 @@ def test_runs_equal_one_process(case: str) -> None:
     worker = partial(train, kind=kind, strategy=strategy, **options)
     gaps = differences(run_ranks(worker, world_size), train_alone(world_size, kind, **options))
     assert max(gaps.values()) < 2e-6, gaps
+
+
+BESIDE: dict[str, tuple[str, int, int, dict[str, Any], dict[str, Any]]] = {
+    "data, stage 0": ("mixtral", 2, 2, {"zero_stage": 0}, {"optimizer": "adamw"}),
+    "data 4, stage 0, expert 2": (
+        "list",
+        4,
+        4,
+        {"zero_stage": 0, "expert": 2},
+        {"optimizer": "adamw", "accumulate": 2},
+    ),
+    "data, stage 3": ("mixtral", 2, 2, {"zero_stage": 3}, {}),
+    "tensor, stage 1": ("mixtral", 2, 1, {"tensor": 2, "zero_stage": 1}, {"accumulate": 2}),
+    "tensor, stage 0": ("qwen3_moe", 2, 1, {"tensor": 2, "zero_stage": 0}, {"is_starved": True}),
+    "tensor, list": ("list", 2, 1, {"tensor": 2, "zero_stage": 3}, {"optimizer": "adamw"}),
+    "tensor, recomputed": (
+        "gpt_oss",
+        2,
+        1,
+        {"tensor": 2, "zero_stage": 2, "activation_checkpointing": "full"},
+        {},
+    ),
+    "data x tensor, expert 4": (
+        "mixtral",
+        4,
+        2,
+        {"tensor": 2, "zero_stage": 3},
+        {"optimizer": "adamw", "accumulate": 2},
+    ),
+    "data x tensor, expert 2": ("mixtral", 4, 2, {"tensor": 2, "zero_stage": 1, "expert": 2}, {}),
+    "data x tensor, stage 0, list": (
+        "masked",
+        4,
+        2,
+        {"tensor": 2, "zero_stage": 0, "expert": 2},
+        {"optimizer": "adamw"},
+    ),
+    "tensor 4, expert 2": ("qwen3_moe", 4, 1, {"tensor": 4, "zero_stage": 2, "expert": 2}, {}),
+    "shards of 2": ("mixtral", 4, 4, {"stage": 3, "shard_size": 2, "expert": 4}, {}),
+}
+
+
+@pytest.mark.sample(
+    "data, stage 0", "tensor, stage 1", "tensor, list", "data x tensor, expert 4", "shards of 2"
+)
+@pytest.mark.parametrize("case", BESIDE)
+def test_experts_beside_other_axes_equal_one_process(case: str) -> None:
+    kind, world_size, data, strategy, options = BESIDE[case]
+    worker = partial(train, kind=kind, strategy=strategy, **options)
+    gaps = differences(run_ranks(worker, world_size), train_alone(data, kind, **options))
+    assert max(gaps.values()) < 2e-6, gaps
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"tensor": 2, "sequence_parallel": True}, "Leave sequence_parallel or expert=2 out"),
+        ({"zero_stage": 0, "offload_optimizer": "cpu"}, "is about shards"),
+    ],
+    ids=str,
+)
+def test_options_of_other_axes_that_do_not_fit_are_refused(
+    options: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(ConfigError, match=text):
+        Parallel3DStrategy(expert=2, **options)
+
+
+@pytest.mark.parametrize("axis", ["pipeline", "context"])
+def test_axes_that_experts_are_not_beside_are_refused(axis: str) -> None:
+    with pytest.raises(LayoutError, match=f"not possible beside {axis}=2"):
+        strategy_of(zero_stage=1, expert=2, **{axis: 2}).layout_of(4)
 
 
 @pytest.mark.parametrize(
@@ -96,15 +183,63 @@ def test_what_cannot_be_divided_is_refused(kind: str, options: dict[str, Any], t
         run_ranks(partial(train, kind=kind, strategy=options), 2)
 
 
-@pytest.mark.sample("list", "repeated")
-@pytest.mark.parametrize("kind", ["list", "masked", "repeated"])
-def test_a_list_under_autocast_equals_one_process(kind: str) -> None:
+@pytest.mark.sample("list", "mixtral")
+@pytest.mark.parametrize("kind", ["list", "masked", "repeated", "mixtral", "stacked"])
+def test_a_step_under_autocast_equals_one_process(kind: str) -> None:
     options: dict[str, Any] = {"precision": "bf16-mixed", "steps": 2}
     worker = partial(train, kind=kind, strategy={"stage": 2}, **options)
     gaps = differences(run_ranks(worker, 2), train_alone(2, kind, **options))
     assert gaps["loss"] < 2e-3, gaps
     assert gaps["norm"] < 2e-2, gaps
     assert gaps["parameter"] < 2e-3, gaps
+
+
+class Overflow(Callback):
+    """Makes a gradient of this rank's experts infinite, in one step on one rank."""
+
+    @override
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.global_step == 1 and trainer.global_rank == trainer.world_size - 1:
+            for name, each in pl_module.named_parameters():
+                own: Any = each.grad
+                if ".experts." in name and own is not None and own.to_local().numel():
+                    own.to_local().view(-1)[0] = float("inf")
+                    return
+
+
+def fit_in_fp16(rank: int, world_size: int, kind: str, strategy: dict[str, Any]) -> Any:
+    scaler = torch.amp.GradScaler("cpu", init_scale=128.0)
+    plugin = MixedPrecision("16-mixed", device="cpu", scaler=scaler)
+    module, values = MoeModule(kind), []
+
+    class Notes(Callback):
+        @override
+        def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *args: Any) -> None:
+            values.append(whole_of(pl_module))
+
+    chosen = strategy_of(telemetry=False, expert=2, **strategy)
+    callbacks = [Overflow(), Notes()]
+    run = trainer(world_size, chosen, max_steps=4, plugins=[plugin], callbacks=callbacks)
+    place = chosen.layout_of(world_size).coordinates(rank)["data"]
+    run.fit(module, loader(place, 4))
+    moved = [
+        any(not torch.equal(before[name], after[name]) for name in before)
+        for before, after in pairwise(values)
+    ]
+    is_finite = all(bool(each.isfinite().all()) for each in values[-1].values())
+    return moved, is_finite, scaler.get_scale()
+
+
+@pytest.mark.sample("stacked-strategy0")
+@pytest.mark.parametrize(
+    "strategy", [{"stage": 3}, {"zero_stage": 0}, {"tensor": 2, "zero_stage": 1}]
+)
+@pytest.mark.parametrize("kind", ["stacked", "list"])
+def test_an_overflow_of_one_rank_s_experts_skips_the_step_on_all(
+    kind: str, strategy: dict[str, Any]
+) -> None:
+    worker = partial(fit_in_fp16, kind=kind, strategy=strategy)
+    assert run_ranks(worker, 2) == [([False, True, True], True, 64.0)] * 2
 
 
 def compiled(rank: int, world_size: int) -> None:
@@ -139,7 +274,6 @@ def test_one_trainer_runs_several_loops(world_size: int) -> None:
     [
         {"offload_optimizer": "cpu"},
         {"tile_linear_bytes": 8192},
-        {"shard_size": 2},
     ],
 )
 def test_options_that_experts_exclude_are_refused(options: dict[str, Any]) -> None:

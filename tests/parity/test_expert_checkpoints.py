@@ -10,11 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from boltmesh.strategies import ZeROStrategy
 from tests.support.expert_models import MoeModule, tokens
-from tests.support.expert_runs import loader, trainer
+from tests.support.expert_runs import loader, strategy_of, trainer, whole_of
 from tests.support.ranks import run_ranks
-from tests.support.shard_runs import whole_parameters
 
 pytestmark = pytest.mark.ranks
 
@@ -30,12 +28,12 @@ def fit(
 ) -> dict[str, Tensor]:
     """Train epochs of two batches; return the parameters."""
     module = MoeModule(kind, "adamw")
-    strategy = ZeROStrategy(telemetry=False, **options)
+    strategy = strategy_of(telemetry=False, **options)
     run = trainer(world_size, strategy, max_epochs=epochs, gradient_clip_val=0.5)
     run.fit(module, loader(0, 2), ckpt_path=start)
     if save is not None:
         run.save_checkpoint(save)
-    return whole_parameters(module)
+    return whole_of(module)
 
 
 def largest_gap(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
@@ -58,6 +56,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "4 of 4": (4, {"stage": 3, "expert": 4}),
     "2 of 2": (2, {"stage": 3, "expert": 2}),
     "shards": (2, {"stage": 3}),
+    "tensor 2, 2 of 4": (4, {"zero_stage": 1, "tensor": 2, "expert": 2}),
+    "tensor 2, 2 of 2": (2, {"zero_stage": 3, "tensor": 2, "expert": 2}),
     "one": (1, {"stage": 1}),
 }
 
@@ -67,7 +67,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 @pytest.mark.parametrize(
     ("one", "other"),
     [("4 of 4", "one"), ("one", "2 of 4"), ("2 of 4", "2 of 2"), ("2 of 2", "shards"),
-     ("shards", "4 of 4")],
+     ("shards", "4 of 4"), ("tensor 2, 2 of 4", "one"), ("2 of 2", "tensor 2, 2 of 2")],
 )  # fmt: skip
 def test_a_run_goes_on_in_another_layout(one: str, other: str, kind: str, tmp_path: Path) -> None:
     path = str(tmp_path / "half.ckpt")
@@ -83,8 +83,10 @@ def evaluate(
 ) -> list[float]:
     """Predict another number of batches on each rank."""
     module = MoeModule(kind)
-    run = trainer(world_size, ZeROStrategy(telemetry=False, **options))
-    predicted: Any = run.predict(module, loader(rank, counts[rank]))
+    strategy = strategy_of(telemetry=False, **options)
+    place = strategy.layout_of(world_size).coordinates(rank)["data"]
+    run = trainer(world_size, strategy)
+    predicted: Any = run.predict(module, loader(place, counts[place]))
     return [float(each) for each in predicted]
 
 
@@ -94,12 +96,16 @@ def evaluate(
         ({"stage": 1, "expert": 2}, [1, 3], "mixtral"),
         ({"stage": 3, "expert": 2}, [1, 3, 2, 4], "mixtral"),
         ({"stage": 3, "expert": 2}, [1, 3, 2, 4], "repeated"),
+        pytest.param(
+            {"zero_stage": 3, "tensor": 2, "expert": 4}, [1, 3], "mixtral", marks=pytest.mark.full
+        ),
     ],
 )
 def test_ranks_predict_different_numbers_of_batches(
     options: dict[str, Any], counts: list[int], kind: str
 ) -> None:
-    found = run_ranks(evaluate, len(counts), options, counts, kind)
+    tensor = options.get("tensor", 1)
+    found = run_ranks(evaluate, len(counts) * tensor, options, counts, kind)[::tensor]
     module = MoeModule(kind).eval()
     with torch.no_grad():
         expected = [

@@ -1,5 +1,6 @@
 """Tiny mixtures of experts: of transformers as they are, and some as people write them by hand."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -165,8 +166,9 @@ class EvenList(ListMixture):
 
     @override
     def scores(self, rows: Tensor) -> Tensor:
-        pair = torch.arange(len(rows))[:, None] % 3 + torch.tensor([0, 4])
-        return self.gate(rows) + torch.zeros(len(rows), 8).scatter(1, pair, 20.0)
+        num_experts = len(self.experts)
+        pair = torch.arange(len(rows))[:, None] % 3 + torch.tensor([0, num_experts // 2])
+        return self.gate(rows) + torch.zeros(len(rows), num_experts).scatter(1, pair, 20.0)
 
 
 class Mlp(nn.Module):
@@ -334,6 +336,7 @@ class ByHand(nn.Module):
             "coupled": lambda: Mixture(32, 8, 2, is_coupled=True),
             "list": lambda: ListMixture(32, 8, 2),
             "list, even": lambda: EvenList(32, 8, 2),
+            "list, even on a rank": lambda: EvenList(32, 6, 2),
             **dict.fromkeys(CHANGED, lambda: ListMixture(32, 8, 2)),
             "masked": lambda: MaskedMixture(32, 8, 2),
             "repeated": lambda: RepeatedMixture(32, 8, 3),
@@ -356,7 +359,7 @@ class ByHand(nn.Module):
             x = x + block(x)
         logits = self.head(x)[:, :-1]
         loss = functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
-        return type("Output", (), {"loss": loss, "logits": logits})()
+        return SimpleNamespace(loss=loss, logits=logits)
 
 
 TUPLES = ("masked", "repeated")
@@ -365,7 +368,7 @@ CHANGED = ("list, frozen", "list, adapters", "list, hooked")
 """Experts of a list that are changed once they are made."""
 BY_HAND = (
     *("stacked", "all", "coupled", "capacity", "dense"),
-    *("list", "list, even", "list, read", "called list", "coupled list"),
+    *("list", "list, even", "list, even on a rank", "list, read", "called list", "coupled list"),
     *TUPLES,
     *CHANGED,
 )

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from boltmesh.strategies import ZeROStrategy
+from boltmesh.strategies import Parallel3DStrategy, ZeROStrategy, gathered_parameters
 from tests.support.expert_models import MoeModule, tokens
-from tests.support.shard_runs import QUIET, whole_parameters
+from tests.support.shard_runs import QUIET
 
 Starve = Callable[[MoeModule], None]
 
@@ -27,6 +27,7 @@ class Outcome:
     """Of the first step, clipped."""
     parameters: dict[str, Tensor] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    data_rank: int = 0
 
 
 class Watch(Callback):
@@ -47,14 +48,18 @@ class Watch(Callback):
         if not self.outcome.gradients:
             module = trainer.lightning_module
             self.outcome.gradients = {
-                name: _whole(each.grad)
+                name: _whole(strategy, name, each.grad)
                 for name, each in module.named_parameters()
                 if each.grad is not None
             }
 
 
-def _whole(tensor: Any) -> Tensor:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.clone()
+def _whole(strategy: Any, name: str, tensor: Any) -> Tensor:
+    whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    axis = getattr(strategy, "tensor_axis", None)
+    is_part = axis is not None and axis.division(name) is not None
+    made: Tensor = axis._joined(name, whole) if is_part else whole.clone()
+    return made
 
 
 def loader(rank: int, count: int) -> DataLoader[Any]:
@@ -80,6 +85,19 @@ def trainer(world_size: int, strategy: Any, **options: Any) -> Trainer:
     return Trainer(accelerator="cpu", devices=world_size, strategy=strategy, **arguments)
 
 
+def strategy_of(**options: Any) -> ZeROStrategy | Parallel3DStrategy:
+    """Return the strategy that has these options."""
+    if "zero_stage" in options:
+        return Parallel3DStrategy(**options)
+    return ZeROStrategy(**options)
+
+
+def whole_of(module: LightningModule) -> dict[str, Tensor]:
+    """Return the parameters whole. Collective."""
+    with gathered_parameters(module):
+        return {name: each.detach().clone() for name, each in module.named_parameters()}
+
+
 def train(
     rank: int,
     world_size: int,
@@ -95,8 +113,9 @@ def train(
     module = MoeModule(kind, optimizer)
     if is_starved:
         starve(module)
-    chosen = ZeROStrategy(**{"telemetry": False, "expert": world_size, **(strategy or {})})
+    chosen = strategy_of(**{"expert": world_size, "telemetry": False, **(strategy or {})})
     watch = Watch()
+    watch.outcome.data_rank = chosen.layout_of(world_size).coordinates(rank)["data"]
     run = trainer(
         world_size,
         chosen,
@@ -106,8 +125,8 @@ def train(
         gradient_clip_val=0.5,
         **options,
     )
-    run.fit(module, loader(rank, steps * accumulate))
-    watch.outcome.parameters = whole_parameters(module)
+    run.fit(module, loader(watch.outcome.data_rank, steps * accumulate))
+    watch.outcome.parameters = whole_of(module)
     return watch.outcome
 
 
@@ -150,10 +169,14 @@ def train_alone(
 
 def differences(ranks: list[Outcome], alone: Outcome) -> dict[str, float]:
     """Return the largest relative difference of losses and norms, the largest of values."""
-    steps = len(ranks[0].losses)
-    losses = [ranks[n % len(ranks)].losses[n // len(ranks)] for n in range(steps * len(ranks))]
+    size = 1 + max(each.data_rank for each in ranks)
+    gaps = [
+        abs(found - expected) / abs(expected)
+        for each in ranks
+        for found, expected in zip(each.losses, alone.losses[each.data_rank :: size], strict=True)
+    ]
     return {
-        "loss": max(abs(a - b) / abs(b) for a, b in zip(losses, alone.losses, strict=True)),
+        "loss": max(gaps),
         "norm": max(
             abs(a - b) / abs(b)
             for each in ranks

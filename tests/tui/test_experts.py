@@ -2,12 +2,17 @@
 
 import pytest
 
-from boltmesh.telemetry.snapshot import ExpertLoad
+from boltmesh.telemetry.snapshot import ExpertLoad, GroupProgress
+from boltmesh.telemetry.traffic import ExpectedTraffic
 from boltmesh.tui.export.prometheus import prometheus_text
-from boltmesh.tui.panels.experts import layer_loads
+from boltmesh.tui.metrics.experts import layer_loads
+from boltmesh.tui.metrics.findings.diagnose import diagnose
+from boltmesh.tui.metrics.traffic import traffic_rows
+from boltmesh.tui.panels.traffic import difference_words
 from boltmesh.tui.sources.live import Observation
 from tests.tui.exposition import parse
-from tests.tui.samples import NOW, demo, job, rank
+from tests.tui.loads import HEALTHY, Load, worker
+from tests.tui.samples import NOW, demo, job, rank, state, total
 from tests.tui.screens import open_app, screen_text
 
 FIRST = ExpertLoad("blocks.0.moe", (10, 10, 10, 10), (4, 4, 4, 4))
@@ -53,6 +58,42 @@ async def test_a_job_without_experts_says_so() -> None:
     async with open_app(demo(), size=(80, 24)) as pilot:
         await pilot.press("r")
         assert "bolt_expert" in screen_text(pilot.app)
+
+
+@pytest.mark.parametrize(
+    ("fullest", "late", "found"),
+    [(30, 0.06, {"experts"}), (30, 0.02, set()), (11, 0.06, {"uneven"})],
+)
+def test_ranks_that_wait_for_full_experts_are_a_finding(
+    fullest: int, late: float, found: set[str]
+) -> None:
+    def load(number: int) -> Load:
+        def phases(index: int) -> dict[str, float]:
+            own = "forward" if index % 4 == number else "communication"
+            return HEALTHY | {own: HEALTHY[own] + late}
+
+        return phases
+
+    group = GroupProgress("expert", "0", (0, 1), 1, None, None, None)
+    rows = ExpertLoad("moe", (fullest, 10), (fullest, 10))
+    ranks = tuple(worker(n, load(n), experts=(rows,), groups=(group,)) for n in range(4))
+    findings = {each.kind: each for each in diagnose(state(job(ranks=ranks, global_step=24)))}
+    assert set(findings) == found
+    if "experts" in found:
+        assert findings["experts"].evidence[0].endswith("1.50x the mean rows")
+        # As much as is waited: less than the third that even rows would save of experts' work.
+        assert findings["experts"].cost == pytest.approx(
+            late * 3 / 4 / (sum(HEALTHY.values()) + late)
+        )
+
+
+def test_bytes_that_the_router_decides_on_are_no_finding() -> None:
+    rows = total("expert", "alltoall_base", bytes_per_step=3000.0)
+    mean = ExpectedTraffic("expert", "alltoall_base", 2000.0, None, "rows", is_mean=True)
+    seen = job(ranks=(rank(0, collectives=(rows,)),), expected=(mean,))
+    (row,) = traffic_rows(seen)
+    assert (row.ratio, row.verdict, difference_words(row)) == (1.5, "varies", "1.5x")
+    assert not diagnose(state(seen))
 
 
 def test_rows_are_exported_by_layer_and_expert() -> None:

@@ -16,10 +16,10 @@ from boltmesh.telemetry.stall import stalled_seconds
 from boltmesh.tui.alerts.watch import AlertWatch
 from boltmesh.tui.devices import DeviceReading
 from boltmesh.tui.export.exposition import Family, Form, Labels, Sample, counter, gauge, text_of
+from boltmesh.tui.metrics.experts import layer_loads
 from boltmesh.tui.metrics.figures import figures
 from boltmesh.tui.metrics.findings.diagnose import diagnose
 from boltmesh.tui.metrics.findings.finding import Kind
-from boltmesh.tui.panels.experts import layer_loads
 from boltmesh.tui.sources.live import Observation
 from boltmesh.tui.state import fold
 

@@ -40,9 +40,9 @@ def wire_factor(operator: str, size: int) -> float:
     return 1.0
 
 
-Verdict = Literal["equal", "differs", "missing", "unstated", "pending"]
+Verdict = Literal["equal", "differs", "missing", "unstated", "pending", "varies"]
 """``missing``: expected, but never seen. ``unstated``: seen, and the strategy says nothing about
-it. ``pending``: too few steps to tell."""
+it. ``pending``: too few steps to tell. ``varies``: the model decides how much each batch moves."""
 
 TOLERANCE = 0.005
 """Counting is exact, but a mean over steps may hold a part of another one, such as a validation."""
@@ -62,6 +62,8 @@ def judge(
         return "pending"
     if not is_seen:
         return "missing" if expected.payload_bytes else "equal"
+    if expected.is_mean:
+        return "varies"
     difference = abs((payload or 0) - expected.payload_bytes)
     return "equal" if difference <= TOLERANCE * expected.payload_bytes else "differs"
 

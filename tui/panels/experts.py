@@ -1,62 +1,14 @@
-"""Load of the experts of each layer, summed over the ranks, as a heat map with its imbalance."""
+"""Load of the experts of each layer as a heat map, with its imbalance."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
-from boltmesh.telemetry.snapshot import JobSnapshot
 from boltmesh.tui import units
+from boltmesh.tui.metrics.experts import LayerLoad, layer_loads
 from boltmesh.tui.render.line import Line, Role
 from boltmesh.tui.render.style import Style, heading
 from boltmesh.tui.render.table import AS_IT_COMES, Column, browse
 from boltmesh.tui.state import State
 from boltmesh.tui.view import Cells, TableView, arrange_rows
-
-
-class LayerLoad(NamedTuple):
-    """Rows of the experts of one module, of all ranks."""
-
-    module: str
-    rows: tuple[int, ...]
-    """By expert, since the run began."""
-    recent: tuple[int, ...]
-    """The same of the last seconds; of the whole run if there were none."""
-
-    @property
-    def mean(self) -> float:
-        """Rows of an expert if all had the same."""
-        return sum(self.recent) / len(self.recent)
-
-    @property
-    def imbalance(self) -> float | None:
-        """Rows of the expert with most over the mean: its rank is waited for."""
-        return max(self.recent) / self.mean if self.mean else None
-
-    @property
-    def least(self) -> float | None:
-        """Rows of the expert with fewest over the mean."""
-        return min(self.recent) / self.mean if self.mean else None
-
-    @property
-    def num_idle(self) -> int:
-        """Experts without a row."""
-        return self.recent.count(0)
-
-
-def layer_loads(job: JobSnapshot) -> list[LayerLoad]:
-    """Return the load of each module with divided experts, in the order of the model."""
-    sums: dict[str, tuple[list[int], list[int]]] = {}
-    for rank in job.ranks:
-        for load in rank.experts:
-            size = len(load.rows)
-            rows, recent = sums.setdefault(load.module, ([0] * size, [0] * size))
-            if len(rows) == size:
-                rows[:] = map(sum, zip(rows, load.rows, strict=True))
-                recent[:] = map(sum, zip(recent, load.recent, strict=True))
-    return [
-        LayerLoad(module, tuple(rows), tuple(recent if any(recent) else rows))
-        for module, (rows, recent) in sums.items()
-    ]
-
 
 EXPERT_COLUMNS = ("module", "max/mean", "min/mean", "idle", "rows")
 """Titles that the table can be sorted by."""

@@ -98,7 +98,7 @@ def cells_of(row: TrafficRow) -> Cells:
 
 def difference_words(row: TrafficRow) -> str:
     """Return the verdict on a row in a word or two."""
-    if row.verdict == "differs":
+    if row.verdict in {"differs", "varies"}:
         return "unexpected" if row.ratio is None else f"{row.ratio:.3g}x"
     return {
         "equal": "as expected",

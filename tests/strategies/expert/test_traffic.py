@@ -7,10 +7,9 @@ import pytest
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from boltmesh.strategies import ZeROStrategy
 from boltmesh.telemetry.reader.reader import open_job
 from tests.support.expert_models import MoeModule
-from tests.support.expert_runs import loader, trainer
+from tests.support.expert_runs import loader, strategy_of, trainer
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -31,7 +30,7 @@ def fit(rank: int, world_size: int, kind: str, options: dict[str, Any], accumula
     notes = Notes()
     run = trainer(
         world_size,
-        ZeROStrategy(stage=1, **options),
+        strategy_of(**{"stage": 1, **options} if "tensor" not in options else options),
         max_steps=6,
         callbacks=[notes],
         accumulate_grad_batches=accumulate,
@@ -50,8 +49,9 @@ def fit(rank: int, world_size: int, kind: str, options: dict[str, Any], accumula
         (4, "all", {"expert": 2}, 1),
         (2, "list, even", {"expert": 2, "activation_checkpointing": "full"}, 1),
         (4, "list, even", {"expert": 2}, 2),
+        (2, "all", {"expert": 2, "tensor": 2, "zero_stage": 1}, 1),
     ],
-    ids=["2-2", "recomputed", "4-2", "list-recomputed", "list-4-2"],
+    ids=["2-2", "recomputed", "4-2", "list-recomputed", "list-4-2", "tensor"],
 )
 def test_a_step_moves_what_is_expected(
     world_size: int, kind: str, options: dict[str, Any], accumulate: int
@@ -67,7 +67,7 @@ def test_a_step_moves_what_is_expected(
     for rank in snapshot.ranks:
         counted: dict[tuple[str, str], tuple[float, float]] = {}
         for each in rank.collectives:
-            if each.bytes_per_step and each.axis in {"data", "expert"}:
+            if each.bytes_per_step and each.axis in {"data", "expert", "tensor"}:
                 key = each.axis, each.operator  # of one group or of several
                 payload, calls = counted.get(key, (0.0, 0.0))
                 more = each.calls_per_step or 0.0

@@ -23,6 +23,7 @@ _IN_STEADY_STATE: tuple[Callable[[State, Balance], Finding | None], ...] = (
     waits.find_offload,
     waits.find_bubble,
     waits.find_communication,
+    waits.find_experts,
     waits.find_uneven,
 )
 

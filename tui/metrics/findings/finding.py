@@ -16,6 +16,7 @@ Kind = Literal[
     "offload",
     "bubble",
     "communication",
+    "experts",
     "uneven",
 ]
 

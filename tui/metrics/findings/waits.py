@@ -3,6 +3,7 @@
 from boltmesh.telemetry.snapshot import JobSnapshot, MemoryKind, RankSnapshot
 from boltmesh.tui import units
 from boltmesh.tui.devices.reading import NO_LIMIT, POWER_LIMIT
+from boltmesh.tui.metrics.experts import excess_work, layer_loads, num_sharing
 from boltmesh.tui.metrics.findings.finding import KEPT, Finding, Kind
 from boltmesh.tui.metrics.pipelines import Bubble, BubbleRow, bubble
 from boltmesh.tui.metrics.step_time import middle
@@ -27,6 +28,9 @@ COMPRESSION = {"DDPStrategy": ', or send less: gradient_compression="bf16"'}
 
 HOTTER_CELSIUS = 10.0
 """Above the other GPUs. Their places in a case differ by less."""
+
+EXPERTS_SHARE = 0.1
+"""Of a step, waited for the ranks whose experts have most rows."""
 
 UNEVEN_SHARE = 0.15
 """Of a step, waited for ranks that come last in turn. Noise of equal ranks stays below it."""
@@ -214,13 +218,40 @@ def find_communication(state: State, typical: Balance) -> Finding | None:
     )
 
 
+def find_experts(state: State, typical: Balance) -> Finding | None:
+    """Say that ranks wait for those whose experts have most rows."""
+    loads, size = layer_loads(state.job), num_sharing(state.job)
+    excess = excess_work(loads, size)
+    if excess is None:
+        return None
+    # Even rows save no more than the ranks wait, and no more than the rows that are too many.
+    share = min(typical.uneven_s / typical.step_s, 1 - 1 / excess)
+    if share < limit_of(EXPERTS_SHARE, "experts", state):
+        return None
+    worst = max(loads, key=lambda load: max(load.by_rank(size)))
+    return Finding(
+        kind="experts",
+        severity="warn",
+        headline=f"uneven experts: ranks wait {share:.0%} of a step for those with most rows",
+        evidence=(
+            f"the fullest rank of a layer has {excess:.2f}x the mean rows",
+            f"{worst.module}: {worst.imbalance or 0:.2f}x on one expert, {worst.num_idle} idle",
+        ),
+        advice="raise the weight of the auxiliary loss that balances experts, or let fewer ranks "
+        "share them: a smaller expert= puts more experts on each",
+        cost=share,
+    )
+
+
 def find_uneven(state: State, typical: Balance) -> Finding | None:
-    """Say that ranks wait for whoever is last, another one each time."""
+    """Say that ranks wait for the last one, which changes from step to step."""
     job = state.job
     share = typical.uneven_s / typical.step_s
     # What stages of a pipeline wait for each other is its bubble, and a late rank has its own line.
     least = limit_of(UNEVEN_SHARE, "uneven", state)
     if share < least or job.mesh.get("pipeline", 1) > 1 or stragglers(job):
+        return None
+    if find_experts(state, typical) is not None:
         return None
     return Finding(
         kind="uneven",
@@ -271,7 +302,7 @@ PART_SHARE = 0.1
 
 
 def find_bubble(state: State, typical: Balance) -> Finding | None:
-    """Say how long the ranks stand idle, and which part of it can be mended best."""
+    """Say how long the ranks stand idle, and which part of it is easiest to reduce."""
     found = bubble(state)
     if found is None or typical.step_s <= 0:
         return None
