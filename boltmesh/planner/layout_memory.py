@@ -84,8 +84,8 @@ def estimate_layout_memory(model: Transformer, layout: Layout) -> LayoutMemory:
         outside["cpu"] += share * of_gradient * numel / shards
         gradients = gradients if has_whole else (1 - share) * gradients
         optimizer = (1 - share) * state
-        # The tables' gradients on their way, in fp32.
-        gathered += (4.0 if layout.zero == 3 else 8.0) * tables / layout.tensor
+        if layout.tile_bytes is None:  # the tables' gradients on their way, in fp32
+            gathered += (4.0 if layout.zero == 3 else 8.0) * tables / layout.tensor
     if layout.offload == "all":
         outside[layout.tier] += HALF * numel / shards
         parameters = 0.0

