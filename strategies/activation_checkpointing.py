@@ -141,7 +141,7 @@ class ActivationCheckpointing:
             self.offload = None
 
 
-def _with_share(given: Mapping[Recompute, float]) -> tuple[Recompute, float]:
+def _with_share(given: Mapping[Any, Any]) -> tuple[Recompute, float]:
     if len(given) == 1:
         ((kind, share),) = given.items()
         if isinstance(share, int | float) and not isinstance(share, bool) and 0 < share <= 1:

@@ -230,7 +230,7 @@ def _least(model: Transformer, cluster: Cluster, layout: Layout) -> Layout:
     names += ["offload_fraction"] if layout.offload == "optimizer" else []
     for name in names:
         for part in PARTS:
-            less = replace(layout, **{name: part})
+            less = replace(layout, **{name: part})  # type: ignore[arg-type]
             if _fits(estimate_layout_memory(model, less), cluster, TIGHT):
                 layout = less
                 break
