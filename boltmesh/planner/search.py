@@ -31,7 +31,7 @@ LEAST_POSITIONS = 1024
 """Positions of a rank of a context group; with fewer, its operators cost more than they save."""
 MICROBATCH_SIZES = (1, 2, 4, 8, 16, 32)
 PARTS = (0.25, 0.5, 0.75)
-"""Of the blocks that are recomputed, and of the optimizer state that leaves the device."""
+"""Shares of the blocks that are recomputed, and of the optimizer state that leaves the device."""
 TILE_BYTES = 64 * 2**20
 
 
