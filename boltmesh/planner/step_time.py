@@ -22,7 +22,7 @@ OPTIMIZER_BYTES = 34
 """Read and written by Adam for each parameter that a rank updates: fp32 value, two moments and
 gradient, bf16 value."""
 STATE_BYTES = 12
-"""State of Adam for each parameter, in fp32: value and two moments; what a disk reads and writes."""
+"""State of Adam for each parameter in fp32, value and two moments: a disk reads and writes it."""
 HOST_OPTIMIZER_RATE = 100e9 / 28
 """Parameters that Adam on a host updates in a second, of the memory rate of a host per device."""
 LINK_LATENCY = 6.4e-6
