@@ -93,7 +93,7 @@ class Layout:
 
     @property
     def dimensions(self) -> dict[str, str]:
-        """What is divided, by ``named_dimensions``."""
+        """The divided parts in words, by ``named_dimensions``."""
         return named_dimensions(vars(self), shards=self.num_shards)
 
 
