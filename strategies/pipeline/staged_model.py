@@ -186,6 +186,9 @@ class StagedModel:
             explain=self._explain,
             waits_within=context.num_sharing > 1,
             control_group=context.new_group(backend="gloo") if num_ranks > 1 else None,
+            gradient_group=(
+                context.new_group() if num_ranks > 1 and context.device.type == "cuda" else None
+            ),
             num_told=lambda: NUM_SIGNALS + self.sharing.length,
         )
 
@@ -212,6 +215,8 @@ class StagedModel:
             recorder.name_group(group, "pipeline")
         if self._executor.control_group is not None:
             recorder.name_group(self._executor.control_group, CONTROL)
+        if self._executor.gradient_group is not None:
+            recorder.name_group(self._executor.gradient_group, "pipeline")
         recorder.schedule(self.expectations.plan(self.programs.schedule, accumulated))
 
     def follow_scaler(self) -> None:
