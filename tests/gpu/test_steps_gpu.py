@@ -131,6 +131,33 @@ def test_a_stage_on_one_rank_equals_a_plain_trainer(schedule: str, precision: An
     assert_same(fit(strategy, precision=precision), fit(None, precision=precision), bound)
 
 
+class Built(Stack):
+    """Builds its layers in ``configure_model``."""
+
+    def __init__(self) -> None:
+        LightningModule.__init__(self)
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "blocks"):
+            with torch.device("cpu"):  # else Lightning draws on the device, and stages on the host
+                Stack.__init__(self, optimizer="sgd", width=128, hidden=256)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        lambda: PipelineParallelStrategy(stages=1, microbatches=4),
+        lambda: ZeROStrategy(stage=3),
+        TensorParallelStrategy,
+    ],
+    ids=["pipeline", "zero3", "tensor"],
+)
+def test_a_model_that_is_built_in_configure_model_trains_as_in_a_plain_trainer(
+    strategy: Any,
+) -> None:
+    assert_same(fit(strategy(), Built()), fit(None, Built()))
+
+
 @pytest.mark.parametrize(
     "arguments",
     [{}, {"gradient_clip_val": 0.1}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}],
@@ -237,8 +264,10 @@ class Overflowing(Stack):
     ids=["zero2", "3d"],
 )
 def test_an_overflow_of_fp16_skips_the_step(strategy: Any) -> None:
-    ours = fit(strategy, Overflowing(optimizer="sgd"), precision="16-mixed")
-    theirs = fit(None, Overflowing(optimizer="sgd"), precision="16-mixed")
+    module, twin = (Overflowing(optimizer="sgd") for _ in range(2))
+    twin.load_state_dict(module.state_dict())
+    ours = fit(strategy, module, precision="16-mixed")
+    theirs = fit(None, twin, precision="16-mixed")
     assert_same(ours, theirs, 2e-2)
 
 
