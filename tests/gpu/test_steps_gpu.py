@@ -27,7 +27,7 @@ from boltmesh.strategies.activation_checkpointing import ActivationCheckpointing
 from boltmesh.strategies.offload import stores
 from boltmesh.strategies.parameter_access import gathered_parameters
 from tests.strategies.test_host_syncs import ALLOWED, ON_HOST, Masked, data, reader
-from tests.support.stack import Stack, token_data
+from tests.support.stack import Built, Stack, token_data
 
 pytestmark = [
     pytest.mark.gpu,
@@ -129,18 +129,6 @@ def test_a_stage_on_one_rank_equals_a_plain_trainer(schedule: str, precision: An
     strategy = PipelineParallelStrategy(schedule=schedule, stages=1, microbatches=4)
     bound = 1e-4 if precision == "32-true" else 2e-2
     assert_same(fit(strategy, precision=precision), fit(None, precision=precision), bound)
-
-
-class Built(Stack):
-    """Builds its layers in ``configure_model``."""
-
-    def __init__(self) -> None:
-        LightningModule.__init__(self)
-
-    def configure_model(self) -> None:
-        if not hasattr(self, "blocks"):
-            with torch.device("cpu"):  # else Lightning draws on the device, and stages on the host
-                Stack.__init__(self, optimizer="sgd", width=128, hidden=256)
 
 
 @pytest.mark.parametrize(

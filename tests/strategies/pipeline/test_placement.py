@@ -19,7 +19,7 @@ from boltmesh.strategies.pipeline.partition.placement import divide, place
 from boltmesh.strategies.pipeline.stage.absent_params import make_absent
 from boltmesh.telemetry.writer.null_recorder import NullRecorder
 from tests.support.ranks import run_ranks
-from tests.support.stack import Stack, token_data
+from tests.support.stack import Built, token_data
 
 pytestmark = pytest.mark.ranks
 
@@ -117,17 +117,6 @@ def test_evaluation_that_calls_few_layers_or_none_leaves_all_of_them_to_the_stag
 def test_training_that_calls_no_layer_is_refused_by_what_it_does() -> None:
     with pytest.raises(ConfigError, match=r"FirstAlone\.training_step calls none of the model's"):
         divided(FirstAlone(), "training_step")
-
-
-class Built(Stack):
-    """Builds its layers in ``configure_model``."""
-
-    def __init__(self) -> None:
-        LightningModule.__init__(self)
-
-    def configure_model(self) -> None:
-        if not hasattr(self, "blocks"):
-            Stack.__init__(self, optimizer="sgd", width=128, hidden=256)  # large enough to defer
 
 
 def test_a_model_is_looked_at_on_the_cpu_before_its_layers_are_made_on_the_device(
