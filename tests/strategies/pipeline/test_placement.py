@@ -127,7 +127,11 @@ def test_a_model_is_looked_at_on_the_cpu_before_its_layers_are_made_on_the_devic
     look_at, make = PipelineEstimate.look_at, DeferredModel.make
 
     def noted(name: str, call: Any) -> Any:
-        return lambda *args: (order.append(name), call(*args))[1]
+        def noting(*args: Any) -> Any:
+            order.append(name)
+            return call(*args)
+
+        return noting
 
     monkeypatch.setattr(PipelineEstimate, "look_at", noted("look", look_at))
     monkeypatch.setattr(DeferredModel, "make", noted("make", make))
