@@ -41,6 +41,6 @@ def completed_on_gpus() -> dict[str, bool]:
     dump = getattr(_distributed_c10d, "_dump_nccl_trace_json", None)
     if dump is None:
         return {}
-    # The oldest come first. Of messages that are posted together only the last row has a state.
+    # The oldest come first. The last row of messages that are posted together has their state.
     entries = json.loads(dump(True, False)).get("entries", [])
     return {each["process_group"][0]: each["state"] == "completed" for each in entries}

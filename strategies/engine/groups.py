@@ -46,7 +46,7 @@ T = TypeVar("T")
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
 NUM_RECORDED = 2000
-"""Of NCCL's newest calls, for the explanation of a hang."""
+"""Newest calls of NCCL that torch keeps, for the explanation of a hang."""
 
 MAX_TIMEOUT_S = 1e8
 """Three years. torch counts in 64-bit nanoseconds."""
