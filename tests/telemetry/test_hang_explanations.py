@@ -163,4 +163,4 @@ def test_a_call_on_gpus_that_all_have_entered_is_said_not_to_complete() -> None:
     ranks = {rank: standing(rank, waits(DATA, (0, 1), 4)) for rank in range(2)}
     found = explain(ranks, 0, 2)
     assert found is not None
-    assert "all ranks entered allreduce #4 of data (ranks 0-1), and it does not" in found.text
+    assert "all ranks entered all_reduce #4 of data (ranks 0-1), and it does not" in found.text
