@@ -147,7 +147,9 @@ def browse(
         if 0 <= at < len(shown):
             lines[at] = Line(lines[at].plain, "selected").pad_to(width, role="selected")
     if not rows and table.filter.strip() and room:
-        lines.insert(0, Line("nothing fits the filter", "muted").crop(width))
+        lines.insert(
+            0, Line(f"nothing fits the filter: {table.filter.strip()}", "muted").crop(width)
+        )
     return Browsed(header, lines, _hidden(len(rows), len(shown), first, look))
 
 
