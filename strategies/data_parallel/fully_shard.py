@@ -48,7 +48,7 @@ from boltmesh.strategies.data_parallel.unsupported import (
 from boltmesh.strategies.deferred_initialization.materialize import prepare_unit
 from boltmesh.strategies.engine.data_axis import AxisContext
 from boltmesh.strategies.offload.bucket_layout import held_alone, held_unit
-from boltmesh.strategies.offload.staging import StagingFile
+from boltmesh.strategies.offload.state import StagingFile
 from boltmesh.strategies.parameter_access import register_units
 from boltmesh.strategies.tiling.apply import apply_tiling
 from boltmesh.strategies.tiling.weight import TiledWeight

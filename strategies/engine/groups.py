@@ -34,8 +34,7 @@ from boltmesh.strategies.topology.cuda_devices import (
 )
 from boltmesh.strategies.topology.gather import gather_topology
 from boltmesh.strategies.topology.slow_links import find_slow_groups
-from boltmesh.strategies.torch_compat.communication import device_index
-from boltmesh.strategies.torch_compat.elastic import store_of_attempt
+from boltmesh.strategies.torch_compat.communication import device_index, store_of_attempt
 from boltmesh.telemetry.writer.null_recorder import NullRecorder
 
 if TYPE_CHECKING:

@@ -25,8 +25,8 @@ from boltmesh.strategies import telemetry as telemetry_module
 from boltmesh.strategies.activation_checkpointing import ActivationCheckpointing, Recompute
 from boltmesh.strategies.checkpoint.adapters import TRAINABLE_ONLY
 from boltmesh.strategies.checkpoint.async_save import refuse_beside
+from boltmesh.strategies.checkpoint.directory import mend_folders, refuse_unshared_folders
 from boltmesh.strategies.checkpoint.file import AtomicCheckpointIO
-from boltmesh.strategies.checkpoint.shared_fs_check import mend_folders, refuse_unshared_folders
 from boltmesh.strategies.compiled_blocks import CompiledBlocks
 from boltmesh.strategies.deferred_initialization.deferred import deferred_init
 from boltmesh.strategies.deferred_initialization.materialize import materialize

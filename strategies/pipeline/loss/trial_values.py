@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from boltmesh.strategies.deferred_initialization.operator_effects import is_random
+from boltmesh.strategies.deferred_initialization.recording import is_random
 from boltmesh.strategies.pipeline.loss.reduction import BatchLossError
 from boltmesh.strategies.pipeline.runtime.stage import ValueSpec
 from boltmesh.strategies.torch_compat.tensors import DispatchMode, schema_of
