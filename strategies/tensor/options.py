@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from boltmesh.errors import ConfigError, UnsupportedError
 from boltmesh.strategies.dry_run.unsupported import Reasons, refuse_undividable
 from boltmesh.strategies.parameter_access import is_part
-from boltmesh.strategies.tensor.planning import LossParallel
+from boltmesh.strategies.tensor.plan import LossParallel
 
 UserPlan = Literal["auto"] | Mapping[str, str]
 

@@ -100,6 +100,10 @@ matrices of experts, each divided inside. ``along``: used element by element, or
 together with something divided.
 """
 
+LossParallel = Literal["auto"] | bool
+"""``True``: what needs whole logits is refused. ``"auto"``: it gathers them, which is told once.
+``False``: logits are gathered where they are made."""
+
 Backend = Literal["local", "region", "replicated"]
 """How a kind of block runs. ``local``: on plain shards; its code sees their sizes. ``region``: on
 DTensors between column and row; its code sees full sizes. ``replicated``: whole on every rank."""

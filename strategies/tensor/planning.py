@@ -6,14 +6,14 @@
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from boltmesh.errors import ConfigError
 from boltmesh.strategies.tensor.analysis.analyse import Analysis
 from boltmesh.strategies.tensor.candidates import ShardableDim, candidates
 from boltmesh.strategies.tensor.emit_plan import Selection, plan_of
 from boltmesh.strategies.tensor.overrides import read_wishes
-from boltmesh.strategies.tensor.plan import TensorPlan
+from boltmesh.strategies.tensor.plan import LossParallel, TensorPlan
 from boltmesh.strategies.tensor.propagation import follow, refused_owners
 from boltmesh.strategies.tensor.sequence import NoSequence, divide_sequence
 from boltmesh.strategies.tensor.vocab_experts import routed_experts, vocabularies
@@ -94,9 +94,6 @@ def _greedy(
 
 def _weight(items: Sequence[_Item], weights: Mapping[_Item, int]) -> int:
     return sum(weights[each] for each in items)
-
-
-LossParallel = Literal["auto", True, False]
 
 
 def make_plan(

@@ -22,7 +22,13 @@ from boltmesh.strategies.tensor.backends import (
     block_of,
     without_replicated,
 )
-from boltmesh.strategies.tensor.plan import ShardedParameter, SizeAttribute, Style, TensorPlan
+from boltmesh.strategies.tensor.plan import (
+    LossParallel,
+    ShardedParameter,
+    SizeAttribute,
+    Style,
+    TensorPlan,
+)
 from boltmesh.strategies.tensor.runtime.attention import Heads
 from boltmesh.strategies.tensor.runtime.boundaries import (
     BlockBoundary,
@@ -53,7 +59,7 @@ from boltmesh.strategies.tensor.runtime.sequence import SequenceParts
 from boltmesh.strategies.tensor.runtime.signatures import Signature, SignatureGuard, Verified
 from boltmesh.strategies.tensor.runtime.stacks import Stacks
 from boltmesh.strategies.tensor.runtime.vocab_modules import divide_vocabularies, left_whole
-from boltmesh.strategies.tensor.runtime.vocab_ranges import LossParallel, Vocabulary
+from boltmesh.strategies.tensor.runtime.vocab_ranges import Vocabulary
 from boltmesh.strategies.tensor.runtime.vocab_tensor import gathered
 
 

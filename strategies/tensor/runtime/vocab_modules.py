@@ -15,7 +15,7 @@ from typing import Any
 
 from torch.nn import Module
 
-from boltmesh.strategies.tensor.plan import ShardedParameter, TensorPlan, Unsharded
+from boltmesh.strategies.tensor.plan import LossParallel, ShardedParameter, TensorPlan, Unsharded
 from boltmesh.strategies.tensor.runtime import vocab_ops
 from boltmesh.strategies.tensor.runtime.collectives import TensorGroup
 from boltmesh.strategies.tensor.runtime.param_swap import (
@@ -24,7 +24,7 @@ from boltmesh.strategies.tensor.runtime.param_swap import (
     in_place_of,
     own_parameters,
 )
-from boltmesh.strategies.tensor.runtime.vocab_ranges import LossParallel, Vocabulary
+from boltmesh.strategies.tensor.runtime.vocab_ranges import Vocabulary
 from boltmesh.strategies.tensor.runtime.vocab_tensor import VocabularyTensor, gathered, wrap
 
 __all__ = ["VocabularyTensor", "divide_vocabularies", "gathered", "left_whole", "vocab_ops"]

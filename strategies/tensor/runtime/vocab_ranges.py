@@ -6,19 +6,15 @@ parameter; only a message that needs equal parts is, while it is on its way.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 from typing_extensions import Self
 
 from boltmesh.errors import ConfigError
-from boltmesh.strategies.tensor.plan import balanced_share
+from boltmesh.strategies.tensor.plan import LossParallel, balanced_share
 from boltmesh.strategies.tensor.runtime.collectives import TensorGroup, gather_parts, take_part
-
-LossParallel = Literal["auto"] | bool
-"""``True``: what needs whole logits is refused. ``"auto"``: it gathers them, which is told once.
-``False``: logits are gathered where they are made."""
 
 
 @dataclass(frozen=True, eq=False)
