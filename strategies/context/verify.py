@@ -21,9 +21,8 @@ from boltmesh.errors import BoltMeshError, ConfigError
 from boltmesh.strategies.context.cut import ContextState, make_all_whole, step_ended
 from boltmesh.strategies.context.dispatch import functions_watched
 from boltmesh.strategies.context.entries import Entries, SequenceEntry
-from boltmesh.strategies.dry_run.step import DryRun, DryRunOutcome
+from boltmesh.strategies.dry_run.step import DryRun, DryRunOutcome, difference
 from boltmesh.strategies.pytree import replace_tensors
-from boltmesh.strategies.tensor.comparison import difference
 from boltmesh.strategies.tensor.verify import (
     converted,
     floats_in,

@@ -42,14 +42,13 @@ from boltmesh.strategies.tensor.expected_traffic import (
 )
 from boltmesh.strategies.tensor.options import (
     LAYERS,
+    WHOLE,
     TensorOptions,
     refuse_late_proof,
     refuse_parameters,
 )
-from boltmesh.strategies.tensor.overrides import WHOLE
 from boltmesh.strategies.tensor.placement import TensorContext, TensorPlacement, place
-from boltmesh.strategies.tensor.plan import TensorPlan
-from boltmesh.strategies.tensor.plan_report import plan_table
+from boltmesh.strategies.tensor.plan import TensorPlan, plan_table
 from boltmesh.strategies.tensor.runtime.apply import AppliedPlan
 from boltmesh.strategies.tensor.runtime.collectives import TensorGroup
 from boltmesh.strategies.tensor.verify import StepPrecision
