@@ -56,8 +56,11 @@ from boltmesh.strategies.pipeline.options import (
     refuse_remains,
 )
 from boltmesh.strategies.pipeline.schedules.registry import schedule_kind
-from boltmesh.strategies.pipeline.stage.absent_params import explain_write
-from boltmesh.strategies.pipeline.stage.units import find_stage_units, refuse_wrapped_calls
+from boltmesh.strategies.pipeline.stage.units import (
+    explain_write,
+    find_stage_units,
+    refuse_wrapped_calls,
+)
 from boltmesh.strategies.pipeline.stage_params import add_pending, gathered
 from boltmesh.strategies.pipeline.staged_model import StagedModel
 from boltmesh.strategies.pipeline.training import training_step

@@ -13,8 +13,6 @@ decides, then how the list was taken in earlier batches; what is still open is r
 
 Measures a batch: how long its tensors and lists are, and which lists may hold samples.
 
-See [Note: Lists of samples] in ``microbatches.py``.
-
 Layers that look at all rows of a batch, which a pipeline cuts into microbatches.
 """
 

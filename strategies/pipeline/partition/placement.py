@@ -19,10 +19,12 @@ from torch.nn import Module
 from boltmesh.errors import ConfigError
 from boltmesh.strategies.dry_run.broadcast import broadcast_from_rank0
 from boltmesh.strategies.pipeline.options import PipelineContext, Silent, Split
-from boltmesh.strategies.pipeline.partition.choose import MemoryBudget, cut_units, unit_cost
-from boltmesh.strategies.pipeline.partition.cost import (
+from boltmesh.strategies.pipeline.partition.choose import (
+    MemoryBudget,
+    cut_units,
     kept_by_stage,
     measure_units,
+    unit_cost,
     units_in_call_order,
     units_in_model_order,
 )

@@ -14,7 +14,7 @@ from boltmesh.strategies.pipeline.options import PipelineContext
 from boltmesh.strategies.pipeline.partition.choose import MemoryBudget
 from boltmesh.strategies.pipeline.partition.materialize import DeferredModel
 from boltmesh.strategies.pipeline.partition.placement import divide, place
-from boltmesh.strategies.pipeline.stage.absent_params import make_absent
+from boltmesh.strategies.pipeline.stage.units import make_absent
 from boltmesh.telemetry.writer.null_recorder import NullRecorder
 from tests.support.ranks import run_ranks
 
