@@ -1,7 +1,6 @@
 """The pipeline axis: each of its ranks holds some stages of the model, and runs them.
 
-What the engine calls. The model in stages is ``staged_model.py``; here is what it needs of a run,
-and what its ranks answer in checkpoints and forecasts.
+The model in stages is ``staged_model.py``; here is what the engine calls.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
