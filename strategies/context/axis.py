@@ -41,7 +41,6 @@ from boltmesh.strategies.context.positions import Positions, divide
 from boltmesh.strategies.context.verify import ContextProof, results_whole
 from boltmesh.strategies.deferred_initialization.materialize import own_modules, prepare_modules
 from boltmesh.strategies.dry_run.batch_check import BYTES_PER_RANK, BatchDigest, SameBatchCheck
-from boltmesh.strategies.dry_run.broadcast import broadcast_from_rank0
 from boltmesh.strategies.dry_run.sample import sample_batch
 from boltmesh.strategies.dry_run.step import DryRun
 from boltmesh.strategies.engine.axis import Axis, FakeRuns, StepFunction
@@ -49,6 +48,7 @@ from boltmesh.strategies.lightning_compat.loops import step_arguments
 from boltmesh.strategies.pipeline.runtime.stage import ValueSpec
 from boltmesh.strategies.pipeline.stage.cut import StageBorders
 from boltmesh.strategies.pipeline.stage.trace import StepTrace, TensorSpec
+from boltmesh.strategies.random_state import broadcast_from_rank0
 from boltmesh.strategies.tensor.analysis.analyse import analyse
 from boltmesh.strategies.tensor.expected_traffic import CountingGroup, OperatorTraffic, count_step
 from boltmesh.telemetry.traffic import ExpectedTraffic

@@ -41,7 +41,7 @@ from boltmesh.strategies.data_parallel.options import ZeroOptions
 from boltmesh.strategies.data_parallel.pipeline_ddp import agreement_bytes
 from boltmesh.strategies.data_parallel.units import find_units
 from boltmesh.strategies.engine.data_axis import AxisContext
-from boltmesh.strategies.tiling.weight import TiledWeight
+from boltmesh.strategies.tiling.apply import TiledWeight
 from boltmesh.telemetry.snapshot import MemoryKind
 from boltmesh.telemetry.traffic import ExpectedTraffic, added_up
 

@@ -50,8 +50,7 @@ from boltmesh.strategies.engine.data_axis import AxisContext
 from boltmesh.strategies.offload.bucket_layout import held_alone, held_unit
 from boltmesh.strategies.offload.state import StagingFile
 from boltmesh.strategies.parameter_access import register_units
-from boltmesh.strategies.tiling.apply import apply_tiling
-from boltmesh.strategies.tiling.weight import TiledWeight
+from boltmesh.strategies.tiling.apply import TiledWeight, apply_tiling
 from boltmesh.strategies.torch_compat.fsdp import StepUnits, is_gathered, prepare_class
 from boltmesh.strategies.torch_compat.fsdp_hooks import instrument, keep_for_derivatives
 from boltmesh.strategies.torch_compat.gathered_writes import GatheredWrites

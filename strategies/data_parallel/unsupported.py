@@ -27,7 +27,7 @@ from boltmesh.strategies.optimizer_probe import (
     mixes_parameters,
     needs_all_ranks,
 )
-from boltmesh.strategies.tiling.weight import TiledWeight
+from boltmesh.strategies.tiling.apply import TiledWeight
 from boltmesh.strategies.torch_compat.autograd import has_accumulation_hooks
 
 

@@ -30,7 +30,6 @@ from boltmesh.strategies.checkpoint.file import AtomicCheckpointIO
 from boltmesh.strategies.compiled_blocks import CompiledBlocks
 from boltmesh.strategies.deferred_initialization.deferred import deferred_init
 from boltmesh.strategies.deferred_initialization.materialize import materialize
-from boltmesh.strategies.dry_run.broadcast import share_random_state
 from boltmesh.strategies.dry_run.unsupported import refuse_callbacks, refuse_lone_saves, refuse_run
 from boltmesh.strategies.engine.axis import Axis
 from boltmesh.strategies.engine.checkpointing import (
@@ -52,7 +51,7 @@ from boltmesh.strategies.lightning_compat.trainer import (
     reads_gradients,
     trainer_of,
 )
-from boltmesh.strategies.random_state import seed_random_state
+from boltmesh.strategies.random_state import seed_random_state, share_random_state
 from boltmesh.strategies.tiling.logits import LogitTiling
 from boltmesh.telemetry.snapshot import AlertThresholds, MemoryKind
 from boltmesh.telemetry.traffic import ExpectedTraffic, added_up

@@ -20,7 +20,6 @@ from typing_extensions import override
 from boltmesh.errors import ConfigError, UnsupportedError
 from boltmesh.strategies.checkpoint.optimizer_state import Take, joined_state
 from boltmesh.strategies.dry_run.batch_check import BatchDigest, batch_digest
-from boltmesh.strategies.dry_run.broadcast import broadcast_from_rank0
 from boltmesh.strategies.dry_run.fake_optimizers import fake_optimizers
 from boltmesh.strategies.dry_run.sample import batch_sizes, sample_batch
 from boltmesh.strategies.dry_run.unsupported import refuse_lazy
@@ -64,6 +63,7 @@ from boltmesh.strategies.pipeline.stage_params import add_pending, gathered
 from boltmesh.strategies.pipeline.staged_model import StagedModel
 from boltmesh.strategies.pipeline.training import training_step
 from boltmesh.strategies.progress import long_phase
+from boltmesh.strategies.random_state import broadcast_from_rank0
 from boltmesh.strategies.torch_compat.optimizers import TOTAL_NORM, total_norm_replaced, zeroed_by
 from boltmesh.telemetry.snapshot import MemoryKind
 from boltmesh.telemetry.traffic import ExpectedTraffic

@@ -32,7 +32,7 @@ from torch.nn import Module
 from boltmesh.errors import BoltMeshError, PipelineError
 from boltmesh.failure_board import FailureBoard
 from boltmesh.schedule_sim import Action
-from boltmesh.strategies.dry_run.broadcast import broadcast_from_rank0
+from boltmesh.strategies.random_state import broadcast_from_rank0
 
 _PHASES: Final = {
     "F": "the forward pass",

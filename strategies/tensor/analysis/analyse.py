@@ -19,11 +19,11 @@ from boltmesh.strategies.tensor.analysis.symbolic_dims import Dim
 from boltmesh.strategies.tensor.analysis.trace import DimTrace, OperatorRecord, of_parameters
 from boltmesh.strategies.torch_compat.autograd import is_in_backward
 from boltmesh.strategies.torch_compat.modules import swapped_state
-from boltmesh.strategies.torch_compat.packed_sequences import FakePackedSequences
 from boltmesh.strategies.torch_compat.tensors import (
     GROUPED_PRODUCT,
     NEEDS_DATA,
     DispatchMode,
+    FakePackedSequences,
     FakeTensorMode,
     OpOverload,
     fake_tensors,
