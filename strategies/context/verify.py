@@ -21,7 +21,7 @@ from boltmesh.errors import BoltMeshError, ConfigError
 from boltmesh.strategies.context.cut import ContextState, make_all_whole, step_ended
 from boltmesh.strategies.context.dispatch import functions_watched
 from boltmesh.strategies.context.entries import Entries, SequenceEntry
-from boltmesh.strategies.dry_run.step import DryRun, DryRunOutcome, difference
+from boltmesh.strategies.dry_run.step import DryRun, DryRunOutcome, difference, full_float32
 from boltmesh.strategies.pytree import replace_tensors
 from boltmesh.strategies.tensor.verify import (
     converted,
@@ -29,7 +29,6 @@ from boltmesh.strategies.tensor.verify import (
     nudge,
     parameters_kept,
 )
-from boltmesh.strategies.torch_compat.float32 import full_float32
 
 SHORT = 1024
 """Positions of a sequence that is verified; longer ones are shortened where the step allows it."""

@@ -8,6 +8,8 @@ own size, but at least to a thousandth of the largest one, because gradients of 
 up to rounding. A rounding may decide which expert a token goes to. How far apart two right runs can
 be is measured by a third one, of the whole model with parameters that differ by little more than
 roundings.
+
+``full_float32`` keeps torch from computing fp32 products with fewer bits: TF32, and bf16 on CPUs.
 """
 
 import copy
@@ -355,3 +357,28 @@ def _most_apart(one: Tensor, other: Tensor) -> Tensor:
 
 def _ordinal(place: int) -> str:
     return "first" if place == 0 else f"{place + 1}th"
+
+
+@contextmanager
+def full_float32() -> Iterator[None]:
+    """Context in which products and convolutions of fp32 tensors are computed in fp32.
+
+    Each operator is switched by itself: torch raises where this interface, which may be read
+    always, is mixed with ``set_float32_matmul_precision`` or ``allow_tf32`` for several at once.
+    """
+    backends: list[Any] = [
+        torch.backends.cuda.matmul,
+        torch.backends.cudnn.conv,  # type: ignore[attr-defined]
+        torch.backends.cudnn.rnn,
+        torch.backends.mkldnn.matmul,  # type: ignore[attr-defined]
+        torch.backends.mkldnn.conv,  # type: ignore[attr-defined]
+        torch.backends.mkldnn.rnn,  # type: ignore[attr-defined]
+    ]
+    before = [each.fp32_precision for each in backends]
+    try:
+        for each in backends:
+            each.fp32_precision = "ieee"
+        yield
+    finally:
+        for each, precision in zip(backends, before, strict=True):
+            each.fp32_precision = precision

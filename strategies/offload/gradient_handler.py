@@ -25,11 +25,10 @@ from torch.optim import Optimizer
 from boltmesh.strategies.grad_norm import HasSquaredNorm, joint_norm
 from boltmesh.strategies.offload.bucket_layout import shard_groups
 from boltmesh.strategies.offload.buckets import Bucket, Slot
-from boltmesh.strategies.offload.gradients import BucketGradients
 from boltmesh.strategies.offload.host_memory import HostArena
 from boltmesh.strategies.offload.state import OffloadedState
 from boltmesh.strategies.offload.step_in_backward import BackwardStepper
-from boltmesh.strategies.offload.stepper import BucketStep, Stepper, WorkerTask
+from boltmesh.strategies.offload.stepper import BucketGradients, BucketStep, Stepper, WorkerTask
 from boltmesh.strategies.offload.streams import CopyStream
 from boltmesh.strategies.offload.update_rule import Update
 from boltmesh.strategies.torch_compat.autograd import after_gradient

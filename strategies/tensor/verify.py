@@ -33,6 +33,7 @@ from boltmesh.strategies.dry_run.step import (
     DryRun,
     DryRunOutcome,
     difference,
+    full_float32,
 )
 from boltmesh.strategies.pytree import replace_tensors
 from boltmesh.strategies.tensor.expected_traffic import CountedGroup, OperatorTraffic
@@ -48,7 +49,6 @@ from boltmesh.strategies.tensor.plan import (
 from boltmesh.strategies.tensor.runtime.apply import apply_plan
 from boltmesh.strategies.tensor.runtime.collectives import TensorGroup
 from boltmesh.strategies.tensor.skip_blocks import blocks_passed, lasts_of, parameters_lent
-from boltmesh.strategies.torch_compat.float32 import full_float32
 
 
 def division_of(entry: ShardedParameter, size: int, rank: int) -> DimDivision:

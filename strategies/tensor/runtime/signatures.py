@@ -32,6 +32,7 @@ from boltmesh.strategies.dry_run.step import (
     TOLERANCE,
     DryRunOutcome,
     difference,
+    full_float32,
     without_dropout,
 )
 from boltmesh.strategies.tensor.plan import ShardedParameter
@@ -46,7 +47,6 @@ from boltmesh.strategies.tensor.runtime.param_swap import (
 )
 from boltmesh.strategies.tensor.runtime.sequence import RunningStack, opened
 from boltmesh.strategies.torch_compat.autograd import unrecorded
-from boltmesh.strategies.torch_compat.float32 import full_float32
 from boltmesh.strategies.torch_compat.tensors import is_fake, tree_leaves
 
 Signature = tuple[tuple[str, Any], ...]
