@@ -1,5 +1,6 @@
 """A checkpoint as a directory of shards: written by all ranks together, read by each separately."""
 
+import re
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial as bind
@@ -17,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from boltmesh.errors import CheckpointError
 from boltmesh.strategies.checkpoint.adapters import TRAINABLE_ONLY
+from boltmesh.strategies.checkpoint.archive_check import is_damage
 from boltmesh.strategies.checkpoint.async_save import serialised, take_snapshot
 from boltmesh.strategies.checkpoint.collective_errors import (
     all_or_none,
@@ -182,6 +184,9 @@ def find_damage(place: str | Path, *, threads: int = 1) -> str | None:
     """Why not all bytes of a directory are those that were written, in words; None when they are.
 
     Reads all of it, a piece of 64 MiB per thread at a time.
+
+    Raises:
+        OSError: The medium cannot be read.
     """
     if fault := find_fault(place):
         return fault
@@ -194,7 +199,11 @@ def find_damage(place: str | Path, *, threads: int = 1) -> str | None:
         with ThreadPoolExecutor(threads) as pool:
             for _ in pool.map(reader.check, reader.pieces()):
                 pass
-    except (CheckpointError, OSError) as error:
+    except CheckpointError as error:
+        return re.sub(r"\. (Resume from|Take) another checkpoint\.$", "", str(error))
+    except OSError as error:
+        if not is_damage(error):
+            raise
         return str(error)
     return None
 
