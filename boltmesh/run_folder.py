@@ -218,14 +218,14 @@ def _unreadable(error: OSError) -> str:
 
 
 def _missing(path: Path) -> str | None:
-    """What a checkpoint lacks to be complete, in words; OSError when it cannot be read."""
+    """Return the fault of an incomplete checkpoint, in words; OSError when it cannot be read."""
     if path.is_dir():
         return find_fault(path)
     return None if path.is_file() else "it is not a plain file"
 
 
 def _damage(path: Path) -> str | None:
-    """What of a complete checkpoint are not the bytes that were written, in words.
+    """Return the damage of a complete checkpoint, in words; None when its bytes are as written.
 
     Raises:
         OSError: It cannot be read.

@@ -29,11 +29,11 @@ _NOT_READ = (
     ArithmeticError, AttributeError, LookupError, TypeError, ValueError, yaml.YAMLError,
     OmegaConfBaseException,
 )  # fmt: skip
-"""What the parser raises for a text: for a wrong value behind a tag, such as ``!!timestamp x``,
+"""Errors of the parser; for a wrong value behind a tag, such as ``!!timestamp x``, it raises
 whatever its own code runs into."""
 
 _MAX_BITS = 64
-"""Of a whole number: what torch, the files and the system calls behind a config can hold."""
+"""A whole number may have so many: torch, files and system calls hold no more."""
 
 _WORD = re.compile(r"[\w.:+-]+")
 
