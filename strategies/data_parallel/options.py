@@ -208,14 +208,8 @@ class ZeroOptions:
             )
         if isinstance(expert, int) and expert < 1:
             raise ConfigError(f"expert={expert} holds no rank. Use 2 or more, or leave it out.")
-        beside = {
-            "offload_optimizer": self.offload_optimizer,
-            "offload_parameters": self.offload_parameters,
-            "tile_linear_bytes": self.tile_linear_bytes,
-        }
-        for name, value in beside.items():
-            if value is not None:
-                raise ConfigError(
-                    f"expert={expert!r} keeps experts on their ranks, and {name}={value!r} is not "
-                    f"possible beside it yet. Leave {name} or expert out."
-                )
+        if self.tile_linear_bytes is not None:
+            raise ConfigError(
+                f"expert={expert!r} keeps experts on their ranks, and tile_linear_bytes="
+                f"{self.tile_linear_bytes} is not possible beside it yet. Leave one of the two out."
+            )

@@ -223,7 +223,11 @@ def _routed(model: Module, name: str, call: ExpertCall, widths: set[int]) -> "Ex
     highest = int(experts.max())
     own = dict(module.named_parameters())
     shared = ""
-    for number in sorted((each for each in widths if each > max(1, highest)), reverse=True):
+    # A router may choose among one more: rows that go through no expert.
+    leading = {p.shape[0] for p in own.values() if p.ndim}
+    are_equal = len(leading) == 1 and max(leading) < max(widths, default=0)
+    numbers = widths | leading if are_equal else widths
+    for number in sorted((each for each in numbers if each > max(1, highest)), reverse=True):
         others = [each for each, p in own.items() if not p.ndim or p.shape[0] % number]
         if len(others) == len(own):
             continue

@@ -6,6 +6,7 @@ losses are on. 1e-6 is fp32; sums of rows and of gradients have another order.
 
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -146,6 +147,53 @@ def test_experts_beside_other_axes_equal_one_process(case: str) -> None:
     assert max(gaps.values()) < 2e-6, gaps
 
 
+OFFLOADED: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
+    "state": ("mixtral", 2, {"stage": 2, "offload_optimizer": "cpu"}, {"accumulate": 2}),
+    "parameters": (
+        "mixtral",
+        2,
+        {"stage": 3, "offload_optimizer": "cpu", "offload_parameters": "cpu"},
+        {"optimizer": "adamw", "reads_gradients": False},
+    ),
+    "parameters, 2 of 4": (
+        "gpt_oss",
+        4,
+        {"stage": 3, "offload_optimizer": "cpu", "offload_parameters": "cpu", "expert": 2},
+        {"optimizer": "adamw", "reads_gradients": False, "steps": 4},
+    ),
+    "list": (
+        "list",
+        2,
+        {"stage": 3, "offload_optimizer": "cpu", "offload_parameters": "cpu"},
+        {"optimizer": "adamw", "accumulate": 2, "reads_gradients": False},
+    ),
+    "shards of 2": (
+        "stacked",
+        4,
+        {"stage": 3, "offload_optimizer": "cpu", "shard_size": 2, "expert": 4},
+        {"optimizer": "adamw", "reads_gradients": False},
+    ),
+    "disk": (
+        "stacked",
+        2,
+        {"stage": 3, "offload_optimizer": "nvme", "offload_parameters": "nvme"},
+        {"optimizer": "adamw", "reads_gradients": False},
+    ),
+}
+
+
+@pytest.mark.sample("parameters", "list")
+@pytest.mark.parametrize("case", OFFLOADED)
+def test_offloaded_experts_equal_one_process(case: str, tmp_path: Path) -> None:
+    kind, world_size, strategy, options = OFFLOADED[case]
+    if case == "disk":
+        strategy = {**strategy, "offload_path": tmp_path}
+    ranks = run_ranks(partial(train, kind=kind, strategy=strategy, **options), world_size)
+    alone = {key: value for key, value in options.items() if key != "reads_gradients"}
+    gaps = differences(ranks, train_alone(world_size, kind, **alone))
+    assert max(gaps.values()) < 4e-6, gaps
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [
@@ -269,17 +317,9 @@ def test_one_trainer_runs_several_loops(world_size: int) -> None:
     assert all("Shard(dim=0)" in places or world_size == 1 for (places,) in found)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"offload_optimizer": "cpu"},
-        {"tile_linear_bytes": 8192},
-    ],
-)
-def test_options_that_experts_exclude_are_refused(options: dict[str, Any]) -> None:
-    (name,) = options
-    with pytest.raises(ConfigError, match=f"{name}=.* is not possible beside it"):
-        ZeROStrategy(expert=2, **options)
+def test_tiles_are_refused() -> None:
+    with pytest.raises(ConfigError, match="tile_linear_bytes=8192 is not possible beside it"):
+        ZeROStrategy(expert=2, stage=3, tile_linear_bytes=8192)
 
 
 @pytest.mark.parametrize("expert", [0, "host"])
