@@ -105,6 +105,8 @@ class Parallel3DStrategy(MeshStrategy):
         tensor: int = 1,
         context: int = 1,
         expert: int | Literal["node"] | None = None,
+        expert_capacity: float | None = None,
+        expert_bias: Literal["update"] | float | None = None,
         zero_stage: int = 1,
         offload_optimizer: Tier | None = None,
         offload_parameters: Tier | None = None,
@@ -137,6 +139,8 @@ class Parallel3DStrategy(MeshStrategy):
             "blocks": None if blocks is None else tuple(blocks),
             "shard_size": shard_size,
             "expert": expert,
+            "expert_capacity": expert_capacity,
+            "expert_bias": expert_bias,
         }
         stages: dict[str, Any] = {
             "microbatches": microbatches,
@@ -192,7 +196,8 @@ class Parallel3DStrategy(MeshStrategy):
         data_axis.wanted_size = data
         axes: list[Axis] = [data_axis, self.tensor_axis]
         if expert is not None:
-            axes.append(ExpertAxis(expert))
+            rate = ZeroOptions(expert_bias=expert_bias, expert=expert).expert_bias_rate
+            axes.append(ExpertAxis(expert, expert_capacity, rate))
             if sequence_parallel:
                 raise ConfigError(
                     f"sequence_parallel=True divides the rows between layers, and a router has to "
@@ -246,7 +251,9 @@ def _data_axis(stage: int, shards: Mapping[str, Any], pipeline: int, tensor: int
         )
     if shards["expert"] is not None and not stage:
         # Replicas are shards of one rank each: experts beside them are shards in any case.
-        for name, value in _changed({**shards, "expert": None}, ZeroOptions()).items():
+        of_experts = ("expert", "expert_capacity", "expert_bias")
+        others = {name: each for name, each in shards.items() if name not in of_experts}
+        for name, value in _changed(others, ZeroOptions()).items():
             raise _about_shards(name, value)
         return ZeroAxis(ZeroOptions(stage=1, key="zero_stage", **{**shards, "shard_size": 1}))
     if stage:

@@ -6,6 +6,7 @@ the model is what the other axes make of it. Ranks of a tensor group have the sa
 its part of them, and experts are whole.
 """
 
+import math
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -29,17 +30,19 @@ from boltmesh.strategies.engine.axis import Axis
 from boltmesh.strategies.engine.data_axis import OwnedRows
 from boltmesh.strategies.expert.exchange import EqualRows
 from boltmesh.strategies.expert.expected_traffic import expected_bytes
-from boltmesh.strategies.expert.find import Experts, Findings, find_experts
+from boltmesh.strategies.expert.find import Experts, Findings, find_biases, find_experts
 from boltmesh.strategies.expert.module_list import DividedList, divide
 from boltmesh.strategies.expert.verify import prove
 from boltmesh.strategies.lightning_compat.loops import step_arguments
 from boltmesh.strategies.lightning_compat.trainer import autocast_dtype
 from boltmesh.strategies.mesh import MeshLayout
+from boltmesh.strategies.torch_compat.autograd import is_in_backward
 from boltmesh.strategies.torch_compat.modules import is_compiled
 from boltmesh.telemetry.traffic import ExpectedTraffic
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from torch.utils.hooks import RemovableHandle
 
     from boltmesh.strategies.expert.divided import DividedExperts
 
@@ -56,6 +59,9 @@ class ExpertAxis(Axis):
 
     Args:
         asked: Ranks that have all experts together, or ``"node"``.
+        capacity: Rows that an expert takes of a rank's batch in training, over those of an even
+            load. None: all.
+        bias_rate: By how much a router's correction bias changes in a step. None: not at all.
     """
 
     name = "expert"
@@ -64,8 +70,15 @@ class ExpertAxis(Axis):
     can_compile = False
     needs_values = True
 
-    def __init__(self, asked: int | str) -> None:
-        self.asked = asked
+    def __init__(
+        self, asked: int | str, capacity: float | None = None, bias_rate: float | None = None
+    ) -> None:
+        self.asked, self.capacity, self.bias_rate = asked, capacity, bias_rate
+        self._biases: dict[str, str] = {}
+        """By the name of the experts, the buffer by which their router's choices are corrected."""
+        self._chosen: dict[str, Tensor] = {}
+        """Rows of each expert since the last step, of this rank."""
+        self._hooks: list[RemovableHandle] = []
         self._found: tuple[list[Experts], Findings] = [], Findings()
         """Experts of a module that is about to be divided, as all ranks have agreed."""
         self.divided: dict[str, DividedExperts] = {}
@@ -181,8 +194,19 @@ class ExpertAxis(Axis):
         run = DryRun(module, step, (batch, *step_arguments(module, step)), _CPU, around=around)
         # Under manual optimisation backward passes are part of the step.
         has_backward = not module.automatic_optimization
-        found = find_experts(module, partial(run.run, has_backward=has_backward))
-        self._found = self._agreed(found), found
+        watched = partial(run.run, has_backward=has_backward)
+        found = find_experts(module, watched)
+        experts = self._agreed(found)
+        self._found = experts, found
+        if self.bias_rate is not None:
+            self._biases = find_biases(module, experts, watched)
+            without = next((each.name for each in experts if each.name not in self._biases), None)
+            if without is not None:
+                raise ConfigError(
+                    f"expert_bias= was asked for, and the router of {without!r} has no buffer with "
+                    f"a number for each expert that its choices are corrected by. Leave "
+                    f"expert_bias out."
+                )
 
     @override
     def kept_whole(self) -> Collection[str]:
@@ -297,16 +321,63 @@ class ExpertAxis(Axis):
         for divided in self.divided.values():
             divided.put_on()
             divided.count = self._count
+            divided.exchange.drop = partial(self._drop, divided.name)
             divided.equal_rows = equal_rows
+            if self.capacity is not None and divided.experts.kind != "batched":
+                divided.set_capacity(self._places(divided))
         one = next(iter(self.divided.values()))
         rank_zero_info(
             f"Experts: {len(self.divided)} modules such as {one.name!r}, "
             f"{one.exchange.num_local} of {one.experts.num_experts} experts on each rank."
         )
 
+    def _places(self, divided: "DividedExperts") -> int:
+        """Return the rows that an expert takes of each rank's batch. Collective."""
+        assert self.capacity is not None
+        shape = divided.shape.part(self.strategy.layout.tensor)
+        of_ranks: list[int] = [0] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, shape.num_rows * shape.num_choices)
+        return max(1, math.ceil(self.capacity * max(of_ranks) / shape.num_experts))
+
     def _count(self, name: str, chosen: Tensor, num_experts: int) -> None:
         # The recorder is that of the run: another one for each fit.
         self.strategy.recorder.expert_rows(name, chosen, num_experts)
+        if name in self._biases and torch.is_grad_enabled() and not is_in_backward():
+            rows = chosen.new_zeros(num_experts, dtype=torch.float32)
+            flat = chosen.detach().reshape(-1).long()
+            rows.scatter_add_(0, flat, torch.ones_like(flat, dtype=torch.float32))
+            self._chosen[name] = self._chosen.get(name, 0) + rows
+
+    def _drop(self, name: str, count: Tensor) -> None:
+        self.strategy.recorder.dropped_rows(name, count)
+
+    @override
+    def start(self, trainer: Trainer) -> None:
+        for each in self._hooks:
+            each.remove()
+        optimizers = self.strategy.optimizers if self._biases else []
+        self._hooks = [each.register_step_post_hook(self._correct) for each in optimizers[:1]]
+
+    @torch.no_grad()
+    def _correct(self, *_: object) -> None:
+        """Raise the bias of experts with fewer rows than the mean, lower that of others.
+
+        Source: DeepSeek-V3, https://arxiv.org/abs/2412.19437, section 2.1.2
+        """
+        names = [name for name in self._biases if name in self._chosen]
+        if not names:
+            return
+        assert self.bias_rate is not None
+        assert self._replicas is not None
+        assert self._module is not None
+        rows = torch.cat([self._chosen[name] for name in names])
+        for group in (self.strategy.groups[self.name], self._replicas):
+            dist.all_reduce(rows, group=group)
+        sizes = [len(self._chosen[name]) for name in names]
+        for name, of_layer in zip(names, rows.split_with_sizes(sizes), strict=True):
+            bias = self._module.get_buffer(self._biases[name])
+            bias += self.bias_rate * (of_layer.mean() - of_layer).sign().view_as(bias)
+        self._chosen.clear()
 
     @override
     def owned_rows(self) -> OwnedRows | None:

@@ -7,6 +7,7 @@ experts are set to those of a rank.
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -64,6 +65,11 @@ class DividedExperts:
     @note.setter
     def note(self, note: Callable[[str], None]) -> None:
         self.exchange.note = note
+
+    def set_capacity(self, capacity: int) -> None:
+        """Let an expert take so many rows of each rank's batch in training, and no more."""
+        self.exchange.capacity = capacity
+        self.shape = replace(self.shape, capacity=capacity)
 
     def put_on(self) -> None:
         """Take the place of the module's ``forward``; parameters are those of this rank's part."""
@@ -129,7 +135,9 @@ class DividedExperts:
         if equal is not None:
             rows, chosen, weights = map(equal.part, (rows, chosen, weights))
         self.count(self.name, chosen, self.experts.num_experts)
-        results = self.exchange.run(rows, chosen, weights, compute)
+        has_places = self.exchange.capacity is not None and self.module.training
+        exchange = self.exchange.run_in_places if has_places else self.exchange.run
+        results = exchange(rows, chosen, weights, compute)
         return results if equal is None else equal.whole(results, num_rows)
 
     def _sizes(self, given: Mapping[Slot, Any], rows: Tensor) -> Sequence[int]:

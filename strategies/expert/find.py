@@ -164,6 +164,51 @@ def find_experts(model: Module, step: Callable[[], object]) -> Findings:
     return found
 
 
+def find_biases(
+    model: Module, experts: Iterable[Experts], step: Callable[[], object]
+) -> dict[str, str]:
+    """Return the name of each router's buffer that corrects choices, by the name of its experts.
+
+    It is as long as its experts are many, next to them, and who raises one of its elements makes
+    every row choose that expert.
+
+    Args:
+        model: Whose modules are looked at.
+        experts: Routed experts of it.
+        step: Runs it.
+    """
+    near: dict[str, str] = {}
+    for each in experts:
+        above = each.name
+        while each.kind == "routed" and each.name not in near and "." in above:
+            above = above.rpartition(".")[0]
+            fitting = [
+                f"{above}.{name}"
+                for name, buffer in model.get_submodule(above).named_buffers()
+                if buffer.is_floating_point() and buffer.numel() == each.num_experts
+                if not f"{above}.{name}".startswith(f"{each.name}.")
+            ]
+            if len(fitting) == 1:
+                near[each.name] = fitting[0]
+    before = {name: model.get_buffer(name).clone() for name in near.values()}
+    try:
+        for name in before:
+            model.get_buffer(name).view(-1)[0] += 1e6
+        calls = find_experts(model, step).calls
+    finally:
+        for name, value in before.items():
+            model.get_buffer(name).copy_(value)
+    found: dict[str, str] = {}
+    for each in experts:
+        call = calls.get(each.name)
+        if call is None or each.name not in near:
+            continue
+        chosen = arguments(call.args, call.kwargs)[each.slots["experts"]]
+        if bool((chosen == 0).any(-1).all()):
+            found[each.name] = near[each.name]
+    return found
+
+
 def detached(call: ExpertCall, device: torch.device | None = None) -> ExpertCall:
     """Return a call without its graph, on a device if one is given."""
 

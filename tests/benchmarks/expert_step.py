@@ -17,7 +17,6 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,8 +31,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
 from boltmesh.strategies.expert.divided import DividedExperts
-from boltmesh.strategies.expert.expected_traffic import expected_rows
 from boltmesh.strategies.expert.exchange import RoutePlan
+from boltmesh.strategies.expert.expected_traffic import expected_rows
 from boltmesh.strategies.expert.find import find_experts
 from tests.support.ranks import run_ranks
 
@@ -190,7 +189,7 @@ def measure(rank: int, world_size: int, shape: Shape, rounds: int, steps: int) -
     wanted.backward()
     variants = [Variant(name, whole, shape) for name in ("boltmesh", "transformers", "by hand")]
     counted: dict[str, float] = {}
-    swap: Callable[..., Tensor] = RoutePlan.swap
+    swap: Any = RoutePlan.swap
     sent: list[int] = []
 
     def noted(plan: RoutePlan, tensor: Tensor, sizes: list[int], received: list[int]) -> Tensor:
@@ -242,14 +241,18 @@ def main() -> None:
     }
     size = chosen.ranks
     expected = expected_rows(1, shape.experts, shape.choices, size) * (size - 1) / size
-    print(f"{shape.experts} experts, {shape.choices} choices, {size} ranks, {shape.rows} tokens each")
+    print(
+        f"{shape.experts} experts, {shape.choices} choices, {size} ranks, {shape.rows} tokens each"
+    )
     for name, each in rows.items():
         print(f"rows a token, {name}: {each:.2f}, ratio {each / rows['transformers']:.3f}")
     print(f"rows a token, expected of this exchange: {expected:.2f}")
     moved = 4 * rows["boltmesh"] * shape.rows * shape.width * 4
     experts = shape.experts * 3 * shape.width * (shape.width // 2) * 4
     gathered = 3 * experts * (size - 1) / size
-    print(f"bytes of a layer: exchange {moved:,.0f}, ZeRO-3 {gathered:,.0f}, {moved / gathered:.3f}")
+    print(
+        f"bytes of a layer: exchange {moved:,.0f}, ZeRO-3 {gathered:,.0f}, {moved / gathered:.3f}"
+    )
     times = found[0]["times"]
     for name in times if chosen.rounds else ():
         ratios = [a / b for a, b in zip(times["boltmesh"], times[name], strict=True)]

@@ -7,7 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import Module, functional
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    PreTrainedModel,
+)
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
@@ -224,16 +229,14 @@ def build_decoder(name: str, seed: int = 0) -> Module:
         if key.endswith("Model") and isinstance(each, type) and issubclass(each, PreTrainedModel)
     ]
     decoder = next(
-        each
-        for each in kinds
-        if each.config_class is type(config) and "forward" in vars(each)
+        each for each in kinds if each.config_class is type(config) and "forward" in vars(each)
     )
     return Headed(decoder(config).float().train())
 
 
 def _config(name: str) -> Any:
     kind = CONFIG_MAPPING[name]
-    if name in {"step3p7"}:
+    if name == "step3p7":
         kind = kind.sub_configs["text_config"]
     return _shrunk(kind, CHANGES.get(name, {}))
 

@@ -55,7 +55,9 @@ def language_model(kind: str) -> Any:
     if kind != "gpt_oss":
         from tests.support import causal_lms
 
-        return causal_lms.build(kind) if causal_lms.has_head(kind) else causal_lms.build_decoder(kind)
+        return (
+            causal_lms.build(kind) if causal_lms.has_head(kind) else causal_lms.build_decoder(kind)
+        )
     more = {"num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 8, "sliding_window": 16}
     config = hf.GptOssConfig(**{**SIZES, **more}, output_router_logits=True)
     config._experts_implementation = kernel or "eager"
