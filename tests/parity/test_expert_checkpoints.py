@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
+from boltmesh.cli import run_command
 from tests.support.expert_models import MoeModule, tokens
 from tests.support.expert_runs import loader, strategy_of, trainer, whole_of
 from tests.support.ranks import run_ranks
@@ -49,6 +51,21 @@ def test_a_run_goes_on_to_the_bit(tmp_path: Path) -> None:
     resumed = run_ranks(fit, 2, options, 2, path, None)
     for one, other in zip(whole, resumed, strict=True):
         assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
+def test_an_export_has_the_names_of_files_on_the_hub(kind: str, tmp_path: Path) -> None:
+    path, target = tmp_path / "half.ckpt", tmp_path / "model"
+    trained = run_ranks(fit, 2, {"stage": 2, "expert": 2}, 1, None, str(path), kind)[0]
+    net: Any = MoeModule(kind).net
+    net.config.save_pretrained(tmp_path)
+    line = ["export", str(path), "--to", str(target), "--hf", str(tmp_path)]
+    assert run_command(line) == 0
+    names = set(load_file(target / "model.safetensors"))
+    net.save_pretrained(tmp_path / "own")
+    assert names == set(load_file(tmp_path / "own" / "model.safetensors"))
+    for name, each in type(net).from_pretrained(target).state_dict().items():
+        assert torch.equal(each, trained.get(f"net.{name}", each)), name
 
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {

@@ -223,7 +223,7 @@ def build_decoder(name: str, seed: int = 0) -> Module:
         return AutoModelForSeq2SeqLM.from_config(config).float().train()
     modeling = type(config).__module__.replace("configuration_", "modeling_")
     __import__(modeling)
-    kinds = [
+    kinds: list[Any] = [
         each
         for key, each in vars(sys.modules[modeling]).items()
         if key.endswith("Model") and isinstance(each, type) and issubclass(each, PreTrainedModel)
