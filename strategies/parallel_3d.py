@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from boltmesh.errors import ConfigError, LayoutError
 from boltmesh.strategies.context.axis import ContextAxis
-from boltmesh.strategies.context.cut import Mechanism
+from boltmesh.strategies.context.cut import Mechanism, on_positions
 from boltmesh.strategies.context.options import ContextOptions
 from boltmesh.strategies.context.positions import Balance
 from boltmesh.strategies.data_parallel.ddp import DdpAxis, DdpOptions
@@ -55,7 +55,7 @@ class Parallel3DStrategy(MeshStrategy):
         tensor: Ranks that share each layer; they have to be on one host.
         context: Ranks that divide a sequence; the data axis averages gradients over them, too, and
             shards over ``data x context``.
-        expert: As for ``ZeROStrategy``, over ``data x tensor`` ranks: experts are whole also where
+        expert: As for ``ZeROStrategy``, over ``data x context x tensor`` ranks: experts are whole also where
             ``tensor`` divides all else, and each rank of a tensor group sends its part of the rows.
         zero_stage: What is sharded over the data axis: 0 nothing (replicas), 1 the optimizer state,
             2 also the gradients, 3 also the parameters.
@@ -197,7 +197,8 @@ class Parallel3DStrategy(MeshStrategy):
         axes: list[Axis] = [data_axis, self.tensor_axis]
         if expert is not None:
             rate = ZeroOptions(expert_bias=expert_bias, expert=expert).expert_bias_rate
-            axes.append(ExpertAxis(expert, expert_capacity, rate))
+            on_rows = on_positions if context > 1 else None
+            axes.append(ExpertAxis(expert, expert_capacity, rate, on_rows))
             if sequence_parallel:
                 raise ConfigError(
                     f"sequence_parallel=True divides the rows between layers, and a router has to "

@@ -1,8 +1,9 @@
 """The expert axis: divides the experts of a model over ranks that have batches of their own.
 
-It folds the ranks of a stage, those of the data and tensor axes: groups of neighbours have all
+It folds the ranks of a stage, those of the data, context and tensor axes: groups of neighbours have all
 experts together, and ranks at the same place of such groups have the same ones. Everything else of
-the model is what the other axes make of it. Ranks of a tensor group have the same rows; each sends
+the model is what the other axes make of it. Ranks of a context group have positions of their own,
+and send the rows of these. Ranks of a tensor group have the same rows; each sends
 its part of them, and experts are whole.
 """
 
@@ -44,14 +45,12 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.utils.hooks import RemovableHandle
 
-    from boltmesh.strategies.expert.divided import DividedExperts
+    from boltmesh.strategies.expert.divided import DividedExperts, OnRows
 
 _CPU = torch.device("cpu")
 _MOST_NAMED = 3
-_ALONE = {
-    "pipeline": "exchanges of rows are not part of its schedules yet",
-    "context": "experts are given whole sequences",
-}
+_FOLDED = ("data", "context", "tensor")
+"""Axes whose ranks have experts together."""
 
 
 class ExpertAxis(Axis):
@@ -62,6 +61,7 @@ class ExpertAxis(Axis):
         capacity: Rows that an expert takes of a rank's batch in training, over those of an even
             load. None: all.
         bias_rate: By how much a router's correction bias changes in a step. None: not at all.
+        on_rows: Calls experts with this rank's rows of a sequence that a context axis divides.
     """
 
     name = "expert"
@@ -71,8 +71,13 @@ class ExpertAxis(Axis):
     needs_values = True
 
     def __init__(
-        self, asked: int | str, capacity: float | None = None, bias_rate: float | None = None
+        self,
+        asked: int | str,
+        capacity: float | None = None,
+        bias_rate: float | None = None,
+        on_rows: "OnRows | None" = None,
     ) -> None:
+        self._on_rows = on_rows
         self.asked, self.capacity, self.bias_rate = asked, capacity, bias_rate
         self._biases: dict[str, str] = {}
         """By the name of the experts, the buffer by which their router's choices are corrected."""
@@ -102,21 +107,25 @@ class ExpertAxis(Axis):
     def _size_in(self, layout: MeshLayout) -> int:
         if isinstance(self.asked, int):
             return self.asked
-        num_ranks = layout.data * layout.tensor
+        num_ranks = layout.data * layout.context * layout.tensor
         return min(self.strategy.num_processes or num_ranks, num_ranks)
 
     @override
     def check_layout(self, layout: MeshLayout) -> None:
-        size, num_ranks = self._size_in(layout), layout.data * layout.tensor
-        for axis, why in _ALONE.items():
-            if size > 1 and layout.size(axis) > 1:
-                raise LayoutError(
-                    f"expert={self.asked!r} is not possible beside {axis}={layout.size(axis)}: "
-                    f"{why}. Set {axis}=1, or leave expert out."
-                )
+        size = self._size_in(layout)
+        sizes = {name: layout.size(name) for name in _FOLDED}
+        num_ranks = math.prod(sizes.values())
+        if size > 1 and layout.pipeline > 1:
+            raise LayoutError(
+                f"expert={self.asked!r} is not possible beside pipeline={layout.pipeline}: "
+                f"exchanges of rows are not part of its schedules yet. Set pipeline=1, or leave "
+                f"expert out."
+            )
         if num_ranks % size:
             fitting = [each for each in range(1, num_ranks + 1) if num_ranks % each == 0]
-            of_axes = f" (data={layout.data} x tensor={layout.tensor})" * (layout.tensor > 1)
+            several = {n: s for n, s in sizes.items() if s > 1 or n == "data"}
+            named = " x ".join(f"{name}={each}" for name, each in several.items())
+            of_axes = f" ({named})" * (len(several) > 1)
             raise LayoutError(
                 f"expert={size} needs a multiple of {size} ranks, and there are {num_ranks}"
                 f"{of_axes}. Use {' or '.join(map(str, fitting))}."
@@ -131,7 +140,7 @@ class ExpertAxis(Axis):
         ]
 
     def _stages(self) -> list[list[int]]:
-        return self.strategy.layout.groups("data", "tensor")
+        return self.strategy.layout.groups(*_FOLDED)
 
     def _replica_groups(self) -> list[list[int]]:
         size = self.size
@@ -289,6 +298,8 @@ class ExpertAxis(Axis):
         for each in experts:
             part, call = module.get_submodule(each.name), found.calls[each.name]
             kind = _kind(part, each)
+            if strategy.layout.context > 1 and each.kind != "routed":
+                faults[kind] = "it needs whole sequences, which the context axis divides"
             if kind not in faults:
                 fault = prove(
                     part,
@@ -321,6 +332,8 @@ class ExpertAxis(Axis):
         for divided in self.divided.values():
             divided.put_on()
             divided.count = self._count
+            if self._on_rows is not None:
+                divided.on_rows = self._on_rows
             divided.exchange.drop = partial(self._drop, divided.name)
             divided.equal_rows = equal_rows
             if self.capacity is not None and divided.experts.kind != "batched":
@@ -334,7 +347,8 @@ class ExpertAxis(Axis):
     def _places(self, divided: "DividedExperts") -> int:
         """Return the rows that an expert takes of each rank's batch. Collective."""
         assert self.capacity is not None
-        shape = divided.shape.part(self.strategy.layout.tensor)
+        layout = self.strategy.layout
+        shape = divided.shape.part(layout.context).part(layout.tensor)
         of_ranks: list[int] = [0] * dist.get_world_size()
         dist.all_gather_object(of_ranks, shape.num_rows * shape.num_choices)
         return max(1, math.ceil(self.capacity * max(of_ranks) / shape.num_experts))
@@ -404,8 +418,9 @@ class ExpertAxis(Axis):
             return []
         blocks = self.strategy.recomputation.blocks
         recomputed = {part for block in blocks for part in block.modules()}
-        divided, sharing = self.divided.values(), self.strategy.layout.tensor
-        shapes = [(each.shape, each.module in recomputed) for each in divided]
+        divided, layout = self.divided.values(), self.strategy.layout
+        sharing = layout.tensor
+        shapes = [(each.shape.part(layout.context), each.module in recomputed) for each in divided]
         batch = expected_bytes(((each.part(sharing), again) for each, again in shapes), self.size)
         num_batches = self.strategy.trainer.accumulate_grad_batches
         why = (

@@ -19,6 +19,13 @@ from boltmesh.strategies.expert.exchange import Compute, EqualRows, ExpertExchan
 from boltmesh.strategies.expert.expected_traffic import ExchangeShape
 from boltmesh.strategies.expert.find import ExpertCall, Experts, Slot, arguments
 
+OnRows = Callable[[Callable[..., Tensor], tuple[Any, ...], Mapping[str, Any]], Tensor]
+
+
+def _called(run: Callable[..., Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+    """Call a function."""
+    return run(*args, **kwargs)
+
 
 class DividedExperts:
     """The experts of one module, of which each rank of a group runs its own.
@@ -45,6 +52,8 @@ class DividedExperts:
         """Called with the module's name, the experts that it has chosen, and their number."""
         self.equal_rows: EqualRows | None = None
         """Ranks that have the same rows as this one; None: there are none."""
+        self.on_rows: OnRows = _called
+        """Calls a function of rows with those of this rank, where tensors stand for others' too."""
         self._forward = module.forward
         self._around = around
         given = arguments(call.args, call.kwargs)
@@ -111,8 +120,11 @@ class DividedExperts:
         with torch.no_grad(), self._around():
             self.exchange.run(rows, chosen, weights, self._computing((), {}))
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward with rows of all ranks of the group. Collective over it."""
+        return self.on_rows(self._exchange, args, kwargs)
+
+    def _exchange(self, *args: Any, **kwargs: Any) -> Tensor:
         given, slots = arguments(args, kwargs), self.experts.slots
         rows: Tensor = given[slots["rows"]]
         flat = rows.reshape(-1, rows.shape[-1])

@@ -134,12 +134,40 @@ BESIDE: dict[str, tuple[str, int, int, dict[str, Any], dict[str, Any]]] = {
         {"optimizer": "adamw"},
     ),
     "tensor 4, expert 2": ("qwen3_moe", 4, 1, {"tensor": 4, "zero_stage": 2, "expert": 2}, {}),
+    "context": (
+        "mixtral",
+        2,
+        1,
+        {"context": 2, "zero_stage": 1},
+        {"optimizer": "adamw", "accumulate": 2},
+    ),
+    "context, recomputed": (
+        "qwen3_moe",
+        2,
+        1,
+        {"context": 2, "zero_stage": 3, "activation_checkpointing": "full"},
+        {},
+    ),
+    "data x context, expert 4": ("mixtral", 4, 2, {"context": 2, "zero_stage": 3}, {}),
+    "data x context, expert 2": (
+        "deepseek_v3",
+        4,
+        2,
+        {"context": 2, "zero_stage": 2, "expert": 2},
+        {},
+    ),
+    "context x tensor": ("qwen3_moe", 4, 1, {"context": 2, "tensor": 2, "zero_stage": 1}, {}),
     "shards of 2": ("mixtral", 4, 4, {"stage": 3, "shard_size": 2, "expert": 4}, {}),
 }
 
 
 @pytest.mark.sample(
-    "data, stage 0", "tensor, stage 1", "tensor, list", "data x tensor, expert 4", "shards of 2"
+    "data, stage 0",
+    "context",
+    "tensor, stage 1",
+    "tensor, list",
+    "data x tensor, expert 4",
+    "shards of 2",
 )
 @pytest.mark.parametrize("case", BESIDE)
 def test_experts_beside_other_axes_equal_one_process(case: str) -> None:
@@ -211,10 +239,9 @@ def test_options_of_other_axes_that_do_not_fit_are_refused(
         Parallel3DStrategy(expert=2, **options)
 
 
-@pytest.mark.parametrize("axis", ["pipeline", "context"])
-def test_axes_that_experts_are_not_beside_are_refused(axis: str) -> None:
-    with pytest.raises(LayoutError, match=f"not possible beside {axis}=2"):
-        strategy_of(zero_stage=1, expert=2, **{axis: 2}).layout_of(4)
+def test_a_pipeline_beside_experts_is_refused() -> None:
+    with pytest.raises(LayoutError, match="not possible beside pipeline=2"):
+        strategy_of(zero_stage=1, expert=2, pipeline=2).layout_of(4)
 
 
 @pytest.mark.parametrize(
@@ -334,7 +361,8 @@ class Balanced(Callback):
     """In one process: changes the bias as DeepSeek-V3 does, from what experts have got."""
 
     def __init__(self, module: MoeModule, rate: float) -> None:
-        self.rate, self.rows = rate, {}
+        self.rate = rate
+        self.rows: dict[str, Any] = {}
         for name, each in module.named_modules():
             if name.endswith("mlp.experts"):
                 each.register_forward_pre_hook(partial(self.count, name.removesuffix("experts")))
@@ -354,19 +382,19 @@ def fit_with_bias(rank: int, world_size: int, rate: float, strategy: dict[str, A
     module = MoeModule("deepseek_v3")
     chosen = strategy_of(telemetry=False, expert=2, expert_bias=rate, **strategy)
     place = chosen.layout_of(world_size).coordinates(rank)["data"]
-    run = trainer(world_size, chosen, max_steps=4, accumulate_grad_batches=2)
-    run.fit(module, loader(place, 8))
+    run = trainer(world_size, chosen, max_steps=3, accumulate_grad_batches=2)
+    run.fit(module, loader(place, 6))
     return whole_of(module), {name: each.clone() for name, each in module.named_buffers()}
 
 
 @pytest.mark.sample("strategy0")
 @pytest.mark.parametrize("strategy", [{"stage": 3}, {"tensor": 2, "zero_stage": 1}])
 def test_biases_of_routers_are_corrected_by_the_rows_of_all_ranks(strategy: dict[str, Any]) -> None:
-    ranks = run_ranks(partial(fit_with_bias, rate=0.05, strategy=strategy), 2)
+    ranks = run_ranks(partial(fit_with_bias, rate=0.02, strategy=strategy), 2)
     module = MoeModule("deepseek_v3")
-    balanced, stepper = Balanced(module, 0.05), module.configure_optimizers()
+    balanced, stepper = Balanced(module, 0.02), module.configure_optimizers()
     num_batches = 1 if "tensor" in strategy else 2
-    for step in range(4):
+    for step in range(3):
         stepper.zero_grad()
         for part in range(2):
             for rank in range(num_batches):
@@ -375,12 +403,12 @@ def test_biases_of_routers_are_corrected_by_the_rows_of_all_ranks(strategy: dict
         stepper.step()
         balanced.correct(module)
     name = next(n for n, _ in module.named_buffers() if n.endswith("e_score_correction_bias"))
-    assert module.get_buffer(name).abs().max() > 0.1
+    assert module.get_buffer(name).abs().max() > 0.01
     for parameters, buffers in ranks:
         for name, each in module.named_buffers():
             torch.testing.assert_close(buffers[name], each)
-        for name, each in module.named_parameters():
-            torch.testing.assert_close(parameters[name], each.detach(), atol=2e-6, rtol=0)
+        for name, parameter in module.named_parameters():
+            torch.testing.assert_close(parameters[name], parameter.detach(), atol=2e-6, rtol=0)
 
 
 def test_a_router_without_a_bias_is_named() -> None:
@@ -431,7 +459,7 @@ def fit_with_places(rank: int, world_size: int, capacity: float) -> Any:
 def test_rows_that_an_expert_has_no_place_for_are_dropped_and_counted(capacity: float) -> None:
     ranks = run_ranks(partial(fit_with_places, capacity=capacity), 2)
     module = MoeModule("stacked")
-    experts = [each for each in module.modules() if isinstance(each, Experts)]
+    experts: list[Any] = [each for each in module.modules() if isinstance(each, Experts)]
     rows = max(tokens(0, rank).numel() for rank in range(2))
     for each in experts:
         each.__class__ = WithPlaces
@@ -445,8 +473,8 @@ def test_rows_that_an_expert_has_no_place_for_are_dropped_and_counted(capacity: 
     assert sum(count for _, count in ranks) == sum(each.dropped for each in experts)
     assert (capacity < 1) == any(each.dropped for each in experts)
     for parameters, _ in ranks:
-        for name, each in module.named_parameters():
-            torch.testing.assert_close(parameters[name], each.detach(), atol=2e-6, rtol=0)
+        for name, parameter in module.named_parameters():
+            torch.testing.assert_close(parameters[name], parameter.detach(), atol=2e-6, rtol=0)
 
 
 @pytest.mark.parametrize(
