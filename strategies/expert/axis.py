@@ -1,9 +1,9 @@
 """The expert axis: divides the experts of a model over ranks that have batches of their own.
 
-It folds the ranks of a stage, those of the data, context and tensor axes: groups of neighbours have all
-experts together, and ranks at the same place of such groups have the same ones. Everything else of
-the model is what the other axes make of it. Ranks of a context group have positions of their own,
-and send the rows of these. Ranks of a tensor group have the same rows; each sends
+It folds the ranks of a stage, those of the data, context and tensor axes: groups of neighbours have
+all experts together, and ranks at the same place of such groups have the same ones. Everything else
+of the model is what the other axes make of it. Ranks of a context group have positions of their
+own, and send the rows of these. Ranks of a tensor group have the same rows; each sends
 its part of them, and experts are whole.
 """
 
