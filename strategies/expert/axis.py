@@ -356,7 +356,8 @@ class ExpertAxis(Axis):
     def _count(self, name: str, chosen: Tensor, num_experts: int) -> None:
         # The recorder is that of the run: another one for each fit.
         self.strategy.recorder.expert_rows(name, chosen, num_experts)
-        if name in self._biases and torch.is_grad_enabled() and not is_in_backward():
+        is_training = self.divided[name].module.training and not is_in_backward()
+        if name in self._biases and is_training:
             rows = chosen.new_zeros(num_experts, dtype=torch.float32)
             flat = chosen.detach().reshape(-1).long()
             rows.scatter_add_(0, flat, torch.ones_like(flat, dtype=torch.float32))

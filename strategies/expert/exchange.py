@@ -268,7 +268,7 @@ class ExpertExchange:
         local = local.repeat_interleave(self.capacity).repeat(self.group.size())
         back: Tensor = _Return.apply(compute(came, local, weight), plan)  # type: ignore[no-untyped-call]
         results = torch.cat((back, back.new_zeros((1, back.shape[1]))))[place]
-        return results.view(len(rows), num_choices, -1).sum(1)
+        return results.view(len(rows), num_choices, back.shape[1]).sum(1)
 
     def _plan(self, rows: Tensor, choices: Tensor) -> RoutePlan:
         """Exchange how many rows and choices go to each rank. Waits for the device, once."""

@@ -26,6 +26,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.nn import Module, ModuleDict, ModuleList
+from torch.nn.utils.parametrize import is_parametrized
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
@@ -66,6 +67,8 @@ class ExpertCall:
     """All rows that experts of a list were given, without values."""
     results: Tensor | None = None
     """Outputs for these rows, without values."""
+    is_parametrized: bool = False
+    """Whether parameters of the module were computed from others in the call."""
 
 
 def arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[Slot, Any]:
@@ -232,7 +235,8 @@ def _keep_call(
     )
     is_first = name not in seen
     if isinstance(output, Tensor) and is_first and has_experts:
-        seen[name] = detached(ExpertCall(args, dict(kwargs), output))
+        made = any(map(is_parametrized, module.modules()))
+        seen[name] = detached(ExpertCall(args, dict(kwargs), output, is_parametrized=made))
     elif is_first:
         seen.setdefault(name, ExpertCall((), {}, None))
 
@@ -287,7 +291,7 @@ def _routed(model: Module, name: str, call: ExpertCall, widths: set[int]) -> "Ex
         slots: dict[str, Slot] = {"rows": rows[0], "experts": chosen[0]}
         if weights:
             slots["weights"] = weights[0]
-        return _checked(model, "routed", name, number, slots)
+        return _checked(model, "routed", name, number, slots, call)
     if shared:
         return f"its experts share {shared!r}"
     return None
@@ -305,7 +309,7 @@ def _sorted(model: Module, name: str, call: ExpertCall) -> "Experts | str | None
     module = model.get_submodule(name)
     if any(not each.ndim or each.shape[0] % number for each in module.parameters()):
         return None
-    return _checked(model, "sorted", name, number, {"rows": rows[0], "sizes": sizes[0]})
+    return _checked(model, "sorted", name, number, {"rows": rows[0], "sizes": sizes[0]}, call)
 
 
 _STACKED = 3
@@ -330,14 +334,21 @@ def _batched(
         return None
     if not isinstance(output, Tensor) or output.shape[:-1] != rows.shape[:-1]:
         return None
-    return _checked(model, "batched", name, number, {"rows": tensors[0]})
+    return _checked(model, "batched", name, number, {"rows": tensors[0]}, call)
 
 
 def _checked(
-    model: Module, kind: Kind, name: str, number: int, slots: Mapping[str, Slot]
+    model: Module,
+    kind: Kind,
+    name: str,
+    number: int,
+    slots: Mapping[str, Slot],
+    call: ExpertCall,
 ) -> "Experts | str":
     """Return the experts, or why they cannot be divided."""
     module = model.get_submodule(name)
+    if call.is_parametrized and not any(map(is_parametrized, module.modules())):
+        return "its parameters are made of others when it is called, as by LoRA on stacked experts"
     inside = {id(each) for each in module.parameters()}
     prefix = f"{name}."
     for other, parameter in model.named_parameters(remove_duplicate=False):

@@ -75,6 +75,10 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "shards": (2, {"stage": 3}),
     "tensor 2, 2 of 4": (4, {"zero_stage": 1, "tensor": 2, "expert": 2}),
     "tensor 2, 2 of 2": (2, {"zero_stage": 3, "tensor": 2, "expert": 2}),
+    "offloaded": (
+        2,
+        {"stage": 3, "expert": 2, "offload_optimizer": "cpu", "offload_parameters": "cpu"},
+    ),
     "one": (1, {"stage": 1}),
 }
 
@@ -84,7 +88,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 @pytest.mark.parametrize(
     ("one", "other"),
     [("4 of 4", "one"), ("one", "2 of 4"), ("2 of 4", "2 of 2"), ("2 of 2", "shards"),
-     ("shards", "4 of 4"), ("tensor 2, 2 of 4", "one"), ("2 of 2", "tensor 2, 2 of 2")],
+     ("shards", "4 of 4"), ("tensor 2, 2 of 4", "one"), ("2 of 2", "tensor 2, 2 of 2"),
+     ("offloaded", "one"), ("2 of 4", "offloaded")],
 )  # fmt: skip
 def test_a_run_goes_on_in_another_layout(one: str, other: str, kind: str, tmp_path: Path) -> None:
     path = str(tmp_path / "half.ckpt")

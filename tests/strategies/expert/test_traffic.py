@@ -50,8 +50,9 @@ def fit(rank: int, world_size: int, kind: str, options: dict[str, Any], accumula
         (2, "list, even", {"expert": 2, "activation_checkpointing": "full"}, 1),
         (4, "list, even", {"expert": 2}, 2),
         (2, "all", {"expert": 2, "tensor": 2, "zero_stage": 1}, 1),
+        (2, "all", {"expert": 2, "expert_capacity": 1.0}, 2),
     ],
-    ids=["2-2", "recomputed", "4-2", "list-recomputed", "list-4-2", "tensor"],
+    ids=["2-2", "recomputed", "4-2", "list-recomputed", "list-4-2", "tensor", "capacity"],
 )
 def test_a_step_moves_what_is_expected(
     world_size: int, kind: str, options: dict[str, Any], accumulate: int
