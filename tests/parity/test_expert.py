@@ -43,6 +43,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
     "gpt_oss": ("gpt_oss", 2, {"stage": 2}, {}),
     "stacked, starved": ("stacked", 2, {"stage": 1}, {"is_starved": True, "optimizer": "adamw"}),
     "mixtral, 2 of 4": ("mixtral", 4, {"stage": 3, "expert": 2}, {"accumulate": 2}),
+    "mixtral, 8 of 8": ("mixtral", 8, {"stage": 3, "expert": 8}, {"optimizer": "adamw"}),
     "mixtral, 4 of 4": ("mixtral", 4, {"stage": 3, "expert": 4}, {}),
     "qwen3, 2 of 4, starved": (
         "qwen3_moe",
