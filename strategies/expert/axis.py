@@ -29,6 +29,7 @@ from boltmesh.strategies.dry_run.sample import sample_batch
 from boltmesh.strategies.dry_run.step import DryRun
 from boltmesh.strategies.engine.axis import Axis
 from boltmesh.strategies.engine.data_axis import OwnedRows
+from boltmesh.strategies.expert.divided import by_rows
 from boltmesh.strategies.expert.exchange import EqualRows
 from boltmesh.strategies.expert.expected_traffic import expected_bytes
 from boltmesh.strategies.expert.find import Experts, Findings, find_biases, find_experts
@@ -207,6 +208,11 @@ class ExpertAxis(Axis):
         found = find_experts(module, watched)
         experts = self._agreed(found)
         self._found = experts, found
+        for each in experts:
+            # The context axis proves the whole step before this one.
+            if self._on_rows is not None and each.kind == "routed":
+                part = module.get_submodule(each.name)
+                vars(part)["forward"] = by_rows(self._on_rows, part.forward)
         if self.bias_rate is not None:
             self._biases = find_biases(module, experts, watched)
             without = next((each.name for each in experts if each.name not in self._biases), None)
@@ -230,6 +236,8 @@ class ExpertAxis(Axis):
         strategy.recorder.name_group(self._replicas, "data")
         if self.size == 1 or self._module is module:
             return
+        for each in self._found[0]:
+            vars(module.get_submodule(each.name)).pop("forward", None)
         self._prove_and_divide(module, *self._found, strategy.step_name)
         self._found = [], Findings()
         self._module = module

@@ -27,6 +27,15 @@ def _called(run: Callable[..., Tensor], args: tuple[Any, ...], kwargs: Mapping[s
     return run(*args, **kwargs)
 
 
+def by_rows(on_rows: OnRows, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a module's forward that is called with this rank's rows."""
+
+    def run(*args: Any, **kwargs: Any) -> Tensor:
+        return on_rows(forward, args, kwargs)
+
+    return run
+
+
 class DividedExperts:
     """The experts of one module, of which each rank of a group runs its own.
 
@@ -88,6 +97,8 @@ class DividedExperts:
     def take_off(self) -> None:
         """Undo ``put_on``."""
         vars(self.module).pop("forward", None)
+        if self.on_rows is not _called:
+            vars(self.module)["forward"] = by_rows(self.on_rows, self._forward)
         self._set_counts(self.experts.num_experts)
 
     def _set_counts(self, number: int) -> None:
