@@ -108,7 +108,7 @@ class ExpertAxis(Axis):
     def _size_in(self, layout: MeshLayout) -> int:
         if isinstance(self.asked, int):
             return self.asked
-        num_ranks = layout.data * layout.context * layout.tensor
+        num_ranks = layout.data * layout.size("context") * layout.tensor
         return min(self.strategy.num_processes or num_ranks, num_ranks)
 
     @override
@@ -306,7 +306,7 @@ class ExpertAxis(Axis):
         for each in experts:
             part, call = module.get_submodule(each.name), found.calls[each.name]
             kind = _kind(part, each)
-            if strategy.layout.context > 1 and each.kind != "routed":
+            if strategy.layout.size("context") > 1 and each.kind != "routed":
                 faults[kind] = "it needs whole sequences, which the context axis divides"
             if kind not in faults:
                 fault = prove(
@@ -356,7 +356,7 @@ class ExpertAxis(Axis):
         """Return the rows that an expert takes of each rank's batch. Collective."""
         assert self.capacity is not None
         layout = self.strategy.layout
-        shape = divided.shape.part(layout.context).part(layout.tensor)
+        shape = divided.shape.part(layout.size("context")).part(layout.tensor)
         of_ranks: list[int] = [0] * dist.get_world_size()
         dist.all_gather_object(of_ranks, shape.num_rows * shape.num_choices)
         return max(1, math.ceil(self.capacity * max(of_ranks) / shape.num_experts))
@@ -429,7 +429,9 @@ class ExpertAxis(Axis):
         recomputed = {part for block in blocks for part in block.modules()}
         divided, layout = self.divided.values(), self.strategy.layout
         sharing = layout.tensor
-        shapes = [(each.shape.part(layout.context), each.module in recomputed) for each in divided]
+        shapes = [
+            (each.shape.part(layout.size("context")), each.module in recomputed) for each in divided
+        ]
         batch = expected_bytes(((each.part(sharing), again) for each, again in shapes), self.size)
         num_batches = self.strategy.trainer.accumulate_grad_batches
         why = (
