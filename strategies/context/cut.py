@@ -5,7 +5,7 @@ positions with autograd of its own. So the gradient of a local tensor is always 
 the same positions, and no operator needs a rule for its backward pass.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,6 +23,7 @@ from boltmesh.strategies.torch_compat.tensors import (
     make_wrapper,
     subclasses_unasked,
     times_written,
+    tree_leaves,
     tree_map_only,
 )
 
@@ -129,6 +130,31 @@ class CutTensor(Tensor):
     def is_simple(self) -> bool:
         """Whether the sequence is a dim of its own."""
         return self.num_outer == self.num_inner == 1
+
+
+def on_positions(
+    run: Callable[..., Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Tensor:
+    """Run what computes each row by itself on this rank's positions; return a cut tensor.
+
+    Args:
+        run: Given plain tensors of this rank's rows; returns a row for each.
+        args: Positional arguments, of which tensors are all cut in the same way, or none is.
+        kwargs: Keyword arguments.
+
+    Raises:
+        UnsupportedError: When some tensors are whole.
+    """
+    given = [each for each in tree_leaves((args, dict(kwargs))) if isinstance(each, Tensor)]
+    cut = [each for each in given if isinstance(each, CutTensor)]
+    if not cut:
+        return run(*args, **kwargs)
+    if len(cut) < len(given):
+        raise UnsupportedError(
+            "Experts are given rows of a divided sequence, and whole choices or weights for them."
+        )
+    own, named = tree_map_only(CutTensor, lambda each: each.local, (args, dict(kwargs)))
+    return next(each for each in cut if each.is_floating_point()).like(run(*own, **named))
 
 
 _run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
