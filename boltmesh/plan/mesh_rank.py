@@ -159,6 +159,8 @@ def _forecast_rank(
     for name, each in [*module.named_parameters(), *module.named_buffers()]:
         swapped[name] = make_fake(each, mode)
     with mode, swapped_state(module, swapped):
+        if state is not None:
+            state.take_batch(job.args[0])
         batch = tree_map(faked(mode, job.types.stored), job.args[0])
         complaint = measured.run(module, batch, job.types.cast)
     notes = [] if complaint is None else [f"activations are not known: {complaint}"]

@@ -254,25 +254,15 @@ def _function_of(cls: Any) -> Any:
 _functions: dict[Any, Any] = {}
 
 
-def watch_functions() -> Callable[[], None]:
-    """Let ``autograd.Function`` of the user's take cut tensors; return what undoes it."""
+@contextmanager
+def functions_watched() -> Iterator[None]:
+    """Context in which ``autograd.Function`` of the user's takes cut tensors."""
     before = torch.autograd.Function.__dict__.get("apply")
     torch.autograd.Function.apply = classmethod(_applied)  # type: ignore[method-assign,assignment]
-
-    def undo() -> None:
+    try:
+        yield
+    finally:
         if before is None:
             del torch.autograd.Function.apply
         else:
             torch.autograd.Function.apply = before  # type: ignore[method-assign]
-
-    return undo
-
-
-@contextmanager
-def functions_watched() -> Iterator[None]:
-    """Context in which ``autograd.Function`` of the user's takes cut tensors."""
-    undo = watch_functions()
-    try:
-        yield
-    finally:
-        undo()

@@ -6,7 +6,7 @@ over the ranks of every gradient have to agree. Long sequences are shortened for
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,8 @@ from boltmesh.errors import BoltMeshError, ConfigError
 from boltmesh.strategies.context.cut import ContextState, make_all_whole, step_ended
 from boltmesh.strategies.context.dispatch import functions_watched
 from boltmesh.strategies.context.entries import Entries, SequenceEntry
+from boltmesh.strategies.context.flex import flex_attention_watched
+from boltmesh.strategies.context.tokenwise import TokenwiseModule, TokenwiseModules
 from boltmesh.strategies.dry_run.step import DryRun, DryRunOutcome
 from boltmesh.strategies.pytree import replace_tensors
 from boltmesh.strategies.tensor.comparison import difference
@@ -46,6 +48,8 @@ class ContextProof:
         state: On a group of its own: a failure on one rank leaves the group unusable.
         judges: All ranks of the job, on the CPU: they agree on the result.
         blocks: Repeated blocks by name.
+        tokenwise: Modules that run on plain tensors.
+        tile: Positions that those run at a time; None: all.
     """
 
     dry_run: DryRun
@@ -53,6 +57,8 @@ class ContextProof:
     state: ContextState
     judges: ProcessGroup
     blocks: Mapping[str, Module]
+    tokenwise: Mapping[str, TokenwiseModule] = field(default_factory=dict)
+    tile: int | None = None
 
     def check(self) -> int:
         """Compare the step whole and cut; return the longest sequence that was cut.
@@ -65,7 +71,8 @@ class ContextProof:
         """
         module, device = self.dry_run.module, self.dry_run.device
         probes = dict(list(self.blocks.items())[-1:])
-        with converted(module, device, partial(torch.promote_types, torch.float32)), full_float32():
+        wide = partial(torch.promote_types, torch.float32)
+        with converted(module, device, wide), full_float32(), flex_attention_watched():
             run = replace(self.dry_run, args=_on(device, self.dry_run.args), probes=probes)
             run, lengths, whole = self._run_whole(run)
             if not lengths:
@@ -133,10 +140,16 @@ class ContextProof:
 
     def _run_cut(self, run: DryRun) -> DryRunOutcome:
         entries = Entries(run.module, self.entries, self.state)
+        self.state.take_batch(run.args)
+        is_training = run.step == "training_step"
+        modules = TokenwiseModules(
+            run.module, self.tokenwise, self.state, is_training=is_training, tile=self.tile
+        )
         try:
             with entries.on(), functions_watched(), step_ended(self.state):
                 outcome = _run_with_whole_results(run, self.state)
         finally:
+            modules.remove()
             entries.remove()
         names = sorted(outcome.gradients)
         told: list[list[str]] = [[]] * self.judges.size()

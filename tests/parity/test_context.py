@@ -130,8 +130,8 @@ def test_an_axis_that_is_named_is_divided() -> None:
 
 @pytest.mark.sample("selective")
 @pytest.mark.parametrize("kind", ["full", "selective"])
-def test_blocks_may_be_run_again(kind: str) -> None:
-    strategy = {"activation_checkpointing": kind}
+def test_blocks_may_be_run_again_and_mlps_in_tiles(kind: str) -> None:
+    strategy = {"activation_checkpointing": kind, "tile_tokens": 4, "zero_stage": 3}
     for found in run_ranks(fit_beside, 2, "llama", strategy, {"limit_train_batches": 2}):
         assert max(found.values()) < 2e-5, found
 
@@ -293,6 +293,7 @@ def test_what_would_be_wrong_is_refused_before_the_first_step(kind: str, text: s
         ({"balance": "even"}, "balance='even' does not exist"),
         ({"zero_stage": 4}, "zero_stage=4 is no ZeRO stage"),
         ({"max_gather_bytes": 0}, "max_gather_bytes=0 allows no gather"),
+        ({"tile_tokens": 0}, "tile_tokens=0 is the number of positions"),
         ({"dims": {"input_ids": "1"}}, "names no dim of a batch"),
     ],
 )

@@ -1,7 +1,7 @@
 """Rules for functions that name sizes or positions: views, slices, joins, padding."""
 
 from math import prod
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -46,10 +46,7 @@ def view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return NotImplemented
     if any(isinstance(each, torch.dtype) for each in (*args, *kwargs.values())):
         return NotImplemented
-    with subclasses_unasked():
-        given = [_meta(each) if isinstance(each, Tensor) else each for each in args]
-        shape = func(*given, **kwargs).shape
-    found = _place_in(value, shape)
+    shape, found = _shape_and_place(func, value, args, kwargs)
     if found is None:
         why = f"{func.__name__}, which divides the sequence,"
         return func(make_whole(value, why), *args[1:], **kwargs)
@@ -59,6 +56,36 @@ def view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     strict = func.__name__ in {"view", "view_as"}
     local = value.local.view(sizes) if strict else value.local.reshape(sizes)
     return value.like(local, dim=dim, num_outer=num_outer, num_inner=num_inner)
+
+
+_Seen: TypeAlias = tuple[torch.Size, tuple[int, int, int] | None]
+
+_shapes: dict[Any, _Seen] = {}
+"""Shapes of views and where their sequences are, by the arguments of the calls."""
+
+
+def _shape_and_place(
+    func: Any, value: CutTensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> _Seen:
+    """Return the shape of a view of the whole, and what ``_place_in`` says of it."""
+    key: Any = None
+    if all(isinstance(each, int) for each in args[1:]) and not kwargs:
+        key = (func, value.shape, value.cut_dim, value.num_outer, value.positions.length, args[1:])
+        known = _shapes.get(key)
+        if known is not None:
+            return known
+    with subclasses_unasked():
+        given = [_meta(each) if isinstance(each, Tensor) else each for each in args]
+        shape = func(*given, **kwargs).shape
+    found = shape, _place_in(value, shape)
+    if key is not None:
+        if len(_shapes) >= _MOST_SHAPES:  # sequences of ever new lengths
+            _shapes.clear()
+        _shapes[key] = found
+    return found
+
+
+_MOST_SHAPES = 20_000
 
 
 def _meta(tensor: Tensor) -> Tensor:
@@ -212,6 +239,8 @@ def cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     dim %= first.ndim
     pieces = [each for each in pieces if each.ndim == first.ndim]  # torch allows empty vectors
     if dim != first.cut_dim:
+        if all(isinstance(each, CutTensor) and _is_cut_as(each, first) for each in pieces):
+            return first.like(torch.cat([each.local for each in pieces], dim))
         # A piece of no length adds nothing, and has no element by which to see its sequence.
         some = [each for each in pieces if each.shape[dim] or each.dtype != first.dtype]
         return torch.cat(some, dim) if 0 < len(some) < len(pieces) else NotImplemented
@@ -234,6 +263,15 @@ def cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         local.append(part_of(each, dim, division, state))
     positions = joined(divisions)
     return make_cut(torch.cat(local, dim), dim, positions, state)
+
+
+def _is_cut_as(one: CutTensor, other: CutTensor) -> bool:
+    return (
+        one.cut_dim == other.cut_dim
+        and one.num_outer == other.num_outer
+        and one.num_inner == other.num_inner
+        and one.positions.parts == other.positions.parts
+    )
 
 
 @cut_rule("pad")

@@ -8,6 +8,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.attention import flex_attention as flex
 
 from tests.support.context_models import SMALL, HuggingFace, causal_lm
 from tests.support.context_runs import compare_model
@@ -86,12 +87,12 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, dict[str, Tensor]]]] = {
 }
 
 
-def run_models(rank: int, size: int, names: list[str]) -> dict[str, Any]:
+def run_models(rank: int, size: int, names: list[str], **options: Any) -> dict[str, Any]:
     found = {}
     for name in names:
         torch.manual_seed(3)
         model, batch = MODELS[name]()
-        found[name] = compare_model(model, [batch])
+        found[name] = compare_model(model, [batch], **options)
     return found
 
 
@@ -106,3 +107,62 @@ def test_models_without_a_rule_are_those_of_one_process(names: list[str]) -> Non
         for name, found in each.items():
             assert found["loss"] < 1e-6, name
             assert found["gradient"] < 1e-6, name
+
+
+class Flexible(nn.Module):
+    """flex_attention with a mask of documents, scores by distance, fewer heads of keys."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(61, 32), nn.Linear(32, 61)
+        self.query, self.key, self.value = nn.Linear(32, 32), nn.Linear(32, 16), nn.Linear(32, 16)
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        ids, documents = batch["input_ids"], batch["documents"]
+        x = self.embed(ids)
+        q, k, v = (
+            each(x).view(*ids.shape, -1, 8).transpose(1, 2)
+            for each in (self.query, self.key, self.value)
+        )
+
+        def shows(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return (i >= j) & (documents[b, i] == documents[b, j])
+
+        def score(value: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return value - 0.1 * (i - j)
+
+        length = ids.shape[1]
+        mask = flex.create_block_mask(shows, 2, None, length, length, "cpu", BLOCK_SIZE=16)
+        y = flex.flex_attention(q, k, v, score, mask, enable_gqa=True)
+        logits = self.head(x + y.transpose(1, 2).flatten(2))
+        return functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+
+
+def run_flexible(rank: int, size: int, balance: str) -> dict[str, Any]:
+    flex._validate_device = lambda *_: None  # torch itself refuses backward passes on CPUs
+    torch.manual_seed(3)
+    documents = torch.stack([torch.arange(50) // 11, torch.arange(50) // 30])
+    return compare_model(Flexible(), [texts(50, documents=documents)], balance=balance)
+
+
+@pytest.mark.parametrize("balance", ["contiguous", "documents"])
+def test_flex_attention_by_rows_of_its_mask_is_that_of_one_process(balance: str) -> None:
+    first, second = run_ranks(run_flexible, 2, balance)
+    for each in (first, second):
+        assert each["loss"] < 1e-6
+        assert each["gradient"] < 1e-6
+    if balance == "contiguous":  # blocks of 16 rows: the first rank's see keys up to 31
+        row = 2 * 2 * 2 * 8 * 4  # keys and values, batch, heads, channels, fp32
+        assert first["sent"]["keys"] == 25 * row
+        assert second["sent"]["keys"] == 7 * row
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_packed_documents_balanced_by_their_work_are_those_of_one_process(size: int) -> None:
+    for each in run_ranks(run_packed, size):
+        assert each["loss"] < 1e-6
+        assert each["gradient"] < 1e-6
+
+
+def run_packed(rank: int, size: int) -> dict[str, Any]:
+    return run_models(rank, size, ["packed"], balance="documents")["packed"]  # type: ignore[no-any-return]
