@@ -81,9 +81,7 @@ class ContextParallelStrategy(MeshStrategy):
         find_unused_parameters: bool = False,
         **kwargs: Any,
     ) -> None:
-        self.options = ContextOptions(
-            size, attention, balance, max_gather_bytes, dims, tile_tokens
-        )
+        self.options = ContextOptions(size, attention, balance, max_gather_bytes, dims, tile_tokens)
         self.context_axis = ContextAxis(self.options)
         replicas: DataAxis = DdpAxis(DdpOptions(find_unused_parameters=find_unused_parameters))
         if zero_stage:

@@ -255,7 +255,7 @@ class _Attention:
         if known is None:
             known = mask, _seen(mask, rows, self.key.shape[-2])
             self.state.wanted[key] = known
-        return known[1]  # type: ignore[no-any-return]
+        return known[1]
 
     def _part_of_mask(self, own: Stretches, have: Stretches) -> Tensor | None:
         mask = self.mask

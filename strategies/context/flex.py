@@ -94,4 +94,3 @@ def _shown(mask: tuple[Any, ...], own: Stretches, length: int) -> Stretches:
     blocks = shown[rows].any(0).nonzero().flatten().tolist()
     found = merged((each * keys, min((each + 1) * keys, length)) for each in blocks)
     return found or ((0, 1),)
-

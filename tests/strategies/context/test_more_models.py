@@ -165,4 +165,4 @@ def test_packed_documents_balanced_by_their_work_are_those_of_one_process(size: 
 
 
 def run_packed(rank: int, size: int) -> dict[str, Any]:
-    return run_models(rank, size, ["packed"], balance="documents")["packed"]  # type: ignore[no-any-return]
+    return run_models(rank, size, ["packed"], balance="documents")["packed"]
