@@ -41,7 +41,7 @@ from boltmesh.strategies.context.entries import (
     find_sequences,
     lengths_of,
 )
-from boltmesh.strategies.context.exchange import ContextGroup
+from boltmesh.strategies.context.exchange import ContextGroup, expected_context_traffic
 from boltmesh.strategies.context.flex import flex_attention_watched
 from boltmesh.strategies.context.options import SEQUENCES, ContextOptions, refuse_modules
 from boltmesh.strategies.context.positions import Positions
@@ -52,7 +52,7 @@ from boltmesh.strategies.context.tokenwise import (
 )
 from boltmesh.strategies.context.verify import ContextProof, results_whole
 from boltmesh.strategies.deferred_initialization.materialize import own_modules, prepare_modules
-from boltmesh.strategies.dry_run.batch_check import BYTES_PER_RANK, BatchDigest, SameBatchCheck
+from boltmesh.strategies.dry_run.batch_check import BatchDigest, SameBatchCheck
 from boltmesh.strategies.dry_run.broadcast import broadcast_from_rank0
 from boltmesh.strategies.dry_run.sample import sample_batch
 from boltmesh.strategies.dry_run.step import DryRun
@@ -69,11 +69,6 @@ _CPU = torch.device("cpu")
 
 _PATIENCE = timedelta(seconds=120)
 """Timeout of a proof if a rank has raised and others have not."""
-
-_WHY = {
-    "allreduce": "sums over the sequence and their gradients, digests of batches",
-    "alltoall_base": "keys of attention and gathered positions, and their gradients",
-}
 
 
 class ContextAxis(Axis):
@@ -250,12 +245,23 @@ class ContextAxis(Axis):
         if not strategy.divides_layers:  # the tensor axis has done it, and ranks have other parts
             # Makes what is deferred, and gives all ranks the first one's values.
             prepare_modules(own_modules([module], ""), device=_CPU, group=self._judges)
-        group = strategy.new_group(self.name, timeout=min(strategy.timeout, _PATIENCE))
         on_device = DryRun(module, step, self._sample, strategy.root_device)
-        ContextProof(
-            on_device, self.entries, self._new_state(group), self._judges, find_blocks(module),
-            self._tokenwise, self.options.tile_tokens,
-        ).check()  # fmt: skip
+        blocks = find_blocks(module)
+        while True:
+            group = strategy.new_group(self.name, timeout=min(strategy.timeout, _PATIENCE))
+            tokenwise, tile = self._tokenwise, self.options.tile_tokens
+            state = self._new_state(group)
+            proof = ContextProof(
+                on_device, self.entries, state, self._judges, blocks, tokenwise, tile
+            )
+            try:
+                proof.check()
+                break
+            except ConfigError:
+                if not tokenwise:
+                    raise
+            # Modules may read their length, which is that of a rank on plain tensors.
+            self._tokenwise = {}
         dist.destroy_process_group(group)
         self._steps.add(step)
 
@@ -483,29 +489,3 @@ class _SequenceBorders(StageBorders):
     @override
     def whole(self, result: Any) -> Any:
         return make_all_whole(result, "what the step returns")
-
-
-def expected_context_traffic(
-    counted: Mapping[str, OperatorTraffic], *, size: int, accumulated: int
-) -> list[ExpectedTraffic]:
-    """Return the collectives of one optimizer step on one rank.
-
-    Args:
-        counted: Traffic of one batch by operator; batches of other lengths move other bytes.
-        size: Ranks of the context group.
-        accumulated: Batches per optimizer step.
-    """
-    digest = OperatorTraffic(BYTES_PER_RANK * size, 1)
-    found = {"allreduce": OperatorTraffic(0, 0), **counted}
-    own = found["allreduce"]
-    found["allreduce"] = OperatorTraffic(own.num_bytes + digest.num_bytes, own.calls + digest.calls)
-    return [
-        ExpectedTraffic(
-            axis="context",
-            operator=operator,
-            payload_bytes=float(each.num_bytes * accumulated),
-            calls=float(each.calls * accumulated),
-            why=_WHY.get(operator, "positions of the sequence"),
-        )
-        for operator, each in found.items()
-    ]

@@ -136,6 +136,30 @@ def test_blocks_may_be_run_again_and_mlps_in_tiles(kind: str) -> None:
         assert max(found.values()) < 2e-5, found
 
 
+class LengthNorm(nn.LayerNorm):
+    """Depends on how long the sequence is, which no analysis of tensors sees."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (x.shape[1] / 16)
+
+
+def fit_with_lengths(rank: int, size: int) -> float:
+    """Train two batches; return how far parameters are apart from those of one process."""
+    values: list[list[Tensor]] = []
+    for strategy, devices in ((context(), size), ("auto", 1)):
+        torch.manual_seed(1)
+        model: Any = built("gpt")
+        model.norm = LengthNorm(32)
+        module = AdamW(model)
+        quiet_trainer(devices, strategy, limit_train_batches=2).fit(module, loader(0, 1))
+        values.append(values_of(module))
+    return max(float((a - b).detach().abs().max()) for a, b in zip(*values, strict=True))
+
+
+def test_a_module_that_reads_its_length_sees_that_of_the_whole() -> None:
+    assert max(run_ranks(fit_with_lengths, 2)) < 2e-5
+
+
 class Manual(AdamW):
     """Steps its optimizer itself, after every second batch."""
 
