@@ -285,7 +285,7 @@ class ContextAxis(Axis):
             self._uses_flex |= bool(calls)
             entries = find_entries(run.module, analysis, tuple(blocks), lengths)
             axes, _ = find_sequences(analysis, lengths)
-            tokenwise = find_tokenwise(analysis.trace, axes)
+            tokenwise = find_tokenwise(analysis, axes)
         except Exception as error:  # noqa: BLE001 - the user's step may raise anything
             failure = error
             is_ours = isinstance(error, BoltMeshError)

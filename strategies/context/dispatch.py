@@ -207,7 +207,7 @@ def _run_local(call: Call, cuts: list[int], answer: Answer) -> Any:
 
 def _run_on_parts(call: Call, local: list[Any]) -> Any:
     """Run a function on plain tensors, or on this rank's tokens of a divided vocabulary."""
-    if not any(isinstance(each, VocabularyTensor) for each in local):
+    if VocabularyTensor not in map(type, local):
         return call.run(local)
     with subclasses_asked():
         return gathered(call.run(local))

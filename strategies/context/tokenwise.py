@@ -15,17 +15,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Dropout, Module
 from torch.utils.checkpoint import checkpoint
 
 from boltmesh.strategies.context.cut import ContextState, CutTensor
+from boltmesh.strategies.tensor.analysis.analyse import Analysis
 from boltmesh.strategies.tensor.analysis.symbolic_dims import (
     Dim,
     SymbolicDim,
     leaves,
     representative,
 )
-from boltmesh.strategies.tensor.analysis.trace import DimTrace, OperatorRecord
+from boltmesh.strategies.tensor.analysis.trace import OperatorRecord
 from boltmesh.strategies.tensor.runtime.param_swap import Changes
 
 
@@ -39,13 +40,16 @@ class TokenwiseModule:
     """Whether random numbers are drawn for positions."""
 
 
-def find_tokenwise(trace: DimTrace, axes: Collection[SymbolicDim]) -> dict[str, TokenwiseModule]:
+def find_tokenwise(analysis: Analysis, axes: Collection[SymbolicDim]) -> dict[str, TokenwiseModule]:
     """Return the modules in which no position meets another, by name.
 
+    Of those that draw random numbers only dropout itself: others may draw for whole rows too.
+
     Args:
-        trace: Of the step.
+        analysis: Of the step.
         axes: The sequences of the step.
     """
+    trace = analysis.trace
     sequences = {representative(each) for each in axes}
     if any(each.form == "product" for each in sequences):
         return {}  # a view divides it somewhere
@@ -65,13 +69,15 @@ def find_tokenwise(trace: DimTrace, axes: Collection[SymbolicDim]) -> dict[str, 
         given = list(trace.module_outputs.get(name, {}).values())
         if len(taken) != 1 or len(given) != 1 or not all(drawn.get(name, [])):
             continue
+        if name in drawn and not issubclass(analysis.classes[name], Dropout):
+            continue
         (operand,) = taken.values()
         dim = _dim_of(operand.dims, sequences)
         if dim is None or dim != _dim_of(given[0].dims, sequences):
             continue
         known = {operand.key}
         if all(_is_local(step, sequences, parts, known) for step in operators.get(name, [])):
-            found[name] = TokenwiseModule(dim, bool(drawn.get(name)))
+            found[name] = TokenwiseModule(dim, name in drawn)
     return found
 
 

@@ -77,7 +77,7 @@ def ours(width: int, length: int) -> tuple[nn.Module, Step]:
     short, blocks = ids[:, :64], find_blocks(model)
     found = analyse(model, lambda each: each(input_ids=short, labels=short).loss, blocks=blocks)
     hooks = Entries(model, find_entries(model, found, tuple(blocks)), state)
-    TokenwiseModules(model, find_tokenwise(found.trace, find_sequences(found)[0]), state)
+    TokenwiseModules(model, find_tokenwise(found, find_sequences(found)[0]), state)
 
     def run() -> Tensor:
         with hooks.on(), functions_watched():

@@ -6,11 +6,14 @@
 A Llama-shaped model of Hugging Face's trains on one row per step, with AdamW and with
 activation_checkpointing="full" in every line. Printed is, for the rank that needs most:
   bytes/position  the slope of the resident peak of a step between two lengths
+  fixed           MiB of that peak at no positions: weights, optimizer, gathered units, buffers
   positions       the length at which the peak, less what was resident before the model was built,
                   reaches the budget; by a line through both. A tiny model has trained before,
                   so that libraries count for no way
   checked         the peak of a run of that length, as a part of the budget
   of one          positions beside those of one process
+Without tiles the axis alone divides bytes/position by the ranks; the rest of the factor is what a
+rank no longer keeps of weights and optimizer, so it is larger the nearer the budget is to these.
 Torch's context_parallel, cut by hand, is tried too; where it cannot run, its error is the line.
 """
 
@@ -106,6 +109,8 @@ def train(world_size: int, shape: Shape, length: int, way: str, disk: str) -> in
     options: dict[str, Any] = {"activation_checkpointing": "full", "telemetry": False}
     if "tiles" in way:
         options["tile_logits"] = 128
+        if world_size > 1:
+            options["tile_tokens"] = 128
     if "offload" in way:
         options["activation_offload"] = disk
     strategy: Any
@@ -153,6 +158,8 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--vocabulary", type=int, default=8192)
     parser.add_argument("--lengths", type=int, nargs=2, default=[128, 256], help="of one process")
+    parser.add_argument("--ways", type=int, nargs="+", default=[0, 1, 2, 3, 4], help="lines")
+    parser.add_argument("--of-one", type=float, default=0.0, help="positions of an earlier run")
     options = parser.parse_args()
     shape = Shape(options.width, options.layers, options.vocabulary)
     budget = options.budget_mib << 20
@@ -164,10 +171,12 @@ def main() -> None:
         "divided, tiles, offload": (options.ranks, 16),
     }
     print(f"{shape}, {options.ranks} ranks, {options.budget_mib} MiB a rank above the start")
-    print(f"{'':26}{'bytes/position':>15}{'positions':>11}{'checked':>9}{'of one':>8}")
-    one = 0.0
+    titles = f"{'bytes/position':>15}{'fixed':>7}{'positions':>11}{'checked':>9}{'of one':>8}"
+    print(f"{'':26}{titles}")
+    one = options.of_one
     with tempfile.TemporaryDirectory() as disk:
-        for way, (ranks, longer) in ways.items():
+        for way in (list(ways)[line] for line in options.ways):
+            ranks, longer = ways[way]
 
             def measure(length: int, way: str = way, ranks: int = ranks) -> int:
                 arguments = (shape, length, way, disk)
@@ -179,8 +188,8 @@ def main() -> None:
             if slope <= 0:
                 sys.exit(f"{way}: {lengths} positions take the same memory. Raise --lengths.")
             positions = lengths[0] + (budget - peaks[0]) / slope
+            rest = (peaks[0] - lengths[0] * slope) / 2**20
             if positions < ranks:
-                rest = (peaks[0] - lengths[0] * slope) / 2**20
                 sys.exit(
                     f"{way}: weights and the optimizer alone take {rest:,.0f} MiB, which "
                     f"--budget-mib {options.budget_mib} does not hold. Raise it, or lower --width, "
@@ -189,7 +198,8 @@ def main() -> None:
             one = one or positions
             checked = measure(int(positions)) / budget
             print(
-                f"{way:26}{slope:15,.0f}{positions:11,.0f}{checked:9.3f}{positions / one:8.1f}",
+                f"{way:26}{slope:15,.0f}{rest:7,.0f}{positions:11,.0f}{checked:9.3f}"
+                f"{positions / one:8.1f}",
                 flush=True,
             )
     error = run_ranks(peer_error, options.ranks, shape, timeout_s=TIMEOUT_S)[0]

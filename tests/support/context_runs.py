@@ -68,7 +68,7 @@ def compare_model(
     entries = find_entries(cut, analysis, tuple(blocks))
     assert entries, "no sequence"
     state = ContextState(world(), **options)
-    tokenwise = find_tokenwise(analysis.trace, find_sequences(analysis)[0])
+    tokenwise = find_tokenwise(analysis, find_sequences(analysis)[0])
     TokenwiseModules(cut, tokenwise, state, tile=tile)
     hooks = Entries(cut, entries, state)
     hooks.is_on = True

@@ -42,11 +42,13 @@ def _place_in(value: CutTensor, shape: torch.Size) -> tuple[int, int, int] | Non
 def view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The sequence stays where all elements of it are in one dim."""
     value = args[0]
-    if not isinstance(value, CutTensor) or not value.shape.numel():
+    if not isinstance(value, CutTensor):
         return NotImplemented
-    if any(isinstance(each, torch.dtype) for each in (*args, *kwargs.values())):
+    if torch.dtype in map(type, (*args, *kwargs.values())):
         return NotImplemented
     shape, found = _shape_and_place(func, value, args, kwargs)
+    if not shape.numel():
+        return NotImplemented
     if found is None:
         why = f"{func.__name__}, which divides the sequence,"
         return func(make_whole(value, why), *args[1:], **kwargs)
@@ -69,8 +71,11 @@ def _shape_and_place(
 ) -> _Seen:
     """Return the shape of a view of the whole, and what ``_place_in`` says of it."""
     key: Any = None
-    if all(isinstance(each, int) for each in args[1:]) and not kwargs:
-        key = (func, value.shape, value.cut_dim, value.num_outer, value.positions.length, args[1:])
+    sizes = args[1:]
+    if not kwargs and {int}.issuperset(map(type, sizes)):
+        local = value.local
+        key = (func, local.shape, value.cut_dim, value.num_outer, value.num_inner,
+               value.positions.length, sizes)  # fmt: skip
         known = _shapes.get(key)
         if known is not None:
             return known
@@ -236,11 +241,15 @@ def cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     first = next((each for each in pieces if isinstance(each, CutTensor)), None)
     if first is None or given.get("out") is not None:
         return NotImplemented
-    dim %= first.ndim
-    pieces = [each for each in pieces if each.ndim == first.ndim]  # torch allows empty vectors
+    ndim = first.local.ndim
+    dim %= ndim
     if dim != first.cut_dim:
-        if all(isinstance(each, CutTensor) and _is_cut_as(each, first) for each in pieces):
-            return first.like(torch.cat([each.local for each in pieces], dim))
+        local = [each.local for each in pieces if isinstance(each, CutTensor)
+                 and _is_cut_as(each, first)]  # fmt: skip
+        if len(local) == len(pieces):
+            return first.like(torch.cat(local, dim))
+    pieces = [each for each in pieces if each.ndim == ndim]  # torch allows empty vectors
+    if dim != first.cut_dim:
         # A piece of no length adds nothing, and has no element by which to see its sequence.
         some = [each for each in pieces if each.shape[dim] or each.dtype != first.dtype]
         return torch.cat(some, dim) if 0 < len(some) < len(pieces) else NotImplemented
@@ -251,7 +260,7 @@ def cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return NotImplemented
     state = first.state
     divisions: list[Positions] = []
-    local: list[Tensor] = []
+    local = []
     for place, each in enumerate(pieces):
         if isinstance(each, CutTensor):
             divisions.append(each.positions)
@@ -266,7 +275,7 @@ def cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _is_cut_as(one: CutTensor, other: CutTensor) -> bool:
-    return (
+    return one is other or (
         one.cut_dim == other.cut_dim
         and one.num_outer == other.num_outer
         and one.num_inner == other.num_inner

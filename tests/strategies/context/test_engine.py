@@ -110,10 +110,10 @@ class Looks(nn.Module):
             self.aside = x.sum()
         if self.how == "rows":
             return x * functional.dropout(torch.ones(len(x), 1, 1), 0.5)
-        return functional.dropout(x, 0.5)
+        return functional.dropout(x, 0.5) if self.how == "draws" else x.sin()
 
 
-WAYS = ("mean", "positions", "table", "shift", "softmax", "sum aside", "rows", "nothing")
+WAYS = ("mean", "positions", "table", "shift", "softmax", "sum aside", "draws", "rows", "no")
 
 
 class Looking(nn.Module):
@@ -121,6 +121,7 @@ class Looking(nn.Module):
         super().__init__()
         self.tok = nn.Embedding(9, 8)
         self.ways = nn.ModuleDict({how: Looks(how) for how in WAYS})
+        self.ways["dropout"] = nn.Dropout(0.5)
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.tok(ids)
@@ -132,8 +133,10 @@ class Looking(nn.Module):
 def test_modules_that_look_along_the_sequence_do_not_run_on_plain_tensors() -> None:
     model = Looking()
     found = analyse(model, lambda model: model(torch.ones(2, 12, dtype=torch.long)), blocks={})
-    modules = find_tokenwise(found.trace, find_sequences(found)[0])
-    assert modules == {"ways.nothing": TokenwiseModule(dim=1, draws=True)}
+    modules = find_tokenwise(found, find_sequences(found)[0])
+    plain = TokenwiseModule(dim=1, draws=False)  # draws for rows are those of one process
+    assert modules == {"ways.rows": plain, "ways.no": plain,
+                       "ways.dropout": TokenwiseModule(dim=1, draws=True)}  # fmt: skip
 
 
 def test_a_window_fetches_the_keys_that_it_shows() -> None:
