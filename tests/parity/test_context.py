@@ -256,6 +256,8 @@ def refused(rank: int, size: int, kind: str) -> str:
         module.model.model = torch.compile(inner)
     elif kind == "no sequence":
         module, texts = Trained(Classifier()), DataLoader(Points(), batch_size=2)
+    elif kind == "flex":
+        module.model.model.set_attn_implementation("flex_attention")  # type: ignore[operator, union-attr]
     elif kind == "gather":
         module, strategy = AdamW(built("gpt")), context(max_gather_bytes=1000)
     elif kind == "no such tensor":
@@ -297,6 +299,7 @@ class Classifier(nn.Module):
         ("reentrant", "Reentrant activation checkpointing hides"),
         ("compiled", "is compiled, which a divided sequence cannot pass through"),
         ("no sequence", "has no sequence that could be divided over 2 ranks"),
+        ("flex", "FlexAttention does not support backward on CPU"),
         ("gather", "max_gather_bytes=1,000"),
         ("no such tensor", "names dim 1 of 'tokens', and the batch has {'input_ids': (2, 21)"),
         ("no such dim", "names dim 2 of 'input_ids'"),

@@ -71,6 +71,25 @@ def t5() -> tuple[nn.Module, dict[str, Tensor]]:
     return HuggingFace(transformers.T5ForConditionalGeneration(config)), batch
 
 
+def whisper() -> tuple[nn.Module, dict[str, Tensor]]:
+    config = transformers.WhisperConfig(
+        vocab_size=61, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
+        decoder_attention_heads=4, encoder_ffn_dim=64, decoder_ffn_dim=64, num_mel_bins=8,
+        max_source_positions=24, max_target_positions=24, pad_token_id=0, bos_token_id=1,
+        eos_token_id=2, decoder_start_token_id=3, dropout=0.0, use_cache=False,
+    )  # fmt: skip
+    batch = {"input_features": torch.randn(2, 8, 48), "labels": torch.randint(4, 61, (2, 13))}
+    return HuggingFace(transformers.WhisperForConditionalGeneration(config)), batch
+
+
+def qwen3() -> tuple[nn.Module, dict[str, Tensor]]:
+    """All labels but those of the last four positions are -100: they fall on one rank."""
+    config = transformers.Qwen3Config(**SMALL, num_key_value_heads=2, head_dim=8)
+    batch = texts(25)
+    batch["labels"][:, :-4] = -100
+    return causal_lm(config), batch
+
+
 def mamba() -> tuple[nn.Module, dict[str, Tensor]]:
     config = transformers.MambaConfig(
         vocab_size=61, hidden_size=16, num_hidden_layers=2, state_size=4
@@ -83,7 +102,8 @@ def encoder() -> tuple[nn.Module, dict[str, Tensor]]:
 
 
 MODELS: dict[str, Callable[[], tuple[nn.Module, dict[str, Tensor]]]] = {
-    each.__name__: each for each in (packed, mixtral, opt, bloom, t5, mamba, encoder)
+    each.__name__: each
+    for each in (packed, mixtral, opt, bloom, t5, whisper, qwen3, mamba, encoder)
 }
 
 
@@ -99,7 +119,8 @@ def run_models(rank: int, size: int, names: list[str], **options: Any) -> dict[s
 @pytest.mark.parametrize(
     "names",
     [["packed", "mixtral"], pytest.param(["opt", "bloom", "t5", "mamba", "encoder"],
-                                         marks=pytest.mark.full)],
+                                         marks=pytest.mark.full),
+     pytest.param(["whisper", "qwen3"], marks=pytest.mark.full)],
     ids=str,
 )  # fmt: skip
 def test_models_without_a_rule_are_those_of_one_process(names: list[str]) -> None:
@@ -145,6 +166,7 @@ def run_flexible(rank: int, size: int, balance: str) -> dict[str, Any]:
     return compare_model(Flexible(), [texts(50, documents=documents)], balance=balance)
 
 
+@pytest.mark.sample("contiguous")
 @pytest.mark.parametrize("balance", ["contiguous", "documents"])
 def test_flex_attention_by_rows_of_its_mask_is_that_of_one_process(balance: str) -> None:
     first, second = run_ranks(run_flexible, 2, balance)
@@ -157,6 +179,7 @@ def test_flex_attention_by_rows_of_its_mask_is_that_of_one_process(balance: str)
         assert second["sent"]["keys"] == 7 * row
 
 
+@pytest.mark.sample("3")
 @pytest.mark.parametrize("size", [2, 3])
 def test_packed_documents_balanced_by_their_work_are_those_of_one_process(size: int) -> None:
     for each in run_ranks(run_packed, size):
