@@ -1,6 +1,6 @@
 """The longest sequence that fits the memory of a rank: divided, in tiles, with offload.
 
-    OMP_NUM_THREADS=1 python tests/benchmarks/long_sequence.py [--ranks 4] [--budget-mib 116]
+    OMP_NUM_THREADS=1 python tests/benchmarks/long_sequence.py [--ranks 4] [--budget-mib 100]
     python tests/benchmarks/long_sequence.py --ranks 2 --vocabulary 2048 --budget-mib 80    # smoke
 
 A Llama-shaped model of Hugging Face's trains on one row per step, with AdamW and with
@@ -10,7 +10,8 @@ activation_checkpointing="full" in every line. Printed is, for the rank that nee
   positions       the length at which the peak, less what was resident before the model was built,
                   reaches the budget; by a line through both. A tiny model has trained before,
                   so that libraries count for no way
-  checked         the peak of a run of that length, as a part of the budget
+  checked         the peak of a run of that length, or of 24 times what one process holds where that
+                  is shorter, as a part of the budget; and the length
   of one          positions beside those of one process
 Without tiles the axis alone divides bytes/position by the ranks; the rest of the factor is what a
 rank no longer keeps of weights and optimizer, so it is larger the nearer the budget is to these.
@@ -153,12 +154,13 @@ def peer_error(rank: int, world_size: int, shape: Shape) -> str | None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--budget-mib", type=int, default=116)
+    parser.add_argument("--budget-mib", type=int, default=100)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--vocabulary", type=int, default=8192)
     parser.add_argument("--lengths", type=int, nargs=2, default=[128, 256], help="of one process")
     parser.add_argument("--ways", type=int, nargs="+", default=[0, 1, 2, 3, 4], help="lines")
+    parser.add_argument("--check", type=float, default=24.0, help="times one process, at most")
     parser.add_argument("--of-one", type=float, default=0.0, help="positions of an earlier run")
     options = parser.parse_args()
     shape = Shape(options.width, options.layers, options.vocabulary)
@@ -171,7 +173,9 @@ def main() -> None:
         "divided, tiles, offload": (options.ranks, 16),
     }
     print(f"{shape}, {options.ranks} ranks, {options.budget_mib} MiB a rank above the start")
-    titles = f"{'bytes/position':>15}{'fixed':>7}{'positions':>11}{'checked':>9}{'of one':>8}"
+    titles = (
+        f"{'bytes/position':>15}{'fixed':>7}{'positions':>11}{'checked':>9}{'at':>8}{'of one':>8}"
+    )
     print(f"{'':26}{titles}")
     one = options.of_one
     with tempfile.TemporaryDirectory() as disk:
@@ -196,10 +200,11 @@ def main() -> None:
                     f"--layers or --vocabulary."
                 )
             one = one or positions
-            checked = measure(int(positions)) / budget
+            length = int(min(positions, options.check * one))
+            checked = measure(length) / budget
             print(
                 f"{way:26}{slope:15,.0f}{rest:7,.0f}{positions:11,.0f}{checked:9.3f}"
-                f"{positions / one:8.1f}",
+                f"{length:8,}{positions / one:8.1f}",
                 flush=True,
             )
     error = run_ranks(peer_error, options.ranks, shape, timeout_s=TIMEOUT_S)[0]
