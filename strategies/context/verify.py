@@ -112,7 +112,13 @@ class ContextProof:
                 found, outcome, fault = set(), DryRunOutcome(), _told(error)
             if self._first(fault) is None and found and max(found) < longest:
                 return shorter, found, outcome
-        return run, lengths, run.run()
+        whole, cause = DryRunOutcome(), None
+        try:
+            whole = run.run()
+        except Exception as error:  # noqa: BLE001 - the user's step may raise anything
+            cause = error
+        self._refuse_failed(run, cause)
+        return run, lengths, whole
 
     def _lengths(self, run: DryRun) -> set[int]:
         """Return the lengths of the sequences of a step; raise its error on all ranks."""
@@ -122,21 +128,24 @@ class ContextProof:
             lengths.add(length)
 
         entries = Entries(run.module, self.entries, self.state, on_length=keep)
-        fault: str | None = None
         cause: Exception | None = None
         try:
             run.run(has_backward=not run.module.automatic_optimization)
         except Exception as error:  # noqa: BLE001 - the user's step may raise anything
-            fault, cause = _told(error), error
+            cause = error
         finally:
             entries.remove()
-        fault = self._first(fault)
+        self._refuse_failed(run, cause)
+        return lengths
+
+    def _refuse_failed(self, run: DryRun, cause: Exception | None) -> None:
+        """Raise on all ranks what the step has raised on one. Collective over all ranks."""
+        fault = self._first(None if cause is None else _told(cause))
         if fault is not None:
             raise ConfigError(
                 f"{type(run.module).__name__}.{run.step} could not be run before the first step, "
                 f"to compare it whole and with its sequence divided: {fault}"
             ) from cause
-        return lengths
 
     def _run_cut(self, run: DryRun) -> DryRunOutcome:
         entries = Entries(run.module, self.entries, self.state)
