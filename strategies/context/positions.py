@@ -71,7 +71,7 @@ def divide_by_work(work: Tensor, ranks: int) -> Positions:
     come first, each to the rank with the least. There are as few blocks as make the work even.
 
     Args:
-        work: Of each position, in any unit; shape ``(length,)``.
+        work: Work of each position, in any unit; shape ``(length,)``.
         ranks: Number of ranks.
     """
     length = len(work)

@@ -43,11 +43,11 @@ class TokenwiseModule:
 def find_tokenwise(analysis: Analysis, axes: Collection[SymbolicDim]) -> dict[str, TokenwiseModule]:
     """Return the modules in which no position meets another, by name.
 
-    Of those that draw random numbers only dropout itself: others may draw for whole rows too.
+    Dropout is the only one among them that draws random numbers: others may draw for whole rows.
 
     Args:
-        analysis: Of the step.
-        axes: The sequences of the step.
+        analysis: Analysis of the step.
+        axes: Sequences of the step.
     """
     trace = analysis.trace
     sequences = {representative(each) for each in axes}

@@ -257,7 +257,7 @@ def refused(rank: int, size: int, kind: str) -> str:
     elif kind == "no sequence":
         module, texts = Trained(Classifier()), DataLoader(Points(), batch_size=2)
     elif kind == "flex":
-        module.model.model.set_attn_implementation("flex_attention")  # type: ignore[operator, union-attr]
+        module.model.model.set_attn_implementation("flex_attention")  # type: ignore[operator]
     elif kind == "gather":
         module, strategy = AdamW(built("gpt")), context(max_gather_bytes=1000)
     elif kind == "no such tensor":
