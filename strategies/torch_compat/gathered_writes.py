@@ -60,7 +60,7 @@ class GatheredWrites:
     """Carries writes to gathered parameters to their shards, see the note above.
 
     Args:
-        units: Of ``fully_shard``.
+        units: Of ``fully_shard``, the root last.
         refuse: Raises, given the name within the root of a parameter that was written to and
             whose shards cannot follow: shard and unsharded parameter were both written to, or the
             unsharded one is of lower precision, or what it was replaced by is of another shape or
@@ -103,8 +103,8 @@ class GatheredWrites:
         unit, param = self._frozen[id(shard)]
         if not self._is_in_step() or param.param_dtype not in {None, shard.dtype}:
             return None
-        blocks = self._units[:-1]  # the root is gathered from the beginning of a step
-        if not any(group.is_unsharded for _, group in blocks):
+        root = self._units[-1][0]  # gathered from the beginning of a step
+        if not any(group.is_unsharded for other, group in self._units if other is not root):
             return None
         self._gather(unit)
         whole: Tensor = param._unsharded_param
