@@ -1,6 +1,9 @@
-"""The rendezvous store of a job: the one private name of torch below the telemetry."""
+"""Private names of torch below the telemetry: the job's store, and what NCCL has completed."""
+
+import json
 
 import torch.distributed as dist
+from torch._C import _distributed_c10d
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 
@@ -23,3 +26,21 @@ def job_store(prefix: str, *, in_memory: bool = False) -> Store | None:
     if in_memory and not isinstance(base, TCPStore | HashStore):
         return None
     return PrefixStore(prefix, store)
+
+
+FLIGHT_RECORDER = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+"""How many of NCCL's newest calls torch keeps, its new and its old name."""
+
+
+def completed_on_gpus() -> dict[str, bool]:
+    """Return whether NCCL has completed the newest call of each group, by the group's name.
+
+    Read from torch's flight recorder, which looks at events that NCCL records in any case. Empty
+    without NCCL, and where the recorder is off.
+    """
+    dump = getattr(_distributed_c10d, "_dump_nccl_trace_json", None)
+    if dump is None:
+        return {}
+    # The oldest come first. The last row of messages that are posted together has their state.
+    entries = json.loads(dump(True, False)).get("entries", [])
+    return {each["process_group"][0]: each["state"] == "completed" for each in entries}

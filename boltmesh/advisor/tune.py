@@ -1,7 +1,8 @@
 """``boltmesh tune``: runs the best layouts for some steps each, and remembers the machine's rates.
 
 Each layout is a job of its own, started as ``boltmesh fit`` starts it and measured by its
-telemetry. A layout that fails or runs out of memory is an answer too.
+telemetry. They run in rounds that go back and forth, so that what else the machine does meets all
+of them. A layout that fails or runs out of memory is an answer too.
 """
 
 import json
@@ -9,7 +10,7 @@ import shlex
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +23,20 @@ from boltmesh.bench.running import run_variant
 from boltmesh.bench.variant import Variant
 
 
-@dataclass(frozen=True)
+@dataclass
 class Measured:
     """One layout, predicted and run."""
 
     planned: PlannedLayout
-    seconds: float | None
-    """Median time of a step; None if no step was measured."""
-    reason: str | None
-    """Why it ended early, if it did."""
+    step_s: list[float] = field(default_factory=list)
+    """Times of the steps of all rounds."""
+    reason: str | None = None
+    """Why it ended early, if it did; it is not run again."""
+
+    @property
+    def seconds(self) -> float | None:
+        """Median time of a step; None if no step was measured."""
+        return statistics.median(self.step_s) if self.step_s else None
 
 
 def tune(
@@ -39,6 +45,7 @@ def tune(
     *,
     steps: int,
     warmup: int,
+    rounds: int,
     count: int,
     as_json: bool,
 ) -> int:
@@ -47,8 +54,9 @@ def tune(
     Args:
         config: Its name or path.
         overrides: ``key=value`` of the command line.
-        steps: Optimizer steps of each layout that count.
+        steps: Optimizer steps of each layout that count, in each round.
         warmup: Optimizer steps before them.
+        rounds: Runs of each layout.
         count: Layouts that are measured.
         as_json: Print JSON.
 
@@ -56,8 +64,16 @@ def tune(
         ConfigError: For a config that cannot be planned.
     """
     found = search_config(config, overrides, again=True)
-    chosen = found.best(count)
-    measured = [_run(found, each, config, overrides, steps=steps, warmup=warmup) for each in chosen]
+    measured = [Measured(each) for each in found.best(count)]
+    for number in range(rounds):
+        for each in measured if number % 2 == 0 else measured[::-1]:
+            if each.reason is None:
+                print(
+                    f"boltmesh tune: {words(each.planned)}, round {number + 1} of {rounds}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                _run(found, each, config, overrides, steps=steps, warmup=warmup)
     line = shlex.join([config, *overrides])
     path = None
     ran = [each for each in measured if each.seconds is not None]
@@ -72,20 +88,21 @@ def tune(
 
 def _run(
     found: ConfigSearch,
-    planned: PlannedLayout,
+    measured: Measured,
     config: str,
     overrides: Sequence[str],
     *,
     steps: int,
     warmup: int,
-) -> Measured:
-    print(f"boltmesh tune: {words(planned)}", file=sys.stderr, flush=True)
+) -> None:
+    """Run a layout once more, and add its steps or why it ended."""
+    planned = measured.planned
     variant = Variant(label=words(planned), strategy=planned.layout.name)
     line = [*overrides, *overrides_of(found, planned), "strategy.telemetry=true"]
     ended = run_variant(variant, config, line, steps=steps, warmup=warmup)
-    if ended.run is None:
-        return Measured(planned, None, ended.reason)
-    return Measured(planned, statistics.median(ended.run.step_s), ended.reason)
+    if ended.run is not None:
+        measured.step_s += ended.run.step_s
+    measured.reason = ended.reason
 
 
 def _remember(found: ConfigSearch, ran: Sequence[Measured]) -> Path:

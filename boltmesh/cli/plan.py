@@ -135,9 +135,12 @@ def advise(config: str, overrides: tuple[str, ...], **given: Any) -> int:
 
 @click.command()
 @takes_config
-@click.option("--steps", type=click.IntRange(min=1), default=10, help="Steps of each. [10]")
+@click.option("--steps", type=click.IntRange(min=1), default=10, help="Steps of each run. [10]")
 @click.option(
     "--warmup", type=click.IntRange(min=0), default=3, help="Steps before that do not count. [3]"
+)
+@click.option(
+    "--rounds", type=click.IntRange(min=1), default=3, help="Runs of each, back and forth. [3]"
 )
 @click.option("--top", "count", type=click.IntRange(1, 10), default=3, help="Layouts to run. [3]")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")

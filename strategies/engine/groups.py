@@ -37,12 +37,16 @@ from boltmesh.strategies.topology.slow_links import find_slow_groups
 from boltmesh.strategies.torch_compat.communication import device_index
 from boltmesh.strategies.torch_compat.elastic import store_of_attempt
 from boltmesh.telemetry.writer.null_recorder import NullRecorder
+from boltmesh.torch_compat import FLIGHT_RECORDER
 
 if TYPE_CHECKING:
     from boltmesh.telemetry.writer.recorder import Recorder
 
 T = TypeVar("T")
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
+
+NUM_RECORDED = 2000
+"""Newest calls of NCCL that torch keeps, for the explanation of a hang."""
 
 MAX_TIMEOUT_S = 1e8
 """Three years. torch counts in 64-bit nanoseconds."""
@@ -244,6 +248,8 @@ class RankMeshStrategy(ParallelStrategy):
         for axis in self.axes:
             for name, value in axis.cuda_variables.items():
                 os.environ.setdefault(name, value)
+        if not any(name in os.environ for name in FLIGHT_RECORDER):
+            os.environ[FLIGHT_RECORDER[0]] = str(NUM_RECORDED)
         refuse_devices(self.parallel_devices or [], torch.cuda.device_count, os.environ)
 
     def _setup_environment(self) -> None:

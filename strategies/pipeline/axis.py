@@ -189,7 +189,10 @@ class PipelineAxis(Axis):
             with fake_optimizers(strategy, module):
                 staged.expectations.look_at(sample.batch, rest, around)
             self._sample = sample.batch, rest
-        if self._is_new and strategy.data_axis.is_sharded:
+        if not self._is_new:
+            return
+        staged.make()
+        if strategy.data_axis.is_sharded:
             strategy.model_to_device()  # stages exist already, and are gathered whole for a step
 
     def _context(self) -> PipelineContext:

@@ -95,7 +95,7 @@ class StagedModel:
         """Cut the model, and let go of what other ranks hold. Collective over all ranks.
 
         Args:
-            module: The whole model. What of it was deferred is made for this rank's stages alone.
+            module: The whole model. What of it was deferred is left for ``make``.
             step: The method that the run begins with.
             batch: One that it is called with.
             rest: What it is called with behind the batch.
@@ -115,7 +115,7 @@ class StagedModel:
             self.options, context.group.size(), context.group.rank()
         )
         parts = self._cut(batch)[0]
-        unmade = DeferredModel(module)
+        self._unmade = DeferredModel(module)
         with around():
             placement = place(
                 module,
@@ -131,7 +131,7 @@ class StagedModel:
                     group=context.group,
                     device=context.device,
                 ),
-                unmade=unmade,
+                unmade=self._unmade,
             )
         if placement.division.sees_one_value:
             self._norms_of_rows = batch_norms(module)
@@ -157,8 +157,6 @@ class StagedModel:
             signals=self.signals,
             context=context,
         )
-        unmade.make(set(self.holdings.parameters), context.device)
-        refuse_calls_outside(placement.plans.units)
         placement.plans.check = self.holdings.refuse_unheld
         self.expectations = PipelineEstimate(
             module,
@@ -171,6 +169,15 @@ class StagedModel:
             context=context,
         )
         self.placement = placement
+
+    def make(self) -> None:
+        """Make what was deferred of this rank's stages, on the device.
+
+        To be called after every dry run on the CPU, which needs the whole model there.
+        """
+        assert self.placement is not None
+        self._unmade.make(set(self.holdings.parameters), self.context.device)
+        refuse_calls_outside(self.placement.plans.units)
 
     def _build_executor(self, context: PipelineContext) -> PipelineRuntime:
         """Return what performs schedules on this model, in all runs. Collective over all ranks."""
@@ -186,6 +193,9 @@ class StagedModel:
             explain=self._explain,
             waits_within=context.num_sharing > 1,
             control_group=context.new_group(backend="gloo") if num_ranks > 1 else None,
+            gradient_group=(
+                context.new_group() if num_ranks > 1 and context.device.type == "cuda" else None
+            ),
             num_told=lambda: NUM_SIGNALS + self.sharing.length,
         )
 
@@ -212,6 +222,8 @@ class StagedModel:
             recorder.name_group(group, "pipeline")
         if self._executor.control_group is not None:
             recorder.name_group(self._executor.control_group, CONTROL)
+        if self._executor.gradient_group is not None:
+            recorder.name_group(self._executor.gradient_group, "pipeline")
         recorder.schedule(self.expectations.plan(self.programs.schedule, accumulated))
 
     def follow_scaler(self) -> None:

@@ -10,6 +10,9 @@ import pytest
 from boltmesh.advisor.layouts import splits
 from boltmesh.advisor.machine import measure_here, rates_file, read_rates, remember
 from boltmesh.advisor.prediction import Collective, RankStep, predict_step
+from boltmesh.bench.figures import BenchRun
+from boltmesh.bench.running import Ended
+from boltmesh.bench.variant import Variant
 from boltmesh.cli import run_command
 from boltmesh.strategies.cost_model.model import StepWork
 from boltmesh.strategies.cost_model.step_time import Machine
@@ -188,10 +191,50 @@ def test_advice_where_nothing_fits_names_enough_ranks(capsys, monkeypatch) -> No
     assert "ranks of this kind ZeRO-3 fits" in out
 
 
+def test_tuning_runs_layouts_back_and_forth_so_that_a_burst_of_load_does_not_decide(
+    tmp_path, monkeypatch, capsys
+) -> None:
+    ran: list[str] = []
+
+    def run(variant: Variant, *_: object, **__: object) -> Ended:
+        ran.append(variant.label)
+        if len(ran) == 3:
+            return Ended(None, "out of memory")
+        seconds = (
+            2.0 if variant.label == ran[0] else 10.0 if len(ran) == 2 else 1.0
+        )  # a burst of load
+        return Ended(
+            BenchRun(
+                mesh={},
+                step_s=(seconds,) * 3,
+                samples=None,
+                tokens=None,
+                loss=None,
+                last_step=2,
+                bubble=(),
+                memory={},
+                host_bytes=None,
+                device_bytes=None,
+                axis_bytes={},
+            )
+        )
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("boltmesh.advisor.machine.measure_here", lambda *_: RATES)
+    monkeypatch.setattr("boltmesh.advisor.tune.run_variant", run)
+    assert run_command(["tune", "ddp", *SMALL[:4], "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["layouts"]
+    first, second, _ = ran[:3]
+    assert ran[3:] == [second, first, first, second]
+    assert [each["reason"] for each in found].count("out of memory") == 1
+    assert sorted(each["measured_s"] or 0.0 for each in found) == [0.0, 1.0, 2.0]
+
+
 @pytest.mark.slow(60)
 def test_tuning_measures_layouts_and_later_plans_remember(tmp_path, monkeypatch, capsys) -> None:
     env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    line = ["tune", "ddp", *SMALL[:4], "--steps", "3", "--warmup", "1", "--top", "1", "--json"]
+    line = ["tune", "ddp", *SMALL[:4], "--steps", "3", "--warmup", "1", "--rounds", "1"]
+    line += ["--top", "1", "--json"]
     done = run_python(*BOLTMESH, *line, cwd=tmp_path, env=env)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.strip().splitlines()[-1])

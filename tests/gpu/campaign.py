@@ -201,7 +201,7 @@ def many_ranks(campaign: Campaign) -> Iterator[Row]:
     common = {
         "sizes": campaign.sizes(SMALL), "length": 16 if campaign.is_dry else 128, "batch": 16,
         "steps": 4 if campaign.is_dry else 12, "precision": "32-true", "optimizer": "sgd",
-        "backend": campaign.backend(),
+        "backend": campaign.backend(), "on_host": True,
     }  # fmt: skip
     alone = campaign.measure("rank", {**common, "strategy": {"name": "plain"}})
     yield Row("one process", {key: alone[key] for key in alone if key != "norms"})

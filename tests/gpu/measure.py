@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,9 @@ class Language(LightningModule):
     def configure_model(self) -> None:
         if self.model is None:
             torch.manual_seed(0)
-            self.model = Transformer(**self.sizes)
+            # Lightning would draw on the device, and what is built part by part draws on the host.
+            with torch.device("cpu") if self.arguments.get("on_host") else nullcontext():
+                self.model = Transformer(**self.sizes)
 
     def train_dataloader(self) -> DataLoader[Tensor]:
         # Lightning's own sampler would shuffle, in one process it would not.

@@ -27,7 +27,7 @@ from boltmesh.strategies.activation_checkpointing import ActivationCheckpointing
 from boltmesh.strategies.offload import stores
 from boltmesh.strategies.parameter_access import gathered_parameters
 from tests.strategies.test_host_syncs import ALLOWED, ON_HOST, Masked, data, reader
-from tests.support.stack import Stack, token_data
+from tests.support.stack import Built, Stack, token_data
 
 pytestmark = [
     pytest.mark.gpu,
@@ -129,6 +129,21 @@ def test_a_stage_on_one_rank_equals_a_plain_trainer(schedule: str, precision: An
     strategy = PipelineParallelStrategy(schedule=schedule, stages=1, microbatches=4)
     bound = 1e-4 if precision == "32-true" else 2e-2
     assert_same(fit(strategy, precision=precision), fit(None, precision=precision), bound)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        lambda: PipelineParallelStrategy(stages=1, microbatches=4),
+        lambda: ZeROStrategy(stage=3),
+        TensorParallelStrategy,
+    ],
+    ids=["pipeline", "zero3", "tensor"],
+)
+def test_a_model_that_is_built_in_configure_model_trains_as_in_a_plain_trainer(
+    strategy: Any,
+) -> None:
+    assert_same(fit(strategy(), Built()), fit(None, Built()))
 
 
 @pytest.mark.parametrize(
@@ -237,8 +252,10 @@ class Overflowing(Stack):
     ids=["zero2", "3d"],
 )
 def test_an_overflow_of_fp16_skips_the_step(strategy: Any) -> None:
-    ours = fit(strategy, Overflowing(optimizer="sgd"), precision="16-mixed")
-    theirs = fit(None, Overflowing(optimizer="sgd"), precision="16-mixed")
+    module, twin = (Overflowing(optimizer="sgd") for _ in range(2))
+    twin.load_state_dict(module.state_dict())
+    ours = fit(strategy, module, precision="16-mixed")
+    theirs = fit(None, twin, precision="16-mixed")
     assert_same(ours, theirs, 2e-2)
 
 

@@ -92,7 +92,7 @@ GOOD = {
         ({"pp": "16", "layers": "8"}, "pp is more than layers"),
         ({"gbs": "4"}, "gbs is less than the replicas"),
         ({"zero": "4"}, "zero is none of 0, 1, 2, 3, hsdp"),
-        ({"ep": "8"}, "ep is more than 1: rows state no sizes of experts"),
+        ({"ep": "8"}, "a mixture, and rows state no sizes of experts"),
         ({"iter_s": ""}, "no time that can be read as seconds of a step"),
         ({"status": "OOM"}, "ran out of memory"),
     ],

@@ -1,7 +1,8 @@
 """Steps 5 to 10 read no tensor of the device on the host, apart from the places listed here.
 
-Each read of a GPU's tensor waits for all work that is queued. On the CPU a dispatch mode sees the
-reads; which of them are of tensors that lie on the host in a run on GPUs too is said below.
+Each read of a GPU's tensor waits for all work that is queued, and so does each copy of a number to
+a GPU. On the CPU modes see reads and copies; which of them are of tensors that lie on the host in a
+run on GPUs too is said below.
 """
 
 import sys
@@ -13,7 +14,9 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
+from torch import Tensor
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -116,6 +119,22 @@ class Reads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class Copies(TorchFunctionMode):
+    """Keeps where boltmesh copies a number to a device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places: set[str] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        is_copy = func in {torch.as_tensor, torch.tensor} and not isinstance(args[0], Tensor)
+        place = reader() if is_copy and kwargs.get("device") is not None else None
+        if place is not None:
+            self.places.add(place)
+        return func(*args, **kwargs)
+
+
 def reader() -> str | None:
     """Return the file of boltmesh and the function that reads; None for others' code."""
     frame: Any = sys._getframe(2)
@@ -138,14 +157,16 @@ def reader() -> str | None:
 
 class Watch(Callback):
     def __init__(self) -> None:
-        self.reads = Reads()
+        self.reads, self.copies = Reads(), Copies()
 
     def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
         if trainer.global_step == 4:
             self.reads.__enter__()
+            self.copies.__enter__()
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         if trainer.global_step == 10:
+            self.copies.__exit__(None, None, None)
             self.reads.__exit__(None, None, None)
 
 
@@ -159,7 +180,7 @@ def places_read(rank: int, world_size: int, name: str) -> set[str]:
             enable_progress_bar=False, enable_model_summary=False,
         )  # fmt: skip
         trainer.fit(Masked(), data())
-    return watch.reads.places
+    return watch.reads.places | watch.copies.places
 
 
 @pytest.mark.slow(20)

@@ -104,3 +104,27 @@ class Stack(LightningModule):
         )
         scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=4)
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+class Built(LightningModule):
+    """Builds its layers in ``configure_model``, large enough to be deferred."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers: Any = None
+
+    def configure_model(self) -> None:
+        if self.layers is None:
+            with torch.device("cpu"):  # Lightning's own strategies would draw on a GPU
+                self.layers = nn.Sequential(
+                    nn.Embedding(VOCABULARY, 128),
+                    *(Block(128, 128) for _ in range(3)),
+                    nn.Linear(128, VOCABULARY),
+                )
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        tokens, targets = batch
+        return functional.cross_entropy(self.layers(tokens).flatten(0, 1), targets.flatten())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)

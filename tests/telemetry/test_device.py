@@ -1,12 +1,13 @@
 """The timeline of a CUDA device, on streams and events that a test moves."""
 
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from boltmesh.telemetry.snapshot import PHASES
-from boltmesh.telemetry.writer.device import MAX_WAITS, CudaTimeline
+from boltmesh.telemetry.writer.device import MAX_WAITS, CudaTimeline, uuid
 
 DATA, FORWARD, BACKWARD, COMMUNICATION, OPTIMIZER = map(
     PHASES.index, ("data", "forward", "backward", "communication", "optimizer")
@@ -107,3 +108,12 @@ def test_the_tail_of_a_backward_pass_is_communication(device):
     timeline.mark(OPTIMIZER)
     device.run(1)
     assert shown(timeline.end_step(DATA)) == {"backward": 10, "communication": 4, "optimizer": 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"), [("NVIDIA H200", "GPU-8f3c"), ("NVIDIA H100 MIG 1g.10gb", "MIG-8f3c")]
+)
+def test_a_slice_of_a_gpu_has_the_name_that_nvml_gives_it(name, expected, monkeypatch):
+    properties = SimpleNamespace(name=name, uuid="8f3c")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    assert uuid(torch.device("cuda", 0)) == expected

@@ -1,8 +1,16 @@
 """From what ranks say of themselves follows where a standstill began."""
 
+import json
+import threading
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
+from torch._C import _distributed_c10d
+
 from boltmesh.telemetry.hang_detection.diagnose import GroupPosition, RankProgress, explain
+from boltmesh.telemetry.hang_detection.inspect import own_progress
+from boltmesh.telemetry.snapshot import PHASES
 
 DATA: dict[str, Any] = {"name": "1", "axis": "data"}
 TENSOR: dict[str, Any] = {"name": "2", "axis": "tensor"}
@@ -124,3 +132,35 @@ def test_what_takes_long_is_marked() -> None:
     found = explain(ranks, 0, 2)
     assert found is not None
     assert found.takes_long
+
+
+@pytest.mark.parametrize(
+    ("states", "is_done"),
+    [(["completed", "completed"], True), (["completed", "started"], False), ([], None)],
+)
+def test_whether_a_call_on_gpus_is_done_is_known_from_nccls_newest_one(
+    states: list[str], is_done: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entries = [{"process_group": ["7", "data"], "state": each} for each in states]
+    entries.append({"process_group": ["8", "tensor"], "state": "started"})
+    dumped = json.dumps({"entries": entries}).encode()
+    monkeypatch.setattr(
+        _distributed_c10d, "_dump_nccl_trace_json", lambda *_: dumped, raising=False
+    )
+    ticket = (0, 0, 1, 1, 0, 0, 0, 12, 0, 0, 0, 1)  # not timed, the twelfth of its group
+    file: Any = SimpleNamespace(
+        newest=lambda: [(ticket, 0, False)],
+        group_of=lambda _: ("7", "data", [(0, 2, 1)]),
+        operator_of=lambda _: "allreduce",
+    )
+    clock: Any = SimpleNamespace(thread=threading.get_ident(), phase=PHASES.index("forward"))
+    own = own_progress(file, clock, rank=0, settle=lambda: None, progress=lambda: (3, True))
+    (found,) = own.groups
+    assert (found.sequence, found.is_done) == (12, is_done)
+
+
+def test_a_call_on_gpus_that_all_have_entered_is_said_not_to_complete() -> None:
+    ranks = {rank: standing(rank, waits(DATA, (0, 1), 4)) for rank in range(2)}
+    found = explain(ranks, 0, 2)
+    assert found is not None
+    assert "all ranks entered allreduce #4 of data (ranks 0-1), and it does not" in found.text

@@ -28,6 +28,7 @@ from boltmesh.telemetry.snapshot import PHASES, RankSnapshot
 from boltmesh.telemetry.writer.phases import PhaseClock
 from boltmesh.telemetry.writer.rank_file import RankFile
 from boltmesh.telemetry.writer.rank_ranges import pack_ranks
+from boltmesh.torch_compat import completed_on_gpus
 
 MAX_FRAMES: Final = 8
 MAX_LINE: Final = 100
@@ -149,7 +150,7 @@ def own_progress(
     """
     settle()
     now = time.monotonic_ns()
-    groups = []
+    groups, on_gpus = [], completed_on_gpus()
     for ticket, done_ns, is_paired in file.newest():
         number, operator, flags, peer, sequence, since_ns = *ticket[2:4], *ticket[5:8], ticket[11]
         name, axis, members = file.group_of(number)
@@ -161,7 +162,7 @@ def own_progress(
                 members=members,
                 sequence=sequence,
                 operator=file.operator_of(operator),
-                is_done=done_ns > 0 if is_timed else None,
+                is_done=done_ns > 0 if is_timed else on_gpus.get(name),
                 for_s=(now - (done_ns or since_ns)) / 1e9,
                 peer=peer - 1 if 0 < peer < layout.UNKNOWN_PEER else None,
                 is_paired=is_paired,

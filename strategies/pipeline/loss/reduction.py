@@ -163,13 +163,15 @@ class Term:
         count = self.count
         for each in self.empty if self.has_divisor else ():
             if isinstance(each, Tensor):
-                counted = torch.as_tensor(count, device=each.device)
-                says_rows = False if rows is None else (counted - rows).abs() <= 1e-5 * rows
-                count = torch.where(
-                    each & ~torch.as_tensor(says_rows, device=each.device),
-                    torch.zeros_like(counted),
-                    counted,
+                counted = (
+                    count.to(each.device)
+                    if isinstance(count, Tensor)
+                    else torch.full((), count, device=each.device)  # no copy to wait for
                 )
+                hides = each
+                if rows is not None:
+                    hides = each & ~((counted - rows).abs() <= 1e-5 * rows)
+                count = torch.where(hides, torch.zeros_like(counted), counted)
             elif each and (rows is None or not math.isclose(float(count), rows, rel_tol=1e-5)):
                 count = 0.0
         return self if count is self.count else replace(self, count=count)

@@ -83,12 +83,20 @@ class StageTransport:
     Args:
         group: Ranks of the pipeline axis; None where one rank has all stages.
         device: Where values arrive.
+        gradient_group: The same ranks, for gradients; None: ``group``. The messages of a
+            communicator of NCCL wait for each other: a value behind a gradient that is awaited
+            would be sent once that gradient is there.
 
     Raises:
         ConfigError: For gloo between GPUs.
     """
 
-    def __init__(self, group: ProcessGroup | None, device: torch.device) -> None:
+    def __init__(
+        self,
+        group: ProcessGroup | None,
+        device: torch.device,
+        gradient_group: ProcessGroup | None = None,
+    ) -> None:
         if group is not None and device.type != "cpu" and dist.get_backend(group) == "gloo":
             raise ConfigError(
                 f"process_group_backend='gloo' cannot send tensors of {device} from one stage of a "
@@ -97,6 +105,7 @@ class StageTransport:
                 f"accelerator='cpu'."
             )
         self._group = group
+        self._gradient_group = gradient_group or group
         self._device = device
         self._is_on_host = device.type == "cpu"
         self._messages = HostMessages(group) if group is not None and self._is_on_host else None
@@ -193,12 +202,14 @@ class StageTransport:
         if not wires:
             return []
         border = action.stage + (action.kind in {"SEND_F", "RECV_B"})
-        tag = 2 * border + action.kind.endswith("B")
+        is_gradient = action.kind.endswith("B")
+        tag = 2 * border + is_gradient
         if self._messages is not None:
             post = self._messages.send if do is dist.isend else self._messages.receive
             return [post(wire, peer, tag) for wire in wires]
+        group = self._gradient_group if is_gradient else self._group
         return dist.batch_isend_irecv(
-            [P2POp(do, wire, group=self._group, tag=tag, group_peer=peer) for wire in wires]
+            [P2POp(do, wire, group=group, tag=tag, group_peer=peer) for wire in wires]
         )
 
     def _wire(self, tensor: Tensor) -> Tensor:

@@ -54,6 +54,7 @@ class PipelineRuntime:
         waits_within: Whether a stage waits for ranks outside of the pipeline, which share it.
         control_group: The same ranks on the CPU, of its own; by default made here, by all ranks of
             the job together.
+        gradient_group: See ``StageTransport``.
         num_told: Asked at the beginning of each run how many numbers a rank tells the others at
             its end; alike on all ranks.
     """
@@ -71,6 +72,7 @@ class PipelineRuntime:
         explain: Callable[[BaseException], None] = lambda _: None,
         waits_within: bool = False,
         control_group: ProcessGroup | None = None,
+        gradient_group: ProcessGroup | None = None,
         num_told: Callable[[], int] = lambda: 0,
     ) -> None:
         self._num_told = num_told
@@ -79,8 +81,9 @@ class PipelineRuntime:
         self._waits_within = waits_within
         self._name_of = name_of
         self._global_rank = dist.get_rank() if group is not None else 0
-        self._transport = StageTransport(group, device)
+        self._transport = StageTransport(group, device, gradient_group)
         self._on_peak = on_peak
+        self.gradient_group = gradient_group
         self.control_group = control_group
         """The ranks of the axis on the CPU, where they agree on whether a step is to be."""
         if control_group is None and group is not None and dist.get_world_size(group) > 1:

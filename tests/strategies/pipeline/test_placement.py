@@ -5,11 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
 from boltmesh.errors import ConfigError
+from boltmesh.strategies import PipelineParallelStrategy
 from boltmesh.strategies.data_parallel.axis import SingleRankAxis
+from boltmesh.strategies.pipeline.expected_traffic import PipelineEstimate
 from boltmesh.strategies.pipeline.options import PipelineContext
 from boltmesh.strategies.pipeline.partition.choose import MemoryBudget
 from boltmesh.strategies.pipeline.partition.materialize import DeferredModel
@@ -17,6 +19,7 @@ from boltmesh.strategies.pipeline.partition.placement import divide, place
 from boltmesh.strategies.pipeline.stage.absent_params import make_absent
 from boltmesh.telemetry.writer.null_recorder import NullRecorder
 from tests.support.ranks import run_ranks
+from tests.support.stack import Built, token_data
 
 pytestmark = pytest.mark.ranks
 
@@ -114,3 +117,28 @@ def test_evaluation_that_calls_few_layers_or_none_leaves_all_of_them_to_the_stag
 def test_training_that_calls_no_layer_is_refused_by_what_it_does() -> None:
     with pytest.raises(ConfigError, match=r"FirstAlone\.training_step calls none of the model's"):
         divided(FirstAlone(), "training_step")
+
+
+def test_a_model_is_looked_at_on_the_cpu_before_its_layers_are_made_on_the_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The dry run has a batch on the CPU, and would meet layers on the GPU."""
+    order: list[str] = []
+    look_at, make = PipelineEstimate.look_at, DeferredModel.make
+
+    def noted(name: str, call: Any) -> Any:
+        def noting(*args: Any) -> Any:
+            order.append(name)
+            return call(*args)
+
+        return noting
+
+    monkeypatch.setattr(PipelineEstimate, "look_at", noted("look", look_at))
+    monkeypatch.setattr(DeferredModel, "make", noted("make", make))
+    trainer = Trainer(
+        accelerator="cpu", devices=1, strategy=PipelineParallelStrategy(stages=1, microbatches=2),
+        max_steps=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(Built(), token_data(8, 4))
+    assert order == ["look", "make"]

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from boltmesh.errors import ConfigError
+from boltmesh.strategies import DDPStrategy, PipelineParallelStrategy
 from boltmesh.strategies.topology import cuda_devices
 from boltmesh.strategies.topology.cuda_devices import (
     CoreBinding,
@@ -121,3 +122,25 @@ def test_cores_stay_as_they_are_where_there_is_nothing_to_choose(
     cores = Cores(monkeypatch, tmp_path, bound)
     assert not CoreBinding().bind(frozenset(near))
     assert not cores.of_thread
+
+
+@pytest.mark.parametrize(
+    ("strategy", "is_eager"), [(DDPStrategy, False), (PipelineParallelStrategy, True)]
+)
+def test_a_pipeline_loads_all_kernels_before_a_receive_keeps_the_gpu_busy(
+    strategy, is_eager, monkeypatch
+):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    for name in ("CUDA_MODULE_LOADING", "TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    strategy(parallel_devices=CUDA[:1])._prepare_cuda()
+    assert os.environ.get("CUDA_MODULE_LOADING") == ("EAGER" if is_eager else None)
+    assert int(os.environ["TORCH_FR_BUFFER_SIZE"]) > 0, "for the explanation of hangs"
+
+
+def test_a_flight_recorder_that_the_user_has_set_stays_as_it_is(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.delenv("TORCH_FR_BUFFER_SIZE", raising=False)
+    monkeypatch.setenv("TORCH_NCCL_TRACE_BUFFER_SIZE", "0")
+    DDPStrategy(parallel_devices=CUDA[:1])._prepare_cuda()
+    assert "TORCH_FR_BUFFER_SIZE" not in os.environ
