@@ -147,7 +147,7 @@ class TokenwiseModules:
             inner = [one for one in module.modules() if one is not module]
             if any(_is_watched(one) for one in inner):
                 continue  # by hooks, which see activations of the whole
-            run = _Run(state, module, each, is_training, tile if inner else None)
+            run = _PlainRun(state, module, each, is_training, tile if inner else None)
             self._changes.wrap(module, run)
 
     def remove(self) -> None:
@@ -165,7 +165,7 @@ def _is_watched(module: Module) -> bool:
 
 
 @dataclass(frozen=True)
-class _Run:
+class _PlainRun:
     """Around the forward of a module."""
 
     state: ContextState
