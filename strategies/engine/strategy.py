@@ -196,7 +196,7 @@ class MeshStrategy(LoopStrategy):
             self.gather_metrics()
         if self.stores_shards:
             refuse_callbacks(callbacks_of(trainer), self.public_name)
-            gather_for_averages(self.lightning_module)
+            gather_for_averages(trainer.lightning_module)
             if self.world_size > 1:
                 refuse_lone_saves(callbacks_of(trainer))
         self.follow_generation()

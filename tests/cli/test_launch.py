@@ -427,7 +427,7 @@ def test_and_so_are_those_of_killed_scripts(workplace, monkeypatch):
 
 
 def test_a_rank_that_fails_after_its_script_has_ended_keeps_its_traceback(workplace, monkeypatch):
-    from boltmesh.strategies.lightning_compat.rank_errors import RankErrors
+    from boltmesh.strategies.lightning_compat.launchers import RankErrors
 
     monkeypatch.setenv("BOLTMESH_RANK_REPORTS", str(workplace / "removed"))
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
