@@ -7,9 +7,10 @@ names do not change.
 Source: Chen et al. 2016, https://arxiv.org/abs/1604.06174
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from math import ceil
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -32,6 +33,8 @@ from boltmesh.telemetry.writer.null_recorder import NullRecorder
 from boltmesh.telemetry.writer.recorder import Recorder
 
 Recompute = Literal["full", "selective"]
+RecomputeShare = Recompute | Mapping[Recompute, float]
+"""A kind for all blocks, or with the share of the blocks that it is for."""
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 """Contexts of the forward pass, and of its recomputation."""
@@ -43,14 +46,19 @@ class ActivationCheckpointing:
     Args:
         kind: ``"full"`` keeps only the inputs of each block; ``"selective"`` also the outputs of
             matrix products, convolutions and attention, and recomputes the rest; None keeps all.
+            ``{"full": 0.5}`` recomputes half of the blocks, which lie evenly among the others.
         offload: Where the inputs of blocks wait: True: in host memory; a folder: in a file there;
             False: on the device.
 
     Raises:
-        ConfigError: For an unknown kind, a folder that is none, and offload without a kind.
+        ConfigError: For an unknown kind, a share that is none, a folder that is none, and offload
+            without a kind.
     """
 
-    def __init__(self, kind: Recompute | None, offload: bool | str | Path = False) -> None:
+    def __init__(self, kind: RecomputeShare | None, offload: bool | str | Path = False) -> None:
+        share = 1.0
+        if isinstance(kind, Mapping):
+            kind, share = _with_share(kind)
         if kind is not None and kind not in get_args(Recompute):
             raise ConfigError(
                 f"activation_checkpointing={kind!r} is none of its kinds. Use 'full', which keeps "
@@ -68,6 +76,8 @@ class ActivationCheckpointing:
                 f"or write true for host memory."
             )
         self.kind = kind
+        self.share = share
+        """Share of the blocks that are recomputed."""
         self._offload_to = offload
         self.offload: ActivationOffload | None = None
         """Offload of the wrapped model; None without one."""
@@ -112,7 +122,7 @@ class ActivationCheckpointing:
         if self._offload_to is not False:
             folder = None if self._offload_to is True else Path(self._offload_to)
             self.offload = ActivationOffload(folder, rank=rank, recorder=recorder)
-        for block in blocks:
+        for block in _spread(blocks, self.share):
             self._blocks[block] = vars(block).get("forward")
             vars(block)["forward"] = partial(
                 _run, block, block.forward, _CONTEXTS[self.kind], self.offload
@@ -129,6 +139,26 @@ class ActivationCheckpointing:
         if self.offload is not None:
             self.offload.close()
             self.offload = None
+
+
+def _with_share(given: Mapping[Any, Any]) -> tuple[Recompute, float]:
+    if len(given) == 1:
+        ((kind, share),) = given.items()
+        if isinstance(share, int | float) and not isinstance(share, bool) and 0 < share <= 1:
+            return kind, float(share)
+    raise ConfigError(
+        f"activation_checkpointing={dict(given)!r} is no kind with a share of the blocks. Write "
+        f"{{'full': 0.5}} for half of the blocks, or 'full' for all."
+    )
+
+
+def _spread(blocks: list[Module], share: float) -> list[Module]:
+    """Return a share of the blocks, at least the first, evenly among the others."""
+
+    def before(count: int) -> int:
+        return ceil(round(share * count, 6))
+
+    return [each for at, each in enumerate(blocks) if before(at + 1) > before(at)]
 
 
 def _run(

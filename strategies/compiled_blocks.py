@@ -35,7 +35,7 @@ class CompiledBlocks:
 
     Args:
         is_on: Whether blocks are compiled at all.
-        recompute: What ``activation_checkpointing`` is.
+        recompute: Kind of ``activation_checkpointing``.
 
     Raises:
         ConfigError: With selective checkpointing, which cannot look into compiled blocks.

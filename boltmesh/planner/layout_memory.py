@@ -35,11 +35,14 @@ class LayoutMemory:
     """Gathered layers, buckets, context of the device."""
     host: float = 0.0
     """In host memory, not on the device."""
+    disk: float = 0.0
 
     @property
     def device(self) -> float:
         """Bytes on the device."""
-        return float(sum(value for name, value in vars(self).items() if name != "host"))
+        return float(
+            sum(value for name, value in vars(self).items() if name not in {"host", "disk"})
+        )
 
     def terms(self) -> dict[str, float]:
         """Return all kinds by name."""
@@ -62,22 +65,30 @@ def estimate_layout_memory(model: Transformer, layout: Layout) -> LayoutMemory:
     gradients = of_gradient * numel / (1 if has_whole else shards)
     optimizer = of_optimizer * numel / (shards if layout.zero >= 1 else 1)
     gathered = 0.0
+    tables = (1 if model.is_tied else 2) * model.vocab * model.hidden
     if layout.zero == 3:  # two blocks in bf16; the tables and their gradients in fp32
-        tables = (1 if model.is_tied else 2) * model.vocab * model.hidden
         gathered = (2 * HALF * sharded_numel(model, layout) + 8.0 * tables) / layout.tensor
+        if layout.tile_bytes is not None:  # two tiles in bf16, and their gradients in fp32
+            gathered = min(gathered, 3.0 * layout.tile_bytes)
     experts = experts_of_rank(model, layout)  # whole, in every stage
     parameters += (of_parameter + (HALF if of_parameter > HALF else 0)) * experts
     gradients += of_gradient * experts
     optimizer += of_optimizer * experts
     activations, logits = _activations(model, layout)
-    host = 0.0
-    if layout.offload != "none":  # fp32 values, gradients and moments; the device keeps bf16
-        host = sum(layout.state_bytes) * numel / shards
-        parameters = HALF * numel * ((layout.zero < 3) + 1 / shards)
-        gradients = gradients if has_whole else 0.0
-        optimizer = 0.0
+    outside = {"cpu": 0.0, "nvme": 0.0}
+    if layout.offload != "none":  # fp32 values and moments, and gradients in host memory
+        share = layout.offload_fraction
+        parameters = HALF * numel * ((layout.zero < 3) + 1 / shards)  # the device keeps bf16
+        state = (of_parameter + of_optimizer) * numel / shards
+        outside[layout.tier] += share * state
+        outside["cpu"] += share * of_gradient * numel / shards
+        gradients = gradients if has_whole else (1 - share) * gradients
+        optimizer = (1 - share) * state
+        if layout.tile_bytes is None:  # the tables' gradients on their way, in fp32
+            gathered += (4.0 if layout.zero == 3 else 8.0) * tables / layout.tensor
     if layout.offload == "all":
-        host, parameters = host + HALF * numel / shards, 0.0
+        outside[layout.tier] += HALF * numel / shards
+        parameters = 0.0
     return LayoutMemory(
         parameters,
         gradients,
@@ -85,7 +96,8 @@ def estimate_layout_memory(model: Transformer, layout: Layout) -> LayoutMemory:
         activations * FRAGMENTATION,
         logits,
         CONTEXT_BYTES + gathered,
-        host,
+        host=outside["cpu"],
+        disk=outside["nvme"],
     )
 
 
@@ -112,7 +124,9 @@ def _activations(model: Transformer, layout: Layout) -> tuple[float, float]:
     blocks, _ = blocks_of_rank(model.layers, layout)
     inputs = 2.0 * tokens * width / (ranks if layout.has_sequence_parallel else 1)
     if layout.recompute == "full":
-        once, live = inputs * blocks, kept + scores
+        again = layout.recompute_share
+        once = (again * inputs + (1 - again) * (kept + scores)) * blocks
+        live = kept + scores
     elif layout.recompute in {"selective", "alternate"}:
         share = KEPT_BY_ALTERNATE if layout.recompute == "alternate" else 1.0
         once, live = share * kept * blocks, scores

@@ -14,6 +14,9 @@ from boltmesh.errors import ConfigError
 GB = 1e9
 MEMORY_SHARE = 0.88
 """Share of the bandwidth that a data sheet states; copies of large tensors reach 0.85 to 0.92."""
+DISK_BYTES, DISK_RATE = 1e12, 2e9
+"""Usual of a local disk, for each device: its size, and bytes per second read while as many are
+written."""
 DATA = Path(__file__).with_name("accelerators.yaml")
 
 

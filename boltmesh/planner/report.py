@@ -41,38 +41,57 @@ def best(found: Search, count: int = 3) -> list[Candidate]:
 
 def strategy_of(layout: Layout) -> str:
     """Return the arguments for ``Trainer`` that make this layout."""
-    offload = {
-        "none": "",
-        "optimizer": ', offload_optimizer="cpu"',
-        "all": ', offload_optimizer="cpu", offload_parameters="cpu"',
-    }[layout.offload]
+    offload = _offload_arguments(layout)
     pipeline = ""
     if layout.pipeline > 1:
         pipeline = f', microbatches={layout.num_microbatches}, schedule="{layout.schedule}"'
-    recompute = (
-        "" if layout.recompute == "none" else (f', activation_checkpointing="{layout.recompute}"')
-    )
-    if layout.context > 1:
-        name = "ContextParallelStrategy"
-        arguments = f'size={layout.context}, zero_stage={layout.zero}, balance="zigzag"{recompute}'
-    elif layout.pipeline == layout.tensor == 1:
-        if layout.zero == 0:
+    recompute = ""
+    if layout.recompute != "none":
+        kind: object = layout.recompute
+        if layout.recompute_share < 1:
+            kind = {layout.recompute: layout.recompute_share}
+        recompute = f", activation_checkpointing={kind!r}"
+    expert = f", expert={layout.expert}" if layout.expert > 1 else ""
+    if layout.pipeline == layout.tensor == 1 and not (layout.context > 1 and offload):
+        if layout.context > 1:
+            name = "ContextParallelStrategy"
+            size = f"size={layout.context}, zero_stage={layout.zero}"
+            arguments = f'{size}, balance="zigzag"{recompute}'
+        elif layout.zero == 0:
             name, arguments = "DDPStrategy", recompute.removeprefix(", ")
         else:
-            expert = f", expert={layout.expert}" if layout.expert > 1 else ""
             name = "ZeROStrategy"
             arguments = f"stage={layout.zero}{expert}{offload}{recompute}"
     else:
         sequence = ", sequence_parallel=True" if layout.has_sequence_parallel else ""
+        context = ""
+        if layout.context > 1:
+            context = f', context={layout.context}, balance="zigzag"'
         name = "Parallel3DStrategy"
         arguments = (
-            f"data={layout.data}, pipeline={layout.pipeline}, tensor={layout.tensor}, "
-            f"zero_stage={layout.zero}{offload}{pipeline}{sequence}{recompute}"
+            f"data={layout.data}, pipeline={layout.pipeline}, tensor={layout.tensor}{context}, "
+            f"zero_stage={layout.zero}{expert}{offload}{pipeline}{sequence}{recompute}"
         )
     accumulated = 1 if layout.pipeline > 1 else layout.num_microbatches
     batch = layout.sequences // (layout.data * accumulated)
     text = f"strategy={name}({arguments}), batch_size={batch}"
     return text + (f", accumulate_grad_batches={accumulated}" if accumulated > 1 else "")
+
+
+def _offload_arguments(layout: Layout) -> str:
+    """Return the arguments for what a rank shares with some ranks, or keeps elsewhere."""
+    text = "" if layout.shard is None else f", shard_size={layout.shard}"
+    if layout.offload != "none":
+        text += f', offload_optimizer="{layout.tier}"'
+        if layout.offload == "all":
+            text += f', offload_parameters="{layout.tier}"'
+        if layout.tier == "nvme":
+            text += ', offload_path="."'
+        if layout.offload_fraction < 1:
+            text += f", offload_fraction={layout.offload_fraction}"
+    if layout.tile_bytes is not None:
+        text += f", tile_linear_bytes={layout.tile_bytes}"
+    return text
 
 
 def flow_sentence(found: Search, fastest: Candidate) -> str:
@@ -122,7 +141,7 @@ def _nothing(found: Search) -> Iterator[str]:
     )
     if (devices := smallest_cluster(found)) is not None:
         yield f"{devices:,} of these devices are enough."
-    yield "Offload to a disk (bolt_zero3_nvme) needs less; see docs/zero.md."
+    yield "Shards, tiles, and offload to host memory and to a disk are among those tried."
 
 
 def _found(found: Search, count: int) -> Iterator[str]:
@@ -140,6 +159,8 @@ def _found(found: Search, count: int) -> Iterator[str]:
     for place, each in enumerate(chosen, start=1):
         yield ""
         yield f"{place}. {strategy_of(each.layout)}"
+        parts = [f"{name}: {text}" for name, text in each.layout.dimensions.items()]
+        yield f"   divides {'; '.join(parts)}"
         yield f"   time    {_terms(each)}"
         yield f"   memory  {_memory(each)}"
         if place == 1:
@@ -175,9 +196,17 @@ def _described(candidate: Candidate) -> str:
     if layout.expert > 1:
         words.append(f"experts over {layout.expert} ranks")
     if layout.offload != "none":
-        words.append(f"{layout.offload} on the host")
+        what = "everything" if layout.offload == "all" else "optimizer"
+        if layout.offload_fraction < 1:
+            what = f"{100 * layout.offload_fraction:.0f} % of the optimizer"
+        words.append(f"{what} on {'the host' if layout.tier == 'cpu' else 'a disk'}")
+    if layout.shard is not None:
+        words.append(f"shards over {layout.shard} ranks")
+    if layout.tile_bytes is not None:
+        words.append("tiles")
     if layout.recompute != "none":
-        words.append(f"recompute {layout.recompute}")
+        part = "" if layout.recompute_share == 1 else f" {100 * layout.recompute_share:.0f} %"
+        words.append(f"recompute {layout.recompute}{part}")
     if candidate.is_tight:
         words.append("TIGHT")
     return ", ".join(words)
@@ -257,6 +286,7 @@ def as_data(found: Search, count: int = 3) -> dict[str, Any]:
             {
                 "strategy": strategy_of(each.layout),
                 "layout": vars(each.layout),
+                "dimensions": each.layout.dimensions,
                 "step_s": each.seconds,
                 "tokens_per_s": tokens_per_second(found, each),
                 "mfu": utilization(found, each),

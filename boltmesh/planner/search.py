@@ -3,11 +3,12 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 from boltmesh.errors import ConfigError
-from boltmesh.planner.layout import Layout, Offload, Recompute
+from boltmesh.planner.layout import Layout, Recompute
 from boltmesh.planner.layout_memory import LayoutMemory, estimate_layout_memory
-from boltmesh.planner.machine import Cluster
+from boltmesh.planner.machine import DISK_BYTES, Cluster
 from boltmesh.planner.rates import Rates, default_rates
 from boltmesh.planner.step_time import PredictedStepTime, StepTimeModel
 from boltmesh.planner.transformer import Transformer
@@ -29,6 +30,9 @@ EASE = 0.003
 LEAST_POSITIONS = 1024
 """Positions of a rank of a context group; with fewer, its operators cost more than they save."""
 MICROBATCH_SIZES = (1, 2, 4, 8, 16, 32)
+PARTS = (0.25, 0.5, 0.75)
+"""Shares of the blocks that are recomputed, and of the optimizer state that leaves the device."""
+TILE_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)
@@ -81,16 +85,14 @@ def search(
         rates: Rates of the cluster, by default those of published runs.
     """
     predictor = StepTimeModel(model, cluster, rates or default_rates())
-    budget = cluster.accelerator.memory_bytes
     found: list[Candidate] = []
     num_layouts, least = 0, float("inf")
-    for layout in layouts(model, cluster, sequences=sequences, dtype=dtype):
+    for layout, memory in layouts(model, cluster, sequences=sequences, dtype=dtype):
         num_layouts += 1
-        memory = estimate_layout_memory(model, layout)
-        if memory.host <= cluster.accelerator.host_bytes:
+        if _fits_elsewhere(memory, cluster):
             least = min(least, memory.device)
-        if memory.device <= FULL * budget and memory.host <= cluster.accelerator.host_bytes:
-            is_tight = memory.device > TIGHT * budget
+        if _fits(memory, cluster, FULL):
+            is_tight = not _fits(memory, cluster, TIGHT)
             found.append(Candidate(layout, predictor.predict(layout), memory, is_tight))
     found.sort(key=_rank)
     best = [_with_bubble(each, predictor) for each in _distinct(found)[:NUM_FINALISTS]]
@@ -104,7 +106,8 @@ def _rank(candidate: Candidate) -> tuple[bool, float]:
     # The simpler one of two that are equal within any error.
     layout = candidate.layout
     parts = (layout.offload != "none") * 2 + (layout.pipeline > 1) + (layout.tensor > 1)
-    parts += (layout.context > 1) + (layout.expert > 1)
+    parts += (layout.context > 1) + (layout.expert > 1) + (layout.tier == "nvme")
+    parts += (layout.tile_bytes is not None) + (layout.shard is not None)
     return candidate.is_tight, candidate.seconds * (1 + EASE * (parts + layout.zero / 4))
 
 
@@ -127,45 +130,57 @@ def division(layout: Layout) -> tuple[int, int, int, int, int, int, str]:
 
 def layouts(
     model: Transformer, cluster: Cluster, *, sequences: int, dtype: str
+) -> Iterator[tuple[Layout, LayoutMemory]]:
+    """Yield the layouts that the strategies can run, with their memory.
+
+    What takes time to save memory (recomputation, shards over more ranks, tiles, offload) is added
+    until a layout has room, in the smallest part that is enough.
+    """
+    for base in _divisions(model, cluster, sequences, dtype):
+        for sized in _sized(model, base):
+            for zero in _stages(base):
+                yield from _with_room(model, cluster, replace(sized, zero=zero))
+
+
+def _divisions(
+    model: Transformer, cluster: Cluster, sequences: int, dtype: str
 ) -> Iterator[Layout]:
-    """Yield every layout that the strategies can run."""
+    """Yield the sizes of the axes."""
     devices = cluster.num_devices
-    if model.experts:  # experts are divided beside ZeRO alone, as the strategies are
-        if sequences % devices == 0:
-            base = Layout(data=devices, sequences=sequences, dtype=dtype)
-            for expert in _divisors(devices):
-                if model.experts % expert == 0:
-                    yield from _tuned(model, replace(base, expert=expert))
-        return
     for tensor in _divisors(cluster.devices_per_node):
         if devices % tensor or not _divides_heads(model, tensor):
             continue
-        for pipeline in _divisors(devices // tensor):
-            if pipeline > model.layers:
-                continue
-            data = devices // (tensor * pipeline)
+        for name, size in _beside(model, devices // tensor, tensor):
+            data = devices // tensor if name == "expert" else devices // (tensor * size)
             if sequences % data:
                 continue
-            base = Layout(
+            yield Layout(
                 tensor=tensor,
-                pipeline=pipeline,
                 data=data,
                 sequences=sequences,
-                has_sequence_parallel=tensor > 1,
+                has_sequence_parallel=tensor > 1 and name != "expert",
                 dtype=dtype,
+                **{name: size},  # type: ignore[arg-type]
             )
-            yield from _tuned(model, base)
-    for context in _divisors(devices)[1:]:  # beside replicas alone, as the strategy is
-        replicas = devices // context
-        if sequences % replicas or model.seq < context * LEAST_POSITIONS:
-            continue
-        base = Layout(context=context, data=replicas, sequences=sequences, dtype=dtype)
-        yield from _tuned(model, base)
 
 
-def _tuned(model: Transformer, base: Layout) -> Iterator[Layout]:
+def _beside(model: Transformer, ranks: int, tensor: int) -> Iterator[tuple[str, int]]:
+    """Yield an axis beside tensor and data, and its size; the strategies have no two of them."""
+    if model.experts:
+        for size in _divisors(ranks * tensor):
+            if model.experts % size == 0 and (size > 1 or tensor == 1):
+                yield "expert", size
+        return
+    for size in _divisors(ranks):
+        if size <= model.layers:
+            yield "pipeline", size
+        if size > 1 and model.seq >= size * LEAST_POSITIONS:
+            yield "context", size
+
+
+def _sized(model: Transformer, base: Layout) -> Iterator[Layout]:
+    """Yield microbatches and schedules."""
     per_replica = base.sequences // base.data
-    kinds: tuple[Recompute, ...] = ("none", "selective", "full")
     for microbatch in MICROBATCH_SIZES:
         if per_replica % microbatch:
             continue
@@ -173,26 +188,89 @@ def _tuned(model: Transformer, base: Layout) -> Iterator[Layout]:
             count = per_replica // microbatch
             if schedule and not _can_run(model, base.pipeline, schedule, stages, count):
                 continue
-            sized = replace(base, microbatch=microbatch, schedule=schedule, stages_per_rank=stages)
-            for recompute in kinds:
-                if recompute != "none" and schedule in {"zero_bubble", "zbv"}:
-                    continue  # they halve backward passes, which recomputation joins
-                for zero, offload in _sharding(base):
-                    yield replace(sized, recompute=recompute, zero=zero, offload=offload)
+            yield replace(base, microbatch=microbatch, schedule=schedule, stages_per_rank=stages)
 
 
-def _sharding(base: Layout) -> list[tuple[int, Offload]]:
-    """Return the ZeRO stages and tiers to try; with a pipeline those that reduce once a step."""
-    if base.expert > 1:
-        return [(1, "none"), (2, "none"), (3, "none")]
-    if base.context > 1:
-        return [(0, "none"), (1, "none"), (2, "none"), (3, "none")]
-    if base.data == 1:
-        alone: list[tuple[int, Offload]] = [(0, "none"), (1, "optimizer"), (3, "all")]
-        return alone[: 2 if base.pipeline > 1 else 3]
+def _stages(base: Layout) -> tuple[int, ...]:
+    """Return the ZeRO stages to try; with a pipeline those that reduce once a step."""
     if base.pipeline > 1:
-        return [(0, "none"), (1, "none"), (1, "optimizer")]
-    return [(0, "none"), (1, "none"), (2, "none"), (3, "none"), (3, "optimizer"), (3, "all")]
+        return (0, 1) if base.data > 1 else (0,)
+    if base.expert > 1:
+        return 1, 2, 3
+    return (0, 1, 2, 3) if base.data * base.context > 1 else (0, 1, 3)
+
+
+def _with_room(
+    model: Transformer, cluster: Cluster, base: Layout
+) -> Iterator[tuple[Layout, LayoutMemory]]:
+    """Yield a layout, then with less and less kept on the device, until it has room."""
+    kinds: tuple[Recompute, ...] = ("none", "selective", "full")
+    if base.schedule in {"zero_bubble", "zbv"}:
+        kinds = ("none",)  # they halve backward passes, which recomputation joins
+    for kind in kinds:
+        has_room, is_first = False, True
+        for place in _places(base, cluster):
+            layout = replace(base, recompute=kind, **place)
+            memory = estimate_layout_memory(model, layout)
+            has_room = _fits(memory, cluster, TIGHT)
+            if has_room:
+                layout = _least(model, cluster, layout)
+                memory = estimate_layout_memory(model, layout)
+            yield layout, memory
+            if has_room:
+                break
+            is_first = False
+        if has_room and is_first:
+            return  # nothing need be recomputed, or sharded or offloaded further
+
+
+def _least(model: Transformer, cluster: Cluster, layout: Layout) -> Layout:
+    """Return the layout with as little recomputation and offload as leaves it room."""
+    names = ["recompute_share"] if layout.recompute == "full" else []
+    names += ["offload_fraction"] if layout.offload == "optimizer" else []
+    for name in names:
+        for part in PARTS:
+            less = replace(layout, **{name: part})  # type: ignore[arg-type]
+            if _fits(estimate_layout_memory(model, less), cluster, TIGHT):
+                layout = less
+                break
+    return layout
+
+
+def _places(base: Layout, cluster: Cluster) -> Iterator[dict[str, Any]]:
+    """Yield what a rank shares with others or moves elsewhere, what costs least first."""
+    is_replicated = base.pipeline == base.tensor == base.context == base.expert == 1
+    if base.zero == 3 and is_replicated:
+        for size in _divisors(base.data)[:-1]:
+            if size % cluster.devices_per_node == 0:
+                yield {"shard": size}
+    if not base.zero or base.data * base.context > 1:
+        yield {}
+    if base.zero == 3 and is_replicated:
+        yield {"tile_bytes": TILE_BYTES}
+    if not base.zero or base.expert > 1:
+        return
+    yield {"offload": "optimizer"}
+    if base.zero == 3:
+        yield {"offload": "all"}
+    if base.context > 1:
+        return
+    if base.zero == 1:
+        yield {"offload": "optimizer", "tier": "nvme"}
+    if base.zero == 3:
+        yield {"offload": "all", "tier": "nvme"}
+        if is_replicated:
+            yield {"offload": "all", "tier": "nvme", "tile_bytes": TILE_BYTES}
+
+
+def _fits(memory: LayoutMemory, cluster: Cluster, share: float) -> bool:
+    """Whether a share of a device is enough, and the host and the disk."""
+    has_room = memory.device <= share * cluster.accelerator.memory_bytes
+    return has_room and _fits_elsewhere(memory, cluster)
+
+
+def _fits_elsewhere(memory: LayoutMemory, cluster: Cluster) -> bool:
+    return memory.host <= cluster.accelerator.host_bytes and memory.disk <= DISK_BYTES
 
 
 def _can_run(
@@ -251,15 +329,13 @@ def smallest_cluster(found: Search) -> int | None:
 
     None if none of 65,536 does.
     """
-    cluster, device = found.cluster, found.cluster.accelerator
+    cluster = found.cluster
     devices = cluster.num_devices
     while devices < 65_536:
         devices *= 2
         larger = replace(cluster, num_devices=devices)
-        for layout in layouts(
-            found.model, larger, sequences=max(found.sequences, devices), dtype=found.dtype
-        ):
-            memory = estimate_layout_memory(found.model, layout)
-            if memory.device <= TIGHT * device.memory_bytes and memory.host <= device.host_bytes:
-                return devices
+        sequences = max(found.sequences, devices)
+        tried = layouts(found.model, larger, sequences=sequences, dtype=found.dtype)
+        if any(_fits(memory, larger, TIGHT) for _, memory in tried):
+            return devices
     return None

@@ -12,7 +12,7 @@ from functools import cache
 from math import ceil, comb, log2, sqrt
 
 from boltmesh.planner.layout import AxisGroup, Layout, groups_of
-from boltmesh.planner.machine import Accelerator, Cluster
+from boltmesh.planner.machine import DISK_RATE, Accelerator, Cluster
 from boltmesh.planner.rates import Rates
 from boltmesh.planner.transformer import Transformer
 
@@ -21,6 +21,8 @@ HALF = 2
 OPTIMIZER_BYTES = 34
 """Read and written by Adam for each parameter that a rank updates: fp32 value, two moments and
 gradient, bf16 value."""
+STATE_BYTES = 12
+"""State of Adam for each parameter in fp32, value and two moments: a disk reads and writes it."""
 HOST_OPTIMIZER_RATE = 100e9 / 28
 """Parameters that Adam on a host updates in a second, of the memory rate of a host per device."""
 LINK_LATENCY = 6.4e-6
@@ -175,11 +177,12 @@ class StepTimeModel:
         up = (2 if model.is_gated else 1) * model.ffn
         here = max(1, model.experts // layout.expert)  # each computes its part of the rows
         rows = tokens * max(1, model.active) / here
+        whole = ranks if layout.expert > 1 else 1  # ranks of a tensor group deal the rows then
         shapes = (
             (1, tokens, width, (width + 2 * model.kv_width) / ranks),
             (1, tokens, width / ranks, width),
-            (here, rows, width, up / ranks),
-            (here, rows, model.ffn / ranks, width),
+            (here, rows / whole, width, up * whole / ranks),
+            (here, rows / whole, model.ffn * whole / ranks, width),
         )
         passes = [
             tuple(count * each for each in self._product(layout.dtype, *shape))
@@ -209,7 +212,9 @@ class StepTimeModel:
             recompute = products / 2 + elementwise + launches
         elif layout.recompute == "selective":
             recompute = elementwise + launches if model.has_flash else attention
-        reduced = 4 if layout.recompute != "full" else 6
+        recompute *= layout.recompute_share
+        again = layout.recompute_share if layout.recompute == "full" else 0.0
+        reduced = 4 + 2 * again
         activation = HALF * tokens * width
         tensor = reduced * self._all_reduce(groups["tensor"], activation)
         if layout.has_async_tensor:
@@ -217,10 +222,10 @@ class StepTimeModel:
         context = 0.0
         if layout.context > 1:  # keys and values of the sequence, and their gradients
             keys = HALF * 2 * tokens * layout.context * model.kv_width / ranks
-            context = (4 if layout.recompute == "full" else 3) * self._ring(groups["context"], keys)
+            context = (3 + again) * self._ring(groups["context"], keys)
             if layout.has_context_overlap:
                 context = max(0.0, context - 0.5 * 3.5 * attention)
-        expert = (3 if layout.recompute == "full" else 2) * self._exchange(layout, groups, tokens)
+        expert = (2 + again) * self._exchange(layout, groups, tokens / whole)
         return _Pass(forward, backward, recompute, tensor, context, expert)
 
     def _exchange(self, layout: Layout, groups: dict[str, AxisGroup], tokens: float) -> float:
@@ -341,7 +346,10 @@ class StepTimeModel:
         num_bytes = HALF * blocks * sharded_numel(self.model, layout) / layout.tensor
         passes = 1 if layout.pipeline > 1 else layout.num_microbatches
         moved = 3 * passes * self._ring(sharing, num_bytes)
-        moved += 3 * passes * (blocks - 1) * self._latency(sharing) * log2(max(2, shards))
+        gathers = blocks
+        if layout.tile_bytes is not None:
+            gathers = blocks * ceil(4 * sharded_numel(self.model, layout) / layout.tile_bytes)
+        moved += 3 * passes * (gathers - 1) * self._latency(sharing) * log2(max(2, shards))
         computing = busy.forward + busy.backward + busy.recompute
         hidden = min(moved, computing) * self._overlap(layout)
         return moved - hidden
@@ -357,8 +365,9 @@ class StepTimeModel:
         else:
             moved = self._all_reduce(group, width * parameters)
         if layout.expert > 1:
-            copies = layout.data // layout.expert
-            same = AxisGroup(copies, max(1, group.in_node // layout.expert))
+            copies = layout.data * layout.tensor // layout.expert
+            in_node = group.in_node * layout.tensor // layout.expert
+            same = AxisGroup(copies, max(1, in_node))
             moved += self._all_reduce(same, width * experts_of_rank(self.model, layout))
         hidden = min(moved, busy.backward / layout.num_microbatches) * self._overlap(layout)
         return moved - hidden
@@ -369,10 +378,12 @@ class StepTimeModel:
 
     def _optimizer(self, layout: Layout, parameters: float) -> float:
         updated = parameters / layout.num_shards + experts_of_rank(self.model, layout)
-        if layout.offload == "none":
-            return OPTIMIZER_BYTES * updated / self.cluster.accelerator.memory_rate
-        moved = 2 * HALF * updated / self.cluster.accelerator.host_rate
-        return max(moved, updated / HOST_OPTIMIZER_RATE)
+        outside = 0.0 if layout.offload == "none" else layout.offload_fraction * updated
+        on_device = OPTIMIZER_BYTES * (updated - outside) / self.cluster.accelerator.memory_rate
+        moved = 2 * HALF * outside / self.cluster.accelerator.host_rate
+        if layout.tier == "nvme":
+            moved = max(moved, STATE_BYTES * outside / DISK_RATE)
+        return max(on_device, moved, outside / HOST_OPTIMIZER_RATE)
 
     def _transfer(self, layout: Layout, parameters: float, busy: _Pass) -> float:
         """Return what of the transfers of parameters and gradients from and to the host shows."""
@@ -380,6 +391,9 @@ class StepTimeModel:
             return 0.0
         num_bytes = (2 * HALF + 4) * parameters / layout.num_shards
         moved = layout.num_microbatches * num_bytes / self.cluster.accelerator.host_rate
+        if layout.tier == "nvme":  # read for the forward and for the backward pass
+            shards = 2 * HALF * parameters / layout.num_shards
+            moved = max(moved, layout.num_microbatches * shards / DISK_RATE)
         return max(0.0, moved - (busy.forward + busy.backward + busy.recompute))
 
 
@@ -437,7 +451,7 @@ def experts_of_rank(model: Transformer, layout: Layout) -> float:
     if layout.expert == 1:
         return 0.0
     blocks, _ = blocks_of_rank(model.layers, layout)
-    return blocks * model.experts // layout.expert * model.expert_numel / layout.tensor
+    return float(blocks * model.experts // layout.expert * model.expert_numel)
 
 
 def parameters_of_rank(model: Transformer, layout: Layout) -> float:

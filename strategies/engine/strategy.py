@@ -22,7 +22,7 @@ from typing_extensions import override
 from boltmesh.errors import ConfigError
 from boltmesh.strategies import lightning_compat as compat
 from boltmesh.strategies import telemetry as telemetry_module
-from boltmesh.strategies.activation_checkpointing import ActivationCheckpointing, Recompute
+from boltmesh.strategies.activation_checkpointing import ActivationCheckpointing, RecomputeShare
 from boltmesh.strategies.checkpoint.adapters import TRAINABLE_ONLY
 from boltmesh.strategies.checkpoint.async_save import refuse_beside
 from boltmesh.strategies.checkpoint.file import AtomicCheckpointIO
@@ -96,7 +96,7 @@ class MeshStrategy(LoopStrategy):
         axes: Sequence[Axis],
         timeout_s: float = 1800.0,
         telemetry: bool = True,
-        activation_checkpointing: Recompute | None = None,
+        activation_checkpointing: RecomputeShare | None = None,
         activation_offload: bool | str | Path = False,
         compile_blocks: bool = False,
         tile_logits: int | None = None,
@@ -128,7 +128,7 @@ class MeshStrategy(LoopStrategy):
             self.checkpoint_io = checkpoint_io  # which ranks with shards refuse
         self.telemetry = telemetry
         self.recomputation = ActivationCheckpointing(activation_checkpointing, activation_offload)
-        self.compilation = CompiledBlocks(activation_checkpointing, is_on=compile_blocks)
+        self.compilation = CompiledBlocks(self.recomputation.kind, is_on=compile_blocks)
         self.logit_tiling = LogitTiling(tile_logits)
         self.seed = seed
         self.async_save = async_save

@@ -109,6 +109,25 @@ def test_blocks_keep_their_inputs_and_run_again() -> None:
     assert selective == once
 
 
+def test_a_share_of_the_blocks_runs_again_and_the_others_keep_all() -> None:
+    (expected, all_kept, _), (found, some, _), (_, one, _) = map(
+        train, (None, {"full": 0.6}, {"full": 0.1})
+    )
+    _, full, _ = train("full")
+    assert [name for name, each in expected.items() if not torch.equal(found[name], each)] == []
+    # Two of three blocks, and one.
+    assert all_kept - one == (all_kept - full) / 3
+    assert all_kept - some == 2 * (all_kept - full) / 3
+
+
+@pytest.mark.parametrize(
+    "kind", [{"full": 0}, {"full": 1.5}, {"full": True}, {}, {"full": 0.5, "selective": 0.5}]
+)
+def test_a_share_that_is_none_is_refused(kind: Any) -> None:
+    with pytest.raises(ConfigError, match=r"Write \{'full': 0.5\} for half of the blocks"):
+        ActivationCheckpointing(kind)
+
+
 def test_torch_is_given_the_tensors_that_a_block_gets_by_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
