@@ -41,7 +41,7 @@ def test_the_commands_and_their_options_are_these():
         "export-metrics": {"--format", "--table", "--output", "--every", "--replay", "--at",
                            "--run-dir"},
         "stream": {"--list", "--run-dir", "--interval"},
-        "export": {"--to", "--prefix", "--max-shard-size", "--peft", "--force"},
+        "export": {"--to", "--prefix", "--max-shard-size", "--hf", "--peft", "--force"},
         "import": {"--to", "--prefix", "--tie", "--force"},
         "verify": set(),
         "prune": {"--dry-run", "--telemetry-days"},
