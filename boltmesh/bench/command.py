@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from boltmesh.bench.rows import BenchRow, compare_losses
 from boltmesh.bench.running import run_variant
 from boltmesh.bench.table import as_csv, as_markdown, as_text
-from boltmesh.bench.variant import Variant, parse_variants
+from boltmesh.bench.variant import PLANNED, Variant, parse_variants
 from boltmesh.configs.load import find, load
 from boltmesh.errors import ConfigError
 from boltmesh.preflight import check_config
@@ -54,6 +54,9 @@ def bench(
         )
     if output is not None and not output.parent.is_dir():
         raise ConfigError(f"--output: {output.parent} is no folder. Make it, or choose another.")
+    if any(each.strategy == PLANNED for each in variants):
+        rest = [each for each in variants if each.strategy != PLANNED]
+        variants = [*_planned(config, overrides), *rest]
     rows = {each.label: BenchRow(each.label) for each in variants}
     was_stopped = False
     try:
@@ -77,6 +80,28 @@ def bench(
     if was_stopped:
         return 128 + signal.SIGINT
     return 0 if any(row.runs for row in table) else 1
+
+
+def _planned(config: str, overrides: Sequence[str]) -> list[Variant]:
+    """Return the three best layouts of a plan for the devices that are here."""
+    from boltmesh.advisor.command import search_config
+    from boltmesh.advisor.report import overrides_of, words
+
+    found = search_config(config, overrides)
+    chosen = found.best(3)
+    if not chosen:
+        raise ConfigError(
+            f"--strategies {PLANNED}: no layout of {config} fits these devices. boltmesh advise "
+            f"{config} says what needs least."
+        )
+    return [
+        Variant(
+            label=f"{words(each)} (planned {1e3 * each.seconds:.1f} ms)",
+            strategy=each.layout.name,
+            settings=tuple(overrides_of(found, each)),
+        )
+        for each in chosen
+    ]
 
 
 def _run(
