@@ -36,9 +36,7 @@ async def draw(
         await pilot.pause()
         await pilot.press(PAGES[screen].tab.key)
         await pilot.pause()
-        svg = app.export_screenshot(title="boltmesh top")
-    # Some viewers collapse the blanks that hold columns in their places.
-    return svg.replace("<svg ", '<svg xml:space="preserve" ', 1)
+        return app.svg(title="boltmesh top")
 
 
 def _size(text: str) -> tuple[int, int]:

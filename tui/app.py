@@ -180,6 +180,11 @@ class DashboardApp(App[None]):
         if self._job_screen is not None:
             self.pop_screen()
 
+    def svg(self, title: str | None = None) -> str:
+        """Return the screen as SVG in which viewers keep the blanks that align columns."""
+        svg = self.export_screenshot(title=title)
+        return svg.replace("<svg ", '<svg xml:space="preserve" ', 1)
+
     def action_detach(self) -> None:
         """Leave; the job does not notice."""
         self.exit()

@@ -137,8 +137,3 @@ def ranks(numbers: Iterable[int], *, most: int = 4) -> str:
         for run in runs
     ]
     return f"ranks {', '.join(parts)}" if 0 < len(parts) <= most else f"{len(ordered)} ranks"
-
-
-def operator(name: str) -> str:
-    """Name a ``c10d`` operator without what torch appends to it: ``allgather_base_``."""
-    return name.strip("_").removesuffix("_base")

@@ -82,7 +82,7 @@ def filter_rows(rows: Sequence[Row], cells_of: Callable[[Row], Cells], words: st
 
     A word is looked for in all cells, in either case. A word of letters that no row has as it is
     fits the rows that have its letters in this order within one word of a cell: ``alrd`` fits
-    ``allreduce``. ``column=value`` asks for a whole cell and ``column!=value`` for any other;
+    ``all_reduce``. ``column=value`` asks for a whole cell and ``column!=value`` for any other;
     ``<``, ``<=``, ``>``, ``>=`` compare numbers. A column may be shortened, and its blanks are left
     out: ``bytes>1e6`` fits a column ``bytes per step``.
     """

@@ -40,6 +40,7 @@ REMOTE_COMMAND = click.option(
     multiple=True,
     help="Watch a job there, over your own ssh; again for each further host of the same job.",
 )
+@click.option("--slurm", metavar="JOBID", help="The hosts of this SLURM job, instead of --ssh.")
 @REMOTE_COMMAND
 @click.option("--no-mouse", is_flag=True, help="Leave the mouse to the terminal.")
 @click.option("--ascii", "ascii_only", is_flag=True, help="Draw with ASCII.")
@@ -61,6 +62,7 @@ def top(
     at_s: float | None,
     on_alert: str | None,
     ssh: tuple[str, ...],
+    slurm: str | None,
     remote_command: str | None,
     no_mouse: bool,
     ascii_only: bool,
@@ -86,6 +88,7 @@ def top(
         at_s=at_s,
         on_alert=on_alert,
         ssh=ssh,
+        slurm=slurm,
         remote_command=remote_command,
         has_mouse=not no_mouse,
         ascii_only=ascii_only,
@@ -206,12 +209,14 @@ def export_metrics(
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--ssh", metavar="HOST", help="List the jobs there, over your own ssh.")
+@click.option("--slurm", is_flag=True, help="List those on all hosts of your SLURM jobs.")
 @REMOTE_COMMAND
 @click.option("--ascii", "ascii_only", is_flag=True, help="Draw with ASCII.")
 @RUN_DIR
 def jobs(
     as_json: bool,
     ssh: str | None,
+    slurm: bool,
     remote_command: str | None,
     ascii_only: bool,
     run_dir: Path | None,
@@ -222,6 +227,7 @@ def jobs(
     return show(
         as_json=as_json,
         ssh=ssh,
+        slurm=slurm,
         remote_command=remote_command,
         ascii_only=ascii_only,
         run_dir=run_dir,

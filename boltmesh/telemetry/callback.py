@@ -5,6 +5,7 @@ this adds the loop around it: waiting for data, validation, losses, logged metri
 never communicates: a rank whose telemetry is off would not take part.
 """
 
+import contextlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from boltmesh.telemetry.reader.cause import STOPPED
-from boltmesh.telemetry.writer.lightning_compat import computed_metrics
+from boltmesh.telemetry.writer.lightning_compat import computed_metrics, loader_queue
 from boltmesh.telemetry.writer.throughput import count, flops_per_batch, peak_flops
 from boltmesh.telemetry.writer.torch_compat.flops import can_count
 
@@ -59,6 +60,9 @@ class TelemetryCallback(Callback):
     ) -> None:
         if recorder := _recorder_of(trainer):
             recorder.begin_batch(index=self._index, epoch=trainer.current_epoch)
+            with contextlib.suppress(NotImplementedError, AttributeError):  # no qsize on macOS
+                if (ready := loader_queue(trainer)) is not None:
+                    recorder.trend("loader_queue", ready)
             if self._index == COUNTED_BATCH and can_count(pl_module):
                 recorder.count_flops()
 

@@ -15,6 +15,21 @@ import msgspec
 from boltmesh.telemetry.tensor_plan import TensorPlanTable
 from boltmesh.telemetry.traffic import ExpectedTraffic
 
+_COLLECTIVES = {"allreduce": "all_reduce", "allgather": "all_gather", "alltoall": "all_to_all"}
+
+
+def operator_name(operator: str) -> str:
+    """Return the name of a ``c10d`` operator as in ``torch.distributed``.
+
+    ``all_gather`` of ``_allgather_base_``.
+    """
+    name = operator.strip("_").removesuffix("_base")
+    for spelling, word in _COLLECTIVES.items():
+        if name.startswith(spelling):
+            return word + name.removeprefix(spelling)
+    return name
+
+
 SCHEMA_VERSION = 1
 """Raised when a field changes its meaning or goes away; new fields do not raise it."""
 

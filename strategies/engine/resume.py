@@ -182,7 +182,7 @@ class _Epoch(Iterator[Any]):
         self.start = start
         # Only these batches are made in this process and fetched ahead of their use.
         self._keeps_last = isinstance(loader.dataset, IterableDataset) and loader.num_workers == 0
-        self._inner: Iterator[Any] | None = None
+        self.inner: Iterator[Any] | None = None
         if start is None:
             self._begin()
 
@@ -190,20 +190,20 @@ class _Epoch(Iterator[Any]):
     def __next__(self) -> Any:
         # A restarting fit loop may have iterated over a validation loader that it does not run.
         self._point.take_back()
-        if self._inner is None:
+        if self.inner is None:
             self._resume()
         else:
             self._point.apply_once()
-        assert self._inner is not None
+        assert self.inner is not None
         if self._keeps_last:
             self.before_last = capture_random_state(self._point.device)
-        batch = next(self._inner)
+        batch = next(self.inner)
         self.position += 1
         return batch
 
     def _begin(self) -> None:
         self.epoch_start = capture_random_state(self._point.device)
-        self._inner = self._make()
+        self.inner = self._make()
 
     def _resume(self) -> None:
         """Make the iterator only now: Lightning tells the sampler its epoch after ``iter()``."""
@@ -217,10 +217,10 @@ class _Epoch(Iterator[Any]):
         if start.epoch_start is not None:
             restore_random_state(start.epoch_start, self._point.device)
         self._begin()
-        assert self._inner is not None
-        if not skip_indices(self._inner, start.position):
+        assert self.inner is not None
+        if not skip_indices(self.inner, start.position):
             for _ in range(start.position):
-                next(self._inner)
+                next(self.inner)
         self.position = start.position
         restore_random_state(outside, self._point.device)
         if start.before_prefetch is not None:

@@ -15,6 +15,7 @@ from boltmesh.strategies.lightning_compat.trainer import callbacks_of
 from boltmesh.strategies.telemetry import follow_loops
 from boltmesh.telemetry.callback import TelemetryCallback
 from boltmesh.telemetry.reader.reader import list_jobs, open_job
+from boltmesh.telemetry.writer.lightning_compat import loader_queue
 from boltmesh.telemetry.writer.throughput import count
 from tests.support.pipelines import pipeline, quiet_trainer
 from tests.support.ranks import run_ranks
@@ -136,6 +137,29 @@ def test_a_fit_with_accumulation_validation_and_checkpoints_is_followed(tmp_path
         kinds = [event.kind for event in seen.events if event.rank == 0]
         assert kinds.count("validation") == 4
         assert kinds.count("checkpoint") == 4  # after each validation
+
+
+class FullQueue(Callback):
+    """Lets a batch end only when the loader's worker has made all that it may make ahead."""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        while batch_idx < 12 and (loader_queue(trainer) or 0) < 3:
+            time.sleep(0.001)
+
+
+def queue_worker(rank, world_size):
+    data = TensorDataset(torch.randn(64, 4))
+    batches = DataLoader(data, batch_size=4, num_workers=1, prefetch_factor=3)
+    trainer(devices=1, max_epochs=1, callbacks=[FullQueue()]).fit(Model(), batches)
+    return look()
+
+
+@pytest.mark.ranks
+def test_batches_that_the_loader_has_ready_are_a_series():
+    (seen,) = run_ranks(queue_worker, 1)
+    ready = [point.value for point in seen.trends if point.name == "loader_queue"]
+    assert len(ready) == 2  # a point every eight batches
+    assert ready[0] in {2, 3}  # one of three was taken, perhaps another is ready since
 
 
 def slow_worker(rank, world_size):

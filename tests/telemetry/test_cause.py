@@ -56,7 +56,7 @@ def test_a_rank_that_is_gone_is_the_cause_of_what_the_others_say():
     assert state == "crashed"
     assert cause == (
         "rank 1 is gone without recording an end, in backward after step 12, "
-        "inside allreduce number 88 of the data axis."
+        "inside all_reduce number 88 of the data axis."
     )
 
 

@@ -48,7 +48,7 @@ def test_the_question_goes_on_to_the_group_in_which_it_began() -> None:
         assert "Rank 3 is in forward after step 7, at train.py:3." in each.text
         assert not each.takes_long
     assert found[0] is not None
-    assert "allreduce #4 of data (ranks 1, 3), in which rank 1 waits." in found[0].text
+    assert "all_reduce #4 of data (ranks 1, 3), in which rank 1 waits." in found[0].text
     assert {each.key for each in found[:3] if each} == {found[0].key}
     assert found[3] is None
 
@@ -61,7 +61,7 @@ def test_whoever_of_a_circle_asks_says_the_same() -> None:
     found = explain(ranks, 0, 2)
     assert found == explain(ranks, 1, 2)
     assert found is not None
-    assert "rank 1 never entered allreduce #9 of data (ranks 0-1)" in found.text
+    assert "rank 1 never entered all_reduce #9 of data (ranks 0-1)" in found.text
     assert "Rank 1 waits for rank 0 in broadcast #3 of tensor (ranks 0-1)" in found.text
     assert "same calls in the same order" in found.text
 
@@ -74,7 +74,7 @@ def test_different_calls_under_one_number_are_named() -> None:
     }
     found = explain(ranks, 0, 3)
     assert found is not None
-    assert "entered different calls as #4: ranks 0, 2 allreduce, rank 1 allgather" in found.text
+    assert "entered different calls as #4: ranks 0, 2 all_reduce, rank 1 all_gather" in found.text
     assert "at train.py:1" in found.text
 
 
@@ -94,7 +94,7 @@ def test_a_rank_that_was_stopped_in_the_collective_is_named() -> None:
     ranks = {0: standing(0, entered), 1: standing(1, entered, silence="is stopped by a signal")}
     found = explain(ranks, 0, 2)
     assert found is not None
-    assert found.text.startswith("all ranks entered allreduce #4 of data (ranks 0-1), and it does")
+    assert found.text.startswith("all ranks entered all_reduce #4 of data (ranks 0-1), and it does")
     assert "Rank 1 is stopped by a signal, in forward after step 7." in found.text
     ranks[1] = standing(1, entered)
     found = explain(ranks, 0, 2)
@@ -163,4 +163,4 @@ def test_a_call_on_gpus_that_all_have_entered_is_said_not_to_complete() -> None:
     ranks = {rank: standing(rank, waits(DATA, (0, 1), 4)) for rank in range(2)}
     found = explain(ranks, 0, 2)
     assert found is not None
-    assert "all ranks entered allreduce #4 of data (ranks 0-1), and it does not" in found.text
+    assert "all ranks entered all_reduce #4 of data (ranks 0-1), and it does not" in found.text

@@ -54,9 +54,10 @@ def write_status(file, state, global_step=0):
     file.status(state, 0, 0, 1, global_step, 4, time.time(), 77, -1, -1, -1)
 
 
-def write_step(file, number, *, ms=10, samples=8, loss=None, global_step=None):
+def write_step(file, number, *, ms=10, samples=8, loss=None, global_step=None, other=()):
     phases = [0] * len(PHASES)
-    phases[PHASES.index("forward")] = ms * 1_000_000
+    for name, time_ms in {"forward": ms, **dict(other)}.items():
+        phases[PHASES.index(name)] = time_ms * 1_000_000
     global_step = number + 1 if global_step is None else global_step
     file.step(
         number,
@@ -145,6 +146,25 @@ def test_what_a_step_moves_is_the_mean_after_the_warm_up_and_without_validation(
     assert (total.calls, total.payload_bytes) == (12, 4 * 10**6 + 800 + 4 * 10**9)
     assert (total.calls_per_step, total.bytes_per_step) == (2.0, 400.0)
     assert total.seconds_per_step is not None
+    file.close()
+
+
+@pytest.mark.parametrize("phase", ["validation", "checkpoint"])
+def test_steps_that_validate_or_write_a_checkpoint_are_in_no_mean_of_a_step(phase):
+    file = make_rank(make_job())
+    data, reduce = file.group_number("1", "data"), file.operator_number("allreduce")
+    for number in range(12):  # two batches a step; the last batch of the fourth step interrupts
+        is_interrupted = number == 7
+        # A gather before the phase begins belongs to it, and is recorded in the step's own phases.
+        file.enqueue(number + 1, data, reduce, 2, 0, 5000 if is_interrupted else 50)
+        write_step(
+            file,
+            number,
+            global_step=(number + 1) // 2,
+            other={phase: 1} if is_interrupted else {},
+        )
+    total = snapshot().ranks[0].collectives[0]
+    assert (total.calls_per_step, total.bytes_per_step) == (2.0, 100.0)
     file.close()
 
 
@@ -405,7 +425,7 @@ def test_a_killed_rank_is_dead_at_once_and_named_with_where_it_was():
             assert seen.state == "crashed"
             assert seen.cause == (
                 "rank 1 is gone without recording an end, in backward after step 41, "
-                "inside allreduce number 1 of the data axis."
+                "inside all_reduce number 1 of the data axis."
             )
             assert list_jobs()[0].state == "crashed"
     finally:

@@ -21,8 +21,8 @@ def _findings(snapshot: JobSnapshot, *devices: DeviceReading) -> dict[str, Findi
     [
         (("power limit",), ("power limit",), None),
         (("power limit",), (), "compare the power limit"),
-        (("hot: hardware slowdown",), ("power limit",), "cool that GPU"),
-        (("power brake from outside", "power limit"), ("power limit",), "throttled"),
+        (("HW thermal",), ("power limit",), "cool that GPU"),
+        (("HW power brake", "power limit"), ("power limit",), "throttled"),
         (("idle",), (), None),
     ],
 )
@@ -46,7 +46,7 @@ def test_compression_is_advised_where_the_strategy_has_it(strategy: str, *, is_t
 
 
 def test_a_process_that_a_signal_stopped_is_to_be_continued() -> None:
-    text = "hang: rank 1 never entered allreduce #4. Rank 1 is stopped by a signal (SIGSTOP)."
+    text = "hang: rank 1 never entered all_reduce #4. Rank 1 is stopped by a signal (SIGSTOP)."
     phases = ("communication", "data", "communication")
     ranks = tuple(rank(at, phase=phase, last_seen=NOW - 60) for at, phase in enumerate(phases))
     snapshot = job(ranks=ranks)

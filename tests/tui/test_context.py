@@ -35,7 +35,7 @@ def test_work_is_compute_time_beside_the_median() -> None:
     assert [row.part for row in rows] == [0, 1, 2]
     assert [row.compute_s for row in rows] == pytest.approx([0.2, 0.2, 0.5])
     assert rows[2].work == pytest.approx(1.5)
-    assert rows[0].largest == "allgather"
+    assert rows[0].largest == "all_gather"
     assert rows[0].message_bytes == 1 << 20
 
 

@@ -73,10 +73,10 @@ def roles(lines: list[Any], text: str) -> set[str]:
 def test_a_hot_gpu_stands_out_without_colour() -> None:
     state = fold(None, demo(scenario="straggler"))
     lines = draw_devices(state, 200, 20, LOOK)
-    (hot,) = [line.plain for line in lines if "hot:" in line.plain]
+    (hot,) = [line.plain for line in lines if "thermal" in line.plain]
     assert hot.startswith("cuda:5")
     assert "! 89/87 C" in hot
-    assert "! hot: hardware slowdown" in hot
+    assert "! HW thermal" in hot
     assert "1320/1980 MHz" in hot
     assert roles(lines, "89/87") == {"bad"}
 
@@ -160,7 +160,7 @@ def test_processes_are_sorted_by_every_column(title: str) -> None:
 def test_a_filter_leaves_the_rows_that_fit() -> None:
     state = fold(None, demo(scenario="straggler"))
     assert [row.ranks for row in shown_devices(state, TableView(filter="temp>85"))] == [(5,)]
-    assert [row.ranks for row in shown_devices(state, TableView(filter="hot"))] == [(5,)]
+    assert [row.ranks for row in shown_devices(state, TableView(filter="thermal"))] == [(5,)]
     assert [row.rank for row in shown_processes(state, TableView(filter="rank=3"))] == [3]
     assert "nothing fits the filter" in devices(state, table=TableView(filter="nothing"))[-1]
     assert "nothing fits the filter" in processes(state, table=TableView(filter="nothing"))[-1]

@@ -307,10 +307,10 @@ def test_pcie_without_counters_is_measured_on_one_gpu_a_look(
         ((), ()),
         (("GpuIdle",), ("idle",)),
         (("SwPowerCap",), ("power limit",)),
-        (("HwSlowdown", "HwThermalSlowdown"), ("hot: hardware slowdown",)),
-        (("HwSlowdown", "HwPowerBrakeSlowdown"), ("power brake from outside",)),
-        (("HwSlowdown",), ("hardware slowdown",)),
-        (("SwPowerCap", "SwThermalSlowdown"), ("power limit", "hot: software slowdown")),
+        (("HwSlowdown", "HwThermalSlowdown"), ("HW thermal",)),
+        (("HwSlowdown", "HwPowerBrakeSlowdown"), ("HW power brake",)),
+        (("HwSlowdown",), ("HW slowdown",)),
+        (("SwPowerCap", "SwThermalSlowdown"), ("power limit", "SW thermal")),
     ],
 )  # fmt: skip
 def test_throttling_is_told_in_words(names: tuple[str, ...], words: tuple[str, ...]) -> None:

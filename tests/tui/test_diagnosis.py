@@ -183,7 +183,7 @@ def test_communication_names_what_moves_most_and_how_fast() -> None:
     )
     found = _findings(job(ranks=ranks))["communication"]
     assert found.headline == "communication-bound: 52% of a step is exposed communication"
-    assert "data allreduce 500 MB at 5.00 GB/s" in found.evidence
+    assert "data all_reduce 500 MB at 5.00 GB/s" in found.evidence
     assert "compression" in found.advice
     uncounted = job(ranks=ranks, communication_note="no hook")
     assert _findings(uncounted) == {}
@@ -279,7 +279,7 @@ def test_twice_the_expected_bytes_are_a_finding() -> None:
     found = _findings(_expecting(4000.0))["traffic"]
     assert found.headline.startswith("data axis moves 2.0x the expected bytes: ")
     assert found.evidence == (
-        "allreduce 4.00 kB a step",
+        "all_reduce 4.00 kB a step",
         "expected 2.00 kB: gradients of all trainable parameters, once",
     )
     assert _findings(_expecting(1000.0))["traffic"].headline.startswith("data axis moves 0.5x")
@@ -299,7 +299,7 @@ def test_bytes_for_each_accumulated_batch_name_no_sync() -> None:
 def test_an_operator_that_never_runs_is_a_finding() -> None:
     silent = tuple(worker(number) for number in range(2))
     found = _findings(_expecting(0.0, ranks=silent))["traffic"]
-    assert found.headline.startswith("data axis: allreduce does not run as the strategy expects")
+    assert found.headline.startswith("data axis: all_reduce does not run as the strategy expects")
 
 
 def test_a_loss_that_is_no_number_says_since_when_and_what_it_was_before() -> None:
@@ -363,12 +363,12 @@ def test_a_stall_names_who_never_entered_the_collective() -> None:
     )
     found = _findings(job(ranks=ranks))["stalled"]
     assert found.ranks == (2,)
-    assert "rank 2 never entered allreduce #41 of data" in found.evidence[0]
+    assert "rank 2 never entered all_reduce #41 of data" in found.evidence[0]
 
 
 def test_a_stall_is_told_as_a_rank_of_the_job_has_explained_it() -> None:
     ranks = _silent("communication", "forward").ranks
-    said = "hang: rank 1 never entered allreduce #41 of data. Rank 1 is at train.py:31."
+    said = "hang: rank 1 never entered all_reduce #41 of data. Rank 1 is at train.py:31."
     old = Event(NOW - 90.0, 0, "warning", "hang: of an earlier standstill")
     found = _findings(job(ranks=ranks, events=(old, Event(NOW - 9.0, 0, "warning", said))))
     assert found["stalled"].evidence == (said.removeprefix("hang: "),)

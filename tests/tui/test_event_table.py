@@ -122,7 +122,7 @@ def test_a_hang_is_an_event_of_the_ranks_that_are_missing() -> None:
         )
     (row,) = _rows(snapshot, "hang")
     assert (row.time, row.ranks) == (NOW - 40, (2,))
-    assert row.message.startswith("rank 2 never entered allreduce #1,842 of data")
+    assert row.message.startswith("rank 2 never entered all_reduce #1,842 of data")
 
 
 def test_the_newest_stands_first_and_its_whole_message_below_when_it_is_selected() -> None:

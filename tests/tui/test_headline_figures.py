@@ -13,8 +13,10 @@ from boltmesh.tui.devices import DeviceReading
 from boltmesh.tui.metrics.figures import Figures, figures
 from boltmesh.tui.metrics.pipelines import bubble_ratio
 from boltmesh.tui.metrics.step_time import phase_split
+from boltmesh.tui.panels.header import draw_headline
 from boltmesh.tui.panels.rank_table import draw_rank_table
 from boltmesh.tui.panels.throughput import draw_phases, draw_throughput
+from boltmesh.tui.render.line import Line
 from boltmesh.tui.render.style import UNICODE, Style
 from boltmesh.tui.sources.live import Observation
 from boltmesh.tui.state import fold
@@ -40,7 +42,7 @@ def _known(**changes: Any) -> JobSnapshot:
 def test_each_has_a_value_and_its_definition() -> None:
     found = _document(_known())
     assert set(found) == set(Figures.__struct_fields__)
-    assert all(set(each) == {"value", "definition"} for each in found.values())
+    assert all(set(each) == {"value", "definition", "last", "age_s"} for each in found.values())
     assert all(each["definition"] for each in found.values())
     assert found["step_s"]["value"] == pytest.approx(STEP_S)
     assert found["model_tflops"]["value"] == pytest.approx(2 * 40 / STEP_S)
@@ -97,11 +99,31 @@ def test_accumulated_batches_are_one_step() -> None:
     assert _document(snapshot)["step_s"]["value"] == pytest.approx(4 * STEP_S)
 
 
-def test_rates_of_a_stalled_job_are_not_known() -> None:
+RATES = ("mfu", "model_tflops", "samples_per_s", "tokens_per_s")
+
+
+@pytest.mark.parametrize("end", ["stalled", "finished", "crashed"])
+def test_rates_of_a_job_that_is_stalled_or_has_ended_are_past(end: str) -> None:
     ranks = tuple(msgspec.structs.replace(each, last_seen=NOW - 90) for each in _known().ranks)
-    found = _document(_known(ranks=ranks))
-    assert [found[name]["value"] for name in ("mfu", "model_tflops", "tokens_per_s")] == [None] * 3
+    past = {} if end == "stalled" else {"state": end, "updated": NOW - 90}
+    now, later = _known(), _known(ranks=ranks, **past)
+    before, found = _document(now), _document(later)
+    assert [found[name]["value"] for name in RATES] == [None] * 4
+    assert [found[name]["last"] for name in RATES] == [before[name]["value"] for name in RATES]
+    assert all(before[name]["last"] is before[name]["age_s"] is None for name in RATES)
+    assert {found[name]["age_s"] for name in RATES} == {90}
     assert found["step_s"]["value"] == pytest.approx(STEP_S)
+    document = json.loads(job_json(Observation(NOW, later)))
+    assert document["samples_per_second"] is document["tokens_per_second"] is None
+    seen = state(later)
+    for drawn in (
+        [draw_headline(seen, 120, LOOK)],
+        draw_throughput(seen, 60, 5, LOOK),
+        draw_throughput(seen, 120, 1, LOOK),
+        [Line(job_text(seen, 120, LOOK))],
+    ):
+        assert "- last 2,048 1m 30s ago" in " ".join(" ".join(x.plain for x in drawn).split())
+    assert "2,048" in draw_headline(state(now), 120, LOOK).plain
 
 
 def test_the_screens_show_these_values() -> None:

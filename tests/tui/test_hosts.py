@@ -1,12 +1,16 @@
 """A job of several hosts, put together; and what ssh says, in one line."""
 
+import os
+from pathlib import Path
 from typing import ClassVar
 
 import msgspec
 import pytest
 
-from boltmesh.errors import TelemetryError
+from boltmesh.errors import ConfigError, TelemetryError
+from boltmesh.telemetry.reader.reader import JobSummary
 from boltmesh.telemetry.snapshot import Event
+from boltmesh.tui.commands import targets
 from boltmesh.tui.devices import DeviceReading
 from boltmesh.tui.sources.live import Observation
 from boltmesh.tui.sources.ssh import hosts as hosts_module
@@ -203,3 +207,43 @@ def test_what_ssh_says_is_one_line(
 
 def test_what_ssh_says_cannot_steer_a_terminal() -> None:
     assert "\x1b" not in str(explain("node", 255, "\x1b[2J\x07 Permission denied"))
+
+
+def _script(folder: Path, name: str, text: str) -> None:
+    path = folder / name
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Put a SLURM into the PATH that has job 4711 on two nodes, and another on one of them."""
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    jobs = 'case "$*" in *4711*) echo "n[1-2]";; *--me*) echo "n[1-2]"; echo n2;; esac'
+    _script(tmp_path, "squeue", f'{jobs}; case "$*" in *RUNNING*) ;; *) exit 1;; esac')
+    _script(tmp_path, "scontrol", 'echo "$3" | sed "s/n\\[1-2\\]/n1,n2/" | tr , "\\n"')
+    return tmp_path
+
+
+def test_hosts_are_those_of_a_slurm_job(slurm: Path) -> None:
+    assert hosts_module.slurm_hosts("4711") == ("n1", "n2")
+    assert hosts_module.slurm_hosts() == ("n1", "n2")
+    with pytest.raises(ConfigError, match="does not list a running job 12"):
+        hosts_module.slurm_hosts("12")
+    _script(slurm, "scontrol", "echo 'scontrol: error: invalid' >&2; exit 1")
+    with pytest.raises(ConfigError, match=r"scontrol: error: invalid.* --ssh instead"):
+        hosts_module.slurm_hosts("4711")
+
+
+def test_jobs_of_all_hosts_are_one_list(slurm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lists = {"n1": [summary(1), summary(3)], "n2": [summary(3), summary(2)], "n0": None}
+
+    def list_jobs(place: Hosts) -> list[JobSummary]:
+        jobs = lists[place.name]
+        if jobs is None:
+            raise TelemetryError("n0 does not answer")
+        return jobs
+
+    monkeypatch.setattr(targets, "list_jobs", list_jobs)
+    found = targets.list_slurm_jobs(("n0",), None, None)
+    assert sorted(each.id for each in found) == ["job1", "job2", "job3"]

@@ -217,10 +217,10 @@ def test_a_rank_tells_what_it_moves_and_where_it_waits() -> None:
         peers=(PeerTotal("pipeline", "send", 1, 8, 800, 100e6),),
     )
     text = _detail(job(ranks=(busy,)), rank=0, width=80)
-    assert _row_of(text, "data    0, 1")[3:] == ["1,841", "allreduce", "!", "inside", "42s"]
-    assert _row_of(text, "tensor  -")[2:] == ["7", "allgather", "not", "told", "-"]
+    assert _row_of(text, "data    0, 1")[3:] == ["1,841", "all_reduce", "!", "inside", "42s"]
+    assert _row_of(text, "tensor  -")[2:] == ["7", "all_gather", "not", "told", "-"]
     assert "world" not in text
-    assert _row_of(text, "data      allreduce")[2:] == [
+    assert _row_of(text, "data      all_reduce")[2:] == [
         "2",
         "5.00",
         "MB",
@@ -235,7 +235,7 @@ def test_a_rank_tells_what_it_moves_and_where_it_waits() -> None:
 def test_without_groups_the_collective_in_flight_is_told() -> None:
     waiting = worker(0, in_flight=CollectiveInFlight("data", "allreduce", 9, is_done=False))
     assert _row_of(_detail(job(ranks=(waiting,)), width=80), "data")[2:5] == [
-        "9", "allreduce", "!",
+        "9", "all_reduce", "!",
     ]  # fmt: skip
 
 

@@ -67,7 +67,7 @@ def _drawn(snapshot: JobSnapshot, width: int = 120, height: int = 30, **options:
 def test_a_rank_that_never_entered_is_named_with_its_place_and_for_how_long() -> None:
     assert _texts(hung({"data": 8}, 5)) == [
         (
-            "rank 5 never entered allreduce #1,842 of data; it has been in forward for 31s; "
+            "rank 5 never entered all_reduce #1,842 of data; it has been in forward for 31s; "
             "ranks 0-4, 6, 7 wait for 31s"
         )
     ]
@@ -78,7 +78,7 @@ def test_a_rank_that_never_entered_is_named_with_its_place_and_for_how_long() ->
 
 def test_a_thousand_ranks_wait_for_one() -> None:
     (text,) = _texts(hung({"data": 1024}, 700))
-    assert text.startswith("rank 700 never entered allreduce #1,842 of data;")
+    assert text.startswith("rank 700 never entered all_reduce #1,842 of data;")
     assert text.endswith("ranks 0-699, 701-1023 wait for 31s")
 
 
@@ -126,7 +126,7 @@ def test_the_others_wait_for_the_first_collective_that_somebody_has_not_entered(
     snapshot = change_rank(snapshot, 0, groups=ahead.groups)
     snapshot = change_rank(snapshot, 2, groups=middle.groups)
     (text,) = _texts(snapshot)
-    assert text.startswith("rank 1 never entered allreduce #1,842 of data")
+    assert text.startswith("rank 1 never entered all_reduce #1,842 of data")
     snapshot = change_rank(snapshot, 3, groups=middle.groups)
     (text,) = _texts(snapshot)  # nobody is in it any more, so what it was is not known
     assert text.startswith("rank 1 never entered collective #1,842 of data")
@@ -134,7 +134,7 @@ def test_the_others_wait_for_the_first_collective_that_somebody_has_not_entered(
 
 def test_a_subgroup_is_named_by_its_ranks() -> None:
     (text,) = _texts(hung(CUBE, 5, "tensor"))
-    assert text.startswith("rank 5 never entered allreduce #1,842 of tensor (ranks 4, 5); it has")
+    assert text.startswith("rank 5 never entered all_reduce #1,842 of tensor (ranks 4, 5); it has")
     assert text.endswith("rank 4 waits for 31s")
 
 
@@ -154,7 +154,7 @@ def test_a_group_that_waits_for_a_waiting_rank_comes_after_the_one_where_it_bega
     assert (first.is_first, first.row.axis) == (True, "tensor")
     assert (second.is_first, second.row.axis) == (False, "data")
     assert second.text == (
-        "rank 4 never entered allreduce #1,842 of data (ranks 4, 6); it waits in allreduce "
+        "rank 4 never entered all_reduce #1,842 of data (ranks 4, 6); it waits in all_reduce "
         "#1,842 of tensor (ranks 4, 5); rank 6 waits for 31s"
     )
     assert [row.axis for row in shown_groups(state(snapshot), TableView())[:2]] == [
@@ -169,7 +169,7 @@ def test_a_rank_that_waits_in_several_groups_is_where_it_came_last() -> None:
     snapshot = change_rank(snapshot, 4, groups=earlier.groups)
     snapshot = wait_for(wait_for(snapshot, 5, "tensor"), 4, "data")
     text = next(hang.text for hang in hangs(state(snapshot)) if hang.row.axis == "data")
-    assert "it waits in allreduce #1,842 of tensor (ranks 4, 5)" in text
+    assert "it waits in all_reduce #1,842 of tensor (ranks 4, 5)" in text
 
 
 def test_a_dead_rank_waits_for_nobody() -> None:
@@ -194,7 +194,7 @@ def test_several_missing_ranks_are_named_by_their_places() -> None:
         snapshot = change_rank(snapshot, number, groups=groups, phase=phase)
     (text,) = _texts(snapshot)
     assert text == (
-        "ranks 2, 5, 6 never entered allreduce #1,842 of data; rank 2 has been in data for 31s, "
+        "ranks 2, 5, 6 never entered all_reduce #1,842 of data; rank 2 has been in data for 31s, "
         "ranks 5, 6 have been in forward for 31s; ranks 0, 1, 3, 4, 7 wait for 31s"
     )
 
@@ -231,7 +231,7 @@ def test_a_checkpoint_is_waited_for_before_it_is_called_a_hang() -> None:
     assert _texts(writing) == []
     assert _row(writing).status == "waiting"
     assert (
-        "! rank 0 has not entered allreduce #1,842 of data; it has been in checkpoint for 31s; "
+        "! rank 0 has not entered all_reduce #1,842 of data; it has been in checkpoint for 31s; "
         "ranks 1-3 wait for 31s"
     ) in _drawn(writing, width=150)
     assert "no collective waits for a rank" not in _drawn(writing)
@@ -256,7 +256,7 @@ def test_a_collective_that_all_entered_and_none_completes() -> None:
         snapshot = change_rank(snapshot, each.rank, groups=groups)
     assert _texts(snapshot) == [
         (
-            "all ranks of data entered allreduce #1,841, and it is not complete; "
+            "all ranks of data entered all_reduce #1,841, and it is not complete; "
             "ranks 0, 1 wait for 31s"
         )
     ]
@@ -270,7 +270,7 @@ def test_different_collectives_under_one_number_are_told_apart() -> None:
         snapshot = change_rank(snapshot, each.rank, groups=groups)
     assert _texts(snapshot) == [
         (
-            "ranks of data entered different collectives as #1,841: ranks 0, 1, 3 allreduce, "
+            "ranks of data entered different collectives as #1,841: ranks 0, 1, 3 all_reduce, "
             "rank 2 broadcast; ranks 0-3 wait for 31s"
         )
     ]
@@ -297,7 +297,7 @@ def test_a_finished_job_has_no_hang_and_a_crashed_one_needs_no_patience() -> Non
     dead = change_rank(recent, 1, state="dead")
     assert _texts(msgspec.structs.replace(dead, state="crashed")) == [
         (
-            "rank 1 never entered allreduce #1,842 of data; it died in forward at step 10; "
+            "rank 1 never entered all_reduce #1,842 of data; it died in forward at step 10; "
             "ranks 0, 2, 3 had entered it"
         )
     ]
@@ -341,9 +341,9 @@ def test_a_crashed_job_tells_in_which_collective_the_first_rank_was() -> None:
     crashed = msgspec.structs.replace(change_rank(snapshot, 1, groups=groups), state="crashed")
     text = _drawn(crashed)
     assert "rank 1 went first: it died in forward at step 10" in text
-    assert "rank 1: it was inside allreduce #1,841 of data" in text
+    assert "rank 1: it was inside all_reduce #1,841 of data" in text
     (told,) = [each for each in crashed.ranks if each.rank == 2]
-    assert last_collective(told, state(crashed)) == "it had completed allreduce #1,841 of world"
+    assert last_collective(told, state(crashed)) == "it had completed all_reduce #1,841 of world"
     assert last_collective(rank(), state(crashed)) is None
 
 
@@ -352,10 +352,10 @@ def test_the_groups_are_a_table_with_the_ranks_of_the_selected_one() -> None:
     text = _drawn(snapshot)
     assert "✗ stuck" in text
     assert "#1,841-1,842" in text
-    assert "#1,841 allreduce   rank 5 has been in forward for 31s" in text
-    assert "#1,842 allreduce   rank 4 waits in it" in text
+    assert "#1,841 all_reduce  rank 5 has been in forward for 31s" in text
+    assert "#1,842 all_reduce  rank 4 waits in it" in text
     healthy = _drawn(mesh_job(CUBE), table=TableView(selected=12))
-    assert "#1,841 allreduce   ranks 0-7 have been in forward for 0s" in healthy
+    assert "#1,841 all_reduce  ranks 0-7 have been in forward for 0s" in healthy
     assert healthy.count("✓ in sync") == 13
 
 

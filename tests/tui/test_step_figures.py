@@ -205,7 +205,7 @@ def _with_flops(flops: float | None, peak: float | None, *, count: int = 2) -> J
 
 def test_the_share_of_the_peak_is_over_all_ranks() -> None:
     step_s = sum(HEALTHY.values())
-    found = job_flops(_with_flops(40e12, 400e12))
+    found = job_flops(state(_with_flops(40e12, 400e12)))
     assert found is not None
     assert found.per_second == pytest.approx(2 * 40e12 / step_s)
     assert found.utilization == pytest.approx(40e12 / step_s / 400e12)
@@ -218,7 +218,7 @@ def test_the_share_of_the_peak_is_over_all_ranks() -> None:
 
 @pytest.mark.parametrize("peak", [None, 0.0])
 def test_without_a_known_peak_only_the_rate_is_told(peak: float | None) -> None:
-    found = job_flops(_with_flops(40e12, peak))
+    found = job_flops(state(_with_flops(40e12, peak)))
     assert found is not None
     assert found.utilization is None
     text = _throughput(state(_with_flops(40e12, peak)))
@@ -229,18 +229,19 @@ def test_without_a_known_peak_only_the_rate_is_told(peak: float | None) -> None:
 @pytest.mark.parametrize("flops", [None, 0.0])
 def test_without_known_flops_nothing_is_told(flops: float | None) -> None:
     snapshot = _with_flops(flops, 400e12)
-    assert job_flops(snapshot) is None
+    assert job_flops(state(snapshot)) is None
     assert rank_flops(snapshot, snapshot.ranks[0]) is None
     assert "FLOP" not in _throughput(state(snapshot))
-    assert job_flops(msgspec.structs.replace(_with_flops(1e12, 1e14), state="finished")) is None
+    ended = msgspec.structs.replace(_with_flops(1e12, 1e14), state="finished")
+    assert job_flops(state(ended)) is None
 
 
 def test_ranks_whose_flops_are_not_known_are_left_out() -> None:
     mixed = job(ranks=(*_with_flops(40e12, 400e12).ranks, worker(2)))
-    found = job_flops(mixed)
+    found = job_flops(state(mixed))
     assert found is not None
     assert found.num_ranks == 2
-    assert found == job_flops(_with_flops(40e12, 400e12))
+    assert found == job_flops(state(_with_flops(40e12, 400e12)))
 
 
 def _throughput(shown: State, width: int = 80, height: int = 6) -> str:

@@ -58,7 +58,7 @@ async def test_w_writes_the_screen_and_never_over_a_file(
         await pilot.press("w")
         assert "written" in screen_text(pilot.app)
         svg, text = sorted(tmp_path.iterdir())
-        assert svg.read_text().startswith("<svg")
+        assert svg.read_text().startswith('<svg xml:space="preserve"')
         assert text.read_text().splitlines()[5].rstrip() == shown.splitlines()[5].rstrip()
         await pilot.press("w")
         assert "not written" in screen_text(pilot.app)

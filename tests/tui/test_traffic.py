@@ -149,7 +149,7 @@ def test_one_operator_needs_no_sum() -> None:
 def test_a_difference_is_a_sign_a_word_and_a_sentence() -> None:
     text = _drawn(_of(4000.0, 4000.0, expected=2000.0))
     assert "≠ 2x" in text
-    assert "≠ data allreduce moves 2x the expected bytes: all of it is moved 2 times a step" in text
+    assert "≠ data all_reduce moves 2x the expected bytes: all of it is moved 2 times a" in text
     ascii_lines = draw_traffic(state(_of(4000.0, expected=2000.0)), 150, 9, Style(ASCII))
     assert any("! 2x" in line.plain for line in ascii_lines)
 
@@ -217,4 +217,4 @@ def test_the_overview_has_the_table_in_short() -> None:
 def test_on_the_overview_the_most_bytes_come_first() -> None:
     lines = [line.plain for line in draw_communication(state(demo().job), 120, 3, LOOK)]
     assert lines[0].rstrip(" ─").endswith("13.3 GB a rank")
-    assert lines[2].split()[:2] == ["tensor", "allreduce"]
+    assert lines[2].split()[:2] == ["tensor", "all_reduce"]

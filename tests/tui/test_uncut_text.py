@@ -2,8 +2,7 @@
 
 import pytest
 
-from boltmesh.telemetry.snapshot import Event
-from boltmesh.tui import units
+from boltmesh.telemetry.snapshot import Event, operator_name
 from boltmesh.tui.commands.top import job_text
 from boltmesh.tui.render.style import ASCII, UNICODE, Style
 from tests.tui.loads import steady, team
@@ -33,7 +32,7 @@ def test_every_finding_is_printed_with_its_advice() -> None:
 
 
 def test_a_stalled_job_keeps_its_evidence() -> None:
-    reason = "hang: rank 1 never entered allreduce #4; " + "it waits " * 40 + "at train.py:31"
+    reason = "hang: rank 1 never entered all_reduce #4; " + "it waits " * 40 + "at train.py:31"
     silent = job(
         ranks=tuple(rank(at, last_seen=NOW - 60, phase="communication") for at in range(2)),
         events=(Event(NOW - 20, 0, "warning", reason),),
@@ -44,7 +43,11 @@ def test_a_stalled_job_keeps_its_evidence() -> None:
 
 @pytest.mark.parametrize(
     ("name", "shown"),
-    [("allgather_base_", "allgather"), ("reduce_scatter_base", "reduce_scatter"), ("send", "send")],
+    [
+        ("allgather_base_", "all_gather"),
+        ("reduce_scatter_base", "reduce_scatter"),
+        ("send", "send"),
+    ],
 )
 def test_operators_have_no_suffix_of_torch(name: str, shown: str) -> None:
-    assert units.operator(name) == shown
+    assert operator_name(name) == shown

@@ -44,6 +44,37 @@ def place_of(
     return Hosts([Remote(host, remote_command, folder, interval_s) for host in hosts])
 
 
+def with_slurm(hosts: Sequence[str], job: str) -> tuple[str, ...]:
+    """Return ``hosts`` and those of a SLURM job."""
+    from boltmesh.tui.sources.ssh.hosts import slurm_hosts
+
+    return (*hosts, *slurm_hosts(job))
+
+
+def list_slurm_jobs(
+    hosts: Sequence[str], remote_command: str | None, run_dir: Path | None
+) -> Sequence["JobSummary"]:
+    """Return the jobs on ``hosts`` and on the hosts of the user's SLURM jobs, newest first.
+
+    A host that does not answer is reported and left out.
+    """
+    from boltmesh.tui.sources.ssh.hosts import slurm_hosts
+
+    found: dict[str, JobSummary] = {}
+    for host in (*hosts, *slurm_hosts()):
+        for job in _jobs_of(place_of((host,), remote_command, run_dir)):
+            found.setdefault(job.id, job)  # ranks on several hosts are one job
+    return sorted(found.values(), key=lambda job: -job.started)
+
+
+def _jobs_of(place: Place) -> Sequence["JobSummary"]:
+    try:
+        return list_jobs(place)
+    except TelemetryError as error:
+        narrate(str(error))
+        return []
+
+
 def is_here(place: Place) -> TypeIs[Path | None]:
     """Say whether jobs are looked for on this host."""
     return place is None or isinstance(place, Path)

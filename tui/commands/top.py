@@ -31,7 +31,7 @@ from boltmesh.tui.metrics.figures import Figures, figures, job_flops
 from boltmesh.tui.metrics.findings.diagnose import diagnose
 from boltmesh.tui.metrics.findings.finding import Finding
 from boltmesh.tui.metrics.ranks import rank_rows
-from boltmesh.tui.metrics.status import job_stalled_seconds
+from boltmesh.tui.metrics.status import job_stalled_seconds, rates_are_current
 from boltmesh.tui.metrics.step_time import phase_split
 from boltmesh.tui.metrics.traffic import traffic_rows
 from boltmesh.tui.panels.chart import newest_metrics
@@ -46,7 +46,7 @@ from boltmesh.tui.panels.throughput import (
     phase_label,
     phase_share,
     phases_title,
-    rate_now,
+    rate_line,
 )
 from boltmesh.tui.panels.traffic import draw_communication
 from boltmesh.tui.render.line import Line, to_ascii
@@ -80,6 +80,7 @@ def top(
     at_s: float | None = None,
     on_alert: str | None = None,
     ssh: Sequence[str] = (),
+    slurm: str | None = None,
     remote_command: str | None = None,
     has_mouse: bool = True,
     ascii_only: bool = False,
@@ -102,6 +103,7 @@ def top(
         at_s: The moment of the recording to begin with, or to take, in seconds from its begin.
         on_alert: Command for ``/bin/sh``, run for each alert.
         ssh: Hosts that run the job, as ssh takes them; none for this one.
+        slurm: Number of the SLURM job whose hosts are added to these.
         remote_command: What runs boltmesh there; None: it is looked for.
         has_mouse: Take the mouse; without it the terminal's own selection and copying work.
         ascii_only: Draw with ASCII; also chosen where the terminal's encoding has nothing else.
@@ -124,6 +126,8 @@ def top(
                     f"{used} shows one run. Leave it out to compare two; a recording is named "
                     f"like a job."
                 )
+        if slurm is not None:
+            ssh = targets.with_slurm(ssh, slurm)
         targets.check_replay(job, demo=demo, replay=replay, at_s=at_s, on_alert=on_alert, once=once)
         if ssh and (demo or replay is not None):
             shown = "--demo" if demo else "--replay"
@@ -306,20 +310,24 @@ def jobs(
     as_json: bool = False,
     ascii_only: bool = False,
     ssh: str | None = None,
+    slurm: bool = False,
     remote_command: str | None = None,
     run_dir: Path | None = None,
 ) -> int:
-    """List this user's jobs on this or another host, newest first; return the exit code."""
+    """List this user's jobs on this, another or all hosts of SLURM jobs; return the exit code."""
     with as_exit_code() as exit_code:
         hosts = () if ssh is None else (ssh,)
-        found = targets.list_jobs(targets.place_of(hosts, remote_command, run_dir))
+        if slurm:
+            found = targets.list_slurm_jobs(hosts, remote_command, run_dir)
+        else:
+            found = targets.list_jobs(targets.place_of(hosts, remote_command, run_dir))
         if as_json:
             print_line(jobs_json(found))
         elif found:
             look = terminal_look(ascii_only=ascii_only)
             print_line(jobs_text(found, width(), look, now=time.time()))
         else:
-            host = "this host" if ssh is None else ssh
+            host = "the hosts of SLURM" if slurm else "this host" if ssh is None else ssh
             narrate(f"no job of yours is on {host}. Start one with 'boltmesh fit CONFIG'.")
     return exit_code()
 
@@ -357,6 +365,8 @@ def job_json(seen: Observation) -> str:
 def state_json(state: State) -> str:
     """Return the same of a state, whose findings know those of the look before."""
     known = {name: getattr(state.job, name) for name in JobSnapshot.__struct_fields__}
+    if not rates_are_current(state):
+        known |= {"samples_per_second": None, "tokens_per_second": None}
     return _encode(
         JobReport(
             **known,
@@ -424,12 +434,8 @@ def _join(blocks: Sequence[Sequence[Line]], look: Style) -> str:
 
 
 def _rates_and_metrics(state: State, width: int) -> list[Line]:
-    parts = [
-        labelled("samples/s", rate_now(state, "samples")),
-        labelled("tokens/s", rate_now(state, "tokens")),
-    ]
-    is_stalled = job_stalled_seconds(state) is not None
-    if not is_stalled and (flops := job_flops(state.job)) is not None:
+    parts = [rate_line(state, "samples"), rate_line(state, "tokens")]
+    if (flops := job_flops(state)) is not None:
         parts.append(labelled(*flops_words(flops)))
         if (hardware := hardware_words(flops)) is not None:
             parts.append(labelled(*hardware))

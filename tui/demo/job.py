@@ -32,14 +32,16 @@ from boltmesh.tui.demo.model import (
 )
 from boltmesh.tui.demo.setup import (
     GPUS_PER_HOST,
+    HEAD_START,
     HEAD_WIDTH,
+    STEP_S,
     TOKENS_PER_SAMPLE,
     WIDTH,
     Blocks,
     Setup,
+    Timeline,
     normal,
 )
-from boltmesh.tui.demo.timeline import HEAD_START, STEP_S, Timeline
 from boltmesh.tui.demo.traffic import Moment, collectives, expected, newest, peers
 from boltmesh.tui.sources.live import Observation
 
@@ -385,7 +387,7 @@ class SimulatedJob:
         axis = "data" if self._setup.data > 1 else "tensor"
         return (
             f"rank {self._setup.victim} was killed by SIGKILL, in backward after step {step}, "
-            f"inside allreduce of {axis}."
+            f"inside all_reduce of {axis}."
         )
 
     def _events(self, moment: Moment, state: JobState) -> tuple[Event, ...]:

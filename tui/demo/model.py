@@ -307,7 +307,7 @@ def _gpu(setup: Setup, rank: int, second: int, *, is_alive: bool, is_hung: bool)
         sm_clock_max_mhz=_MAX_MHZ,
         memory_clock_mhz=2619,
         memory_clock_max_mhz=2619,
-        throttle_reasons=("hot: hardware slowdown",) if is_hot else () if busy else ("idle",),
+        throttle_reasons=("HW thermal",) if is_hot else () if busy else ("idle",),
         nvlink_sent_bytes_per_second=21.4e9 * (1 + 0.03 * noise(4)) if moving else 0.0,
         nvlink_received_bytes_per_second=21.3e9 * (1 + 0.03 * noise(5)) if moving else 0.0,
         pcie_sent_bytes_per_second=31e6 * (1 + 0.2 * uniform(second, rank, 1)) if moving else 0.0,

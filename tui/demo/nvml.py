@@ -83,7 +83,7 @@ class DemoNvml:
         bits = 0
         if "idle" in words:
             bits |= pynvml.nvmlClocksEventReasonGpuIdle
-        if "hot: hardware slowdown" in words:
+        if "HW thermal" in words:
             bits |= pynvml.nvmlClocksEventReasonHwThermalSlowdown
         return bits
 

@@ -1,11 +1,14 @@
-"""What is trained, and on how many ranks: everything about the demo that the time does not change.
+"""The demo's model, its ranks, its random numbers, and the timeline of its steps.
 
 A GPT of 13 layers a stage, two fewer in the last one, whose output head costs as much as two
 layers. Its stages take equal times so, as those of a well split model do.
 
-Numbers that look random and are a function of their key: the same demo for each viewer.
+Numbers that look random are a function of their key: the same demo for each viewer.
 
-Keeps what was made for the numbers in view, and forgets what they have left behind.
+Steps follow each other at a pace that swings, their parts in order.
+
+Data, transfer, the pipeline's window, the all-reduce of the gradients, the optimizer, the rest. The
+window is what the simulator makes of 1F1B, so the bubble on the screen is the schedule's own.
 """
 
 import functools
@@ -18,6 +21,14 @@ import msgspec
 
 from boltmesh import axes
 from boltmesh.axes import AXES
+from boltmesh.schedule_sim import (
+    Action,
+    Order,
+    Timetable,
+    one_forward_one_backward,
+    simulate,
+)
+from boltmesh.telemetry.snapshot import Chunk, PhaseTime
 
 Scenario = Literal["healthy", "straggler", "input_bound", "hang", "crashed"]
 """What goes wrong: nothing; rank 5 is too hot and computes slowly; the loader cannot keep up; rank
@@ -234,3 +245,187 @@ class Blocks(Generic[Item]):
         if known is not None:
             return known
         return tuple(map(self._build, range(number * self._size, (number + 1) * self._size)))
+
+
+STEP_S = 0.412
+"""Mean time of a step while all is well."""
+HEAD_START = 4_200
+"""Steps done when the demo begins, so that every chart has something to show."""
+_DATA_S = 0.0022
+_TRANSFER_S = 0.0016
+_WINDOW_S = 0.366
+_REDUCE_S = 0.0155
+_OPTIMIZER_S = 0.0175
+
+_SLOW_LOADER_S = 0.251
+"""Wait of each rank for its batch where the loader cannot keep up."""
+_HOT = 1.35
+"""How much longer the hot rank computes."""
+_HOP = 0.06
+"""From one stage to the next, in forwards."""
+_HEAD = 1.05 * HEAD_IN_LAYERS
+"""The output head, in layers: not quite as much as was planned for it."""
+
+
+class Timeline:
+    """The times of one simulated job, in seconds from its start; steps count from 1."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+        self._means = functools.lru_cache(maxsize=1024)(self._mean_chunk_s)
+        self._ends = functools.lru_cache(maxsize=2048)(self._find_end)
+        self._order = one_forward_one_backward(setup.pipeline, setup.num_microbatches)
+        self._forward_s = _WINDOW_S / self._window(1.0, is_hot=False)
+        is_slow = setup.scenario == "straggler"
+        self._slow_s = _SLOW_LOADER_S if setup.scenario == "input_bound" else 0.0
+        self._data_s = _DATA_S + self._slow_s
+        self.window_s = self._window(self._forward_s, is_hot=is_slow)
+        self.period_s = STEP_S + self.window_s - _WINDOW_S + self._data_s - _DATA_S
+        self._hot = setup.place(setup.victim) if is_slow else None
+
+    @property
+    def order(self) -> Order:
+        """The schedule of the pipeline."""
+        return self._order
+
+    def end(self, step: int) -> float:
+        """Return when a step ends; the pace swings a little, as on a shared file system."""
+        return self._ends(step)
+
+    def _find_end(self, step: int) -> float:
+        if step <= 0:
+            return 0.0
+        # None at HEAD_START, so that who comes then sees exactly that step end.
+        swing = 0.5 * math.sin((step - HEAD_START) / 17) + 0.3 * math.sin((step - HEAD_START) / 6.1)
+        return self.period_s * (step + swing - 0.015 * uniform(self._setup.seed, 1, step))
+
+    def step_at(self, moment: float) -> int:
+        """Return how many steps are over."""
+        step = max(0, math.floor(moment / self.period_s + 1e-6))
+        while step > 0 and self.end(step) > moment + 1e-6:
+            step -= 1
+        while self.end(step + 1) <= moment + 1e-6:
+            step += 1
+        return step
+
+    def phases(self, step: int, rank: int) -> tuple[PhaseTime, ...]:
+        """Return the exclusive parts of a step; what nothing else takes is communication."""
+        seconds = self.end(step) - self.end(step - 1)
+        scale = seconds / self.period_s
+        place = self._setup.place(rank)
+        stage, data = place["pipeline"], place["data"]
+        noise = four(self._setup.seed, 2, step, rank)
+        count = self._setup.num_microbatches
+        slow = _HOT if self._is_hot(rank) else 1.0
+        parts = {
+            "data": scale * (self._data_s + (0.2 * _DATA_S + 0.03 * self._slow_s) * noise[0]),
+            "transfer": _TRANSFER_S * scale * (1 + 0.2 * noise[1]),
+            "forward": count * slow * self._means(step, data, stage, "F"),
+            "backward": count * slow * self._means(step, data, stage, "B"),
+            "optimizer": _OPTIMIZER_S * scale * (1 + 0.04 * noise[2]),
+            "other": 0.022 * STEP_S * scale * (1 + 0.2 * noise[3]),
+        }
+        rest = max(0.0, seconds - sum(parts.values()))
+        # A rank alone waits for no other.
+        is_alone = self._setup.world_size == 1
+        parts["communication"] = 0.0 if is_alone else rest
+        parts["other"] += rest if is_alone else 0.0
+        order = ("data", "transfer", "forward", "backward", "communication", "optimizer", "other")
+        return tuple(PhaseTime(name, parts[name]) for name in order)
+
+    def chunks(self, step: int, data: int, *, started: float) -> tuple[tuple[Chunk, ...], ...]:
+        """Return for each stage what it does in a step of a job that began at ``started``."""
+        start = started + self.window_start(step)
+        return tuple(
+            tuple(
+                Chunk(
+                    step=step,
+                    stage=slot.action.stage,
+                    microbatch=slot.action.microbatch,
+                    kind="F" if slot.action.kind == "F" else "B",
+                    start=start + slot.start,
+                    end=start + slot.end,
+                )
+                for slot in row
+            )
+            for row in self._timetable(step, data)
+        )
+
+    def window_start(self, step: int) -> float:
+        """Return when the first microbatch of a step begins."""
+        began = self.end(step - 1)
+        scale = (self.end(step) - began) / self.period_s
+        return began + (self._data_s + _TRANSFER_S) * scale
+
+    def window_end(self, step: int) -> float:
+        """Return when the gradients are complete on all ranks, and their all-reduce is left."""
+        scale = (self.end(step) - self.end(step - 1)) / self.period_s
+        return self.window_start(step) + self.window_s * scale
+
+    def reduce_end(self, step: int) -> float:
+        """Return when the last all-reduce of a step is over."""
+        scale = (self.end(step) - self.end(step - 1)) / self.period_s
+        return self.window_end(step) + _REDUCE_S * scale
+
+    def optimizer_end(self, step: int) -> float:
+        """Return when the weights are new."""
+        scale = (self.end(step) - self.end(step - 1)) / self.period_s
+        return self.reduce_end(step) + _OPTIMIZER_S * scale
+
+    def share_of_window(self, moment: float) -> float:
+        """Return how much of its pipeline's window the step that runs at ``moment`` has behind."""
+        step = self.step_at(moment) + 1
+        start = self.window_start(step)
+        return min(1.0, max(0.0, (moment - start) / (self.window_end(step) - start)))
+
+    def share_of_reduce(self, moment: float) -> float:
+        """Return the same of the all-reduces that follow."""
+        step = self.step_at(moment) + 1
+        start = self.window_end(step)
+        return min(1.0, max(0.0, (moment - start) / (self.reduce_end(step) - start)))
+
+    def _is_hot(self, rank: int) -> bool:
+        return self._hot is not None and rank == self._setup.victim
+
+    def _timetable(self, step: int, data: int) -> Timetable:
+        hot = None if self._hot is None else (self._hot["pipeline"], self._hot["data"])
+        means = {
+            (stage, kind): self._means(step, data, stage, kind)
+            # The tensor peers of a slow rank wait for it inside of each chunk.
+            * (_HOT if hot == (stage, data) else 1.0)
+            for stage in range(self._setup.pipeline)
+            for kind in "FB"
+        }
+        turn = 2 * math.pi / self._setup.num_microbatches
+        shift = normal(self._setup.seed, 3, step, data)
+
+        def seconds(action: Action) -> float:
+            # A whole turn of the sine adds up to nothing, so the means hold.
+            wobble = 0.025 * math.sin(turn * action.microbatch + shift + action.stage)
+            return means[action.stage, action.kind] * (1 + wobble)
+
+        return simulate(self._order, seconds, transfer_s=_HOP * self._forward_s)
+
+    def _mean_chunk_s(self, step: int, data: int, stage: int, kind: str) -> float:
+        """Return the mean time of a stage's chunks in one step, without the heat of a rank."""
+        scale = (self.end(step) - self.end(step - 1)) / self.period_s
+        key = 2 * stage + (kind == "B")
+        noise = 1 + 0.004 * normal(self._setup.seed, 4, step, data, key)
+        return self._forward_s * self._weight(stage, kind) * scale * noise
+
+    def _weight(self, stage: int, kind: str) -> float:
+        """Return a chunk's cost in forwards of the first stage; a backward is two forwards."""
+        cost = float(self._setup.layers(stage))
+        if stage == self._setup.pipeline - 1:
+            cost += _HEAD
+        return cost / LAYERS_PER_STAGE * (1 if kind == "F" else 2)
+
+    def _window(self, forward_s: float, *, is_hot: bool) -> float:
+        hot_stage = self._setup.place(self._setup.victim)["pipeline"]
+
+        def seconds(action: Action) -> float:
+            slow = _HOT if is_hot and action.stage == hot_stage else 1.0
+            return forward_s * slow * self._weight(action.stage, action.kind)
+
+        timetable = simulate(self._order, seconds, transfer_s=_HOP * forward_s)
+        return max(row[-1].end for row in timetable)

@@ -22,8 +22,7 @@ from boltmesh.telemetry.snapshot import (
 )
 from boltmesh.telemetry.traffic import ExpectedTraffic
 from boltmesh.tui.demo.model import activation_bytes, gradient_bytes, num_buckets
-from boltmesh.tui.demo.setup import TOKENS_PER_SAMPLE, Membership, Setup
-from boltmesh.tui.demo.timeline import Timeline
+from boltmesh.tui.demo.setup import TOKENS_PER_SAMPLE, Membership, Setup, Timeline
 
 STEPS_BEFORE_A_MEAN = 3
 _NORM_BYTES = 4

@@ -46,12 +46,12 @@ class Rates:
 
 _WORDS = {
     "GpuIdle": "idle",
-    "ApplicationsClocksSetting": "clocks set lower by hand",
+    "ApplicationsClocksSetting": "clocks set by hand",
     "SwPowerCap": "power limit",
-    "HwThermalSlowdown": "hot: hardware slowdown",
-    "HwPowerBrakeSlowdown": "power brake from outside",
-    "SyncBoost": "kept equal with other GPUs",
-    "SwThermalSlowdown": "hot: software slowdown",
+    "HwThermalSlowdown": "HW thermal",
+    "HwPowerBrakeSlowdown": "HW power brake",
+    "SyncBoost": "sync boost",
+    "SwThermalSlowdown": "SW thermal",
     "DisplayClockSetting": "display setting",
 }
 _GENERAL = "HwSlowdown"
@@ -71,7 +71,7 @@ def throttle_words(nvml: ModuleType, bits: int) -> tuple[str, ...]:
     specific = nvml.nvmlClocksEventReasonHwThermalSlowdown
     specific |= nvml.nvmlClocksEventReasonHwPowerBrakeSlowdown
     if bits & general and not bits & specific:
-        words.append("hardware slowdown")
+        words.append("HW slowdown")
     unknown = bits & ~(named | general)
     if unknown:
         words.append(f"unknown reason {unknown:#x}")

@@ -10,6 +10,7 @@ from typing import Final
 
 import msgspec
 
+from boltmesh.telemetry.snapshot import operator_name
 from boltmesh.tui import units
 from boltmesh.tui.metrics.figures import figures
 from boltmesh.tui.metrics.findings.diagnose import diagnose
@@ -140,6 +141,7 @@ def _figures(state: State) -> str:
         "model_tflops": units.number,
         "hfu": units.share,
         "hardware_tflops": units.number,
+        "samples_per_s": units.rate,
         "tokens_per_s": units.rate,
         "step_s": units.seconds,
         "exposed_communication": units.share,
@@ -148,9 +150,9 @@ def _figures(state: State) -> str:
     }
     known = msgspec.structs.asdict(figures(state))
     rows = [
-        (name, write[name](figure.value), figure.definition)
+        (name, write[name](figure.latest), figure.definition)
         for name, figure in known.items()
-        if figure.value is not None
+        if figure.latest is not None
     ]
     return _table(("figure", "value", "definition"), rows)
 
@@ -259,7 +261,7 @@ def _traffic(state: State) -> str:
     rows = [
         (
             row.axis,
-            units.operator(row.operator),
+            operator_name(row.operator),
             units.traffic(row.payload_bytes),
             units.traffic(row.expected_bytes),
             difference_words(row),

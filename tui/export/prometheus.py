@@ -181,7 +181,7 @@ def families(seen: Observation) -> Iterator[Family]:
     """Yield every metric, those without a sample too."""
     stalled_s = stalled_seconds(seen.job, seen.time)
     yield from _of_job(seen.job, stalled_s)
-    yield from _of_metrics(seen.job, is_stalled=stalled_s is not None)
+    yield from _of_metrics(seen.job)
     yield from _of_figures(seen)
     yield from _of_ranks(seen.job)
     yield from _of_experts(seen.job)
@@ -217,21 +217,20 @@ def _of_job(job: JobSnapshot, stalled_s: float | None) -> Iterator[Family]:
     yield counter("job_steps", "Optimizer steps of the furthest rank.", [({}, job.global_step)])
 
 
-def _of_metrics(job: JobSnapshot, *, is_stalled: bool) -> Iterator[Family]:
+def _of_metrics(job: JobSnapshot) -> Iterator[Family]:
     yield gauge(
         "logged_metric",
         "Newest value of what the training logs.",
         [({"metric": name}, value) for name, value in job.metrics.items()],
     )
-    rates = {"samples": job.samples_per_second, "tokens": job.tokens_per_second}
-    for unit, rate in rates.items():
-        text = f"{unit.title()} a second, recently; not of a stalled job."
-        yield gauge(f"job_{unit}_per_second", text, [({}, None if is_stalled else rate)])
 
 
 def _of_figures(seen: Observation) -> Iterator[Family]:
     state = fold(None, seen)
     found = figures(state)
+    for unit, figure in (("samples", found.samples_per_s), ("tokens", found.tokens_per_s)):
+        text = f"{unit.title()} a second, recently; not of a job that is stalled or has ended."
+        yield gauge(f"job_{unit}_per_second", text, [({}, figure.value)])
     for name, text, figure in (
         ("bubble_ratio", "Idle share of the pipeline's ranks.", found.bubble_ratio),
         ("mfu_ratio", "Model FLOPs over the peak of the devices.", found.mfu),

@@ -14,7 +14,7 @@ from boltmesh.telemetry.snapshot import JobSnapshot, RankSnapshot
 from boltmesh.tui.metrics.memo import remember_last
 from boltmesh.tui.metrics.pipelines import bubble_ratio
 from boltmesh.tui.metrics.ranks import rank_rows
-from boltmesh.tui.metrics.status import job_stalled_seconds
+from boltmesh.tui.metrics.status import rates_age_s, rates_are_current
 from boltmesh.tui.metrics.step_time import batches_per_step, phase_split, rank_profiles
 from boltmesh.tui.state import State
 
@@ -23,8 +23,17 @@ class DefinedFigure(msgspec.Struct, frozen=True):
     """One number of a job."""
 
     value: float | None
-    """None if it is not known, and for a rate of a stalled job."""
+    """None if it is not known, and for a rate of a job that is stalled or has ended."""
     definition: str
+    last: float | None = None
+    """The last value of such a rate."""
+    age_s: float | None = None
+    """Seconds since ``last``."""
+
+    @property
+    def latest(self) -> float | None:
+        """The value, or the last one."""
+        return self.last if self.value is None else self.value
 
 
 class Figures(msgspec.Struct, frozen=True):
@@ -35,6 +44,7 @@ class Figures(msgspec.Struct, frozen=True):
     model_tflops: DefinedFigure
     hfu: DefinedFigure
     hardware_tflops: DefinedFigure
+    samples_per_s: DefinedFigure
     tokens_per_s: DefinedFigure
     step_s: DefinedFigure
     exposed_communication: DefinedFigure
@@ -46,8 +56,7 @@ class Figures(msgspec.Struct, frozen=True):
 def figures(state: State) -> Figures:
     """Return the headline figures of the job."""
     job = state.job
-    is_stalled = job_stalled_seconds(state) is not None
-    flops = None if is_stalled else job_flops(job)
+    flops = _flops(job, job.ranks)
     split = phase_split(job)
     exposed_s = 0.0
     for phase in () if split is None else split.phases:
@@ -61,30 +70,31 @@ def figures(state: State) -> Figures:
             bubble_ratio(job),
             "1 - busy / window of a pipeline's ranks, mean over ranks and recorded whole steps",
         ),
-        mfu=DefinedFigure(
+        mfu=_rate(
+            state,
             None if flops is None else flops.utilization,
             "model_tflops over the summed peak of the devices at the run's precision; not known of "
             "CPUs",
         ),
-        model_tflops=DefinedFigure(
+        model_tflops=_rate(
+            state,
             None if flops is None else flops.per_second / 1e12,
             "10^12 model FLOPs a second of all ranks, recomputation not counted: flops_per_batch "
             "of the module, else counted in the second batch",
         ),
-        hfu=DefinedFigure(
+        hfu=_rate(
+            state,
             None if flops is None else flops.hardware_utilization,
             "hardware_tflops over the same peak",
         ),
-        hardware_tflops=DefinedFigure(
+        hardware_tflops=_rate(
+            state,
             None if flops is None else _tera(flops.hardware_per_second),
             "10^12 hardware FLOPs a second of all ranks: model FLOPs, and those of activations "
             "that the second batch computed again in its backward pass",
         ),
-        tokens_per_s=DefinedFigure(
-            None if is_stalled else job.tokens_per_second,
-            "tokens of all data-parallel ranks over the time of the recent steps, validation and "
-            "checkpoints left out",
-        ),
+        samples_per_s=_rate(state, job.samples_per_second, _definition("samples")),
+        tokens_per_s=_rate(state, job.tokens_per_second, _definition("tokens")),
         step_s=DefinedFigure(
             None if split is None else split.seconds * batches_per_step(job),
             "seconds of an optimizer step, mean over the ranks' newest 20 steps without the first "
@@ -108,6 +118,21 @@ def figures(state: State) -> Figures:
             else "memory in use on the GPU with most",
         ),
     )
+
+
+def _definition(unit: str) -> str:
+    return (
+        f"{unit} of all data-parallel ranks over the time of the recent steps, validation and "
+        "checkpoints left out"
+    )
+
+
+def _rate(state: State, value: float | None, definition: str) -> DefinedFigure:
+    """Return what holds while the job makes steps; later it is the last value, and its age."""
+    if rates_are_current(state):
+        return DefinedFigure(value, definition)
+    age_s = None if value is None else rates_age_s(state)
+    return DefinedFigure(None, definition, last=value, age_s=age_s)
 
 
 def _tera(value: float | None) -> float | None:
@@ -143,12 +168,9 @@ class Flops(msgspec.Struct, frozen=True):
         return self.hardware_per_second is not None and self.hardware_per_second > self.per_second
 
 
-@remember_last
-def job_flops(job: JobSnapshot) -> Flops | None:
-    """Return what the job computes, or None where no rank says what a batch costs."""
-    if job.state != "running":
-        return None
-    return _flops(job, job.ranks)
+def job_flops(state: State) -> Flops | None:
+    """Return what the job computes now, or None where no rank says what a batch costs."""
+    return _flops(state.job, state.job.ranks) if rates_are_current(state) else None
 
 
 def rank_flops(job: JobSnapshot, rank: RankSnapshot) -> Flops | None:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 
 from boltmesh.telemetry.reader.cause import is_consequence
-from boltmesh.telemetry.snapshot import GroupProgress, JobSnapshot, RankSnapshot
+from boltmesh.telemetry.snapshot import GroupProgress, JobSnapshot, RankSnapshot, operator_name
 from boltmesh.tui import units
 from boltmesh.tui.metrics.memo import remember_last
 from boltmesh.tui.metrics.sequences import GroupRow, Status, group_rows, has_ended
@@ -158,7 +158,7 @@ def _group_name(axis: str, members: Sequence[int], several: frozenset[str]) -> s
 
 
 def _collective(operator: str | None, sequence: int) -> str:
-    return f"{units.operator(operator) if operator else 'collective'} #{sequence:,}"
+    return f"{operator_name(operator) if operator else 'collective'} #{sequence:,}"
 
 
 def _text(
@@ -185,7 +185,7 @@ def _text(
         return f"{who_waits} in {_calls(row)} of {group}; {places}"
     if len(row.operators) > 1:
         parts = ", ".join(
-            f"{units.ranks(_in_operator(row.progress, each, row.blocked))} {units.operator(each)}"
+            f"{units.ranks(_in_operator(row.progress, each, row.blocked))} {operator_name(each)}"
             for each in row.operators
         )
         number = f"#{row.blocked:,}"
@@ -202,7 +202,7 @@ def _waiting(row: GroupRow, state: State) -> str:
 
 
 def _calls(row: GroupRow) -> str:
-    names = {units.operator(row.progress[rank].operator or "a call") for rank in row.waiting}
+    names = {operator_name(row.progress[rank].operator or "a call") for rank in row.waiting}
     return " or ".join(sorted(names))
 
 

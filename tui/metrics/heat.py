@@ -147,9 +147,9 @@ _FIGURES: Final[Mapping[str, _Figure]] = MappingProxyType(
 
 _TITLES: Final[Mapping[str, str]] = MappingProxyType(
     {
-        "compute time": "compute time (without waiting)",
+        "compute time": "compute time (excl. comm wait)",
         "communication": "exposed communication, share of a step",
-        "bubble": "bubble, idle share of the pipeline's last step",
+        "bubble": "bubble, idle share of the pipeline's time",
         "bytes/s": "bytes/s, payload of all operators",
         "data": "input, share of a step",
         "behind": "steps behind the first",

@@ -8,7 +8,7 @@ from boltmesh.telemetry.snapshot import RankSnapshot, RankState
 from boltmesh.telemetry.stall import recent_step_seconds
 from boltmesh.tui.devices import DeviceReading
 from boltmesh.tui.metrics.memo import remember_last
-from boltmesh.tui.metrics.status import job_stalled_seconds
+from boltmesh.tui.metrics.status import job_stalled_seconds, rates_are_current
 from boltmesh.tui.metrics.step_time import RankProfile, rank_profiles
 from boltmesh.tui.metrics.stragglers import Lateness, lateness
 from boltmesh.tui.state import State
@@ -74,7 +74,7 @@ def rank_rows(state: State) -> list[RankRow]:
         for rank in device.ranks
     }
     profiles, late = rank_profiles(state.job), lateness(state.job)
-    is_stalled = job_stalled_seconds(state) is not None
+    is_current = rates_are_current(state)
     furthest = max((rank.global_step for rank in state.job.ranks), default=0)
     return [
         _row(
@@ -85,7 +85,7 @@ def rank_rows(state: State) -> list[RankRow]:
             late.get(rank.rank),
             furthest,
             shown_state(rank, state),
-            is_stalled=is_stalled,
+            is_current=is_current,
         )
         for rank in state.job.ranks
     ]
@@ -109,7 +109,7 @@ def _row(
     furthest: int,
     shown: ShownState,
     *,
-    is_stalled: bool,
+    is_current: bool,
 ) -> RankRow:
     is_on_cpu = rank.device_uuid is None and rank.device.startswith("cpu")
     reading = process if is_on_cpu else gpu
@@ -130,8 +130,8 @@ def _row(
         profile=profile,
         lateness=late,
         loss=next((step.loss for step in reversed(rank.steps) if step.loss is not None), None),
-        samples_per_second=None if is_stalled else rank.samples_per_second,
-        tokens_per_second=None if is_stalled else rank.tokens_per_second,
+        samples_per_second=rank.samples_per_second if is_current else None,
+        tokens_per_second=rank.tokens_per_second if is_current else None,
         utilization_percent=None if reading is None else reading.utilization_percent,
         memory_used_bytes=used,
         memory_total_bytes=None if is_on_cpu or reading is None else reading.memory_total_bytes,

@@ -50,6 +50,19 @@ def job_stalled_seconds(state: State) -> float | None:
     return stalled_seconds(state.job, state.time)
 
 
+def rates_are_current(state: State) -> bool:
+    """Say whether the job makes steps, as far as can be seen: else its rates are of the past."""
+    is_running = state.job.state == "running" and state.lost is None
+    return is_running and job_stalled_seconds(state) is None
+
+
+def rates_age_s(state: State) -> float | None:
+    """Return how long a stalled or ended job has made no step; None of others."""
+    if state.job.state != "running":
+        return max(0.0, state.time - state.job.updated)
+    return job_stalled_seconds(state)
+
+
 def _by_phase(ranks: Sequence[RankSnapshot]) -> dict[str, tuple[int, ...]]:
     by_phase: dict[str, list[int]] = defaultdict(list)
     for rank in ranks:

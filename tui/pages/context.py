@@ -5,7 +5,7 @@ from typing import Final
 
 from typing_extensions import override
 
-from boltmesh.tui.layout.page import Page, Panel, Scene, Table, place, table_draw
+from boltmesh.tui.layout.page import Page, Panel, Scene, Table, place, table_draw, with_trends
 from boltmesh.tui.layout.region import Item, Region, stack
 from boltmesh.tui.metrics.traffic import traffic_rows
 from boltmesh.tui.panels.context import AXIS, CONTEXT_COLUMNS, draw_context, shown_context
@@ -26,7 +26,7 @@ LEAST_TABLE = 6
 
 
 class ContextPage(Page):
-    """The ranks, and below them the traffic of the axis."""
+    """The ranks, below them the traffic of the axis, then trends if they find room."""
 
     tab = Tab("context", "Context", key="n", is_listed=False)
     help = PageHelp(
@@ -46,19 +46,19 @@ class ContextPage(Page):
     def panels(self, scene: Scene, body: Region) -> list[Panel]:
         """The traffic has what the table leaves."""
         state, look = scene.state, scene.look
-        items = [Item("context", min(LEAST_TABLE, body.height), body.height, 1, grows=True)]
         rows = [row for row in traffic_rows(state.job) if row.axis == AXIS]
+        needed = 2 * (scene.title + 1) + len(state.job.ranks) + len(rows)
+        body, trends = with_trends(scene, body, needed, ("step_s", "bytes_per_s"))
+        items = [Item("context", min(LEAST_TABLE, body.height), body.height, 1, grows=True)]
         if rows:
             size = scene.title + 1 + len(rows)
             items[0] = items[0]._replace(ideal=max(items[0].least, body.height - size))
             items.append(Item("axis", size, size, 2))
-        return place(
-            stack(body, items),
-            {
-                "context": table_draw(WORK, scene),
-                "axis": lambda width, height: draw_axis(state, width, height, look, axis=AXIS),
-            },
-        )
+        draws = {
+            "context": table_draw(WORK, scene),
+            "axis": lambda width, height: draw_axis(state, width, height, look, axis=AXIS),
+        }
+        return [*place(stack(body, items), draws), *trends]
 
     @override
     def empty_reason(self, state: State) -> Sequence[str]:

@@ -5,8 +5,9 @@ from typing import Final
 
 from typing_extensions import override
 
-from boltmesh.tui.layout.page import Page, Panel, Scene, Table, table_draw
+from boltmesh.tui.layout.page import Page, Panel, Scene, Table, table_draw, with_trends
 from boltmesh.tui.layout.region import Region
+from boltmesh.tui.metrics.experts import layer_loads
 from boltmesh.tui.panels.experts import EXPERT_COLUMNS, draw_experts, shown_experts
 from boltmesh.tui.panels.help import PageHelp
 from boltmesh.tui.render.tabs import Tab
@@ -22,7 +23,7 @@ EXPERTS: Final = Table(
 
 
 class ExpertsPage(Page):
-    """One table that fills the screen."""
+    """The table, and below it trends if they find room."""
 
     tab = Tab("experts", "Experts", key="r", is_listed=False)
     help = PageHelp(
@@ -40,8 +41,10 @@ class ExpertsPage(Page):
 
     @override
     def panels(self, scene: Scene, body: Region) -> list[Panel]:
-        """The table has all of the room."""
-        return [Panel("experts", body, table_draw(EXPERTS, scene))]
+        """The table has what it needs."""
+        needed = scene.title + 3 + len(layer_loads(scene.state.job))
+        body, trends = with_trends(scene, body, needed, ("step_s", "bytes_per_s"))
+        return [Panel("experts", body, table_draw(EXPERTS, scene)), *trends]
 
     @override
     def empty_reason(self, state: State) -> Sequence[str]:

@@ -42,8 +42,11 @@ class MeshPage(Page):
             ("arrows", "choose a rank; j and k too; enter shows it in full"),
         ),
         terms=(
-            ("compute time", "of a step without waiting: the late rank has the longest"),
-            ("bubble", "idle share of the newest step of a rank's pipeline"),
+            (
+                "compute time",
+                "step without waiting for other ranks: the late one has the longest",
+            ),
+            ("bubble", "idle share of a rank over the whole steps that are recorded"),
             ("bytes/s", "payload of all operators, over the time of a step"),
             ("by place", "mean of the ranks at one place of an axis, beside that of all"),
             ("measured", "bytes of one step on one axis, the mean over the ranks"),

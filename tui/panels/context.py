@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from boltmesh.telemetry.snapshot import JobSnapshot, RankSnapshot
+from boltmesh.telemetry.snapshot import JobSnapshot, RankSnapshot, operator_name
 from boltmesh.tui import units
 from boltmesh.tui.metrics.step_time import middle, rank_profiles
 from boltmesh.tui.render.line import Line
@@ -63,7 +63,7 @@ def context_rows(job: JobSnapshot) -> list[ContextWork]:
 
 def _largest(rank: RankSnapshot) -> tuple[str, float | None]:
     means = [
-        (total.payload_bytes / total.calls, units.operator(total.operator))
+        (total.payload_bytes / total.calls, operator_name(total.operator))
         for total in rank.collectives
         if total.axis == AXIS and total.calls
     ]

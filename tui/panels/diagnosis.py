@@ -61,6 +61,8 @@ MAX_FINDINGS = 3
 LINES_OF_THE_WORST = 3
 NARROW = 100
 """In less than this the worst finding has a line more."""
+MORE_LINES_IF_BAD = 2
+"""How a run has ended, and the checkpoint to go on from, are not cut."""
 
 _TOLD_BY_STATUS: frozenset[Kind] = frozenset({"crashed", "loss", "stalled"})
 
@@ -86,10 +88,15 @@ def draw_diagnosis(
         left = room - len(shown)
         if left < 1:
             break
-        most = min(left, LINES_OF_THE_WORST + (width < NARROW) if place == 0 else 1)
+        most = min(left, _lines_of_worst(finding, width) if place == 0 else 1)
         hidden = len(findings) - 1 if place == 0 and left == most else 0
         shown += _draw_finding(finding, width, most, look, num_hidden=hidden)
     return lines + shown
+
+
+def _lines_of_worst(finding: Finding, width: int) -> int:
+    is_bad = finding.severity == "bad"
+    return LINES_OF_THE_WORST + (width < NARROW) + MORE_LINES_IF_BAD * is_bad
 
 
 def diagnosis_text(state: State, width: int, look: Style) -> list[Line]:
@@ -106,7 +113,9 @@ def diagnosis_text(state: State, width: int, look: Style) -> list[Line]:
 
 def diagnosis_lines(state: State, width: int, look: Style) -> int:
     """How many lines the diagnosis needs."""
-    return len(draw_diagnosis(state, width, MAX_FINDINGS * LINES_OF_THE_WORST, look))
+    return len(
+        draw_diagnosis(state, width, MAX_FINDINGS * LINES_OF_THE_WORST + MORE_LINES_IF_BAD, look)
+    )
 
 
 def _status_lines(

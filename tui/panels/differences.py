@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
+from boltmesh.telemetry.snapshot import operator_name
 from boltmesh.tui import units
 from boltmesh.tui.metrics.figures import figures
 from boltmesh.tui.metrics.traffic import traffic_rows
@@ -21,6 +22,7 @@ DIFFERENCE_COLUMNS = ("what", "this run", "other run", "difference")
 """Titles that the table can be sorted by."""
 
 FIGURES: dict[str, tuple[str, Callable[[float | None], str]]] = {
+    "samples_per_s": ("samples/s", units.rate),
     "tokens_per_s": ("tokens/s", units.rate),
     "step_s": ("step time", units.seconds),
     "mfu": ("MFU", units.share),
@@ -71,7 +73,7 @@ def _numbers(state: State, other: State) -> Iterator[Difference]:
             yield _number(f"{name} at step {units.count(round(step))}", units.number, *read)
     found = msgspec.structs.asdict(figures(state)), msgspec.structs.asdict(figures(other))
     for name, (title, write) in FIGURES.items():
-        values = [each[name].value for each in found]
+        values = [each[name].latest for each in found]
         if values != [None, None]:
             yield _number(title, write, *values)
     this, theirs = _bytes(state), _bytes(other)
@@ -85,7 +87,7 @@ def _bytes(state: State) -> Counter[str]:
     found: Counter[str] = Counter()
     for row in traffic_rows(state.job):
         if row.payload_bytes is not None:
-            found[f"{row.axis} {units.operator(row.operator)}"] += round(row.payload_bytes)
+            found[f"{row.axis} {operator_name(row.operator)}"] += round(row.payload_bytes)
     return found
 
 

@@ -18,7 +18,7 @@ from boltmesh.tui.metrics.figures import Figures, figures
 from boltmesh.tui.metrics.ranks import rank_rows
 from boltmesh.tui.metrics.status import job_stalled_seconds
 from boltmesh.tui.panels.events import clock
-from boltmesh.tui.panels.throughput import Unit, rate_now, throughput
+from boltmesh.tui.panels.throughput import Unit, rate_line, throughput
 from boltmesh.tui.render.bars import BUBBLE, EXPOSED, MEMORY, MFU, UTILISATION, Level, bar
 from boltmesh.tui.render.line import Line, fit
 from boltmesh.tui.render.style import Style, facts, labelled, spread
@@ -187,7 +187,7 @@ def draw_headline(state: State, width: int, look: Style) -> Line:
 def _parts(state: State) -> Iterator[Line]:
     found = figures(state)
     unit: Unit = "samples" if throughput(state.job, "tokens") is None else "tokens"
-    yield labelled(f"{unit}/s", rate_now(state, unit), "strong")
+    yield rate_line(state, unit)
     is_stalled = job_stalled_seconds(state) is not None
     is_running = state.job.state == "running"
     has_levels = is_running and not is_stalled

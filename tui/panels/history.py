@@ -32,6 +32,7 @@ TRENDS = (
     ("tokens_per_s", "tokens/s", 1.0),
     ("bubble_ratio", "bubble, %", 1e2),
     ("bytes_per_s", "traffic of rank 0, MB/s", 1e-6),
+    ("loader_queue", "batches ready in the loader of rank 0", 1.0),
     ("memory_bytes", "memory of rank 0, GiB", 2.0**-30),
     ("utilisation_percent", "utilisation, %", 1.0),
     ("power_watts", "power of a GPU, W", 1.0),

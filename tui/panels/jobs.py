@@ -100,7 +100,7 @@ def _state_word(job: "JobSummary") -> str:
 
 def _columns(jobs: Sequence["JobSummary"]) -> list[Column]:
     return [
-        Column("name", shrinks_to=8),
+        Column("name", shrinks_to=20),
         Column("progress", is_number=True),
         Column("samples/s", is_number=True, rank=3),
         *([Column("host", rank=2, shrinks_to=8)] if any(job.host for job in jobs) else []),

@@ -8,7 +8,7 @@ from typing import Literal
 
 import msgspec
 
-from boltmesh.telemetry.snapshot import JobSnapshot
+from boltmesh.telemetry.snapshot import JobSnapshot, operator_name
 from boltmesh.telemetry.traffic import CONTROL
 from boltmesh.tui import units
 from boltmesh.tui.metrics.memo import remember_last
@@ -246,7 +246,7 @@ def _axis(axis: str, rows: Sequence[TrafficRow], job: JobSnapshot) -> AxisRow:
     return AxisRow(
         axis=axis,
         size=axis_size(job, axis),
-        operators=tuple(units.operator(row.operator) for row in rows if row.num_ranks),
+        operators=tuple(operator_name(row.operator) for row in rows if row.num_ranks),
         calls=_sum(row.calls for row in rows if row.num_ranks),
         payload_bytes=_sum(row.payload_bytes for row in rows if row.num_ranks),
         expected_bytes=_sum(row.expected_bytes for row in rows if row.expected_bytes is not None),

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from boltmesh.telemetry.snapshot import JobSnapshot, RankSnapshot
+from boltmesh.telemetry.snapshot import JobSnapshot, RankSnapshot, operator_name
 from boltmesh.tui import units
 from boltmesh.tui.metrics.figures import rank_flops
 from boltmesh.tui.metrics.ranks import RankRow, rank_rows
@@ -71,7 +71,7 @@ def draw_groups(state: State, rank: RankSnapshot, width: int, look: Style) -> li
         Column("axis"),
         Column("ranks", rank=2, shrinks_to=8),
         Column("number", is_number=True),
-        Column("last entered", shrinks_to=9),
+        Column("last entered", shrinks_to=10),
         Column(""),
         Column("since", is_number=True, rank=1),
     ]
@@ -80,7 +80,7 @@ def draw_groups(state: State, rank: RankSnapshot, width: int, look: Style) -> li
             group.axis,
             units.ranks(group.ranks).removeprefix("ranks ") if group.ranks else units.UNKNOWN,
             units.count(group.sequence),
-            units.operator(group.operator or units.UNKNOWN),
+            operator_name(group.operator or units.UNKNOWN),
             _done(group.is_done, look),
             _since(state, group.time),
         ]
@@ -92,7 +92,7 @@ def draw_groups(state: State, rank: RankSnapshot, width: int, look: Style) -> li
                 newest.axis,
                 units.UNKNOWN,
                 units.count(newest.sequence),
-                units.operator(newest.operator),
+                operator_name(newest.operator),
                 _done(newest.is_done, look),
                 units.UNKNOWN,
             ]
@@ -109,7 +109,7 @@ def draw_rank_traffic(rank: RankSnapshot, width: int, look: Style) -> list[Line]
         return []
     columns = [
         Column("axis"),
-        Column("operator", shrinks_to=9),
+        Column("operator", shrinks_to=11),
         Column("calls", is_number=True, rank=1),
         Column("payload", is_number=True),
         Column("time", is_number=True, rank=3),
@@ -118,7 +118,7 @@ def draw_rank_traffic(rank: RankSnapshot, width: int, look: Style) -> list[Line]
     cells: list[list[Cell]] = [
         [
             total.axis,
-            units.operator(total.operator),
+            operator_name(total.operator),
             units.count(None if total.calls_per_step is None else round(total.calls_per_step, 1)),
             units.traffic(total.bytes_per_step),
             units.seconds(total.seconds_per_step),

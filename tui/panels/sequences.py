@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from boltmesh.telemetry.snapshot import operator_name
 from boltmesh.tui import units
 from boltmesh.tui.metrics.hangs import (
     first_to_go,
@@ -94,7 +95,7 @@ def _columns(rows: Sequence[GroupRow]) -> list[Column]:
         Column("ranks", rank=2, shrinks_to=9),
         Column("size", is_number=True, rank=6),
         Column("number", is_number=True, rank=1),
-        Column("operator", rank=4, shrinks_to=9),
+        Column("operator", rank=4, shrinks_to=10),
         # Only where somebody waits: for a moment ranks are missing in every job.
         *([Column("missing", rank=3, shrinks_to=9)] if _has_missing(rows) else []),
         Column("advanced", is_number=True, rank=5, steady_width=8),
@@ -114,7 +115,7 @@ def _cells(row: GroupRow, rows: Sequence[GroupRow], state: State, look: Style) -
         _numbered(row.members),
         units.count(len(row.members)),
         _numbers(row),
-        units.operator(row.operator) if row.operator else units.UNKNOWN,
+        operator_name(row.operator) if row.operator else units.UNKNOWN,
         *([Line(_numbered(row.missing), missing)] if _has_missing(rows) else []),
         Line(units.duration(row.silent_s) + ago, "muted"),
         _state(row.status, look),
@@ -199,7 +200,7 @@ def _detail(
         place = whereabouts(ranks.get(number), state)
         if number in row.waiting:
             place = "had entered it" if has_ended(state.job) else "waits in it"
-        key = (each.sequence, units.operator(each.operator or ""), place)
+        key = (each.sequence, operator_name(each.operator or ""), place)
         by_number.setdefault(key, []).append(number)
     ordered = sorted(by_number.items(), key=lambda item: (item[0][0], len(item[1])))
     name = f"{row.axis}, {units.ranks(row.members)}"

@@ -11,8 +11,8 @@ from typing import Literal
 
 from boltmesh.telemetry.snapshot import JobSnapshot, PhaseTime, RankSnapshot
 from boltmesh.tui import units
-from boltmesh.tui.metrics.figures import Flops, figures, job_flops
-from boltmesh.tui.metrics.status import job_stalled_seconds
+from boltmesh.tui.metrics.figures import DefinedFigure, Flops, figures, job_flops
+from boltmesh.tui.metrics.status import rates_are_current
 from boltmesh.tui.metrics.step_time import BUBBLE, PhaseSplit, batches_per_step, phase_split
 from boltmesh.tui.render import bars
 from boltmesh.tui.render.bars import bar, phase_role, sparkline, stacked_bar
@@ -28,12 +28,26 @@ def throughput(job: JobSnapshot, unit: Unit) -> float | None:
     return job.samples_per_second if unit == "samples" else job.tokens_per_second
 
 
-def rate_now(state: State, unit: Unit) -> str:
-    """Return the job's recent rate as text; that of a stalled job is not known."""
-    if unit == "tokens":
-        return units.rate(figures(state).tokens_per_s.value)
-    is_stalled = job_stalled_seconds(state) is not None
-    return units.UNKNOWN if is_stalled else units.rate(throughput(state.job, unit))
+def rate_figure(state: State, unit: Unit) -> DefinedFigure:
+    """Return the headline figure of this unit."""
+    found = figures(state)
+    return found.samples_per_s if unit == "samples" else found.tokens_per_s
+
+
+def rate_line(state: State, unit: Unit) -> Line:
+    """Label and rate; of a job that is stalled or has ended the last one and its age, muted."""
+    figure = rate_figure(state, unit)
+    line = labelled(f"{unit}/s", units.rate(figure.value), "strong")
+    past = past_rate(figure)
+    return line.add(f" {past}", "muted") if past else line
+
+
+def past_rate(figure: DefinedFigure) -> str:
+    """Return the last rate and its age as text, empty while the rate is current."""
+    if figure.last is None:
+        return ""
+    age = "" if figure.age_s is None else f" {units.duration(figure.age_s)} ago"
+    return f"last {units.rate(figure.last)}{age}"
 
 
 def throughput_over_time(job: JobSnapshot, unit: Unit, *, buckets: int) -> list[float]:
@@ -85,7 +99,7 @@ def draw_throughput(state: State, width: int, height: int, look: Style) -> list[
     known: list[Unit] = [unit for unit in _UNITS if throughput(state.job, unit) is not None] or [
         "samples"
     ]
-    flops = job_flops(state.job) if job_stalled_seconds(state) is None else None
+    flops = job_flops(state)
     ratio = figures(state).bubble_ratio.value
     if height == 1 and len(known) + (flops is not None) + (ratio is not None) > 1:
         return [_draw_side_by_side(state, known, flops, width, look)]
@@ -124,7 +138,7 @@ def _draw_side_by_side(
     has_ratios = flops is not None or ratio is not None
     if not has_ratios and all(part.width == cells for part in parts):
         return facts(parts, width)
-    parts = [labelled(f"{unit}/s", rate_now(state, unit), "strong") for unit in known]
+    parts = [rate_line(state, unit) for unit in known]
     if flops is not None:
         parts.append(labelled(*flops_words(flops), "strong"))
         if (hardware := hardware_words(flops)) is not None:
@@ -168,14 +182,14 @@ def _draw_bubble(ratio: float, width: int, look: Style) -> Line:
 def _draw(state: State, unit: Unit, width: int, look: Style) -> Line:
     """Label and figure, and a sparkline where it fits; figures are never cut.
 
-    While the job is stalled the last figure and its age stand in the place of the sparkline.
+    The last figure and its age replace it once the job is stalled or has ended.
     """
     line = Line(f"{unit}/s".ljust(_LABEL_WIDTH), "muted")
-    line.add(rate_now(state, unit).rjust(_FIGURE_WIDTH), "strong")
+    figure = rate_figure(state, unit)
+    line.add(units.rate(figure.value).rjust(_FIGURE_WIDTH), "strong")
     room = width - line.width - 2
-    stalled_s = job_stalled_seconds(state)
-    if stalled_s is not None:
-        last = f"{units.rate(throughput(state.job, unit))} {units.duration(stalled_s)} ago"
+    if not rates_are_current(state):
+        last = past_rate(figure)
         line = line.add("  ").add(last, "muted") if len(last) <= room else line
         return line.crop(width)
     if room >= _SPARKLINE_FROM_WIDTH:

@@ -5,6 +5,7 @@
 
 from collections.abc import Sequence
 
+from boltmesh.telemetry.snapshot import operator_name
 from boltmesh.tui import units
 from boltmesh.tui.metrics.traffic import AxisTotal, TrafficRow, axis_totals, traffic_rows
 from boltmesh.tui.render.line import Line, fit
@@ -153,7 +154,7 @@ def _columns(rows: Sequence[TrafficRow]) -> list[Column]:
     has_groups = any(row.num_groups > 1 for row in rows)
     return [
         Column("axis"),
-        Column("operator", shrinks_to=9),
+        Column("operator", shrinks_to=10),
         *([Column("groups", is_number=True, rank=8)] if has_groups else []),
         Column("calls", is_number=True, rank=3),
         Column("payload", is_number=True, rank=1),
@@ -172,7 +173,7 @@ def _cells(row: TrafficRow, rows: Sequence[TrafficRow], look: Style) -> list[Cel
     has_groups = any(each.num_groups > 1 for each in rows)
     return [
         row.axis,
-        units.operator(row.operator),
+        operator_name(row.operator),
         *([units.count(row.num_groups or None)] if has_groups else []),
         _calls(row.calls),
         units.traffic(row.payload_bytes),
@@ -239,7 +240,7 @@ def _words(
 
 
 def _claim(row: TrafficRow) -> str:
-    name = f"{row.axis} {units.operator(row.operator)}"
+    name = f"{row.axis} {operator_name(row.operator)}"
     if row.verdict == "missing":
         return f"{name} should move {units.traffic(row.expected_bytes)} a step: {row.reason}"
     if row.ratio is None:
@@ -249,7 +250,7 @@ def _claim(row: TrafficRow) -> str:
 
 def _detail(row: TrafficRow, state: State, width: int, look: Style) -> list[Line]:
     """The selected row in full."""
-    name = f"{row.axis} {units.operator(row.operator)}"
+    name = f"{row.axis} {operator_name(row.operator)}"
     parts = [
         Line(name, "strong"),
         labelled("measured", f"{units.traffic(row.payload_bytes)} in {_calls(row.calls)} calls"),
@@ -306,7 +307,7 @@ def communication_table(rows: list[TrafficRow], width: int, look: Style) -> list
     has_speed = any(row.wire_bytes_per_second is not None for row in rows)
     columns = [
         Column("axis"),
-        Column("operator", shrinks_to=9),
+        Column("operator", shrinks_to=10),
         Column("calls", is_number=True, rank=2),
         Column("payload", is_number=True),
         *([Column("busbw", is_number=True, rank=3)] if has_speed else []),
@@ -317,7 +318,7 @@ def communication_table(rows: list[TrafficRow], width: int, look: Style) -> list
     cells: list[list[Cell]] = [
         [
             row.axis,
-            units.operator(row.operator),
+            operator_name(row.operator),
             units.count(None if row.calls is None else round(row.calls, 1)),
             units.traffic(row.payload_bytes),
             *([wire_speed(row)] if has_speed else []),

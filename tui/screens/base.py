@@ -1,25 +1,143 @@
-"""Common parts of the screens: a canvas, their look, where a click was, the line for a filter."""
+"""Common parts of the screens: a canvas, their look, where a click was, the line for a filter.
 
-from collections.abc import Sequence
+The canvas is the one widget that paints every screen: panels at their places, line by line.
+Textual's own widgets lay out and re-style every cell that changes; here a refresh is one call of a
+pure function a panel and one strip a line, which at 1 Hz is what keeps a viewer light. The drawings
+never contain markup, so nothing that a job wrote is ever parsed.
+"""
+
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, cast
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, cast
 
+from rich.segment import Segment
+from rich.style import Style as Colour
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal
+from textual.geometry import Region as Area
 from textual.message import Message
 from textual.screen import Screen
+from textual.strip import Strip
+from textual.widget import Widget
 from textual.widgets import Input, Label
 from typing_extensions import override
 
 from boltmesh.tui.layout.page import Panel
 from boltmesh.tui.layout.region import has_headings
+from boltmesh.tui.render.line import Line, Role, to_ascii
 from boltmesh.tui.render.style import Style
-from boltmesh.tui.screens.canvas import Canvas, Drawn
 from boltmesh.tui.theme import Palette
 
 if TYPE_CHECKING:
     from boltmesh.tui.app import DashboardApp
+
+
+class _Piece(NamedTuple):
+    """One line of one panel, as it is sent."""
+
+    x: int
+    strip: Strip
+
+
+class Drawn(NamedTuple):
+    """A panel and the text that it shows."""
+
+    panel: Panel
+    lines: list[str]
+
+
+class Canvas(Widget):
+    """Shows panels, and sends the terminal only the lines of them that have changed."""
+
+    ALLOW_SELECT = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn: list[Drawn] = []
+        """Lines on the screen, to find the place of a click."""
+        self._rows: list[list[_Piece]] = []
+
+    def drawn_panel(self, name: str) -> Drawn | None:
+        """Return the panel of that name, if it is on the screen."""
+        return next((drawn for drawn in self.drawn if drawn.panel.name == name), None)
+
+    def show(
+        self, panels: Sequence[Panel], styles: Mapping[Role, Colour], *, is_ascii: bool
+    ) -> None:
+        """Draw the panels in these styles."""
+        before = self._rows
+        width, height = self.screen.size
+        painter = _Painter(self.rich_style, styles, is_ascii=is_ascii)
+        rows: list[list[_Piece]] = [[] for _ in range(height)]
+        self.drawn = []
+        for panel in panels:
+            region = panel.region
+            lines = _draw(panel)
+            self.drawn.append(Drawn(panel, [line.plain for line in lines]))
+            for y, line in enumerate(lines, start=region.y):
+                if y < height:
+                    strip = painter.paint(line, min(region.width, width - region.x))
+                    rows[y].append(_Piece(region.x, strip))
+        for row in rows:
+            row.sort(key=lambda piece: piece.x)
+        self._rows = rows
+        if len(before) != height:
+            self.refresh()
+            return
+        for y, (old, new) in enumerate(zip(before, rows, strict=True)):
+            self._refresh_line(y, old, new, width)
+
+    @override
+    def render_line(self, y: int) -> Strip:
+        width, base = self.size.width, self.rich_style
+        pieces = self._rows[y] if y < len(self._rows) else []
+        segments: list[Segment] = []
+        x = 0
+        for piece in pieces:
+            if piece.x > x:
+                segments.append(Segment(" " * (piece.x - x), base))
+            segments += piece.strip
+            x = piece.x + piece.strip.cell_length
+        return Strip(segments).adjust_cell_length(width, base)
+
+    def _refresh_line(self, y: int, old: list[_Piece], new: list[_Piece], width: int) -> None:
+        if [(piece.x, piece.strip.cell_length) for piece in old] != [
+            (piece.x, piece.strip.cell_length) for piece in new
+        ]:
+            self.refresh(Area(0, y, width, 1))
+            return
+        for before, piece in zip(old, new, strict=True):
+            if before != piece:
+                self.refresh(Area(piece.x, y, piece.strip.cell_length, 1))
+
+
+class _Painter:
+    """Turns lines into strips in the colours of one theme."""
+
+    def __init__(self, base: Colour, styles: Mapping[Role, Colour], *, is_ascii: bool) -> None:
+        self._base = base
+        self._styles = {role: base + style for role, style in styles.items()}
+        self._is_ascii = is_ascii
+
+    def paint(self, line: Line, width: int) -> Strip:
+        segments = [
+            Segment(to_ascii(text) if self._is_ascii else text, self._styles.get(role, self._base))
+            for text, role in line.crop(width).spans
+        ]
+        return Strip(segments).adjust_cell_length(max(0, width), self._base)
+
+
+def _draw(panel: Panel) -> list[Line]:
+    """Return a panel's lines; where its drawing fails, say so there, and keep the rest.
+
+    What is drawn may come from a recording or from another host, and be impossible.
+    """
+    region = panel.region
+    try:
+        return panel.draw(region.width, region.height)[: region.height]
+    except Exception as error:  # noqa: BLE001 - one drawing does not take the screen with it
+        return [Line(f"{panel.name} cannot be drawn: {type(error).__name__}: {error}", "bad")]
 
 
 class PanelScreen(Screen[None]):

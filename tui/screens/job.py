@@ -15,8 +15,7 @@ from boltmesh.tui.pages.registry import PAGES
 from boltmesh.tui.panels.chart import newest_metrics
 from boltmesh.tui.panels.history import cursor_at
 from boltmesh.tui.render.tabs import tab_at
-from boltmesh.tui.screens.base import Prompt
-from boltmesh.tui.screens.canvas import Drawn
+from boltmesh.tui.screens.base import Drawn, Prompt
 from boltmesh.tui.screens.navigation import NavigationScreen
 from boltmesh.tui.state import metric_names
 
@@ -125,7 +124,7 @@ class JobScreen(NavigationScreen):
         job = "job" if state is None else state.job.id
         name = f"boltmesh-{job}-{self.page.tab.name}-{time.strftime('%H%M%S')}"
         try:
-            for ending, text in (("svg", self.app.export_screenshot()), ("txt", self.text())):
+            for ending, text in (("svg", self.dashboard.svg()), ("txt", self.text())):
                 with open(f"{name}.{ending}", "x", encoding="utf-8") as file:
                     file.write(text)
         except OSError as error:

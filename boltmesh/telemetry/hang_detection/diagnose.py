@@ -10,6 +10,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
+from boltmesh.telemetry.snapshot import operator_name
 from boltmesh.telemetry.writer.rank_ranges import unpack_ranks
 
 POINT_TO_POINT: Final = frozenset({"send", "recv", "recv_any_source"})
@@ -243,7 +244,7 @@ def _what(wait: Wait, name: str, group: str) -> str:
         return f"{missing} never entered {name} of {group}, in which {_who_waits(wait)}"
     if wait.others:
         parts = ", ".join(
-            f"{name_ranks(ranks)} {operator.strip('_')}" for operator, ranks in wait.others
+            f"{name_ranks(ranks)} {operator_name(operator)}" for operator, ranks in wait.others
         )
         return f"the ranks of {group} entered different calls as #{wait.blocked:,}: {parts}"
     return f"all ranks entered {name} of {group}, and it does not complete"
@@ -271,7 +272,7 @@ def _where(rank: int, progress: Mapping[int, RankProgress], world_size: int) -> 
 
 
 def _call(wait: Wait) -> str:
-    return f"{(wait.operator or 'collective').strip('_')} #{wait.blocked:,}"
+    return f"{operator_name(wait.operator or 'collective')} #{wait.blocked:,}"
 
 
 def _group(group: GroupPosition, world_size: int) -> str:

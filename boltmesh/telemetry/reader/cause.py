@@ -10,7 +10,13 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from boltmesh.telemetry.job import RankEnd
-from boltmesh.telemetry.snapshot import CollectiveInFlight, Event, JobState, RankSnapshot
+from boltmesh.telemetry.snapshot import (
+    CollectiveInFlight,
+    Event,
+    JobState,
+    RankSnapshot,
+    operator_name,
+)
 
 LOST_PEER: Final = (
     "connection closed by peer",
@@ -146,4 +152,5 @@ def _place(rank: RankSnapshot) -> str:
 
 
 def _collective(waiting: CollectiveInFlight) -> str:
-    return f"{waiting.operator} number {waiting.sequence} of the {waiting.axis} axis"
+    name = operator_name(waiting.operator)
+    return f"{name} number {waiting.sequence} of the {waiting.axis} axis"

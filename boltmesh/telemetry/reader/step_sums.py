@@ -76,7 +76,8 @@ class StepRates:
 class TrafficSums:
     """Calls, bytes and time by operator over the recent optimizer steps.
 
-    Validation and checkpoints are left out, for no step needs what they move.
+    Steps that validate or write a checkpoint are left out: what is called before and after, such as
+    a gather of parameters or the reduction of a metric, is part of no other step.
 
     Args:
         num_recent: How many steps those are.
@@ -90,6 +91,11 @@ class TrafficSums:
         self._ends: deque[int] = deque(maxlen=num_recent + 1)
         self._num_skipped = 0
         self._global_step: int | None = None
+        self._batches: list[int] = []
+        """Those of the current optimizer step, so far."""
+        self._is_ordinary = True
+        self._left_out: set[int] = set()
+        """Batches of optimizer steps that validate or write a checkpoint."""
         self._by_step: dict[int, dict[Key, list[int]]] = {}
         self._complete_from = 0
         self._window = (0, 0)
@@ -105,11 +111,19 @@ class TrafficSums:
         before = 0 if is_first else self._global_step
         if is_first:
             self._num_skipped = WARM_UP_STEPS - 1
+        self._batches.append(step.sequence)
+        if step.phases_ns[VALIDATION] or step.phases_ns[CHECKPOINT]:
+            self._is_ordinary = False
+        if not self._is_ordinary:
+            self._left_out.update(self._batches)
+            self._batches.clear()
         if before is not None and step.global_step > before:
             if self._num_skipped:
                 self._num_skipped -= 1
             else:
                 self._ends.append(step.sequence)
+            self._batches.clear()
+            self._is_ordinary = True
         self._global_step = step.global_step
 
     def break_before(self, step: int) -> None:
@@ -134,7 +148,7 @@ class TrafficSums:
                 return
             of_step = self._by_step[record.step] = {}
         _add(of_step, key, values, sign)
-        if self._window[0] < record.step <= self._window[1]:
+        if self._is_in(self._window, record.step):
             _add(self.sums, key, values, sign)
 
     def move(self) -> bool:
@@ -142,26 +156,30 @@ class TrafficSums:
         ends = self._ends
         if ends and ends[0] < self._complete_from:
             ends = deque(end for end in ends if end >= self._complete_from)
-        self.num_steps = max(0, len(ends) - 1)
+        self.num_steps = sum(end not in self._left_out for end in itertools.islice(ends, 1, None))
         before, window = self._window, (ends[0], ends[-1]) if ends else (0, 0)
         if window == before:
             return False
         self._window = window
         for step in self._between(before, window):
-            was_in = before[0] < step <= before[1]
-            is_in = window[0] < step <= window[1]
+            was_in = self._is_in(before, step)
+            is_in = self._is_in(window, step)
             if was_in != is_in:
                 for key, values in self._by_step.get(step, {}).items():
                     _add(self.sums, key, values, 1 if is_in else -1)
             if step <= window[0]:
                 self._by_step.pop(step, None)
+        self._left_out = {step for step in self._left_out if step > window[0]}
         while len(self._by_step) > MAX_KEPT_STEPS:
             step = next(iter(self._by_step))
             for key, values in self._by_step.pop(step).items():
-                if window[0] < step <= window[1]:
+                if self._is_in(window, step):
                     _add(self.sums, key, values, -1)
             self._complete_from = max(self._complete_from, step + 1)
         return True
+
+    def _is_in(self, window: tuple[int, int], step: int) -> bool:
+        return window[0] < step <= window[1] and step not in self._left_out
 
     def _between(self, before: tuple[int, int], window: tuple[int, int]) -> Iterable[int]:
         """Return the batches that may have come into the window or have left it."""

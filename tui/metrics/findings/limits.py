@@ -4,7 +4,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable
 
-from boltmesh.telemetry.snapshot import JobSnapshot, RankSnapshot
+from boltmesh.telemetry.snapshot import JobSnapshot, RankSnapshot, operator_name
 from boltmesh.tui import units
 from boltmesh.tui.devices import DeviceReading
 from boltmesh.tui.metrics.findings.finding import KEPT, Finding
@@ -150,7 +150,7 @@ def find_traffic(state: State) -> Finding | None:
     if not wrong:
         return None
     worst = max(wrong, key=_difference)
-    name = units.operator(worst.operator)
+    name = operator_name(worst.operator)
     ratio = worst.ratio
     if ratio is None:
         headline = f"{worst.axis} axis: {name} does not run as the strategy expects"

@@ -1,6 +1,6 @@
 """Findings on waiting: for data, offloaded memory, other ranks, and in pipeline bubbles."""
 
-from boltmesh.telemetry.snapshot import JobSnapshot, MemoryKind, RankSnapshot
+from boltmesh.telemetry.snapshot import JobSnapshot, MemoryKind, RankSnapshot, operator_name
 from boltmesh.tui import units
 from boltmesh.tui.devices.reading import NO_LIMIT, POWER_LIMIT
 from boltmesh.tui.metrics.experts import excess_work, layer_loads, num_sharing
@@ -120,7 +120,7 @@ def _judge_device(state: State, rank: int) -> tuple[list[str], str | None]:
         if is_hotter:
             hotter = f"its GPU has {own.temperature_celsius:.0f} C, the others {usual:.0f} C"
             facts.insert(0, hotter)
-    if is_hotter or any("hot" in reason for reason in reasons):
+    if is_hotter or any("thermal" in reason for reason in reasons):
         cure = "cool that GPU, or take it out of the job"
     return facts, cure
 
@@ -149,6 +149,8 @@ def find_input(state: State, typical: Balance) -> Finding | None:
     evidence = [f"data {units.seconds(data_s)} of {units.seconds(typical.step_s)}"]
     if transfer_s > 0:
         evidence.append(f"host to device {units.seconds(transfer_s)}")
+    if (ready := state.trends.get("loader_queue")) is not None:
+        evidence.append(f"{units.count(ready.values[-1])} batches ready in the loader of rank 0")
     return Finding(
         kind="input",
         severity="warn",
@@ -202,7 +204,7 @@ def find_communication(state: State, typical: Balance) -> Finding | None:
     if rows:
         heaviest = max(rows, key=lambda row: row.payload_bytes or 0.0)
         axis = heaviest.axis
-        fact = f"{axis} {units.operator(heaviest.operator)} {units.traffic(heaviest.payload_bytes)}"
+        fact = f"{axis} {operator_name(heaviest.operator)} {units.traffic(heaviest.payload_bytes)}"
         speed = heaviest.wire_bytes_per_second
         evidence.append(fact + (f" at {units.traffic(speed)}/s" if speed is not None else ""))
     return Finding(

@@ -1,15 +1,17 @@
 """One job that several hosts run, put together from what each of them shows."""
 
 import contextlib
+import subprocess
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 
-from boltmesh.errors import BoltMeshError, TelemetryError
+from boltmesh.errors import BoltMeshError, ConfigError, TelemetryError
 from boltmesh.telemetry.reader.cause import is_consequence
 from boltmesh.telemetry.reader.reader import JobSummary
+from boltmesh.telemetry.sanitize import clean
 from boltmesh.telemetry.snapshot import Event, JobSnapshot, JobState, RankSnapshot
 from boltmesh.tui.sources.live import InterruptionError, Observation, Source
 from boltmesh.tui.sources.ssh.remote import Remote
@@ -23,6 +25,36 @@ LIST_AGAIN_S: Final = 10.0
 """A list of jobs is a connection of its own."""
 
 _WORST_FIRST: Final[tuple[JobState, ...]] = ("crashed", "failed", "running", "finished")
+
+
+def slurm_hosts(job: str | None = None) -> tuple[str, ...]:
+    """Return the hosts of a running SLURM job; without ``job`` those of all jobs of the user.
+
+    Raises:
+        ConfigError: SLURM does not answer, or has no such job.
+    """
+    which = ("--me",) if job is None else ("--jobs", job)
+    nodes = _slurm("squeue", *which, "--states=RUNNING", "--noheader", "--format=%N").split()
+    if not nodes:
+        name = "a running job of yours" if job is None else f"a running job {job}"
+        raise ConfigError(f"SLURM does not list {name}. See squeue, or name the hosts with --ssh.")
+    names = _slurm("scontrol", "show", "hostnames", ",".join(nodes)).split()
+    return tuple(dict.fromkeys(names))
+
+
+def _slurm(*words: str) -> str:
+    try:
+        done = subprocess.run(  # noqa: S603 - no shell
+            words, capture_output=True, text=True, timeout=30, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(
+            f"--slurm runs {words[0]}: {error}. Name the hosts with --ssh instead."
+        ) from error
+    if done.returncode:
+        why = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
+        raise ConfigError(f"{words[0]}: {clean(why[0], 200)}. Name the hosts with --ssh instead.")
+    return done.stdout
 
 
 class HostView(NamedTuple):
