@@ -128,7 +128,7 @@ def between(model: ModelShape, again: ModelShape, part: float) -> ModelShape:
     Args:
         model: With no block recomputed.
         again: With all of them.
-        part: Of the blocks.
+        part: Share of the blocks.
     """
 
     def mean(one: int, other: int) -> int:

@@ -3,7 +3,7 @@
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,8 +38,11 @@ def bench(
     warmup: int,
     rounds: int,
     output: Path | None,
+    plan: Callable[[str, Sequence[str]], list[Variant]],
 ) -> int:
     """Run each strategy, print the table, and return 1 when none has run.
+
+    ``plan`` gives the rows of ``PLANNED``.
 
     Raises:
         ConfigError: When the config cannot run, or something given is wrong.
@@ -56,7 +59,7 @@ def bench(
         raise ConfigError(f"--output: {output.parent} is no folder. Make it, or choose another.")
     if any(each.strategy == PLANNED for each in variants):
         rest = [each for each in variants if each.strategy != PLANNED]
-        variants = [*_planned(config, overrides), *rest]
+        variants = [*plan(config, overrides), *rest]
     rows = {each.label: BenchRow(each.label) for each in variants}
     was_stopped = False
     try:
@@ -80,28 +83,6 @@ def bench(
     if was_stopped:
         return 128 + signal.SIGINT
     return 0 if any(row.runs for row in table) else 1
-
-
-def _planned(config: str, overrides: Sequence[str]) -> list[Variant]:
-    """Return the three best layouts of a plan for the devices that are here."""
-    from boltmesh.advisor.command import search_config
-    from boltmesh.advisor.report import overrides_of, words
-
-    found = search_config(config, overrides)
-    chosen = found.best(3)
-    if not chosen:
-        raise ConfigError(
-            f"--strategies {PLANNED}: no layout of {config} fits these devices. boltmesh advise "
-            f"{config} says what needs least."
-        )
-    return [
-        Variant(
-            label=f"{words(each)} (planned {1e3 * each.seconds:.1f} ms)",
-            strategy=each.layout.name,
-            settings=tuple(overrides_of(found, each)),
-        )
-        for each in chosen
-    ]
 
 
 def _run(

@@ -322,6 +322,22 @@ def test_tuning_runs_layouts_back_and_forth_so_that_a_burst_of_load_does_not_dec
     assert sorted(each["measured_s"] or 0.0 for each in found) == [0.0, 1.0, 2.0]
 
 
+def test_a_bench_of_planned_layouts_runs_the_three_best(remembered, monkeypatch, capsys) -> None:
+    ran: list[list[str]] = []
+
+    def run(_: object, __: object, line: list[str], **___: object) -> Ended:
+        ran.append(line)
+        return Ended(None, "stopped")
+
+    monkeypatch.setattr("boltmesh.advisor.search.MOST_DIVISIONS", 0)
+    monkeypatch.setattr("boltmesh.bench.command.run_variant", run)
+    line = ["bench", "ddp", *SMALL[:4], "accelerator=cpu", "devices=2"]
+    assert run_command([*line, "--strategies", "planned,bolt_zero2"]) == 1
+    assert "bolt_ddp, data 2 (planned " in capsys.readouterr().out
+    assert len(ran) == 4
+    assert all(any(each.startswith("strategy.name=") for each in one) for one in ran[1:])
+
+
 @pytest.mark.slow(60)
 def test_tuning_measures_layouts_and_later_plans_remember(tmp_path, monkeypatch, capsys) -> None:
     env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
