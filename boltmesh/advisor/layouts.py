@@ -6,6 +6,7 @@ from typing import Any
 
 from boltmesh.configs.advice import show
 from boltmesh.plan.strategy_options import as_mapping
+from boltmesh.planner.layout import named_dimensions
 from boltmesh.strategies.cost_model.memory import MemoryEstimate
 from boltmesh.strategies.registry import STRATEGIES
 from boltmesh.strategy_arguments import accepted_arguments
@@ -14,6 +15,11 @@ BATCH_KEY = "data.init_args.batch_size"
 """The key that a layout changes if it has another number of replicas, where the config has it."""
 KEPT = ("timeout_s", "telemetry", "seed", "process_group_backend")
 """Arguments of the config's strategy that say nothing of its layout."""
+AXES = ("pipeline", "data", "context", "tensor")
+
+
+MECHANISMS = ("activation_checkpointing", "schedule", "shard_size", "tile_linear_bytes")
+"""Arguments that add to a layout what it may do without."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +28,7 @@ class ConfigLayout:
 
     Attributes:
         name: Registered name of the strategy.
-        sizes: Ranks of the axes pipeline, data and tensor.
+        sizes: Ranks of the axes; of those that are left out one.
         arguments: Those of the strategy, beside those that its name fixes.
         batch: Rows of a batch of a replica; None: as the config has it.
         accumulate: Batches of an optimizer step.
@@ -38,12 +44,29 @@ class ConfigLayout:
     def division(self) -> tuple[object, ...]:
         """A key that two layouts share if they differ in tuning alone."""
         kind = self.name.replace("zero2", "zero1")
-        return kind, *sorted(self.sizes.items())
+        return kind, self.arguments.get("shard_size"), *sorted(self.sizes.items())
 
     @property
     def is_divided(self) -> bool:
         """Whether a replica is more than one rank."""
-        return self.sizes["pipeline"] * self.sizes["tensor"] > 1
+        return any(size > 1 for axis, size in self.sizes.items() if axis != "data")
+
+    @property
+    def dimensions(self) -> dict[str, str]:
+        """The divided parts of a step in words, by ``named_dimensions``."""
+        given = {**STRATEGIES[self.name].arguments, **self.arguments}
+        zero = given.get("zero_stage", given.get("stage", 0))
+        replicas = self.sizes.get("data", 1) * self.sizes.get("context", 1)
+        return named_dimensions(
+            {
+                **self.sizes,
+                "expert": given.get("expert"),
+                "schedule": given.get("schedule", "1f1b"),
+                "has_sequence_parallel": given.get("sequence_parallel"),
+                "zero": zero,
+            },
+            shards=given.get("shard_size") or replicas,
+        )
 
     @property
     def num_mechanisms(self) -> int:
@@ -51,9 +74,8 @@ class ConfigLayout:
         return (
             (self.name != "bolt_ddp")
             + ("_cpu" in self.name or "_nvme" in self.name) * 2
-            + (self.sizes["pipeline"] > 1)
-            + (self.sizes["tensor"] > 1)
-            + ("activation_checkpointing" in self.arguments)
+            + sum(size > 1 for axis, size in self.sizes.items() if axis != "data")
+            + sum(each in self.arguments for each in MECHANISMS)
         )
 
     def overrides(self, config: Any, devices: int, nodes: int, *, is_cpu: bool) -> list[str]:
@@ -111,9 +133,7 @@ class ConfigLayout:
         axes = [f"{axis} {size}" for axis, size in self.sizes.items() if size > 1]
         words += axes or ["one rank"]
         words += [
-            f"{key}={show(value)}"
-            for key, value in self.arguments.items()
-            if key not in {"pipeline", "data", "tensor"}
+            f"{key}={show(value)}" for key, value in self.arguments.items() if key not in AXES
         ]
         if self.accumulate > 1:
             words.append(f"{self.accumulate} batches a step")

@@ -21,7 +21,7 @@ from omegaconf import OmegaConf
 
 from boltmesh.errors import ConfigError
 from boltmesh.planner.layout_memory import CONTEXT_BYTES
-from boltmesh.planner.machine import GB, Cluster
+from boltmesh.planner.machine import DISK_BYTES, DISK_RATE, GB, Cluster
 from boltmesh.planner.rates import default_rates
 from boltmesh.planner.step_time import LINK_LATENCY
 from boltmesh.strategies.cost_model.step_time import Machine
@@ -70,6 +70,9 @@ def of_cluster(cluster: Cluster, precision: str, matmul_precision: str) -> Hardw
     machine = Machine(
         device_gib=(device.memory_bytes - CONTEXT_BYTES) / 2**30,
         host_gib=device.host_bytes / 2**30,
+        disk_gib=DISK_BYTES / 2**30,
+        disk_read_gb_s=DISK_RATE / GB,
+        disk_write_gb_s=DISK_RATE / GB,
         device_tflops=device.matmul_rate("bf16") * share * rates.matmul / 1e12,
         network_gb_s=cluster.network_rate * rates.network / GB,
         link_gb_s=device.link_rate / GB,

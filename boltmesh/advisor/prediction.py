@@ -9,14 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil
 
-from boltmesh.planner.step_time import OVERLAP
+from boltmesh.planner.step_time import NOT_DIVIDED, OVERLAP
 from boltmesh.strategies.cost_model.model import StepWork
 from boltmesh.strategies.cost_model.step_time import Machine
 
 BUCKET_BYTES = 25 * 2**20
 """Bytes of an all-reduce of which the number is not known, as of DDP."""
-NOT_DIVIDED = 0.45
-"""Share of elementwise traffic that the tensor axis repeats without sequence parallelism."""
 OPTIMIZER_TENSORS = 3
 """Value and gradient read, value written; beside them the state, read and written."""
 OPTIMIZER_OPERATORS = 12
@@ -27,6 +25,7 @@ TERMS = {
     "bubble": "pipeline bubble",
     "pipeline": "messages between stages",
     "tensor": "collectives of the tensor axis",
+    "context": "collectives of the context axis",
     "data": "collectives of the data axis not hidden",
     "optimizer": "optimizer step",
     "offload": "host and disk not hidden",
@@ -42,6 +41,8 @@ class Collective:
     operator: str
     calls: float | None
     payload_bytes: float
+    size: int | None = None
+    """Ranks of a group that is a part of the axis: neighbours, or copies for an all-reduce."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class RankStep:
     Attributes:
         work: One batch of a replica on a single rank.
         batches: Batches of a replica in an optimizer step.
-        sizes: Ranks of the axes pipeline, data and tensor.
+        sizes: Ranks of the axes; of those that are left out one.
         microbatches: Parts of a batch; 1 without a pipeline.
         bubble: Idle share of the pipeline's ranks.
         traffic: Collectives of the busiest rank.
@@ -84,7 +85,7 @@ def predict_step(step: RankStep, machine: Machine, *, is_cpu: bool) -> dict[str,
     kernels = (
         step.work.flops / tensor / (machine.device_tflops * 1e12)
         + step.work.moved_bytes * repeated / (machine.memory_gb_s * 1e9)
-    ) / pipeline
+    ) / (pipeline * step.sizes.get("context", 1))
     operator = (machine.operator_us or 0.0) * 1e-6
     launches = operator * step.work.operators * step.microbatches / pipeline
     passes = kernels + launches if is_cpu else max(kernels, launches)
@@ -92,7 +93,7 @@ def predict_step(step: RankStep, machine: Machine, *, is_cpu: bool) -> dict[str,
     found = dict.fromkeys(TERMS, 0.0)
     found["compute"] = compute
     found["bubble"] = compute * step.bubble / (1 - step.bubble)
-    for axis in ("pipeline", "data", "tensor"):
+    for axis in ("pipeline", "data", "tensor", "context"):
         moved = [each for each in step.traffic if each.axis == axis]
         found[axis] = sum(_seconds(each, step, machine) for each in moved)
     if not is_cpu:
@@ -108,22 +109,24 @@ def predict_step(step: RankStep, machine: Machine, *, is_cpu: bool) -> dict[str,
 
 def _seconds(each: Collective, step: RankStep, machine: Machine) -> float:
     """Return the time of collectives: their latency, and what a rank sends."""
-    size = step.sizes.get(each.axis, 1)
+    size = each.size or step.sizes.get(each.axis, 1)
     if size == 1 or each.operator == "recv":
         return 0.0
-    sent = each.payload_bytes
+    sent, reach = each.payload_bytes, step.sizes.get(each.axis, 1)
     if each.operator != "send":
         is_all_reduce = each.operator in {"allreduce", "all-reduce"}
         sent *= (size - 1) / size * (2 if is_all_reduce else 1)
+        if not is_all_reduce:
+            reach = size
     calls = each.calls
     if calls is None:
         calls = ceil(each.payload_bytes / BUCKET_BYTES)
     inner = 1
-    for axis in ("tensor", "data", "pipeline"):
-        inner *= step.sizes.get(axis, 1)
+    for axis in ("tensor", "context", "data", "pipeline"):
         if axis == each.axis:
             break
-    is_inside = inner <= step.devices_per_node
+        inner *= step.sizes.get(axis, 1)
+    is_inside = inner * reach <= step.devices_per_node
     rate = machine.link_gb_s if is_inside and machine.link_gb_s else machine.network_gb_s
     latency = (machine.collective_us or 0.0) * 1e-6
     return calls * latency + (sent / (rate * 1e9) if rate else 0.0)

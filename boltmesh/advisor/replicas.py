@@ -17,11 +17,15 @@ from boltmesh.strategies.cost_model.model import (
 )
 from boltmesh.strategies.cost_model.offload import FP32
 from boltmesh.strategies.cost_model.step_time import estimate_step_time
-from boltmesh.strategies.cost_model.traffic import estimate_traffic
+from boltmesh.strategies.cost_model.traffic import OperatorBytes, estimate_traffic
 from boltmesh.strategies.registry import STRATEGIES
 
 REPLICATED = ("bolt_ddp", "bolt_zero1", "bolt_zero2", "bolt_zero3")
 OFFLOADED = ("bolt_zero1_cpu", "bolt_zero3_cpu")
+ON_DISK = "bolt_zero3_nvme"
+PARTS = (0.25, 0.5, 0.75)
+"""Shares of the blocks that are recomputed, and of the optimizer state that leaves the device."""
+TILES = {"tile_linear_bytes": 64 * 2**20}
 TIGHT = 0.93
 """Share of a rank's memory above which a layout may run out of it."""
 EASE = 0.01
@@ -57,7 +61,7 @@ def plan_replicas(
         forward_flops=ceil((model.forward_flops or 0) * scale),
     )
     assert model.work is not None
-    sharing = sharing_of(layout.name, STRATEGIES[layout.name], {})
+    sharing = sharing_of(layout.name, STRATEGIES[layout.name], layout.arguments)
     shards = job.num_shards if sharing.stage else 1
     parts = estimate_step_time(model, sharing, job, hardware.machine)
     offload = max(each or 0.0 for each in (parts.bus_s, parts.host_s, parts.disk_s))
@@ -68,7 +72,7 @@ def plan_replicas(
         microbatches=1,
         bubble=0.0,
         traffic=tuple(
-            Collective("data", each.operator, each.calls, each.whole_bytes)
+            Collective("data", each.operator, each.calls, each.whole_bytes, _group(each, job))
             for each in estimate_traffic(model, sharing, job)
         ),
         stepped_numel=0 if sharing.has_engine else model.trained_numel / shards,
@@ -78,6 +82,14 @@ def plan_replicas(
         devices_per_node=hardware.ranks_per_node,
     )
     return judged(layout, estimate_memory(model, sharing, job), hardware, step)
+
+
+def _group(moved: OperatorBytes, job: JobShape) -> int:
+    """Return the ranks of a collective: those of a copy, or its copies for an all-reduce."""
+    copies = job.num_ranks // job.num_shards
+    if moved.operator != "all-reduce":
+        return job.num_shards
+    return copies if copies > 1 else job.num_ranks
 
 
 def judged(
@@ -108,6 +120,36 @@ def order(planned: PlannedLayout) -> tuple[bool, bool, float]:
 def scaled(work: StepWork, scale: float) -> StepWork:
     """Return the work of a batch of another size."""
     return StepWork(ceil(work.flops * scale), ceil(work.moved_bytes * scale), work.operators)
+
+
+def between(model: ModelShape, again: ModelShape, part: float) -> ModelShape:
+    """Return a model of which a part of the blocks is recomputed.
+
+    Args:
+        model: With no block recomputed.
+        again: With all of them.
+        part: Share of the blocks.
+    """
+
+    def mean(one: int, other: int) -> int:
+        return ceil((1 - part) * one + part * other)
+
+    assert model.activations is not None
+    assert again.activations is not None
+    assert model.work is not None
+    assert again.work is not None
+    return replace(
+        again,
+        activations=replace(
+            again.activations,
+            saved_bytes=mean(model.activations.saved_bytes, again.activations.saved_bytes),
+        ),
+        work=StepWork(
+            mean(model.work.flops, again.work.flops),
+            mean(model.work.moved_bytes, again.work.moved_bytes),
+            mean(model.work.operators, again.work.operators),
+        ),
+    )
 
 
 def keeps_fp32(model: ModelShape, widths: Widths) -> bool:

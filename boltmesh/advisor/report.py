@@ -67,6 +67,8 @@ def report_lines(found: ConfigSearch, line: str, count: int) -> Iterator[str]:
             hardware.ranks_per_node, hardware.num_nodes, is_cpu=hardware.is_cpu
         )
         yield f"   python  {trainer}"
+        parts = [f"{name}: {text}" for name, text in each.layout.dimensions.items()]
+        yield f"   divides {'; '.join(parts)}"
         yield f"   time    {_terms(each)}"
         yield f"   memory  {_memory(each)}"
         reason = _first_reason(found, each) if place == 1 else behind(chosen[0], each)
@@ -175,6 +177,7 @@ def as_data(found: ConfigSearch, line: str, count: int) -> dict[str, Any]:
                 "command": command_line(found, each, line),
                 "overrides": overrides_of(found, each),
                 "sizes": dict(each.layout.sizes),
+                "dimensions": each.layout.dimensions,
                 "step_s": each.seconds,
                 "is_measured": each.is_measured,
                 "time_s": dict(each.time),

@@ -5,18 +5,29 @@ the tensor axis is planned by the code that a run divides the model with, so wha
 refused here.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
 
-from boltmesh.advisor.layouts import BATCH_KEY, ConfigLayout, PlannedLayout, smaller_batches, splits
+from boltmesh.advisor.layouts import (
+    AXES,
+    BATCH_KEY,
+    ConfigLayout,
+    PlannedLayout,
+    smaller_batches,
+    splits,
+)
 from boltmesh.advisor.machine import Hardware, key_of
 from boltmesh.advisor.prediction import Collective, RankStep
 from boltmesh.advisor.replicas import (
     OFFLOADED,
+    ON_DISK,
+    PARTS,
     REPLICATED,
+    TILES,
+    between,
     judged,
     keeps_fp32,
     order,
@@ -39,13 +50,16 @@ from boltmesh.strategies.cost_model.model import (
 from boltmesh.strategies.registry import STRATEGIES
 
 if TYPE_CHECKING:
-    from boltmesh.strategies.activation_checkpointing import Recompute
+    from boltmesh.strategies.activation_checkpointing import Recompute, RecomputeShare
 
 DIVIDED = "bolt_3d"
 MOST_RANKS = 4096
 """Larger jobs are not looked at where the one that was asked for is too small."""
-MOST_DIVISIONS = 8
+MOST_DIVISIONS = 12
 """Divisions of layers that are planned, those into fewest parts first."""
+SCHEDULES = ("interleaved_1f1b", "zero_bubble", "zbv")
+"""Those that are tried beside 1F1B."""
+TRIED = ("schedule", "microbatches")
 
 
 @dataclass(frozen=True)
@@ -87,8 +101,12 @@ class ConfigSearch:
         ]
         kind = given.get("activation_checkpointing")
         if name == DIVIDED:
-            sizes = {axis: given.get(axis, 1) for axis in ("pipeline", "tensor")}
-            same = [each for each in same if sizes.items() <= each.layout.sizes.items()]
+            sizes = {axis: given.get(axis, 1) for axis in AXES if axis != "data"}
+            same = [
+                each
+                for each in same
+                if all(each.layout.sizes.get(axis, 1) == size for axis, size in sizes.items())
+            ]
         return next(
             (
                 each
@@ -141,6 +159,12 @@ class ConfigSearcher:
         Raises:
             ConfigError: When the model cannot be built, or its step cannot be run without data.
         """
+        from boltmesh.plan.dry_model import keeping_batches
+
+        with keeping_batches():
+            return self._search()
+
+    def _search(self) -> ConfigSearch:
         from boltmesh.plan.dry_model import describe_model
         from boltmesh.plan.stage_model import class_of
 
@@ -156,11 +180,12 @@ class ConfigSearcher:
         self._batches = self._batches_of_step()
         self._whole = model
         found = list(self._replicated(model))
-        if not any(each.fits for each in found):
+        if not any(each.fits and each.layout.name in REPLICATED for each in found):
             found += self._recomputed(model)
         divisions = list(self._divisions(sum(1 for each in model.units if each.name)))
-        for pipeline, tensor in divisions[:MOST_DIVISIONS]:
-            found += self._divided(pipeline, tensor)
+        for sizes in divisions[:MOST_DIVISIONS]:
+            found += self._divided(sizes)
+        found += self._scheduled(found)
         took = self.hardware.measured.get(key_of(self.loaded), {})
         found = [
             each.measured(took[each.layout.described()])
@@ -206,7 +231,7 @@ class ConfigSearcher:
     # Replicas and ZeRO.
 
     def _replicated(
-        self, model: ModelShape, recompute: str | None = None
+        self, model: ModelShape, recompute: "RecomputeShare | None" = None
     ) -> Iterator[PlannedLayout]:
         dealt = splits(self._batches, self._rows, self.hardware.num_ranks)
         if dealt is None:
@@ -216,13 +241,29 @@ class ConfigSearcher:
             return
         arguments = {} if recompute is None else {"activation_checkpointing": recompute}
         sizes = {"pipeline": 1, "data": self.hardware.num_ranks, "tensor": 1}
-        for name in self._names(model):
-            layout = ConfigLayout(name, sizes, arguments, *dealt)
+        has_room = False
+        for name, given in self._ways(model):
+            if has_room and (name == ON_DISK or given == TILES):
+                continue  # slower than what fits
+            layout = ConfigLayout(name, sizes, {**arguments, **given}, *dealt)
             made = self._replica(model, layout)
             yield made
+            has_room |= made.fits
             if not made.fits:
                 for smaller in smaller_batches(layout, self._rows):
-                    yield self._replica(model, smaller)
+                    yield (again := self._replica(model, smaller))
+                    has_room |= again.fits
+            elif name == OFFLOADED[0]:
+                yield from self._in_part(model, layout)
+
+    def _in_part(self, model: ModelShape, layout: ConfigLayout) -> Iterator[PlannedLayout]:
+        """Yield the layout that offloads the least part of the optimizer state that fits."""
+        for part in PARTS:
+            arguments = {**layout.arguments, "offload_fraction": part}
+            made = self._replica(model, replace(layout, arguments=arguments))
+            if made.fits and not made.is_tight:
+                yield made
+                return
 
     def _enough_ranks(self, model: ModelShape) -> int | None:
         """Return on how many ranks ZeRO-3 fits with the config's own batches."""
@@ -238,26 +279,47 @@ class ConfigSearcher:
         """Yield the same layouts with blocks that run again in the backward pass."""
         from boltmesh.plan.dry_model import describe_model
 
-        kind: Recompute = "full"
-        again, _, _ = describe_model(self.loaded, None, source=self.source, recompute=kind)
-        if again.activations is None or model.activations is None:
-            return
-        blocks = max(1, sum(1 for each in model.units if each.name))
-        one_block = (model.activations.saved_bytes - again.activations.saved_bytes) // blocks
-        kept = replace(
-            again.activations, transient_bytes=again.activations.transient_bytes + one_block
-        )
-        yield from self._replicated(replace(again, activations=kept), kind)
+        kinds: tuple[Recompute, ...] = ("selective", "full")
+        for kind in kinds:
+            again, _, _ = describe_model(self.loaded, None, source=self.source, recompute=kind)
+            if again.activations is None or model.activations is None:
+                return
+            blocks = max(1, sum(1 for each in model.units if each.name))
+            one_block = (model.activations.saved_bytes - again.activations.saved_bytes) // blocks
+            kept = replace(
+                again.activations, transient_bytes=again.activations.transient_bytes + one_block
+            )
+            again = replace(again, activations=kept)
+            for part in PARTS if kind == "full" else ():
+                found = list(self._replicated(between(model, again, part), {kind: part}))
+                yield from found
+                if any(each.fits for each in found):
+                    return
+            found = list(self._replicated(again, kind))
+            yield from found
+            if any(each.fits for each in found):
+                return
 
-    def _names(self, model: ModelShape) -> tuple[str, ...]:
-        names = REPLICATED if self.hardware.num_ranks > 1 else REPLICATED[:1]
-        is_fp32 = keeps_fp32(model, widths_of(self.loaded.trainer.precision))
-        return names + OFFLOADED if is_fp32 and not self.hardware.is_cpu else names
+    def _ways(self, model: ModelShape) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield strategies with arguments, those that cost least time first."""
+        ranks, per_node = self.hardware.num_ranks, self.hardware.ranks_per_node
+        yield from ((name, {}) for name in REPLICATED[: None if ranks > 1 else 1])
+        if 1 < per_node < ranks:
+            yield "bolt_zero3", {"shard_size": per_node}
+        if keeps_fp32(model, widths_of(self.loaded.trainer.precision)):
+            if not self.hardware.is_cpu:
+                yield from ((name, {}) for name in OFFLOADED)
+            if ranks > 1:
+                yield "bolt_zero3", TILES
+            if self.hardware.machine.disk_read_gb_s is not None:
+                yield ON_DISK, {}
+                yield ON_DISK, TILES
 
     def _replica(self, model: ModelShape, layout: ConfigLayout) -> PlannedLayout:
         scale = layout.batch / self._rows if layout.batch and self._rows else 1.0
         job = JobShape(
             num_ranks=layout.sizes["data"],
+            shard_size=layout.arguments.get("shard_size"),
             widths=widths_of(self.loaded.trainer.precision),
             num_microbatches=layout.accumulate,
             state_copies=self._copies,
@@ -268,38 +330,70 @@ class ConfigSearcher:
 
     # Pipelines and tensor groups.
 
-    def _divisions(self, num_blocks: int) -> Iterator[tuple[int, int]]:
-        """Yield sizes of pipeline and tensor axis, those into fewest parts first."""
+    def _divisions(self, num_blocks: int) -> Iterator[dict[str, int]]:
+        """Yield sizes of the axes, those into fewest parts first, a context axis later."""
         ranks, per_node = self.hardware.num_ranks, self.hardware.ranks_per_node
         found = [
-            (pipeline, tensor)
+            (pipeline, context, tensor)
             for tensor in _divisors(per_node)
+            for context in _divisors(ranks)
             for pipeline in _divisors(ranks)
-            if pipeline * tensor > 1
-            and ranks % (pipeline * tensor) == 0
+            if pipeline * context * tensor > 1
+            and ranks % (pipeline * context * tensor) == 0
             and pipeline <= max(1, num_blocks)
+            and 1 in {pipeline, context}  # no plan has both
         ]
-        yield from sorted(found, key=lambda each: (each[0] * each[1], each))
 
-    def _divided(self, pipeline: int, tensor: int) -> Iterator[PlannedLayout]:
-        data = self.hardware.num_ranks // (pipeline * tensor)
-        sizes = {"pipeline": pipeline, "data": data, "tensor": tensor}
+        def place(sizes: tuple[int, int, int]) -> tuple[int, tuple[int, int, int]]:
+            pipeline, context, tensor = sizes
+            later = (context > 1) + (context > 1 and tensor > 1)
+            return pipeline * context * tensor * 2**later, sizes
+
+        for pipeline, context, tensor in sorted(found, key=place):
+            sizes = {"pipeline": pipeline, "context": context, "tensor": tensor}
+            yield {**sizes, "data": ranks // (pipeline * context * tensor)}
+
+    def _divided(self, sizes: dict[str, int]) -> Iterator[PlannedLayout]:
+        data, pipeline = sizes["data"], sizes["pipeline"]
+        replicas = data * sizes["context"]
         dealt = splits(self._batches, self._rows, data)
         if dealt is None:
             what = f"a step of {self._batches} batches cannot be dealt to {data} replicas"
             self._refused.append((_sizes_text(sizes), what))
             return
-        arguments: dict[str, Any] = {**sizes, "zero_stage": int(data > 1)}
+        arguments: dict[str, Any] = {
+            axis: sizes[axis] for axis in AXES if axis != "context" or sizes[axis] > 1
+        }
+        arguments["zero_stage"] = int(replicas > 1)
         layout = ConfigLayout(DIVIDED, sizes, arguments, *dealt)
         made = self._planned(layout)
         if made is None:
             return
         yield made
-        if made.fits or data == 1 or pipeline > 1:
+        if made.fits or replicas == 1 or pipeline > 1:
             return
         fuller = replace(layout, arguments={**arguments, "zero_stage": 3})
         if (again := self._planned(fuller)) is not None:
             yield again
+
+    def _scheduled(self, found: Sequence[PlannedLayout]) -> Iterator[PlannedLayout]:
+        """Plan the fastest pipeline with other schedules and numbers of microbatches."""
+        pipelines = [each for each in found if each.layout.sizes["pipeline"] > 1]
+        if not pipelines:
+            return
+        first, best = min(pipelines, key=order), min(found, key=order)
+        if best.fits >= first.fits and best.seconds < first.seconds - first.time["bubble"]:
+            return  # no schedule takes away more than the bubble
+        layout = first.layout
+        usual = 4 * layout.sizes["pipeline"]
+        changes: list[dict[str, Any]] = [
+            *({"schedule": each} for each in SCHEDULES),
+            *({"microbatches": each} for each in (usual // 2, 2 * usual)),
+        ]
+        for change in changes:
+            made = self._planned(replace(layout, arguments={**layout.arguments, **change}))
+            if made is not None:
+                yield made
 
     def _planned(self, layout: ConfigLayout) -> PlannedLayout | None:
         """Return what a run of a divided model would need; None where it would be refused."""
@@ -322,13 +416,14 @@ class ConfigSearcher:
             )
         except BoltMeshError as error:
             reason = str(error).removeprefix(f"{self.source}: ").removeprefix("strategy: ")
-            self._refused.append((_sizes_text(layout.sizes), reason))
+            self._refused.append((_what(layout), reason))
             return None
         fullest = max(plan.places, key=lambda each: _total_bytes(each.memory.peak))
         busiest = max(plan.places, key=lambda each: sum(one.payload_bytes for one in each.traffic))
         assert self._whole.work is not None
         scale = layout.batch / self._rows if layout.batch and self._rows else 1.0
-        shards = layout.sizes["data"] if plan.zero_stage else 1
+        replicas = layout.sizes["data"] * layout.sizes["context"]
+        shards = replicas if plan.zero_stage else 1
         return judged(
             layout,
             fullest.memory,
@@ -359,6 +454,12 @@ def _total_bytes(amount: Bytes) -> int:
 
 def _sizes_text(sizes: Mapping[str, int]) -> str:
     return ", ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
+
+
+def _what(layout: ConfigLayout) -> str:
+    """Return what is refused of a layout: its sizes, and what was tried beside them."""
+    more = [f"{key}={layout.arguments[key]}" for key in TRIED if key in layout.arguments]
+    return ", ".join([_sizes_text(layout.sizes), *more])
 
 
 def _divisors(number: int) -> list[int]:

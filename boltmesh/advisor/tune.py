@@ -20,7 +20,8 @@ from boltmesh.advisor.machine import key_of, rates_file, remember, remember_step
 from boltmesh.advisor.report import command_line, head_lines, overrides_of, words
 from boltmesh.advisor.search import ConfigSearch
 from boltmesh.bench.running import run_variant
-from boltmesh.bench.variant import Variant
+from boltmesh.bench.variant import PLANNED, Variant
+from boltmesh.errors import ConfigError
 
 
 @dataclass
@@ -84,6 +85,29 @@ def tune(
     else:
         print("\n".join(_lines(found, measured, line, path)))
     return 0 if ran else 1
+
+
+def planned_variants(config: str, overrides: Sequence[str]) -> list[Variant]:
+    """Return the three best layouts for the devices that are here, for ``boltmesh bench``.
+
+    Raises:
+        ConfigError: For a config that cannot be planned, or where nothing fits.
+    """
+    found = search_config(config, overrides)
+    chosen = found.best(3)
+    if not chosen:
+        raise ConfigError(
+            f"--strategies {PLANNED}: no layout of {config} fits these devices. boltmesh advise "
+            f"{config} says what needs least."
+        )
+    return [
+        Variant(
+            label=f"{words(each)} (planned {1e3 * each.seconds:.1f} ms)",
+            strategy=each.layout.name,
+            settings=tuple(overrides_of(found, each)),
+        )
+        for each in chosen
+    ]
 
 
 def _run(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from boltmesh.axes import AXES
 from boltmesh.bench.rows import PERCENT, BenchRow, compare_losses
 from boltmesh.bench.running import run_variant
-from boltmesh.bench.variant import Variant, parse_variants
+from boltmesh.bench.variant import PLANNED, Variant, parse_variants
 from boltmesh.configs.load import find, load
 from boltmesh.errors import ConfigError
 from boltmesh.preflight import check_config
@@ -247,8 +247,11 @@ def bench(
     warmup: int,
     rounds: int,
     output: Path | None,
+    plan: Callable[[str, Sequence[str]], list[Variant]],
 ) -> int:
     """Run each strategy, print the table, and return 1 when none has run.
+
+    ``plan`` gives the rows of ``PLANNED``.
 
     Raises:
         ConfigError: When the config cannot run, or something given is wrong.
@@ -263,6 +266,9 @@ def bench(
         )
     if output is not None and not output.parent.is_dir():
         raise ConfigError(f"--output: {output.parent} is no folder. Make it, or choose another.")
+    if any(each.strategy == PLANNED for each in variants):
+        rest = [each for each in variants if each.strategy != PLANNED]
+        variants = [*plan(config, overrides), *rest]
     rows = {each.label: BenchRow(each.label) for each in variants}
     was_stopped = False
     try:

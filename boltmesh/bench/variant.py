@@ -15,6 +15,11 @@ REPLICATED = "replicated"
 OWN_NAMES = {ONE_PROCESS: "bolt_ddp", REPLICATED: "bolt_replicated"}
 """Rows that go by names of their own, and their strategies."""
 
+RECIPES = {"peer_to_peer": f"{REPLICATED},bolt_ddp,bolt_ddp:{NO_P2P}"}
+"""Names for several rows at once."""
+PLANNED = "planned"
+"""The name for the three best layouts of ``boltmesh plan auto``."""
+
 REPLICATED_STRATEGY = OWN_NAMES[REPLICATED]
 
 _NAME = re.compile(r"(?P<name>[^:+]+)(:(?P<condition>[^:+]*))?(?P<settings>(\+[^+]+)*)")
@@ -74,7 +79,12 @@ def parse_variants(text: str) -> list[Variant]:
     Raises:
         ConfigError: For a name that there is not, or a form that cannot be read.
     """
-    variants = [_parse(each.strip()) for each in _split(text) if each.strip()]
+    names = [each.strip() for each in _split(text) if each.strip()]
+    variants = [
+        _parse(one)
+        for each in names
+        for one in (RECIPES[each].split(",") if each in RECIPES else [each])
+    ]
     if not variants:
         raise ConfigError("--strategies names none. Write --strategies bolt_ddp,bolt_zero3.")
     labels = [each.label for each in variants]
@@ -90,8 +100,10 @@ def _parse(text: str) -> Variant:
             f"--strategies: {text!r} cannot be read. Write NAME, NAME:{NO_P2P} or NAME+KEY=VALUE."
         )
     name, condition = found["name"], found["condition"]
+    if text == PLANNED:
+        return Variant(label=text, strategy=text)
     if name not in STRATEGIES and name not in OWN_NAMES:
-        known = [*STRATEGIES, *OWN_NAMES]
+        known = [*STRATEGIES, *OWN_NAMES, *RECIPES, PLANNED]
         guess = nearest(name, known)
         hint = f"Did you mean {guess}?" if guess else f"Use {name_choices(known)}."
         raise ConfigError(f"--strategies: there is no strategy '{name}'. {hint}")

@@ -43,6 +43,7 @@ def bench(
     Each runs as a job of its own. One that is refused or fails has a row with the reason. Losses
     of those that share the data alike are compared.
     """
+    from boltmesh.advisor.tune import planned_variants
     from boltmesh.bench.command import bench as compare
 
     see_working_directory()
@@ -55,4 +56,5 @@ def bench(
             warmup=warmup,
             rounds=rounds,
             output=output,
+            plan=planned_variants,
         )

@@ -10,6 +10,8 @@ from boltmesh.cli.config import see_working_directory, takes_config
 from boltmesh.cli.signals import stopped_cleanly
 from boltmesh.errors import ConfigError
 
+MOST_DEVICES = 2**20
+
 
 @click.command("plan auto")
 @click.argument("config", required=False)
@@ -19,7 +21,9 @@ from boltmesh.errors import ConfigError
     help="In place of CONFIG: llama3-70b, the path of a config.json, or sizes: 'layers=70 …'.",
 )
 @click.option("--gpu", help="For example h100-80gb. [the devices that are here]")
-@click.option("--devices", type=click.IntRange(min=1), help="In all nodes. [trainer.devices]")
+@click.option(
+    "--devices", type=click.IntRange(1, MOST_DEVICES), help="In all nodes. [trainer.devices]"
+)
 @click.option("--nodes", type=click.IntRange(min=1), help="[as many as usual for the GPU]")
 @click.option("--network", metavar="8x400", help="Links of a node x Gbit/s. [usual for the GPU]")
 @click.option("--batch", type=click.IntRange(min=1), help="Sequences of a step. [4 M tokens]")
@@ -119,7 +123,9 @@ def plan(
 @click.command()
 @takes_config
 @click.option("--gpu", help="For example h100-80gb. [the devices that are here]")
-@click.option("--devices", type=click.IntRange(min=1), help="In all nodes. [trainer.devices]")
+@click.option(
+    "--devices", type=click.IntRange(1, MOST_DEVICES), help="In all nodes. [trainer.devices]"
+)
 @click.option("--nodes", type=click.IntRange(min=1), help="[as many as usual for the GPU]")
 @click.option("--network", metavar="8x400", help="Links of a node x Gbit/s. [usual for the GPU]")
 def advise(config: str, overrides: tuple[str, ...], **given: Any) -> int:

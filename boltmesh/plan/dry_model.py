@@ -7,12 +7,13 @@ own code, and its ``training_step`` shows what autograd would keep.
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
@@ -102,10 +103,14 @@ def describe_model(
     with fake_tensors() as mode, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of a module without a Trainer
         module, notes = build_fake(config, types, source)
-        measured = DryStep()
-        ActivationCheckpointing(recompute).put_on(module)
+        measured = DryStep(keeps_costly=recompute == "selective")
+        recomputation = ActivationCheckpointing(recompute)
+        recomputation.put_on(module)
+        blocks = {str(at): each for at, each in enumerate(recomputation.blocks)}
         if complaint is None:
-            complaint = measured.run(module, tree_map(faked(mode, types.stored), batch), types.cast)
+            fake_batch = tree_map(faked(mode, types.stored), batch)
+            with measured.attributing(blocks):
+                complaint = measured.run(module, fake_batch, types.cast)
         optimizer = own_optimizer(module)
     if complaint is None:
         how = "counted by running training_step on one batch of the data, without memory"
@@ -259,10 +264,33 @@ def own_optimizer(module: LightningModule) -> Optimizer | None:
     return next((each for each in tree_leaves(made) if isinstance(each, Optimizer)), None)
 
 
+_kept: ContextVar[dict[str, tuple[Any, str | None]] | None] = ContextVar("batches", default=None)
+
+
+@contextlib.contextmanager
+def keeping_batches() -> Iterator[None]:
+    """Within, equal data give the same first batch, read once: for plans of many layouts."""
+    token = _kept.set({})
+    try:
+        yield
+    finally:
+        _kept.reset(token)
+
+
 def first_batch(config: DictConfig, source: str) -> tuple[Any, str | None]:
     """One batch of the training data, or why there is none."""
     if config.data.class_path is None:
         return None, "data.class_path is not given, so there is no batch to run"
+    kept = _kept.get()
+    if kept is None:
+        return _read_batch(config, source)
+    key = OmegaConf.to_yaml(config.data, resolve=True)
+    if key not in kept:
+        kept[key] = _read_batch(config, source)
+    return kept[key]
+
+
+def _read_batch(config: DictConfig, source: str) -> tuple[Any, str | None]:
     try:
         data: LightningDataModule = build(config.data, "data", source=source)
         data.prepare_data()

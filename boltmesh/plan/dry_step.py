@@ -18,6 +18,7 @@ from typing_extensions import override
 from boltmesh.strategies.cost_model.model import StepWork
 from boltmesh.strategies.torch_compat.tensors import (
     CAST,
+    COSTLY_OPERATORS,
     CPU_ATTENTION,
     CPU_ATTENTION_BACKWARD,
     DispatchMode,
@@ -31,9 +32,15 @@ STEP = "training_step"
 
 
 class DryStep:
-    """What one forward and backward pass of a module without data shows."""
+    """What one forward and backward pass of a module without data shows.
 
-    def __init__(self) -> None:
+    Args:
+        keeps_costly: The modules of ``attributing`` are recomputed selectively, so that results of
+            ``COSTLY_OPERATORS`` in them are kept beside what autograd saves.
+    """
+
+    def __init__(self, *, keeps_costly: bool = False) -> None:
+        self._keeps_costly = keeps_costly
         self.saved_bytes = 0
         self.transient_bytes = 0
         self.flops = 0
@@ -67,7 +74,7 @@ class DryStep:
         names = {storage_key(each): name for name, each in module.named_parameters()}
         known = set(names) | {storage_key(each) for each in module.buffers()}
         shapes = {tuple(each.shape) for each in module.parameters()}
-        watch = _Temporaries(names, known, shapes)
+        watch = _Temporaries(names, known, shapes, self._inside if self._keeps_costly else ())
         flops = FlopCounterMode(display=False, custom_mapping={CPU_ATTENTION: _attention_flops})
         saved: dict[int, Tensor] = {}
 
@@ -87,6 +94,7 @@ class DryStep:
                 with flops, saved_tensors_hooks(keep, lambda each: each):
                     output = module.training_step(batch, 0)
                 loss: Any = output["loss"] if isinstance(output, Mapping) else output
+                saved |= watch.kept
                 watch.begin_backward(saved)
                 loss.backward()
         except Exception as error:  # noqa: BLE001 - the rest of the plan needs no activations
@@ -106,11 +114,18 @@ class _Temporaries(DispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(
-        self, names: Mapping[int, str], known: set[int], shapes: set[tuple[int, ...]]
+        self,
+        names: Mapping[int, str],
+        known: set[int],
+        shapes: set[tuple[int, ...]],
+        recomputed: Sequence[str],
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.names, self.known = names, known
         self.casts: dict[int, str] = {}
+        self.kept: dict[int, Tensor] = {}
+        """Results that selective recomputation keeps."""
+        self._recomputed = recomputed
         self.most_bytes = 0
         self.flops = self.moved_bytes = self.operators = 0
         # Gradients of parameters are counted by who reduces them; those of weights come transposed.
@@ -131,6 +146,9 @@ class _Temporaries(DispatchMode):  # type: ignore[no-untyped-call]
         if func is CAST and storage_key(args[0]) in self.names:
             self.casts[storage_key(made)] = self.names[storage_key(args[0])]
             self._alive.append(made)  # its address must not be taken by another tensor
+        if self._saved is None and self._recomputed and func in COSTLY_OPERATORS:
+            results = [each for each in tree_leaves(made) if isinstance(each, Tensor)]
+            self.kept |= {storage_key(each): each for each in results}
         if self._saved is not None:
             here = {storage_key(each): each for each in tree_leaves((args, kwargs, made))
                     if isinstance(each, Tensor)}  # fmt: skip

@@ -134,7 +134,7 @@ def parse_network(text: str) -> float:
         ConfigError: For anything else.
     """
     match = re.fullmatch(r"\s*(?:(\d+)\s*x\s*)?(\d+(?:\.\d+)?)\s*", text)
-    if match is None or not float(match[2]):
+    if match is None or not float(match[2]) or int(match[1] or 1) == 0:
         raise ConfigError(
             f"--network {text!r} is not the links of a node: write 8x400 for eight links of "
             f"400 Gbit/s, or 3200 for their sum."

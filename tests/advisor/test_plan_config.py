@@ -4,18 +4,23 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from boltmesh.advisor.layouts import splits
 from boltmesh.advisor.machine import measure_here, rates_file, read_rates, remember
 from boltmesh.advisor.prediction import Collective, RankStep, predict_step
+from boltmesh.advisor.search import ConfigSearcher
 from boltmesh.bench.figures import BenchRun
 from boltmesh.bench.running import Ended
 from boltmesh.bench.variant import Variant
 from boltmesh.cli import run_command
+from boltmesh.configs.load import load
+from boltmesh.plan.dry_model import describe_model
 from boltmesh.strategies.cost_model.model import StepWork
 from boltmesh.strategies.cost_model.step_time import Machine
+from boltmesh.strategies.registry import STRATEGIES
 from tests.support.forked_python import BOLTMESH, run_python
 
 RATES = Machine(
@@ -120,8 +125,9 @@ def test_every_layout_that_is_printed_starts(remembered, tmp_path, capsys) -> No
     assert str(remembered) in found["rates_from"]
     assert found["rows"] == 16
     sizes = [each["sizes"] for each in found["best"]]
-    assert {"pipeline": 2, "data": 1, "tensor": 1} in sizes
-    assert {"pipeline": 1, "data": 1, "tensor": 2} in sizes
+    assert {"pipeline": 2, "data": 1, "context": 1, "tensor": 1} in sizes
+    assert {"pipeline": 1, "data": 1, "context": 1, "tensor": 2} in sizes
+    assert {"pipeline": 1, "data": 1, "context": 2, "tensor": 1} in sizes
     for each in found["best"]:
         assert each["step_s"] == pytest.approx(sum(each["time_s"].values()))
     # One start of each division of the ranks.
@@ -132,13 +138,97 @@ def test_every_layout_that_is_printed_starts(remembered, tmp_path, capsys) -> No
         assert done.returncode == 0, (each["command"], done.stderr)
 
 
-def test_a_plan_for_gpus_names_them_and_their_nodes(capsys) -> None:
+def test_a_plan_for_gpus_names_them_and_their_nodes(capsys, monkeypatch) -> None:
+    monkeypatch.setattr("boltmesh.advisor.search.MOST_DIVISIONS", 1)
     line = ["plan", "auto", "zero3", *SMALL[:4], "--gpu", "h100", "--devices", "4", "--top", "1"]
     assert run_command(line) == 0
     out = capsys.readouterr().out
     assert "h100-80gb" in out
     assert "trainer.accelerator=auto" in out
     assert "trainer.devices=4" in out
+
+
+def test_selective_recomputation_keeps_less_than_all_and_more_than_inputs() -> None:
+    config = load("ddp", list(SMALL[:4]))
+
+    def saved(kind: Any) -> int:
+        model, _, _ = describe_model(config, None, source="ddp", recompute=kind)
+        assert model.activations is not None
+        return model.activations.saved_bytes
+
+    inputs, all_kept = saved("full"), saved(None)
+    rows, width, heads, blocks = 8 * 32, 32, 4, 2  # of SMALL, in fp32
+    # Results of three of four products that autograd keeps too, of the other, and of attention.
+    results = rows * (3 * width + width + 4 * width + width + width + heads) * 4 * blocks
+    assert saved("selective") == inputs + results < all_kept
+
+
+LARGE = (
+    *("model.init_args.n_embd=4096", "precision=bf16-mixed", "data.init_args.batch_size=1"),
+    *("--json", "--top", "20"),
+)
+
+
+@pytest.mark.parametrize(
+    ("line", "wanted"),
+    [
+        (
+            "model.init_args.n_layer=6 --gpu rtx4090 --devices 8 --nodes 4",
+            ["strategy.name=bolt_zero3", "strategy.shard_size=2"],
+        ),
+        (
+            "model.init_args.n_layer=14 --gpu rtx4090 --devices 2",
+            ["strategy.name=bolt_zero1_cpu", "strategy.offload_fraction="],
+        ),
+        (
+            "model.init_args.n_layer=16 model.init_args.n_embd=8192 --gpu rtx4090 --devices 2",
+            ["strategy.name=bolt_zero3_nvme"],
+        ),
+        (
+            "model.init_args.n_layer=16 model.init_args.block_size=16384 --gpu rtx4090 --devices 2",
+            ["strategy.activation_checkpointing={'full': "],
+        ),
+        (
+            "model.init_args.n_layer=8 model.init_args.block_size=16384 --gpu rtx4090 --devices 2",
+            ["strategy.activation_checkpointing=selective"],
+        ),
+    ],
+)
+def test_what_saves_memory_is_tried_where_it_is_needed(line, wanted, capsys, monkeypatch) -> None:
+    monkeypatch.setattr("boltmesh.advisor.search.MOST_DIVISIONS", 0)
+    run_command(["plan", "auto", "ddp", *LARGE, *line.split()])
+    layouts = [each["overrides"] for each in json.loads(capsys.readouterr().out)["best"]]
+    found = [
+        each
+        for each in layouts
+        if all(any(text.startswith(want) for text in each) for want in wanted)
+    ]
+    assert found, layouts
+    assert load("ddp", found[0]).strategy.name in STRATEGIES
+
+
+def test_a_pipeline_that_could_be_the_fastest_is_planned_with_every_schedule(
+    remembered, capsys, monkeypatch
+) -> None:
+    sizes = {"pipeline": 2, "data": 1, "context": 1, "tensor": 1}
+    monkeypatch.setattr(ConfigSearcher, "_ways", lambda *_: iter(()))
+    monkeypatch.setattr(ConfigSearcher, "_divisions", lambda *_: iter([sizes]))
+    planned: list[dict[str, Any]] = []
+
+    def plan(searcher, layout):
+        planned.append(layout.arguments)
+        return planned_once(searcher, layout)
+
+    planned_once = ConfigSearcher._planned
+    monkeypatch.setattr(ConfigSearcher, "_planned", plan)
+    assert run_command(["plan", "auto", "ddp", *SMALL[:4], "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    schedules = {each.get("schedule") for each in planned}
+    assert schedules == {None, "interleaved_1f1b", "zero_bubble", "zbv"}
+    assert {each.get("microbatches") for each in planned} == {None, 4, 16}
+    pipeline = next(each for each in found["best"] if each["sizes"]["pipeline"] == 2)
+    assert pipeline["dimensions"]["operator"].startswith("pipeline 2 by ")
+    assert pipeline["dimensions"]["sample"] == "whole"
 
 
 @pytest.mark.parametrize(
@@ -162,7 +252,8 @@ def test_bad_input_is_one_line(arguments, said, capsys) -> None:
     assert error.count("\n") == 1
 
 
-def test_advice_says_that_nothing_has_to_change(remembered, capsys) -> None:
+def test_advice_says_that_nothing_has_to_change(remembered, capsys, monkeypatch) -> None:
+    monkeypatch.setattr("boltmesh.advisor.search.MOST_DIVISIONS", 0)
     assert run_command(["advise", "ddp", *SMALL]) == 0
     out = capsys.readouterr().out
     assert "the model fits into one device: DDP or ZeRO." in out
@@ -170,7 +261,8 @@ def test_advice_says_that_nothing_has_to_change(remembered, capsys) -> None:
     assert "Change nothing: the config's own layout, bolt_ddp" in out
 
 
-def test_advice_names_the_layout_that_fits(capsys) -> None:
+def test_advice_names_the_layout_that_fits(capsys, monkeypatch) -> None:
+    monkeypatch.setattr("boltmesh.advisor.search.MOST_DIVISIONS", 2)
     large = ["model.init_args.n_embd=4096", "model.init_args.n_layer=6"]
     line = ["advise", "ddp", *large, "--gpu", "rtx4090", "--devices", "2"]
     assert run_command(line) == 0
@@ -228,6 +320,22 @@ def test_tuning_runs_layouts_back_and_forth_so_that_a_burst_of_load_does_not_dec
     assert ran[3:] == [second, first, first, second]
     assert [each["reason"] for each in found].count("out of memory") == 1
     assert sorted(each["measured_s"] or 0.0 for each in found) == [0.0, 1.0, 2.0]
+
+
+def test_a_bench_of_planned_layouts_runs_the_three_best(remembered, monkeypatch, capsys) -> None:
+    ran: list[list[str]] = []
+
+    def run(_: object, __: object, line: list[str], **___: object) -> Ended:
+        ran.append(line)
+        return Ended(None, "stopped")
+
+    monkeypatch.setattr("boltmesh.advisor.search.MOST_DIVISIONS", 0)
+    monkeypatch.setattr("boltmesh.bench.command.run_variant", run)
+    line = ["bench", "ddp", *SMALL[:4], "accelerator=cpu", "devices=2"]
+    assert run_command([*line, "--strategies", "planned,bolt_zero2"]) == 1
+    assert "bolt_ddp, data 2 (planned " in capsys.readouterr().out
+    assert len(ran) == 4
+    assert all(any(each.startswith("strategy.name=") for each in one) for one in ran[1:])
 
 
 @pytest.mark.slow(60)

@@ -73,3 +73,10 @@ def test_what_these_devices_cannot_do_is_known_before() -> None:
         "strategy.devices=[2,3]",
         "strategy.telemetry=true",
     ]
+
+
+def test_a_recipe_stands_for_several_rows() -> None:
+    found = parse_variants("bolt_zero3,peer_to_peer")
+    assert [each.label for each in found] == [
+        "bolt_zero3", "replicated", "bolt_ddp", "bolt_ddp:no_p2p"
+    ]  # fmt: skip

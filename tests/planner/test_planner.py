@@ -308,6 +308,11 @@ def test_json_has_the_same_figures(capsys: pytest.CaptureFixture[str]) -> None:
             "give both, as experts=8 active=2",
         ),
         (
+            ["--model", "gpt2", "--gpu", "h100", "--devices", "8", "--network", "0x400"],
+            "write 8x400",
+        ),
+        (["--model", "gpt2", "--gpu", "h100", "--devices", "1000000000000"], "is not in the range"),
+        (
             ["--model", "llama3-8b", "--gpu", "h100", "--devices", "8", "--nodes", "3"],
             "does not divide",
         ),

@@ -1,6 +1,7 @@
 """Holds the planner's predictions against published runs.
 
     python -m tests.planner.validate [--rows FILE] [--predict FILE] [--json]
+    python -m tests.planner.validate --calculon FOLDER
 
 Without ``--predict``, each source of the rows is predicted with rates that were fitted to the other
 sources (``left_out.yaml``). With it, the rows of another file are predicted too: ``predicted`` with
@@ -8,11 +9,16 @@ rates that never saw their source, ``calibrated`` again after two measured layou
 which are then left out of the figures. A row that cannot be read as a run is skipped, and the
 reasons are counted; with ``--json`` they go to stderr. Errors are |log(predicted / measured)|,
 fractions of 1.
+
+``--calculon`` puts Calculon beside the left-out predictions, on the rows that it can do. FOLDER is
+a clone of https://github.com/calculon-ai/calculon, which no package index has. Memory is compared
+with accelerate's estimate.
 """
 
 import argparse
 import csv
 import json
+import logging
 import math
 import sys
 from collections import defaultdict
@@ -242,6 +248,109 @@ def at_bound(rates: Rates) -> list[str]:
     ]
 
 
+SYSTEMS = {"a100-80gb": "a100_80g", "h100-80gb": "h100_80g_nvl8"}
+"""Machines of Calculon by our name."""
+AGAIN = {"none": "none", "selective": "attn_only", "full": "full"}
+
+
+def beside_calculon(found: Sequence[Prediction], folder: Path) -> list[str]:
+    """Return the errors of Calculon and of the planner on the rows that Calculon can do.
+
+    Those are dense GPT with plain attention on A100 or H100, without FSDP, context axis or offload.
+    """
+    sys.path.insert(0, str(folder))
+    both = defaultdict(list)
+    for each in found:
+        seconds = _calculon_seconds(each.run, folder)
+        if seconds is not None:
+            assert each.run.seconds is not None
+            error = abs(math.log(seconds / each.run.seconds))
+            both[each.run.source].append((error, each.error))
+    lines = ["", "on the rows that Calculon can do, medians:"]
+    both["all"] = [each for errors in both.values() for each in errors]
+    for source, errors in both.items():
+        theirs, ours = (_percent(_median(each)) for each in zip(*errors, strict=True))
+        lines.append(f"  {source:42} {len(errors):4}  Calculon {theirs:>7}  boltmesh {ours:>7}")
+    return lines
+
+
+def beside_accelerate(runs: Iterable[Run]) -> str:
+    """Return the memory error of accelerate's estimate, which knows one device and no layout."""
+    from accelerate.commands.estimate import (  # type: ignore[import-untyped]
+        estimate_training_usage,
+    )
+
+    known = [run for run in runs if run.memory_gb is not None and not run.is_out_of_memory]
+    errors = []
+    for run in known:
+        usage = estimate_training_usage(4 * run.model.numel, "bfloat16")
+        assert run.memory_gb is not None
+        errors.append(abs(math.log(max(usage.values()) / (run.memory_gb * 2**30))))
+    ours = _percent(_median(memory_errors(known)))
+    factor = math.exp(_median(errors) or 0.0)
+    return (
+        f"memory of {len(known)} rows, medians: accelerate's estimate-memory is off by a factor of "
+        f"{factor:.1f}, boltmesh by {ours}"
+    )
+
+
+def _calculon_seconds(run: Run, folder: Path) -> float | None:
+    """Return Calculon's time of a step; None for what it cannot describe."""
+    from calculon import System  # type: ignore[import-not-found]
+    from calculon.llm.llm import Llm  # type: ignore[import-not-found]
+
+    model, layout, cluster = run.model, run.layout, run.cluster
+    name = SYSTEMS.get(cluster.accelerator.name)
+    is_plain = model.kv_heads == model.heads and not (model.is_gated or model.experts)
+    is_known = layout.zero < 2 and layout.context == 1 and layout.recompute in AGAIN
+    if name is None or not is_plain or not is_known or layout.offload != "none":
+        return None
+    log = logging.getLogger("calculon")
+    per_node, inner = cluster.devices_per_node, layout.tensor * layout.data
+    execution = {
+        "num_procs": cluster.num_devices,
+        "tensor_par": layout.tensor,
+        "pipeline_par": layout.pipeline,
+        "data_par": layout.data,
+        "tensor_par_net": 0,
+        "pipeline_par_net": int(cluster.num_devices > per_node),
+        "data_par_net": int(inner > per_node),
+        "batch_size": layout.sequences,
+        "microbatch_size": layout.microbatch,
+        "datatype": "float16",
+        "fused_activation": True,
+        "attention_type": "multihead",
+        "activation_recompute": AGAIN[layout.recompute],
+        "pipeline_interleaving": layout.stages_per_rank,
+        "optimizer_sharding": layout.data > 1 and layout.zero == 1,
+        "tensor_par_comm_type": "rs_ag" if layout.has_sequence_parallel else "ar",
+        "tensor_par_overlap": "none",
+        "seq_par_ag_redo": layout.has_sequence_parallel and layout.recompute != "full",
+        "data_par_overlap": layout.data > 1 and layout.has_overlap,
+        "weight_offload": False,
+        "activations_offload": False,
+        "optimizer_offload": False,
+        "training": True,
+    }
+    application = {
+        "name": run.id,
+        "hidden": model.hidden,
+        "feedforward": model.ffn,
+        "seq_size": model.seq,
+        "attn_heads": model.heads,
+        "attn_size": model.hidden // model.heads,
+        "num_blocks": model.layers,
+    }
+    try:
+        system = System(json.loads((folder / "systems" / f"{name}.json").read_text()))
+        found = Llm(Llm.Application(application), log)
+        found.compile(system, Llm.Execution.from_json(execution))
+        found.run(system)
+        return float(found.get_total_time())
+    except (Llm.Error, AssertionError):
+        return None
+
+
 def _median(values: Sequence[float]) -> float | None:
     return median(values) if values else None
 
@@ -293,6 +402,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=Path, default=ROWS)
     parser.add_argument("--predict", type=Path)
+    parser.add_argument("--calculon", type=Path)
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     try:
@@ -301,6 +411,12 @@ def main() -> None:
         parser.error(str(error))
     if not given.json:
         print("\n".join(table(result)))
+        if given.calculon is not None:
+            unseen = left_out_rates()
+            known = [run for run in timed(read_runs(given.rows)[0]) if run.source in unseen]
+            found = predictions(known, lambda run: unseen[run.source])
+            print("\n".join(beside_calculon(found, given.calculon)))
+            print(beside_accelerate(read_runs(given.rows)[0]))
         return
     for reason, count in result.get("reasons", {}).items():
         print(f"skipped {count}: {reason}", file=sys.stderr)
