@@ -1,9 +1,10 @@
 # One line per target; `make help` lists them. PYTHON=python3.12 chooses another interpreter,
-# WORKERS=2 runs fewer tests beside each other.
+# WORKERS=2 runs fewer tests beside each other, TORCH=2.11.0 takes that release of torch, in an
+# environment of its own.
 
 PYTHON ?= python3
 WORKERS ?= 3
-VENV := .venv
+VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -20,8 +21,9 @@ venv: $(INSTALLED)  ## make .venv with boltmesh, editable, and all development t
 # its build by another one. The stamp is written last, so a broken install is repeated.
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) install --quiet -c constraints.txt torch
-	$(PIP) install --quiet -c constraints.txt -e ".[dev]"
+	sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/)' constraints.txt > $(VENV)/constraints.txt
+	$(PIP) install --quiet -c $(VENV)/constraints.txt torch
+	$(PIP) install --quiet -c $(VENV)/constraints.txt -e ".[dev]"
 	touch $@
 
 demo: venv  ## train a small GPT on two CPU ranks for about two minutes
