@@ -11,6 +11,7 @@ Reads a safetensors file, or a folder of them, without loading their tensors.
 import json
 import math
 import os
+import shutil
 import struct
 import zlib
 from collections.abc import Callable, Mapping
@@ -33,6 +34,9 @@ DTYPES = {
     "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu",
 }  # fmt: skip
 """Names of the format, and torch's."""
+
+CONFIG = "config.json"
+"""Configuration of a model in a folder of Hugging Face."""
 
 METADATA: dict[str, str] = {"format": "pt"}
 """What Hugging Face's loaders ask for."""
@@ -180,6 +184,7 @@ def write_model(
     *,
     max_shard_bytes: int | None,
     progress: Callable[[int], Any],
+    config: Path | None = None,
 ) -> dict[str, str]:
     """Write tensors under the names they have here. Tied ones are written once.
 
@@ -191,6 +196,7 @@ def write_model(
         target: The file to be, or with ``max_shard_bytes`` the folder.
         max_shard_bytes: No file holds more, unless one tensor does.
         progress: Called with the number of bytes of each tensor that has been written.
+        config: The model's configuration, copied into the folder.
 
     Returns:
         Names that were not written, and the names of the tensors they are.
@@ -214,6 +220,8 @@ def write_model(
             write(stored, partial)
         else:
             partial.mkdir()
+            if config is not None:
+                shutil.copyfile(config, partial / CONFIG)
             shards = divide(stored, max_shard_bytes)
             names = file_names(len(shards))
             for name, shard in zip(names, shards, strict=True):
