@@ -30,6 +30,7 @@ from lightning.pytorch.loggers import Logger
 from omegaconf import DictConfig, OmegaConf
 from torch.optim import Optimizer
 
+from boltmesh.configs.advice import show
 from boltmesh.configs.classes import build, find_class
 from boltmesh.configs.schema import TrainerSection
 from boltmesh.errors import BoltMeshError, ConfigError
@@ -168,6 +169,13 @@ class RunBuilder:
             made = door(**{**entry.arguments, **arguments})
         except BoltMeshError as error:
             raise type(error)(f"{self.source}: strategy.{error}") from error
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            given = ", ".join(f"{name}={show(value)}" for name, value in plain.items())
+            given = given if len(given) < 200 else f"{given[:200]}..."
+            raise ConfigError(
+                f"{self.source}: {door.__name__} cannot be made of {given}: {_one_line(error)}. "
+                f"Leave out what it does not need."
+            ) from error
         assert isinstance(made, MeshStrategy)
         made.recipe = self.source
         made.alerts = AlertThresholds(**self.config.alerts)

@@ -1,8 +1,10 @@
 """Compares the strategy section of a config with what the strategy of that name takes."""
 
 import inspect
-from collections.abc import Mapping
-from typing import Any, get_args, get_origin, get_type_hints
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from boltmesh.configs.advice import describe_type, name_choices, nearest, show
 from boltmesh.errors import ConfigError
@@ -88,12 +90,16 @@ def accepted_arguments(door: type[Any]) -> dict[str, Any]:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value has a plain type that the hint names; other hints are not judged."""
-    parts = get_args(hint) if get_origin(hint) is not None else (hint,)
-    if not set(parts) <= _PLAIN:
+    """Whether a value has a type that the hint names; which text it is the strategy judges."""
+    if get_origin(hint) in {Union, UnionType}:
+        return any(_fits(value, part) for part in get_args(hint))
+    kind = get_origin(hint) or hint
+    if kind in {Literal, Path}:
+        return isinstance(value, str)
+    if kind in {Sequence, Mapping, Callable}:  # no config can hold a function
+        return isinstance(value, {Sequence: list, Mapping: dict}.get(kind, ()))
+    if kind not in _PLAIN:
         return True
-    if isinstance(value, bool) or value is None:
-        return type(value) in parts
-    if isinstance(value, int):
-        return int in parts or float in parts
-    return type(value) in parts
+    if type(value) is int:
+        return kind in {int, float}
+    return type(value) is kind

@@ -1,8 +1,9 @@
 """The words of an error: nearest names, values that work, what a type asks for."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import Field
+from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -11,8 +12,10 @@ WORDS = {
     int: "a whole number",
     float: "a number",
     str: "a text",
+    Path: "a path",
     type(None): "null",
 }
+_MAPPINGS = {dict, Mapping}
 
 
 def nearest(name: str, candidates: Iterable[str]) -> str | None:
@@ -59,8 +62,12 @@ def describe_type(hint: Any) -> str:
             words.append(f"one of {', '.join(choices)}" if len(choices) > 1 else choices[0])
         elif each is Any:
             words.append("a value")
+        elif get_origin(each) is Callable:
+            continue  # no config can hold one
         else:
-            words.append(WORDS.get(each, "a mapping" if get_origin(each) is dict else "a list"))
+            words.append(
+                WORDS.get(each, "a mapping" if get_origin(each) in _MAPPINGS else "a list")
+            )
     if "a number" in words and "a whole number" in words:
         words.remove("a whole number")
     return " or ".join(words) if len(words) < 3 else f"{', '.join(words[:-1])} or {words[-1]}"

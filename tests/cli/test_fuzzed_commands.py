@@ -18,6 +18,8 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from boltmesh.cli import run_command
 from boltmesh.configs.load import TEXT_LOADER, load, recipes
 from boltmesh.configs.merge import all_keys, full_key
+from boltmesh.strategies.registry import STRATEGIES
+from boltmesh.strategy_arguments import accepted_arguments
 from tests.cli.conftest import TINY
 
 NUM_CASES = 1_000
@@ -188,10 +190,13 @@ def test_numbers_that_nothing_holds_are_refused_before_a_run_begins(
     num_cases: int, workplace: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PL_GLOBAL_SEED", "1")  # the runs set it
-    draw, keys = random.Random(20260103), list(all_keys())
+    draw, keys = random.Random(20260103), [("bolt_ddp", key) for key in all_keys()]
+    for name, entry in STRATEGIES.items():
+        keys += [(name, f"strategy.{each}") for each in accepted_arguments(entry.load())]
     for _ in range(num_cases):
-        override = f"{draw.choice(keys)}={draw.choice([*LARGE, *WRONG_TAGS])}"
-        line = ["fit", str(TINY), "devices=1", override, "--dry-run"]
+        strategy, key = draw.choice(keys)
+        override = f"{key}={draw.choice([*LARGE, *WRONG_TAGS, '.nan', '[]', '{a: 1}'])}"
+        line = ["fit", str(TINY), "devices=1", f"strategy={strategy}", override, "--dry-run"]
         code = run_command(line)
         _, error = capfd.readouterr()
         check_said(code, "", error, line)

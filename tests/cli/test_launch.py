@@ -219,9 +219,10 @@ def test_a_rank_that_leaves_without_a_word_is_named_with_its_code(workplace, cap
 def test_a_rank_that_leaves_with_code_0_is_the_cause_of_what_it_does_to_others(
     workplace, monkeypatch, capfd
 ):
-    monkeypatch.setattr(launch, "STOPPED_GRACE_S", 0.5)
     for others in ("time.sleep(60)", "wait_for('pid-1'); time.sleep(0.5); lose_a_peer()"):
-        assert supervisor(f"if rank.rank == 1: os._exit(0)\n{others}").run() == 1
+        with monkeypatch.context() as patch:
+            patch.setattr(launch, "STOPPED_GRACE_S", 0.5)
+            assert supervisor(f"if rank.rank == 1: os._exit(0)\n{others}").run() == 1
         pid = Path("pid-1").read_text()
         said = capfd.readouterr().err
         assert said.startswith(f"boltmesh: rank 1 (pid {pid}) exited with code 0; nothing else "), (
