@@ -48,10 +48,9 @@ from boltmesh.strategies.data_parallel.unsupported import (
 from boltmesh.strategies.deferred_initialization.materialize import prepare_unit
 from boltmesh.strategies.engine.data_axis import AxisContext
 from boltmesh.strategies.offload.bucket_layout import held_alone, held_unit
-from boltmesh.strategies.offload.staging import StagingFile
+from boltmesh.strategies.offload.state import StagingFile
 from boltmesh.strategies.parameter_access import register_units
-from boltmesh.strategies.tiling.apply import apply_tiling
-from boltmesh.strategies.tiling.weight import TiledWeight
+from boltmesh.strategies.tiling.apply import TiledWeight, apply_tiling
 from boltmesh.strategies.torch_compat.fsdp import StepUnits, is_gathered, prepare_class
 from boltmesh.strategies.torch_compat.fsdp_hooks import instrument, keep_for_derivatives
 from boltmesh.strategies.torch_compat.gathered_writes import GatheredWrites
@@ -67,7 +66,7 @@ class RootModule(Module):
 
     Args:
         module: The full model.
-        adopted: Modules within units whose parameters are gathered here all the same.
+        adopted: Hold what is gathered here although it is below a unit.
     """
 
     def __init__(self, module: LightningModule, adopted: Iterable[Module] = ()) -> None:
@@ -94,6 +93,20 @@ class RootModule(Module):
             return self()
         finally:
             self._instead = None
+
+
+class OwnParameters(Module):
+    """Holds the unsharded parameters of a module without what is below it.
+
+    Args:
+        owner: The module, which may be a unit itself or have units' parameters below it.
+    """
+
+    def __init__(self, owner: Module) -> None:
+        super().__init__()
+        for name, parameter in owner.named_parameters(recurse=False):
+            if parameter.dim() and not isinstance(parameter, DTensor):
+                self.register_parameter(name, parameter)
 
 
 _MULTIPLYING = (
@@ -336,7 +349,7 @@ def shard_model(
     with successors.of_parameters(module):
         in_tiles = _tile(module, "", options, mesh)
         tiled += in_tiles
-        root = RootModule(module, adopted)
+        root = RootModule(module, map(OwnParameters, adopted))
         fully_shard(
             root,
             mesh=mesh.mesh,

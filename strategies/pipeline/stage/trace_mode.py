@@ -11,7 +11,6 @@ from typing_extensions import override
 
 from boltmesh.errors import ConfigError
 from boltmesh.strategies.dry_run.unsupported import refuse_collective
-from boltmesh.strategies.pipeline.stage.absent_params import AbsentError, is_absent
 from boltmesh.strategies.pipeline.stage.data_dependent_ops import (
     RANDOM,
     READS,
@@ -38,6 +37,7 @@ from boltmesh.strategies.pipeline.stage.trace import (
     ValueRead,
     line_of_step,
 )
+from boltmesh.strategies.pipeline.stage.units import AbsentError, is_absent
 from boltmesh.strategies.pytree import replace_tensors, take_apart, tensors_in
 from boltmesh.strategies.torch_compat.tensors import (
     NEEDS_DATA,

@@ -11,11 +11,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
 from boltmesh.errors import ConfigError, DivergenceError
-from boltmesh.strategies.pipeline.partition.cost import units_in_call_order
-from boltmesh.strategies.pipeline.stage.absent_params import is_absent, make_absent
+from boltmesh.strategies.pipeline.partition.choose import units_in_call_order
 from boltmesh.strategies.pipeline.stage.plan_cache import StagePlans
 from boltmesh.strategies.pipeline.stage.trace_step import probe
-from boltmesh.strategies.pipeline.stage.units import find_stage_units
+from boltmesh.strategies.pipeline.stage.units import find_stage_units, is_absent, make_absent
 from tests.support import pipeline_models as models
 from tests.support.held import held_bytes
 from tests.support.pipeline_models import WIDTH, Block, Words
