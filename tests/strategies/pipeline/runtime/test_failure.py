@@ -120,13 +120,13 @@ WANTED: dict[tuple[str, int, int], tuple[str, ...]] = {
     # Nobody waits for this rank any more: it is the last thing that happens in the step.
     ("backward", 0, 5): ("Stage 0 on rank 0", "of microbatch 5", "ValueError: no way back"),
     ("shape", 1, 1): (
-        "activation of piece 1 is float64 (6, 0)",
+        "activation of piece 1 as float64 (6, 0)",
         "from stage 1 to stage 2, in microbatch 1",
         "awaits float64 (6, 1)",
     ),
-    ("dtype", 0, 4): ("number of piece 0 is float32 ()", "awaits int64 ()"),
+    ("dtype", 0, 4): ("number of piece 0 as float32 ()", "awaits int64 ()"),
     ("count", 1, 0): ("Stage 1 gave 7 values", "awaits 8"),
-    ("gradient", 2, 2): ("skip of piece 2 needs a gradient", "would be lost"),
+    ("gradient", 2, 2): ("skip of piece 2 with a gradient", "would be lost"),
     ("specs", 1, 3): ("KeyError: 'nobody knows'",),
 }
 
@@ -206,7 +206,7 @@ def scribble(rank: int, world_size: int) -> str:
 @pytest.mark.ranks
 def test_a_value_that_is_written_while_it_is_sent_is_refused() -> None:
     for text in run_ranks(scribble, 2):
-        assert "number of piece 0 was changed in place" in text
+        assert "sending number of piece 0 while it was changed in place" in text
         assert ".clone()" in text
 
 
