@@ -7,9 +7,9 @@ for example in a collective that never completes, is ended with it.
 
 What posts here, and what for:
 
-    strategies/data_parallel/watchdog.py   order check of sharded gathers: mismatch explanation
-    strategies/pipeline/runtime/           failing stage, handshake, error between batches
-    strategies/pipeline/peers.py           failure of another pipeline or of another rank's hook
+    strategies/data_parallel/order_check.py   order check of sharded gathers: mismatch explanation
+    strategies/pipeline/runtime/           failing stage, handshake, error between batches,
+                                           failure of another pipeline or of another rank's hook
     telemetry/hang_detection/watch.py      why a collective does not advance; never ends a process
 
 The launchers (``launch/``, ``lightning_compat/launchers.py``) see exit codes instead of a store and

@@ -16,12 +16,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from boltmesh.strategies.callbacks import DetectNonFinite, StartingWeights
     from boltmesh.strategies.context_parallel import ContextParallelStrategy
     from boltmesh.strategies.ddp import DDPStrategy
     from boltmesh.strategies.deferred_initialization.deferred import deferred_init
-    from boltmesh.strategies.detect_non_finite import DetectNonFinite
     from boltmesh.strategies.engine import MeshStrategy
-    from boltmesh.strategies.init_from_checkpoint import StartingWeights
     from boltmesh.strategies.mesh import MeshLayout
     from boltmesh.strategies.parallel_3d import Parallel3DStrategy
     from boltmesh.strategies.parameter_access import gathered_parameters
@@ -47,12 +46,12 @@ __all__ = [
 _HOMES = {
     "ContextParallelStrategy": "boltmesh.strategies.context_parallel",
     "DDPStrategy": "boltmesh.strategies.ddp",
-    "DetectNonFinite": "boltmesh.strategies.detect_non_finite",
+    "DetectNonFinite": "boltmesh.strategies.callbacks",
     "MeshLayout": "boltmesh.strategies.mesh",
     "MeshStrategy": "boltmesh.strategies.engine",
     "Parallel3DStrategy": "boltmesh.strategies.parallel_3d",
     "PipelineParallelStrategy": "boltmesh.strategies.pipeline_parallel",
-    "StartingWeights": "boltmesh.strategies.init_from_checkpoint",
+    "StartingWeights": "boltmesh.strategies.callbacks",
     "TensorParallelStrategy": "boltmesh.strategies.tensor_parallel",
     "ZeROStrategy": "boltmesh.strategies.zero",
     "deferred_init": "boltmesh.strategies.deferred_initialization.deferred",

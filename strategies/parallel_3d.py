@@ -128,6 +128,7 @@ class Parallel3DStrategy(MeshStrategy):
         balance: Balance = "contiguous",
         max_gather_bytes: int | None = None,
         dims: Mapping[str | int, int] | None = None,
+        tile_tokens: int | None = None,
         **kwargs: Any,
     ) -> None:
         _check_sizes(data=data, pipeline=pipeline, tensor=tensor, context=context)
@@ -160,6 +161,7 @@ class Parallel3DStrategy(MeshStrategy):
             "balance": balance,
             "max_gather_bytes": max_gather_bytes,
             "dims": dims,
+            "tile_tokens": tile_tokens,
         }
         _refuse_idle(sequences, ContextOptions(), "context", context)
         _refuse_idle(stages, PipelineOptions(), "pipeline", pipeline)
@@ -169,6 +171,18 @@ class Parallel3DStrategy(MeshStrategy):
                 "loss_parallel=True keeps logits divided up to the loss, and a pipeline hands the "
                 "whole output of its last layer to the rest of the step. Use loss_parallel='auto', "
                 "or set pipeline=1."
+            )
+        for name, size in (("pipeline", pipeline), ("tensor", tensor)):
+            if size > 1 and tile_tokens is not None:
+                raise ConfigError(
+                    f"tile_tokens={tile_tokens} runs whole modules on some positions at a time, "
+                    f"and with {name}={size} ranks have parts of them or of the step. Leave "
+                    f"tile_tokens out, or set {name}=1."
+                )
+        if pipeline > 1 and balance == "documents":
+            raise ConfigError(
+                "balance='documents' gives ranks other positions in each batch, and stages of a "
+                "pipeline expect tensors of one shape. Use balance='zigzag', or set pipeline=1."
             )
         if context > 1 and loss_parallel is True:
             raise ConfigError(

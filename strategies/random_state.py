@@ -1,10 +1,15 @@
-"""The random states of one rank: torch, numpy, Python and its device."""
+"""The random states of one rank: torch, numpy, Python and its device; broadcasts of them.
+
+``broadcast_from_rank0`` sends any value to the ranks of a group.
+"""
 
 import random
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 RandomState = dict[str, Any]
 """Plain containers and tensors, so that ``torch.load(weights_only=True)`` can read it."""
@@ -41,3 +46,31 @@ def seed_random_state(seed: int) -> None:
     torch.manual_seed(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)
+
+
+T = TypeVar("T")
+
+
+def broadcast_from_rank0(value: T, group: ProcessGroup | None = None) -> T:
+    """Return the first rank's value on every rank. Collective over the group.
+
+    Args:
+        value: Small and picklable; only that of the first rank is used.
+        group: The ranks that get it; None: all ranks of the job.
+    """
+    holder = [value]
+    source = 0 if group is None else dist.get_global_rank(group, 0)
+    dist.broadcast_object_list(holder, source, group=group)
+    return holder[0]
+
+
+def share_random_state(group: ProcessGroup, device: torch.device) -> None:
+    """Set the generators of all ranks of a group to the state of the first one's.
+
+    Loaders, samplers and collate functions draw from them, and every rank has its own copy of
+    these. No effect if all ranks were seeded equally. Collective over the group.
+    """
+    state = capture_random_state(device) if group.rank() == 0 else None
+    state = broadcast_from_rank0(state, group)
+    if group.rank() != 0 and state is not None:
+        restore_random_state(state, device)

@@ -27,8 +27,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from boltmesh.strategies.checkpoint.chunks import DimDivision
-from boltmesh.strategies.offload.optimizer_patch import patch_optimizer
-from boltmesh.strategies.torch_compat.optimizers import step_without_hooks
+from boltmesh.strategies.torch_compat.optimizers import patch_optimizer, step_without_hooks
 from boltmesh.strategies.torch_compat.tensors import local_tensor
 from boltmesh.telemetry.traffic import ExpectedTraffic
 

@@ -1,6 +1,6 @@
 """``boltmesh bench``: the same model and data under several strategies, measured, in one table.
 
 ``command`` reads the strategies (``variant``) and runs each as a job of its own (``running``),
-started as ``boltmesh fit`` starts it. ``figures`` computes its numbers from the job's telemetry,
-``rows`` combines rounds and compares losses, ``table`` prints. Nothing here loads torch.
+started as ``boltmesh fit`` starts it, and prints the table. ``figures`` computes its numbers from
+the job's telemetry, ``rows`` combines rounds and compares losses. Nothing here loads torch.
 """

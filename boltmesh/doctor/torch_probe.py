@@ -114,7 +114,7 @@ def _cuda() -> dict[str, Any]:
 def _offload(folder: Path) -> dict[str, Any]:
     import torch
 
-    from boltmesh.strategies.offload.disk.file import FileCalls, SwapFile
+    from boltmesh.strategies.offload.disk.swap_file import FileCalls, SwapFile
     from boltmesh.strategies.offload.host_memory import allocate_host, as_bytes
 
     memory = allocate_host(TRIAL_BYTES, device=torch.device("cpu"))

@@ -32,13 +32,15 @@ from boltmesh.plan.strategy_options import (
     trainer_reads_gradients,
 )
 from boltmesh.plan.text import StrategyRow, write_row, write_table
-from boltmesh.strategies.cost_model.gpt import GPTSize, describe_gpt, size_named
 from boltmesh.strategies.cost_model.memory import estimate_memory
 from boltmesh.strategies.cost_model.model import (
+    GPTSize,
     JobShape,
     ModelShape,
     ShardingLayout,
     Widths,
+    describe_gpt,
+    size_named,
     widths_of,
 )
 from boltmesh.strategies.cost_model.offload import FP32

@@ -7,16 +7,14 @@ from typing import Any, NamedTuple
 
 from boltmesh.errors import ConfigError
 from boltmesh.schedule_sim import StageTimes
-from boltmesh.strategies.pipeline.schedules.bubble import (
-    Ideal,
-    closed_form_bubble,
-    simulate_ideal,
-)
 from boltmesh.strategies.pipeline.schedules.registry import (
+    Ideal,
     check_schedule,
+    closed_form_bubble,
     schedule_kind,
     schedule_table,
     schedules,
+    simulate_ideal,
 )
 from boltmesh.tui.commands.console import print_line, terminal_look, width
 from boltmesh.tui.panels.gantt import GanttRow, draw_rows

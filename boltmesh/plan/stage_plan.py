@@ -12,7 +12,7 @@ from boltmesh.errors import ConfigError
 from boltmesh.plan.strategy_options import optimizer_copies
 from boltmesh.plan.text import align, size_text
 from boltmesh.schedule_sim import NOMINAL, Action, peaks_by_stage
-from boltmesh.strategies.pipeline.schedules.bubble import simulate_ideal
+from boltmesh.strategies.pipeline.schedules.registry import simulate_ideal
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

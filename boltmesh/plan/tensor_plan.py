@@ -28,8 +28,7 @@ from boltmesh.strategies.dry_run.step import DryRun
 from boltmesh.strategies.lightning_compat.loops import step_arguments
 from boltmesh.strategies.tensor.analysis.analyse import analyse
 from boltmesh.strategies.tensor.hugging_face import disagreements
-from boltmesh.strategies.tensor.plan import TensorPlan
-from boltmesh.strategies.tensor.plan_report import PlanRow, rows
+from boltmesh.strategies.tensor.plan import PlanRow, TensorPlan, rows
 from boltmesh.strategies.tensor.planning import make_plan
 
 if TYPE_CHECKING:

@@ -3,5 +3,5 @@
 ``transformer`` has the sizes of a model, ``machine`` those of accelerators and clusters (data in
 ``accelerators.yaml``), ``layout`` one way to divide a training step over them. ``step_time`` and
 ``layout_memory`` predict what the step takes; ``search`` enumerates layouts, drops those that do
-not fit and orders the rest; ``report`` prints the best three with reasons, for ``command``.
+not fit and orders the rest; ``command`` prints the best three with reasons.
 """

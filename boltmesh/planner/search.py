@@ -13,8 +13,7 @@ from boltmesh.planner.rates import Rates, default_rates
 from boltmesh.planner.step_time import PredictedStepTime, StepTimeModel
 from boltmesh.planner.transformer import Transformer
 from boltmesh.schedule_sim import StageTimes
-from boltmesh.strategies.pipeline.schedules.bubble import closed_form_bubble
-from boltmesh.strategies.pipeline.schedules.registry import check_schedule
+from boltmesh.strategies.pipeline.schedules.registry import check_schedule, closed_form_bubble
 
 TIGHT, FULL = 0.93, 1.07
 """Shares of a device's memory: a layout above the first may run out of memory, one above the second

@@ -22,7 +22,7 @@ from boltmesh.telemetry.writer.torch_compat.flops import can_count
 
 if TYPE_CHECKING:
     from boltmesh.telemetry.writer.recorder import Recorder
-    from boltmesh.telemetry.writer.step_flops import BatchFlops
+    from boltmesh.telemetry.writer.throughput import BatchFlops
 
 COUNTED_BATCH = 1
 """The batch whose FLOPs are counted: in the first one layers are still built and plans proven."""

@@ -1,22 +1,33 @@
-"""A checkpoint as a directory of shards: written by all ranks together, read by each separately."""
+"""A checkpoint as a directory of shards: written by all ranks together, read by each separately.
 
-from collections.abc import Callable, Mapping
+The disk of one host, or the memory of one process, would hold a part of it, which would be noticed
+only at the first save. So ``refuse_unshared_folders`` checks before the first step that all ranks
+see the folders to which they write together; ``FolderProbe`` is the file by which they find out.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial as bind
 from io import BytesIO
 from pathlib import Path
 from typing import IO, Any, cast
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from omegaconf import Container, OmegaConf
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
-from boltmesh.errors import CheckpointError
+from boltmesh.errors import CheckpointError, ConfigError
 from boltmesh.strategies.checkpoint.adapters import TRAINABLE_ONLY
+from boltmesh.strategies.checkpoint.archive_check import is_damage
 from boltmesh.strategies.checkpoint.async_save import serialised, take_snapshot
 from boltmesh.strategies.checkpoint.collective_errors import (
     all_or_none,
@@ -37,6 +48,13 @@ from boltmesh.strategies.checkpoint.optimizer_state import is_named
 from boltmesh.strategies.checkpoint.safe_load import safe_load
 from boltmesh.strategies.checkpoint.shard_reader import ShardReader, refusing_nonsense, stored
 from boltmesh.strategies.checkpoint.shard_writer import PiecePlanner, ShardWriter
+from boltmesh.strategies.checkpoint.storage.addresses import (
+    as_os_errors,
+    kind_at,
+    mended,
+    open_address,
+    path_or_address,
+)
 from boltmesh.strategies.checkpoint.storage.folder import Draft, DraftStart, Folder, folder_at
 
 MODEL, OPTIMIZERS = "state_dict", "optimizer_states"
@@ -182,6 +200,9 @@ def find_damage(place: str | Path, *, threads: int = 1) -> str | None:
     """Why not all bytes of a directory are those that were written, in words; None when they are.
 
     Reads all of it, a piece of 64 MiB per thread at a time.
+
+    Raises:
+        OSError: The medium cannot be read.
     """
     if fault := find_fault(place):
         return fault
@@ -194,7 +215,11 @@ def find_damage(place: str | Path, *, threads: int = 1) -> str | None:
         with ThreadPoolExecutor(threads) as pool:
             for _ in pool.map(reader.check, reader.pieces()):
                 pass
-    except (CheckpointError, OSError) as error:
+    except CheckpointError as error:
+        return re.sub(r"\. (Resume from|Take) another checkpoint\.$", "", str(error))
+    except OSError as error:
+        if not is_damage(error):
+            raise
         return str(error)
     return None
 
@@ -311,3 +336,99 @@ def _first_cause(error: BaseException) -> str:
         cause = error.failures[rank][0]
         return f"{getattr(cause, 'strerror', None) or cause} (rank {rank})"
     return str(getattr(error, "strerror", None) or error)
+
+
+class FolderProbe:
+    """A file that one rank writes and the others look for; failures are OSErrors.
+
+    Args:
+        place: Path or address of the folder, which the first rank creates.
+    """
+
+    def __init__(self, place: str | Path) -> None:
+        self._place = place
+
+    def write(self) -> str:
+        """Create the file and return its name."""
+        name = f".boltmesh-{uuid4().hex}"
+        if isinstance(self._place, Path):
+            self._place.mkdir(parents=True, exist_ok=True)
+            (self._place / name).touch()
+            return name
+        system, path = open_address(self._place)
+        with as_os_errors():
+            system.makedirs(path, exist_ok=True)
+            system.pipe_file(f"{path}/{name}", b"boltmesh")
+        return name
+
+    def is_seen(self, name: str) -> bool:
+        """Whether the file is in this rank's folder."""
+        if isinstance(self._place, Path):
+            return (self._place / name).exists()
+        system, path = open_address(self._place)
+        return kind_at(system, f"{path}/{name}") is not None
+
+    def remove(self, name: str) -> None:
+        """Delete the file."""
+        if isinstance(self._place, Path):
+            (self._place / name).unlink(missing_ok=True)
+            return
+        system, path = open_address(self._place)
+        with as_os_errors():
+            system.rm_file(f"{path}/{name}")
+
+
+def mend_folders(trainer: Trainer) -> None:
+    """Restore the ``file://`` folder that callbacks were given, see ``mended``."""
+    for callback in _savers(trainer):
+        callback.dirpath = mended(str(callback.dirpath))
+
+
+def refuse_unshared_folders(trainer: Trainer) -> None:
+    """Refuse folders of callbacks that not all ranks see. Collective over all ranks.
+
+    Raises:
+        ConfigError: On every rank, naming the folder and a rank that does not see it.
+    """
+    if trainer.world_size == 1 or getattr(trainer, "fast_dev_run", False):
+        return
+    saving = (each for each in _savers(trainer) if each.save_top_k != 0 or each.save_last)
+    for folder in dict.fromkeys(str(each.dirpath) for each in saving):
+        _refuse_unshared(folder)
+
+
+def _savers(trainer: Trainer) -> Iterator[ModelCheckpoint]:
+    for each in trainer.checkpoint_callbacks:
+        if isinstance(each, ModelCheckpoint) and each.dirpath is not None:
+            yield each
+
+
+def _refuse_unshared(folder: str) -> None:
+    probe = FolderProbe(path_or_address(folder))
+    try:
+        name = run_on_rank0_and_broadcast(probe.write)
+    except CheckpointError as error:
+        raise ConfigError(
+            f"ModelCheckpoint saves to {folder}, and nothing can be written there: {error}. "
+            f"Give it another dirpath."
+        ) from error
+    reports: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(reports, _look(probe, name))
+    if dist.get_rank() == 0:
+        with suppress(OSError):  # a rank that may write but not delete leaves an empty file
+            probe.remove(name)
+    for rank, report in enumerate(reports):
+        if report is not None:
+            raise ConfigError(
+                f"ModelCheckpoint saves to {folder}, where all ranks write their shards together, "
+                f"and rank {rank} does not see what rank 0 writes there{report}. Give it a dirpath "
+                f"that all ranks share: a mounted folder, or an address like s3://bucket/folder."
+            )
+
+
+def _look(probe: FolderProbe, name: str) -> str | None:
+    """Return why this rank does not see the file; None if it does."""
+    try:
+        return None if probe.is_seen(name) else ""
+    except OSError as error:
+        return f" ({error})"

@@ -17,7 +17,13 @@ from typing_extensions import Self, override
 
 from boltmesh.errors import UnsupportedError
 from boltmesh.strategies.context.exchange import ContextGroup, all_of, fetch
-from boltmesh.strategies.context.positions import Balance, Positions, divide
+from boltmesh.strategies.context.positions import (
+    Balance,
+    Positions,
+    divide,
+    divide_by_work,
+    document_work,
+)
 from boltmesh.strategies.tensor.runtime.dropout import Draws
 from boltmesh.strategies.torch_compat.tensors import (
     make_wrapper,
@@ -48,6 +54,24 @@ class ContextState:
 
     def __post_init__(self) -> None:
         self.draws = Draws(self.group)
+        self._work: dict[int, Tensor] = {}
+        self._divisions: dict[int, Positions] = {}
+
+    def take_batch(self, batch: Any) -> None:
+        """Find the documents of a batch where its sequence is divided by them. Local."""
+        if self.balance == "documents":
+            self._work, self._divisions = document_work(tree_leaves(batch)), {}
+
+    def divide(self, length: int) -> Positions:
+        """Return which rank has which positions of a sequence of the batch."""
+        if self.balance != "documents":
+            return divide(length, self.group.size, self.balance)
+        known = self._divisions.get(length)
+        if known is None:
+            longer = min((each for each in self._work if each >= length), default=0)
+            work = self._work[longer][:length] if longer else torch.arange(1, length + 1)
+            known = self._divisions[length] = divide_by_work(work, self.group.size)
+        return known
 
     @property
     def rank(self) -> int:
@@ -199,7 +223,7 @@ def make_cut(
 
 def cut(tensor: Tensor, dim: int, state: ContextState) -> CutTensor:
     """Return the cut tensor of one that every rank has whole. Local."""
-    positions = divide(tensor.shape[dim], state.group.size, state.balance)
+    positions = state.divide(tensor.shape[dim])
     return make_cut(part_of(tensor, dim, positions, state), dim, positions, state)
 
 

@@ -32,15 +32,16 @@ from boltmesh.strategies.cost_model.model import (
 from boltmesh.strategies.cost_model.traffic import NORM_BYTES, OVERFLOW_BYTES, estimate_traffic
 from boltmesh.strategies.data_parallel.expected_memory import (
     count_state_copies,
+    describe_job,
+    describe_units,
     expected_held_memory,
 )
 from boltmesh.strategies.data_parallel.fully_shard import ShardedModel
 from boltmesh.strategies.data_parallel.options import ZeroOptions
 from boltmesh.strategies.data_parallel.pipeline_ddp import agreement_bytes
-from boltmesh.strategies.data_parallel.shard_shape import describe_job, describe_units
 from boltmesh.strategies.data_parallel.units import find_units
 from boltmesh.strategies.engine.data_axis import AxisContext
-from boltmesh.strategies.tiling.weight import TiledWeight
+from boltmesh.strategies.tiling.apply import TiledWeight
 from boltmesh.strategies.torch_compat.tensors import local_tensor
 from boltmesh.telemetry.snapshot import MemoryKind
 from boltmesh.telemetry.traffic import ExpectedTraffic, added_up

@@ -48,10 +48,9 @@ from boltmesh.strategies.data_parallel.unsupported import (
 from boltmesh.strategies.deferred_initialization.materialize import prepare_unit
 from boltmesh.strategies.engine.data_axis import AxisContext
 from boltmesh.strategies.offload.bucket_layout import held_alone, held_unit
-from boltmesh.strategies.offload.staging import StagingFile
+from boltmesh.strategies.offload.state import StagingFile
 from boltmesh.strategies.parameter_access import register_units
-from boltmesh.strategies.tiling.apply import apply_tiling
-from boltmesh.strategies.tiling.weight import TiledWeight
+from boltmesh.strategies.tiling.apply import TiledWeight, apply_tiling
 from boltmesh.strategies.torch_compat.fsdp import StepUnits, is_gathered, prepare_class
 from boltmesh.strategies.torch_compat.fsdp_hooks import instrument, keep_for_derivatives
 from boltmesh.strategies.torch_compat.gathered_writes import GatheredWrites
@@ -377,18 +376,28 @@ def shard_model(
     gathers = _gathers_of(sharded, tiled, context.compute_dtype, is_freed=is_freed)
     for exchange in () if context.owned is None else context.owned.exchanges:
         gathers[exchange.module] = UnitGather(lambda: True, exchange.attend)
+    joined_gathers = JoinedGathers(gathers, context.group, context.device)
+    writes = GatheredWrites(sharded.values(), refuse_lost_write)
+
+    def gather(unit: FSDPModule) -> None:
+        assert isinstance(unit, Module)
+        joined_gathers.announce(unit)
+        unit.unshard()
+
+    if not is_freed:
+        writes.gather_frozen(lambda: root.is_running, gather)
     return ShardedModel(
         module,
         root,
         sharded,
         cast,
         mesh,
-        JoinedGathers(gathers, context.group, context.device),
+        joined_gathers,
         BufferSync(module, context.group),
         tiled,
         scalars,
         StepUnits(sharded.values()),
-        GatheredWrites(sharded.values(), refuse_lost_write),
+        writes,
         successors,
         CpuCollectives.where_needed(
             sharded.values(), context.device, takes_gradients_away=options.has_offload

@@ -1,4 +1,4 @@
-"""The state of a sharded model beside its shards: scalars, replaced parameters, buffers.
+"""State of a sharded model beside its shards: scalars, replaced parameters, buffers, gradients.
 
 - ``ScalarParams``: a parameter without dimensions, as a learned temperature, cannot be sharded.
   Every rank keeps it. Between steps it is a replicated DTensor, so that optimizers and checkpoints
@@ -15,12 +15,18 @@
 - ``BufferSync``: the buffers of the first rank are sent to all, as ``DistributedDataParallel``
   does. Every buffer is sent: batch norm, codebooks and averages are written without a trace in the
   tensor. What is sent follows from the model alone, so it is the same on every rank.
+- ``EarlyZeroGrad``: the Trainer zeroes gradients between forward and backward pass, so during the
+  forward pass the old ones are in memory beside all gathered parameters, where no formula of ZeRO
+  has any. Those of a block are dropped when its forward begins: from there on the block's
+  attributes are the gathered parameters, which have no gradients yet, so the module shows no
+  difference.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence, Set
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -28,6 +34,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
@@ -41,9 +48,14 @@ from boltmesh.strategies.grad_norm import OWNED_DIM
 from boltmesh.strategies.offload.shard_tensor import GatheredSource, OffloadedShard
 from boltmesh.strategies.torch_compat.autograd import move_gradient_hooks
 from boltmesh.strategies.torch_compat.communication import broadcast_coalesced
+from boltmesh.strategies.torch_compat.fsdp import unit_parameters
 from boltmesh.strategies.torch_compat.modules import buffers_of, set_parameter
+from boltmesh.strategies.torch_compat.optimizers import zeroed_by
 from boltmesh.strategies.torch_compat.tensors import local_tensor, storage_key
 from boltmesh.telemetry.traffic import ExpectedTraffic
+
+if TYPE_CHECKING:
+    from boltmesh.strategies.data_parallel.fully_shard import RootModule
 
 
 def scalars_of(module: Module) -> set[Parameter]:
@@ -391,3 +403,42 @@ class BufferSync:
         buffers = [buffer.detach() for buffer in self.held()]
         if buffers:
             broadcast_coalesced(buffers, self._group)
+
+
+class EarlyZeroGrad:
+    """The gradients of a model's units between a step and the next backward pass.
+
+    Args:
+        root: What each batch goes through; a unit itself, under the empty name.
+        units: What is gathered as one, by name.
+    """
+
+    def __init__(self, root: "RootModule", units: Mapping[str, FSDPModule]) -> None:
+        self.optimizers: Sequence[Optimizer] = ()
+        """Whose ``zero_grad`` the Trainer is going to call."""
+        self._root = root
+        self._root_unit = units[""]
+        self._stale: set[Parameter] = set()
+        for name, unit in units.items():
+            if name:
+                assert isinstance(unit, Module)
+                unit.register_forward_pre_hook(partial(self._before_unit, unit), prepend=True)
+
+    def begin(self) -> None:
+        """Say that this forward pass is followed by ``zero_grad``, and free the root's."""
+        self._stale = zeroed_by(self.optimizers)
+        self._free(self._root_unit)
+
+    def end(self) -> None:
+        """Say that ``.grad`` is not to be touched any more."""
+        self._stale = set()
+
+    def _before_unit(self, unit: FSDPModule, *_: object) -> None:
+        # A checkpointed block runs again in the backward pass, where gradients are new.
+        if self._stale and self._root.is_running:
+            self._free(unit)
+
+    def _free(self, unit: FSDPModule) -> None:
+        for shard, _ in unit_parameters(unit):
+            if shard in self._stale:
+                shard.grad = None

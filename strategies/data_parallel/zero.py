@@ -1,11 +1,8 @@
 """Shards: the ranks of the data axis hold a share each of what replicas would hold whole.
 
-The work is done by torch's ``fully_shard``, in all three stages; this part decides what is
-gathered together, when it is freed again, and when gradients are reduced.
-
+The work is done by torch's ``fully_shard``, in all three stages; this part decides what is gathered
+together, when it is freed again, when gradients are reduced, and what the offload engine holds.
 Source: ZeRO, Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054
-
-Puts the offload engine beside a sharded model.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,16 +21,22 @@ from typing_extensions import override
 from boltmesh.strategies import grad_norm
 from boltmesh.strategies.cost_model.model import JobShape, ModelShape
 from boltmesh.strategies.data_parallel.axis import SingleRankAxis
-from boltmesh.strategies.data_parallel.dtensor_errors import explain_direct_use
-from boltmesh.strategies.data_parallel.early_zero_grad import EarlyZeroGrad
+from boltmesh.strategies.data_parallel.expected_memory import held_tensors
 from boltmesh.strategies.data_parallel.expected_traffic import ZeroEstimate
 from boltmesh.strategies.data_parallel.fully_shard import ShardedModel, open_parking, shard_model
 from boltmesh.strategies.data_parallel.options import ZeroOptions
 from boltmesh.strategies.data_parallel.order_check import OrderCheck
-from boltmesh.strategies.data_parallel.param_state import follow_toggles, forget_toggles
+from boltmesh.strategies.data_parallel.param_state import (
+    EarlyZeroGrad,
+    follow_toggles,
+    forget_toggles,
+)
 from boltmesh.strategies.data_parallel.shard_mesh import choose_shard_size
-from boltmesh.strategies.data_parallel.shard_shape import held_tensors
-from boltmesh.strategies.data_parallel.unsupported import find_whole_steppers, refuse_empty_share
+from boltmesh.strategies.data_parallel.unsupported import (
+    explain_direct_use,
+    find_whole_steppers,
+    refuse_empty_share,
+)
 from boltmesh.strategies.dry_run.unsupported import refuse_local_norms
 from boltmesh.strategies.engine.data_axis import AxisContext, DataAxis
 from boltmesh.strategies.grad_norm import NormShare, ShardShare

@@ -1,8 +1,7 @@
 """Deferred initialization: construct a model without its memory, materialize it unit by unit.
 
-``deferred`` has the public ``deferred_init`` context. Inside it, the dispatch ``mode`` sees every
-operator: large new tensors go to ``meta``, and operators on them are appended to a ``recording``;
-``operator_effects`` classifies operators (what they write, whether they draw random numbers).
+``deferred`` has the public ``deferred_init`` context. Inside it, a dispatch mode sees every
+operator: large new tensors go to ``meta``, and operators on them are appended to a ``recording``.
 ``materialize`` replays the recording for one unit, on the device, with the values of the first
 rank.
 

@@ -5,17 +5,19 @@ random numbers also run, on a scratch tensor, so that generators advance as usua
 real, and random numbers drawn later, are the same as without deferring. A replay starts each
 operator from the recorded state of its generator, and gives the same bits.
 
-``Appearance`` makes deferred tensors report the device on which they will be.
+``DeferredInitMode`` is the dispatch mode that decides how each operator runs. What cannot be
+recorded, because it returns values, runs on temporary values. ``Appearance`` makes deferred tensors
+report the device on which they will be.
 """
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.modules.module import (
     register_module_buffer_registration_hook,
     register_module_module_registration_hook,
@@ -26,9 +28,284 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from typing_extensions import override
 
 from boltmesh.errors import ConfigError
-from boltmesh.strategies.deferred_initialization.mode import DeferredInitMode
-from boltmesh.strategies.deferred_initialization.recording import Recording, View, recording_of
-from boltmesh.strategies.torch_compat.tensors import times_written
+from boltmesh.strategies.deferred_initialization.recording import (
+    Geometry,
+    Operation,
+    RecordedInput,
+    Recording,
+    View,
+    covers_storage,
+    default_generator,
+    gives_tensors,
+    is_factory,
+    is_random,
+    is_value_free,
+    map_leaves,
+    recording_of,
+    takes_device,
+    tensors_of,
+    written_by,
+)
+from boltmesh.strategies.offload.host_memory import give_back_free_memory
+from boltmesh.strategies.torch_compat.tensors import (
+    CAST,
+    DispatchMode,
+    OpOverload,
+    schema_of,
+    times_written,
+)
+
+META = torch.device("meta")
+
+
+def _is_deferred(tensor: Tensor) -> bool:
+    return recording_of(tensor) is not None
+
+
+class DeferredInitMode(DispatchMode):  # type: ignore[no-untyped-call]
+    """Sees every operator that runs under ``deferred_init``."""
+
+    def __init__(self, recording: Recording, min_bytes: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.recording = recording
+        self.min_bytes = max(1, min_bytes)  # torch gives empty tensors real storages
+        self._is_paused = False
+        self._scratch: dict[torch.device, Tensor] = {}
+        self._modules: list[nn.Module] = []
+        self._given: list[RecordedInput] = []
+        """Large real tensors that the recording refers to."""
+        self._home = torch.get_default_device()
+        if self._home.type == "meta":
+            self._home = torch.device("cpu")
+
+    # Registrations of modules.
+
+    def see_parameter(self, module: nn.Module, name: str, parameter: Any) -> None:
+        """Called by torch for each parameter registered on a module."""
+        self._modules.append(module)
+
+    def see_module(self, module: nn.Module, name: str, child: Any) -> None:
+        """Called by torch for each registered child: copied modules are seen only here."""
+        if child is not None:
+            self._modules.append(child)
+
+    def make_buffer(self, module: nn.Module, name: str, buffer: Any) -> Any:
+        """Called by torch for each registered buffer: buffers are real."""
+        if not isinstance(buffer, Tensor) or not _is_deferred(buffer):
+            return None
+        return self.make(buffer)
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Yield the deferred parameters of all constructed modules."""
+        seen: set[nn.Module] = set()
+        for module in self._modules:
+            for _, each in module.named_modules(memo=seen):
+                yield from filter(_is_deferred, each.parameters(recurse=False))
+
+    # Operators.
+
+    @override
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if self._is_paused:
+            return func(*args, **kwargs)
+        home = self._home
+        given = tensors_of([args, kwargs])
+        deferred = [each for each in given if _is_deferred(each)]
+        if deferred:
+            home = self.recording.home(deferred[0])
+        if kwargs.get("device") is not None:
+            home = torch.device(kwargs["device"])
+            if home.type == "meta":
+                home = kwargs["device"] = self._home
+        if deferred:
+            return self._apply(func, args, kwargs, home)
+        if is_factory(func):
+            shape = self._on_meta(func, args, kwargs)
+            if isinstance(shape, Tensor) and shape.nbytes >= self.min_bytes:
+                return self._record(func, args, kwargs, shape, home)
+        self._keep_given(written_by(func, args, kwargs))
+        return func(*args, **kwargs)
+
+    def _apply(self, func: OpOverload, args: Any, kwargs: Any, home: torch.device) -> Any:
+        """Run an operator with a deferred argument."""
+        if torch.Tag.inplace_view in func.tags:
+            if func.overloadpacket is torch.ops.aten.resize_:
+                raise ConfigError(
+                    "The construction resizes a tensor in place, which deferred_init() cannot do "
+                    "later. Make it in its final size."
+                )
+            # Replaces the tensor rather than its content, or assigns another tensor's content.
+            change = self.defer if _is_deferred(args[0]) else self.make
+            return func(*map_leaves(change, args), **kwargs)
+        written = written_by(func, args, kwargs)
+        is_moved = func is CAST and kwargs.get("device") is not None
+        if is_moved or not gives_tensors(func) or not all(map(_is_deferred, written)):
+            return self._run_now(func, args, kwargs)
+        try:
+            outputs = self._on_meta(func, args, kwargs)
+        except (NotImplementedError, RuntimeError):
+            # The shape depends on values; or the construction has an error, which is raised now.
+            outputs = self._run_now(func, args, kwargs)
+            if not written:
+                return outputs
+            outputs = written[0]
+        return self._record(func, args, kwargs, outputs, home)
+
+    def _run_now(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
+        """Run an operator on temporary values."""
+        written = written_by(func, args, kwargs)
+        if any(map(_is_deferred, written)) and (
+            len(written) > 1 or len(schema_of(func).returns) > 1
+        ):
+            raise ConfigError(
+                f"The construction uses {func}, which deferred_init() cannot do later: it writes "
+                f"to several tensors in a way that depends on values. Construct the module that "
+                f"does so outside of the context."
+            )
+        self._keep_given(written)
+        if is_random(func) and any(map(_is_deferred, written)):
+            return None  # drawn when it is recorded
+        args, kwargs = (map_leaves(self.make, each) for each in (args, kwargs))
+        return func(*args, **kwargs)
+
+    def make(self, value: Any) -> Any:
+        """Return the current values of a deferred tensor; return other values unchanged."""
+        if not isinstance(value, Tensor) or not _is_deferred(value):
+            return value
+        before, self._is_paused = self._is_paused, True
+        try:
+            return self.recording.replay(self.recording.view(value))
+        finally:
+            self._is_paused = before
+
+    def defer(self, value: Any) -> Any:
+        """Return a deferred copy of a real tensor; return other values unchanged."""
+        if not isinstance(value, Tensor) or _is_deferred(value):
+            return value
+        copy = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=META)
+        return self._record(torch.ops.aten.clone.default, (value,), {}, copy, value.device)
+
+    def _on_meta(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
+        """Run an operator for the shapes of its outputs, without values."""
+
+        def shape_of(value: Any) -> Any:
+            if not isinstance(value, Tensor) or _is_deferred(value):
+                return value
+            return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=META)
+
+        args, kwargs = map_leaves(shape_of, args), map_leaves(shape_of, kwargs)
+        of_device = {"generator", "pin_memory"}
+        kwargs = {key: None if key in of_device else each for key, each in kwargs.items()}
+        if takes_device(func):
+            kwargs["device"] = META
+        return func(*args, **kwargs)
+
+    def _record(
+        self, func: OpOverload, args: Any, kwargs: Any, outputs: Any, home: torch.device
+    ) -> Any:
+        """Record an operator, unless its outputs are views."""
+        written = written_by(func, args, kwargs)
+        flat = tensors_of(outputs)
+        made = [(i, each) for i, each in enumerate(flat) if not _is_deferred(each)]
+        if not written and not made:
+            return outputs
+        generator, state = None, None
+        if is_random(func):
+            generator = kwargs.get("generator") or default_generator(home)
+            state = generator.get_state()
+            self._draw(func, args, kwargs)
+        numbers = {i: self.recording.adopt(each, home) for i, each in made}
+        inputs = [each for each in tensors_of([args, kwargs]) if _is_deferred(each)]
+        read = {self.recording.view(each).storage for each in inputs}
+        changed = {self.recording.view(each).storage for each in written}
+        sources = {
+            self.recording.view(each).storage
+            for each in inputs
+            if all(each is not other for other in written)
+        }
+        replaced = {
+            self.recording.view(each).storage
+            for each in written
+            if is_value_free(func) and covers_storage(each)
+        } - sources
+        self.recording.append(
+            Operation(
+                function=func,
+                args=map_leaves(self._note, args),
+                kwargs=map_leaves(self._note, kwargs),
+                reads=frozenset(read - replaced),
+                writes=frozenset(changed | set(numbers.values())),
+                overwrites=frozenset(replaced | set(numbers.values())),
+                makes=tuple((i, numbers[i], Geometry.of(each)) for i, each in made),
+                default_dtype=torch.get_default_dtype(),
+                generator=generator,
+                random_state=state,
+            )
+        )
+        return outputs
+
+    def _note(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if _is_deferred(value):
+            return self.recording.view(value)
+        given = RecordedInput(
+            value, is_copied=value.nbytes < self.min_bytes or value.is_inference()
+        )
+        if value.nbytes >= self.min_bytes:
+            self._given.append(given)
+        return given
+
+    def _draw(self, func: OpOverload, args: Any, kwargs: Any) -> None:
+        """Draw the random numbers of an operator, to advance its generator."""
+        first = args[0] if args and is_value_free(func) else None
+
+        def stand_in(value: Any) -> Any:
+            if not isinstance(value, Tensor) or not _is_deferred(value):
+                return value.clone() if isinstance(value, Tensor) else value
+            if first is None or value is not first:
+                return self.make(value)
+            return self._scratch_like(first)
+
+        func(*map_leaves(stand_in, args), **map_leaves(stand_in, kwargs))
+        if not written_by(func, args, kwargs):
+            give_back_free_memory()  # the operator has allocated a tensor to draw into
+
+    def _scratch_like(self, tensor: Tensor) -> Tensor:
+        """Return a scratch tensor as large as a deferred one.
+
+        Its memory is kept until the construction ends: if it were freed, later tensors would be
+        allocated in it, and the next scratch tensor would need new memory.
+        """
+        shape, home = Geometry.of(tensor), self.recording.home(tensor)
+        needed = tensor.untyped_storage().nbytes()
+        scratch = self._scratch.get(home)
+        if scratch is None or scratch.nbytes < needed:
+            self._scratch.pop(home, None)
+            scratch = None  # free it before the larger one is allocated
+            scratch = self._scratch[home] = torch.empty(needed, dtype=torch.uint8, device=home)
+        empty = torch.empty(0, dtype=shape.dtype, device=home)
+        return empty.set_(scratch.untyped_storage(), shape.offset, shape.size, shape.stride)
+
+    def _keep_given(self, written: list[Tensor]) -> None:
+        """Copy real tensors that the recording refers to before they are changed."""
+        if not written or not self._given:
+            return
+        storages = {each.untyped_storage().data_ptr() for each in written}
+        kept = []
+        for given in self._given:
+            if given.tensor.untyped_storage().data_ptr() in storages:
+                given.copy()
+            else:
+                kept.append(given)
+        self._given = kept
 
 
 class Appearance(TorchFunctionMode):

@@ -33,9 +33,8 @@ from boltmesh.strategies.topology.cuda_devices import (
     refuse_devices,
 )
 from boltmesh.strategies.topology.gather import gather_topology
-from boltmesh.strategies.topology.slow_links import find_slow_groups
-from boltmesh.strategies.torch_compat.communication import device_index
-from boltmesh.strategies.torch_compat.elastic import store_of_attempt
+from boltmesh.strategies.topology.links import find_slow_groups
+from boltmesh.strategies.torch_compat.communication import device_index, store_of_attempt
 from boltmesh.telemetry.writer.null_recorder import NullRecorder
 from boltmesh.torch_compat import FLIGHT_RECORDER
 

@@ -25,12 +25,11 @@ from boltmesh.strategies import telemetry as telemetry_module
 from boltmesh.strategies.activation_checkpointing import ActivationCheckpointing, RecomputeShare
 from boltmesh.strategies.checkpoint.adapters import TRAINABLE_ONLY
 from boltmesh.strategies.checkpoint.async_save import refuse_beside
+from boltmesh.strategies.checkpoint.directory import mend_folders, refuse_unshared_folders
 from boltmesh.strategies.checkpoint.file import AtomicCheckpointIO
-from boltmesh.strategies.checkpoint.shared_fs_check import mend_folders, refuse_unshared_folders
 from boltmesh.strategies.compiled_blocks import CompiledBlocks
 from boltmesh.strategies.deferred_initialization.deferred import deferred_init
 from boltmesh.strategies.deferred_initialization.materialize import materialize
-from boltmesh.strategies.dry_run.broadcast import share_random_state
 from boltmesh.strategies.dry_run.unsupported import refuse_callbacks, refuse_lone_saves, refuse_run
 from boltmesh.strategies.engine.axis import Axis
 from boltmesh.strategies.engine.checkpointing import (
@@ -43,7 +42,7 @@ from boltmesh.strategies.engine.groups import StartMethod, in_order
 from boltmesh.strategies.engine.loops import LoopStrategy
 from boltmesh.strategies.engine.replica_check import ReplicaCheck
 from boltmesh.strategies.engine.resume import ResumeManager
-from boltmesh.strategies.engine.weight_averaging import average_shards
+from boltmesh.strategies.engine.weight_averaging import average_shards, gather_for_averages
 from boltmesh.strategies.lightning_compat.trainer import (
     callbacks_of,
     forbid_inference_mode,
@@ -52,7 +51,7 @@ from boltmesh.strategies.lightning_compat.trainer import (
     reads_gradients,
     trainer_of,
 )
-from boltmesh.strategies.random_state import seed_random_state
+from boltmesh.strategies.random_state import seed_random_state, share_random_state
 from boltmesh.strategies.tiling.logits import LogitTiling
 from boltmesh.telemetry.snapshot import AlertThresholds, MemoryKind
 from boltmesh.telemetry.traffic import ExpectedTraffic, added_up
@@ -197,6 +196,7 @@ class MeshStrategy(LoopStrategy):
             self.gather_metrics()
         if self.stores_shards:
             refuse_callbacks(callbacks_of(trainer), self.public_name)
+            gather_for_averages(trainer.lightning_module)
             if self.world_size > 1:
                 refuse_lone_saves(callbacks_of(trainer))
         self.follow_generation()

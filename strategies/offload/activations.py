@@ -24,8 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
 
 from boltmesh.errors import UnsupportedError
-from boltmesh.strategies.offload.disk.file import Extent
-from boltmesh.strategies.offload.disk.swap_file import Swap
+from boltmesh.strategies.offload.disk.swap_file import Extent, Swap
 from boltmesh.strategies.offload.host_memory import allocate_host, round_up
 from boltmesh.strategies.offload.streams import CopyStream, wait_on_stream
 from boltmesh.strategies.torch_compat.tensors import (

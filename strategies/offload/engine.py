@@ -2,8 +2,8 @@
 
 Gradients are taken as FSDP2 reduces them. A bucket whose last gradient is in is stepped at once,
 while the backward pass goes on, as if nothing was clipped; when the norm of all gradients is known
-the guess is committed or corrected. ``arrivals`` takes them, ``clipper`` has the norm,
-``speculation`` says when a guess is worth it, ``early`` steps for good where nothing is clipped.
+the guess is committed or corrected. ``gradient_handler`` takes them, has the norm and
+says when a guess is worth it, ``step_in_backward`` steps for good where nothing is clipped.
 Where gradients come all at once, beside a pipeline, they are taken when their norm is.
 
 What waits for what: a shard that is gathered, read or written waits for the steps of its own
@@ -24,24 +24,22 @@ from typing_extensions import override
 from boltmesh.errors import OffloadError
 from boltmesh.lightning_import import logger
 from boltmesh.strategies.grad_norm import NormShare
-from boltmesh.strategies.offload.adam import AdamRule
 from boltmesh.strategies.offload.bucket_layout import (
     ShardedParam,
     collect_sharded_params,
     refuse_unknown,
 )
 from boltmesh.strategies.offload.buckets import Bucket
-from boltmesh.strategies.offload.clipping import Clipper
 from boltmesh.strategies.offload.disk.preflight import DiskReport
-from boltmesh.strategies.offload.gradient_handler import GradientHandler
-from boltmesh.strategies.offload.optimizer_patch import patch_optimizer
+from boltmesh.strategies.offload.gradient_handler import Clipper, GradientHandler
 from boltmesh.strategies.offload.shard_tensor import OffloadedShard, ParameterSource, StepBarrier
-from boltmesh.strategies.offload.staging import StagingFile
-from boltmesh.strategies.offload.state import OffloadedState
+from boltmesh.strategies.offload.state import OffloadedState, StagingFile
 from boltmesh.strategies.offload.stepper import Stepper, worker_threads
 from boltmesh.strategies.offload.stores import OffloadPlan
 from boltmesh.strategies.offload.streams import CopyStream
+from boltmesh.strategies.offload.update_rule import AdamRule
 from boltmesh.strategies.torch_compat.fsdp_hooks import watch_dropped_gathers
+from boltmesh.strategies.torch_compat.optimizers import patch_optimizer
 from boltmesh.telemetry.writer.memory import StoredBytes
 from boltmesh.telemetry.writer.null_recorder import NullRecorder
 from boltmesh.telemetry.writer.recorder import Recorder

@@ -1,14 +1,14 @@
-"""Gradients from their arrival until their step: collected, weighed, stepped with ahead of it.
+"""Gradients from their arrival until their step: collected, weighed, clipped, stepped early.
 
-A bucket whose last gradient is in is stepped at once where that may be: as a guess, which can be
-taken back (``speculation``), or for good (``early``).
+``GradientHandler`` takes gradients as they are reduced. A bucket whose last gradient is in is
+stepped at once where that may be: as a guess, which can be taken back, or for good
+(``step_in_backward``).
 
-When a bucket may be stepped before the norm of all gradients is known.
-
-A step is right when nothing gets clipped. A guess that was wrong costs a correction of 2.7 steps,
-so guesses are made only while they are likely to hold.
-
-What the coming step of a bucket is to do, by the optimizer's settings at this moment.
+``ClipPredictor`` says when a bucket may be stepped before the norm of all gradients is known. A
+step is right when nothing gets clipped. A guess that was wrong costs a correction of 2.7 steps, so
+guesses are made only while they are likely to hold. ``Clipper`` has the norm, and what it is
+clipped to in the coming step; ``plan_step`` says what that step does to a bucket, by the
+optimizer's settings at this moment.
 """
 
 import math
@@ -22,13 +22,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from boltmesh.strategies.grad_norm import HasSquaredNorm
+from boltmesh.strategies.grad_norm import HasSquaredNorm, joint_norm
 from boltmesh.strategies.offload.buckets import Bucket, Slot
-from boltmesh.strategies.offload.gradients import BucketGradients
 from boltmesh.strategies.offload.host_memory import HostArena
 from boltmesh.strategies.offload.state import OffloadedState
 from boltmesh.strategies.offload.step_in_backward import BackwardStepper
-from boltmesh.strategies.offload.stepper import BucketStep, Stepper, WorkerTask
+from boltmesh.strategies.offload.stepper import BucketGradients, BucketStep, Stepper, WorkerTask
 from boltmesh.strategies.offload.streams import CopyStream
 from boltmesh.strategies.offload.update_rule import Update
 from boltmesh.strategies.torch_compat.autograd import after_gradient
@@ -341,3 +340,76 @@ class GradientHandler:
         step = plan_step(self._kept, optimizer, bucket, gradients)
         self._stepper.step(bucket, step, coefficient)
         return step.updates
+
+
+class Clipper:
+    """Remembers the norm and the coefficient of each optimizer until its step."""
+
+    def __init__(
+        self, kept: OffloadedState, arrivals: GradientHandler, device: torch.device
+    ) -> None:
+        self.norms: dict[Optimizer, float | None] = {}
+        self.max_norms: dict[Optimizer, float] = {}
+        self._kept = kept
+        self._arrivals = arrivals
+        self._device = device
+        self._coefficients: dict[Optimizer, float] = {}
+
+    def coefficient(self, optimizer: Optimizer) -> float:
+        """What gradients are multiplied by in the coming step."""
+        return self._coefficients.get(optimizer, 1.0)
+
+    def forget(self, optimizer: Optimizer) -> None:
+        """The gradients are gone."""
+        self.norms.pop(optimizer, None)
+        self._coefficients.pop(optimizer, None)
+
+    def gradient_norm(self, optimizer: Optimizer) -> float | None:
+        """Return the 2-norm of an optimizer's gradients over all ranks, before clipping.
+
+        Collective over the ranks that share the model. None when there is no gradient.
+        """
+        if optimizer not in self.norms or self._arrivals.exposes_gradients:
+            self.norms[optimizer] = self._norm(optimizer, 2.0)
+        return self.norms[optimizer]
+
+    def _norm(self, optimizer: Optimizer, norm_type: float) -> float | None:
+        buckets = self._kept.buckets_of(optimizer)
+        present = self._arrivals.present(buckets)
+        if not present and len(self._kept.shares) == 1:
+            return None  # which the ranks of the data axis see alike
+        groups = [each.group for each in self._kept.shares if each.group.size() > 1]
+        return joint_norm(present, norm_type, groups, self._device)
+
+    def clip(self, optimizer: Optimizer, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clip an optimizer's gradients, in the coming step or in ``.grad`` where they are exposed.
+
+        Collective over the ranks that share the model.
+
+        Returns:
+            Their norm over all ranks, before clipping; 0 when there is no gradient.
+        """
+        self._arrivals.early.check_all("its gradients are clipped")
+        is_squared = norm_type == 2.0
+        norm = self.gradient_norm(optimizer) if is_squared else self._norm(optimizer, norm_type)
+        if is_squared:
+            self.max_norms[optimizer] = max_norm
+            self._arrivals.clipped.add(optimizer)
+        if norm is None:
+            return torch.zeros((), device=self._device)
+        before = self._coefficients.get(optimizer, 1.0)
+        coefficient = max_norm / (norm * before + 1e-6)
+        coefficient = min(coefficient, 1.0)  # in this order NaN stays NaN, as in torch
+        if self._arrivals.exposes_gradients:
+            self._scale(optimizer, coefficient)
+        else:
+            self._coefficients[optimizer] = before * coefficient
+        return torch.tensor(norm * before, device=self._device)
+
+    def _scale(self, optimizer: Optimizer, coefficient: float) -> None:
+        if coefficient == 1.0:
+            return
+        for bucket in self._kept.buckets_of(optimizer):
+            for slot in bucket.slots:
+                if slot.parameter.grad is not None:
+                    local_tensor(slot.parameter.grad).mul_(coefficient)

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from boltmesh.strategies.offload.access_trace import AccessTrace
 from boltmesh.strategies.offload.buckets import Bucket, BucketChunk, Slot
 from boltmesh.strategies.offload.host_memory import HostArena
-from boltmesh.strategies.offload.store_api import ParameterStore, StateStore
+from boltmesh.strategies.offload.store_api import AccessTrace, ParameterStore, StateStore
 from boltmesh.strategies.offload.streams import CopyStream, DeviceRing, wait_on_stream
 from boltmesh.strategies.offload.update_rule import PieceGradient
 from boltmesh.strategies.torch_compat.tensors import event_on_stream

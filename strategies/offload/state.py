@@ -1,29 +1,37 @@
-"""The state that the engine keeps: made from parameters and optimizers, shown as DTensors."""
+"""The state that the engine keeps: made from parameters and optimizers, shown as DTensors.
+
+A model that is built unit by unit never is in memory as a whole: each unit's shards leave it before
+the next unit is made. ``StagingFile`` keeps them on the disk until there are optimizers, which say
+how to keep them; they are read back bucket by bucket when ``OffloadedState`` takes them over.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from boltmesh.errors import ConfigError
 from boltmesh.strategies.grad_norm import NormShare
-from boltmesh.strategies.offload.adam import AdamRule
+from boltmesh.strategies.offload import stores
 from boltmesh.strategies.offload.bucket_layout import ShardedParam, build_buckets
 from boltmesh.strategies.offload.buckets import Bucket, BucketChunk, Slot
-from boltmesh.strategies.offload.elementwise import ElementwiseRule
+from boltmesh.strategies.offload.disk.swap_file import Swap
+from boltmesh.strategies.offload.host_memory import allocate_host
 from boltmesh.strategies.offload.memory_stores import ParameterCopies
 from boltmesh.strategies.offload.shard_tensor import (
+    GatheredSource,
     OffloadedShard,
     ParameterSource,
     StateSource,
     StepBarrier,
 )
-from boltmesh.strategies.offload.staging import StagingFile
 from boltmesh.strategies.offload.stores import OffloadPlan, OpenStores, open_stores, place_chunks
-from boltmesh.strategies.offload.update_rule import UpdateRule
+from boltmesh.strategies.offload.update_rule import AdamRule, ElementwiseRule, UpdateRule
 from boltmesh.strategies.torch_compat.tensors import dtensor_like, local_tensor
 from boltmesh.telemetry.snapshot import MemoryPlace
 from boltmesh.telemetry.writer.null_recorder import NullRecorder
@@ -31,6 +39,97 @@ from boltmesh.telemetry.writer.recorder import Recorder
 
 if TYPE_CHECKING:
     from torch.nn import Parameter
+
+CPU = torch.device("cpu")
+
+NUM_THREADS = 2
+"""For each direction: each takes a stack, beside those of the file that follows."""
+
+
+class StagingFile:
+    """A file for shards that nobody steps yet. It goes with the last shard that is parked in it.
+
+    Args:
+        folder: Where to make the file. It grows with what is parked.
+        device: Where the model is computed.
+        rank: Whose file it is, for messages.
+        recorder: Is told of transfers.
+    """
+
+    def __init__(
+        self,
+        folder: Path | str,
+        *,
+        device: torch.device,
+        rank: int = 0,
+        recorder: Recorder | NullRecorder | None = None,
+    ) -> None:
+        self._device = device
+        self._swap = Swap(folder, rank=rank, recorder=recorder, num_threads=NUM_THREADS)
+
+    def park(self, held: Sequence[ShardedParam]) -> None:
+        """Write shards to the disk and let something without memory stand for them.
+
+        Small ones stay where they are.
+
+        Raises:
+            OffloadError: When the disk is full or fails.
+        """
+        for each in held:
+            if each.padded_numel < max(1, stores.SMALL_NUMEL):
+                continue
+            value = each.value()
+            source = _StagedSource(self._swap, each, value.dtype, self._device)
+            source.write(value)
+            local = local_tensor(each.parameter)
+            shard = OffloadedShard.of(source, tuple(local.shape), value.dtype, self._device)
+            each.replace(shard, shard.shell(each.padded_numel))
+
+
+class _StagedSource(GatheredSource):
+    """One parked shard."""
+
+    def __init__(
+        self, swap: Swap, held: ShardedParam, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.name = held.name
+        self._swap = swap
+        self._shape = tuple(local_tensor(held.parameter).shape)
+        self._padded_shape = held.padded_shape
+        self._dtype = dtype
+        self._compute_dtype = held.compute_dtype
+        self._device = device
+        num_bytes = self._numel * dtype.itemsize
+        self._extent = swap.allocate(f"the parked {held.name}", num_bytes)
+
+    @property
+    def _numel(self) -> int:
+        return torch.Size(self._shape).numel()
+
+    @override
+    def read(self) -> Tensor:
+        buffer = allocate_host(self._extent.num_bytes, device=CPU)
+        self._swap.read(self._extent, buffer).wait()
+        return self._cut(buffer).view(self._shape)
+
+    @override
+    def write(self, value: Tensor) -> None:
+        buffer = allocate_host(self._extent.num_bytes, device=CPU)
+        self._cut(buffer).copy_(value.detach().reshape(-1))
+        self._swap.write(self._extent, buffer).wait()
+
+    @override
+    def fetch(self) -> Tensor:
+        padded = torch.zeros(self._padded_shape, dtype=self._compute_dtype, device=self._device)
+        padded.view(-1)[: self._numel].copy_(self.read().view(-1))
+        return padded
+
+    @override
+    def release(self) -> None:
+        """What ``fetch`` gave is the caller's own."""
+
+    def _cut(self, buffer: Tensor) -> Tensor:
+        return buffer[: self._numel * self._dtype.itemsize].view(self._dtype)
 
 
 def rule_of(optimizer: Optimizer) -> UpdateRule:
@@ -116,7 +215,7 @@ class OffloadedState:
         buckets = [bucket for bucket, _, _ in made]
         place_chunks(buckets, counts, self._plan, self._num_chunks)
         self._num_chunks += sum(len(bucket.chunks) for bucket in buckets)
-        stores = open_stores(
+        opened = open_stores(
             buckets,
             counts,
             self._plan,
@@ -125,12 +224,12 @@ class OffloadedState:
             recorder=self._recorder,
             is_current=is_current,
         )
-        self.stores.append(stores)
-        self.copies.stores.update(stores.of_slot)
+        self.stores.append(opened)
+        self.copies.stores.update(opened.of_slot)
         for bucket, owner, held in made:
             self.owner[bucket] = owner
             self._fill(bucket, owner, held)
-        for each in stores.states.values():
+        for each in opened.states.values():
             each.flush()
         self.buckets.extend(buckets)
         return buckets
@@ -207,17 +306,17 @@ class OffloadedState:
             parking.park(list(self._held.values()))
         for bucket in list(self.buckets):
             self.give_back(bucket)
-        for stores in self.stores:
-            stores.close()
+        for opened in self.stores:
+            opened.close()
         self.stores.clear()
 
     def bytes_by_place(self) -> dict[str, dict[MemoryPlace, int]]:
         """What all stores take now, by kind of memory; master parameters count as state."""
         total: dict[str, dict[MemoryPlace, int]] = {"optimizer": {}, "parameters": {}}
-        for stores in self.stores:
+        for opened in self.stores:
             for kind, of_kind in (
-                ("optimizer", stores.states.values()),
-                ("parameters", stores.parameters),
+                ("optimizer", opened.states.values()),
+                ("parameters", opened.parameters),
             ):
                 for store in of_kind:
                     for place, num_bytes in store.bytes_by_place().items():

@@ -18,8 +18,7 @@ from torch.nn import Module
 
 from boltmesh.errors import OffloadError
 from boltmesh.strategies.offload.buckets import Bucket, Slot
-from boltmesh.strategies.offload.gradients import BucketGradients
-from boltmesh.strategies.offload.stepper import BucketStep, Stepper, WorkerTask
+from boltmesh.strategies.offload.stepper import BucketGradients, BucketStep, Stepper, WorkerTask
 from boltmesh.strategies.offload.update_rule import Update
 from boltmesh.strategies.torch_compat.autograd import is_in_backward, not_compiled
 from boltmesh.strategies.torch_compat.fsdp_hooks import skip_gathers_ahead

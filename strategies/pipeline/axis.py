@@ -1,7 +1,6 @@
 """The pipeline axis: each of its ranks holds some stages of the model, and runs them.
 
-What the engine calls. The model in stages is ``staged_model.py``; here is what it needs of a run,
-and what its ranks answer in checkpoints and forecasts.
+The model in stages is ``staged_model.py``; here is what the engine calls.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -21,7 +20,6 @@ from typing_extensions import override
 from boltmesh.errors import ConfigError, UnsupportedError
 from boltmesh.strategies.checkpoint.optimizer_state import Take, joined_state
 from boltmesh.strategies.dry_run.batch_check import BatchDigest, batch_digest
-from boltmesh.strategies.dry_run.broadcast import broadcast_from_rank0
 from boltmesh.strategies.dry_run.fake_optimizers import fake_optimizers
 from boltmesh.strategies.dry_run.sample import batch_sizes, sample_batch
 from boltmesh.strategies.dry_run.unsupported import refuse_lazy
@@ -56,12 +54,16 @@ from boltmesh.strategies.pipeline.options import (
     refuse_remains,
 )
 from boltmesh.strategies.pipeline.schedules.registry import schedule_kind
-from boltmesh.strategies.pipeline.stage.absent_params import explain_write
-from boltmesh.strategies.pipeline.stage.units import find_stage_units, refuse_wrapped_calls
+from boltmesh.strategies.pipeline.stage.units import (
+    explain_write,
+    find_stage_units,
+    refuse_wrapped_calls,
+)
 from boltmesh.strategies.pipeline.stage_params import add_pending, gathered
 from boltmesh.strategies.pipeline.staged_model import StagedModel
 from boltmesh.strategies.pipeline.training import training_step
 from boltmesh.strategies.progress import long_phase
+from boltmesh.strategies.random_state import broadcast_from_rank0
 from boltmesh.strategies.torch_compat.optimizers import TOTAL_NORM, total_norm_replaced, zeroed_by
 from boltmesh.telemetry.snapshot import MemoryKind
 from boltmesh.telemetry.traffic import ExpectedTraffic

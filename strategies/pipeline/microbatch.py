@@ -11,11 +11,8 @@ other trains on nonsense. What else is in the batch decides as a rule: its rows 
 list is long, or as the tensors in it. Where both would fit, the batch size of the DataLoader
 decides, then how the list was taken in earlier batches; what is still open is refused.
 
-Measures a batch: how long its tensors and lists are, and which lists may hold samples.
-
-See [Note: Lists of samples] in ``microbatches.py``.
-
-Layers that look at all rows of a batch, which a pipeline cuts into microbatches.
+``Sizes`` measures a batch: how long its tensors and lists are, and which lists may hold samples.
+``batch_norms`` finds layers that look at all rows of a batch.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence

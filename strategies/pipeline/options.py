@@ -24,7 +24,7 @@ from boltmesh.strategies.mesh import MeshLayout
 from boltmesh.strategies.optimizer_probe import mixes_parameters
 from boltmesh.strategies.pipeline.partition.split import UnitCost
 from boltmesh.strategies.pipeline.schedules.registry import check_schedule, schedule_kind
-from boltmesh.strategies.pipeline.stage.absent_params import is_absent
+from boltmesh.strategies.pipeline.stage.units import is_absent
 from boltmesh.telemetry.writer.null_recorder import NullRecorder
 from boltmesh.telemetry.writer.recorder import Recorder
 

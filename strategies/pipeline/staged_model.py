@@ -17,11 +17,11 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from boltmesh.errors import ConfigError
 from boltmesh.strategies.dry_run.metrics import find_metrics
-from boltmesh.strategies.pipeline.batch_tail import JoinedRun, join_run, whole_run
 from boltmesh.strategies.pipeline.expected_traffic import PipelineEstimate
 from boltmesh.strategies.pipeline.loss.loss_check import LossChecks
 from boltmesh.strategies.pipeline.loss.reduction import BatchLossError
 from boltmesh.strategies.pipeline.loss.trial import Trial
+from boltmesh.strategies.pipeline.merge import JoinedRun, join_run, whole_run
 from boltmesh.strategies.pipeline.metrics import MetricBroadcast
 from boltmesh.strategies.pipeline.microbatch import MicrobatchSplitter, batch_norms, fewest_rows
 from boltmesh.strategies.pipeline.microbatch_runs import Around, MicrobatchRun
@@ -34,11 +34,11 @@ from boltmesh.strategies.pipeline.options import (
 from boltmesh.strategies.pipeline.partition.choose import find_budget
 from boltmesh.strategies.pipeline.partition.materialize import DeferredModel
 from boltmesh.strategies.pipeline.partition.placement import StagePlacement, place
-from boltmesh.strategies.pipeline.peers import PeerPipelines
 from boltmesh.strategies.pipeline.pipedream_2bw import DelayedGradients
+from boltmesh.strategies.pipeline.runtime.failure import PeerPipelines
 from boltmesh.strategies.pipeline.runtime.runtime import PipelineRuntime
 from boltmesh.strategies.pipeline.schedules.actions import RankPrograms
-from boltmesh.strategies.pipeline.stage.absent_params import refuse_calls_outside
+from boltmesh.strategies.pipeline.stage.units import refuse_calls_outside
 from boltmesh.strategies.pipeline.stage_params import StageParameters
 from boltmesh.strategies.pipeline.step_report import NUM_SIGNALS, LastStageBroadcast, SharedSignals
 from boltmesh.strategies.pipeline.step_runner import StepRunner

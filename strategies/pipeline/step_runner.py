@@ -16,8 +16,8 @@ from torch import Tensor
 from boltmesh.strategies.dry_run.batch_check import BatchDigest
 from boltmesh.strategies.dry_run.metrics import MetricKind
 from boltmesh.strategies.dry_run.no_side_effects import no_side_effects
-from boltmesh.strategies.pipeline.batch_tail import BatchTail, JoinedRun
-from boltmesh.strategies.pipeline.layerwise_eval import relay_of
+from boltmesh.strategies.pipeline.evaluation import relay_of
+from boltmesh.strategies.pipeline.merge import BatchTail, JoinedRun
 from boltmesh.strategies.pipeline.metrics import MetricCalls
 from boltmesh.strategies.pipeline.microbatch_runs import (
     Around,
@@ -26,7 +26,6 @@ from boltmesh.strategies.pipeline.microbatch_runs import (
     MicrobatchRun,
     MicrobatchStage,
 )
-from boltmesh.strategies.pipeline.non_stage_buffers import NonStageState
 from boltmesh.strategies.pipeline.options import PipelineContext
 from boltmesh.strategies.pipeline.partition.placement import StagePlacement
 from boltmesh.strategies.pipeline.pipedream_2bw import DelayedGradients, ParamSites
@@ -36,9 +35,13 @@ from boltmesh.strategies.pipeline.schedules.actions import RankProgram, RankProg
 from boltmesh.strategies.pipeline.stage.rng import host_random_kept
 from boltmesh.strategies.pipeline.stage.stage_run import StageRun
 from boltmesh.strategies.pipeline.stage.trace import MetricTrace
-from boltmesh.strategies.pipeline.stage_params import StageParameters
-from boltmesh.strategies.pipeline.step_logs import StepLogs
-from boltmesh.strategies.pipeline.step_report import NUM_SIGNALS, LastStageBroadcast, SharedSignals
+from boltmesh.strategies.pipeline.stage_params import NonStageState, StageParameters
+from boltmesh.strategies.pipeline.step_report import (
+    NUM_SIGNALS,
+    LastStageBroadcast,
+    SharedSignals,
+    StepLogs,
+)
 
 
 class StepRunner:

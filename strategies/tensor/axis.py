@@ -24,7 +24,6 @@ from typing_extensions import override
 from boltmesh.strategies.checkpoint.chunks import DimDivision
 from boltmesh.strategies.checkpoint.state_dict_guard import PARTS, StateGuard
 from boltmesh.strategies.dry_run.batch_check import BatchDigest, SameBatchCheck
-from boltmesh.strategies.dry_run.broadcast import broadcast_from_rank0
 from boltmesh.strategies.dry_run.sample import sample_batch
 from boltmesh.strategies.dry_run.step import DryRun
 from boltmesh.strategies.engine.axis import Axis, FakeRuns
@@ -34,6 +33,7 @@ from boltmesh.strategies.lightning_compat.trainer import has_norm_clipping, para
 from boltmesh.strategies.optimizer_probe import find_mixing
 from boltmesh.strategies.parameter_access import forget_parts, register_shards
 from boltmesh.strategies.progress import long_phase
+from boltmesh.strategies.random_state import broadcast_from_rank0
 from boltmesh.strategies.tensor.expected_traffic import (
     CountingGroup,
     OperatorTraffic,
@@ -42,14 +42,13 @@ from boltmesh.strategies.tensor.expected_traffic import (
 )
 from boltmesh.strategies.tensor.options import (
     LAYERS,
+    WHOLE,
     TensorOptions,
     refuse_late_proof,
     refuse_parameters,
 )
-from boltmesh.strategies.tensor.overrides import WHOLE
 from boltmesh.strategies.tensor.placement import TensorContext, TensorPlacement, place
-from boltmesh.strategies.tensor.plan import TensorPlan
-from boltmesh.strategies.tensor.plan_report import plan_table
+from boltmesh.strategies.tensor.plan import TensorPlan, plan_table
 from boltmesh.strategies.tensor.runtime.apply import AppliedPlan
 from boltmesh.strategies.tensor.runtime.collectives import TensorGroup
 from boltmesh.strategies.tensor.verify import StepPrecision

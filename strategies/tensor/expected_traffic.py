@@ -21,8 +21,7 @@ from boltmesh.strategies.engine.axis import FakeRuns
 from boltmesh.strategies.tensor.runtime.collectives import TensorGroup
 from boltmesh.strategies.torch_compat.communication import all_gather_single, reduce_scatter_single
 from boltmesh.strategies.torch_compat.modules import swapped_state
-from boltmesh.strategies.torch_compat.packed_sequences import FakePackedSequences
-from boltmesh.strategies.torch_compat.tensors import fake_tensors, make_fake
+from boltmesh.strategies.torch_compat.tensors import FakePackedSequences, fake_tensors, make_fake
 from boltmesh.telemetry.traffic import ExpectedTraffic
 
 

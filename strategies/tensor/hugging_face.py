@@ -9,8 +9,7 @@ from typing import Any
 
 from torch.nn import Module
 
-from boltmesh.strategies.tensor.plan import Style, TensorPlan
-from boltmesh.strategies.tensor.plan_report import without_numbers
+from boltmesh.strategies.tensor.plan import Style, TensorPlan, without_numbers
 
 _COLUMNS: frozenset[Style] = frozenset({"along", "column", "expert", "table"})
 _ROWS: frozenset[Style] = frozenset({"row", "expert", "vocabulary"})

@@ -1,8 +1,13 @@
-"""Options of the tensor axis, checked before anything starts, and what it refuses."""
+"""Options of the tensor axis, checked before anything starts, and what it refuses.
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal
+``Overrides`` are a user's changes to a plan: parameters to divide or keep whole, by name patterns.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from typing import Literal, get_args
 
 from lightning.pytorch import LightningModule
 from torch.distributed.tensor import DTensor
@@ -10,7 +15,17 @@ from torch.distributed.tensor import DTensor
 from boltmesh.errors import ConfigError, UnsupportedError
 from boltmesh.strategies.dry_run.unsupported import Reasons, refuse_undividable
 from boltmesh.strategies.parameter_access import is_part
-from boltmesh.strategies.tensor.planning import LossParallel
+from boltmesh.strategies.tensor.analysis.analyse import Analysis
+from boltmesh.strategies.tensor.analysis.symbolic_dims import SymbolicDim
+from boltmesh.strategies.tensor.candidates import (
+    DimPosition,
+    Roles,
+    ShardableDim,
+    candidate_of,
+    places,
+    why_not,
+)
+from boltmesh.strategies.tensor.plan import LossParallel, Style
 
 UserPlan = Literal["auto"] | Mapping[str, str]
 
@@ -104,3 +119,146 @@ def refuse_parameters(module: LightningModule, *, is_divided: bool) -> None:
         instead="Build a new module and load a checkpoint.",
         sparse="whose norm cannot be computed over ranks",
     )
+
+
+WHOLE = "whole"
+STYLES: tuple[str, ...] = (*get_args(Style), WHOLE)
+"""Values of the mapping."""
+
+
+@dataclass
+class Overrides:
+    """Axes that have to be divided and axes that must not be."""
+
+    forced: list[ShardableDim] = field(default_factory=list)
+    whole: dict[SymbolicDim, str] = field(default_factory=dict)
+    """Reasons why axes are left whole."""
+
+
+def read_wishes(
+    analysis: Analysis, possible: Sequence[ShardableDim], size: int, mapping: Mapping[str, str]
+) -> Overrides:
+    """Find the axes that a user's mapping refers to.
+
+    Args:
+        analysis: Analysis of the model.
+        possible: Axes that can be divided.
+        size: Ranks.
+        mapping: Style by pattern of the names of parameters or modules, ``*`` for any part.
+
+    Raises:
+        ConfigError: If a pattern matches nothing, or something that cannot be divided that way.
+    """
+    wishes = Overrides()
+    for pattern, style in mapping.items():
+        if style not in STYLES:
+            raise ConfigError(
+                f"plan says {style!r} for {pattern!r}. A style is one of {', '.join(STYLES)}."
+            )
+        for names in _matched(analysis, pattern, is_deep=style == WHOLE):
+            if style == WHOLE:
+                wishes.whole.update(
+                    {
+                        each.atom: f"the plan that was given says {WHOLE!r} for {pattern!r}"
+                        for each in possible
+                        if each.parameters & set(names)
+                    }
+                )
+                continue
+            found = _divided(analysis, possible, size, names, style)
+            if isinstance(found, str):
+                raise ConfigError(
+                    f"plan says {style!r} for {pattern!r}, but {names[0]} cannot be divided so: "
+                    f"{found}. Take {pattern!r} out of plan."
+                )
+            if all(each.atom is not found.atom for each in wishes.forced):
+                wishes.forced.append(found)
+    _refuse_both(wishes)
+    return wishes
+
+
+def _matched(analysis: Analysis, pattern: str, *, is_deep: bool) -> list[list[str]]:
+    """Return the first names of matched parameters, grouped by module.
+
+    Args:
+        analysis: Analysis of the model.
+        pattern: Pattern for the name of a parameter or a module.
+        is_deep: Whether a module includes its children, and not only its own parameters.
+    """
+    names = {name: facts.name for facts in analysis.parameters.values() for name in facts.names}
+    exact = [[first] for name, first in names.items() if fnmatchcase(name, pattern)]
+    modules: dict[str, list[str]] = {}
+    for name, first in names.items():
+        owner = name.rpartition(".")[0]
+        around = [*_ancestors(owner)] if is_deep else [owner]
+        if [first] not in exact and any(fnmatchcase(each, pattern) for each in around if each):
+            modules.setdefault(owner, []).append(first)
+    found = [*exact, *modules.values()]
+    if not found:
+        known = [*names, *(name.rpartition(".")[0] for name in names)]
+        close = get_close_matches(pattern, known, n=1)
+        advice = f"Did you mean {close[0]!r}?" if close else f"Names are such as {known[0]!r}."
+        raise ConfigError(f"plan has the pattern {pattern!r}, which matches no parameter. {advice}")
+    return found
+
+
+def _ancestors(module: str) -> Iterator[str]:
+    """Yield a module's name and those of its ancestors."""
+    while module:
+        yield module
+        module = module.rpartition(".")[0]
+
+
+def _divided(
+    analysis: Analysis,
+    possible: Sequence[ShardableDim],
+    size: int,
+    names: Sequence[str],
+    style: str,
+) -> ShardableDim | str:
+    """Return the axis along which one of the parameters is divided in a style, or why not."""
+    for each in possible:
+        if any(m.parameter in names and m.style == style for m in each.members):
+            return each
+    roles = Roles(analysis)
+    whys: dict[str, None] = {}
+    for atom, found in places(analysis).items():
+        here = [each for each in found if each.parameter in names]
+        if not any(roles.style(each.parameter, each.dim, atom) == style for each in here):
+            continue
+        why = why_not(atom, found, roles, size, trusted=_strange(analysis))
+        if not why and _is_outermost(here):
+            return candidate_of(analysis, atom, found, roles)
+        whys.setdefault(why or "it lies inside of something else")
+    return "; ".join(whys) or "the step does not use it so"
+
+
+def _strange(analysis: Analysis) -> frozenset[str]:
+    """Names of operators without a rule: a user who overrides the plan is responsible for them."""
+    return frozenset(name.split(".")[1] for name in analysis.trace.unknown)
+
+
+def _is_outermost(found: Sequence[DimPosition]) -> bool:
+    return all(at == 0 for each in found for at in each.at)
+
+
+def _refuse_both(wishes: Overrides) -> None:
+    for one, other in _pairs(wishes.forced):
+        both = sorted(one.parameters & other.parameters)
+        if both:
+            raise ConfigError(
+                f"plan divides {both[0]} in two dimensions. Take one of the patterns that match it "
+                f"or what it is divided together with out of plan."
+            )
+    for each in wishes.forced:
+        if each.atom in wishes.whole:
+            raise ConfigError(
+                f"plan divides {min(each.parameters)} and leaves something whole that is divided "
+                f"together with it: {', '.join(sorted(each.parameters))}. Give them all one style."
+            )
+
+
+def _pairs(items: Sequence[ShardableDim]) -> Iterator[tuple[ShardableDim, ShardableDim]]:
+    for number, one in enumerate(items):
+        for other in items[number + 1 :]:
+            yield one, other

@@ -29,11 +29,16 @@ from boltmesh.strategies.checkpoint.chunks import DimDivision
 from boltmesh.strategies.deferred_initialization.materialize import own_modules, prepare_modules
 from boltmesh.strategies.dry_run.step import DryRun
 from boltmesh.strategies.tensor.analysis.analyse import Analysis, analyse
-from boltmesh.strategies.tensor.backends import without_replicated
 from boltmesh.strategies.tensor.expected_traffic import OperatorTraffic
 from boltmesh.strategies.tensor.hugging_face import disagreements
 from boltmesh.strategies.tensor.options import TensorOptions
-from boltmesh.strategies.tensor.plan import ShardedParameter, TensorPlan, from_json, to_json
+from boltmesh.strategies.tensor.plan import (
+    ShardedParameter,
+    TensorPlan,
+    from_json,
+    to_json,
+    without_replicated,
+)
 from boltmesh.strategies.tensor.planning import make_plan, with_user_plan
 from boltmesh.strategies.tensor.runtime.apply import AppliedPlan, apply_plan
 from boltmesh.strategies.tensor.runtime.collectives import TensorGroup

@@ -10,16 +10,23 @@ in some models, (q, k, v) outside. A rank keeps its part of every section, so it
 row of sections, with ``count / size`` in place of ``count``. Only the tokens of a vocabulary may be
 divided
 unevenly: the first ranks have one more.
+
+``without_replicated`` and ``without_sequence`` give the rest of a plan if some blocks stay whole.
+``plan_table`` is what telemetry and ``boltmesh plan`` show of it: one row for each kind of
+parameter.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Literal
 
 import msgspec
 
 from boltmesh.errors import ConfigError
+from boltmesh.telemetry.tensor_plan import PlannedBlocks, PlannedParameters, TensorPlanTable
 
 
 @dataclass(frozen=True)
@@ -99,6 +106,10 @@ columns. ``vocabulary``: an embedding or a head; each rank has some tokens. ``ex
 matrices of experts, each divided inside. ``along``: used element by element, or head by head,
 together with something divided.
 """
+
+LossParallel = Literal["auto"] | bool
+"""``True``: what needs whole logits is refused. ``"auto"``: it gathers them, and a note says so.
+``False``: logits are gathered where they are made."""
 
 Backend = Literal["local", "region", "replicated"]
 """How a kind of block runs. ``local``: on plain shards; its code sees their sizes. ``region``: on
@@ -273,3 +284,224 @@ def from_json(text: str | bytes) -> TensorPlan:
         raise ConfigError(
             f"this is no tensor plan: {error}. Make one with to_json(plan)."
         ) from None
+
+
+_ORDER: tuple[Backend, ...] = ("local", "region", "replicated")
+"""In the order in which they are tried; the last one always works."""
+
+OUTSIDE = ""
+"""Name for parameters outside of repeated blocks."""
+
+
+def backend_of(plan: TensorPlan, block: str) -> Backend:
+    """Return a block's backend: that of the first of its kind; ``local`` by default."""
+    return plan.backends.get(plan.kinds.get(block, block), "local")
+
+
+def backends_of_axes(plan: TensorPlan) -> list[Backend]:
+    """Return the backend of each axis.
+
+    Blocks that share an axis, such as those that share T5's position bias, use the same backend:
+    the latest in the order among theirs.
+    """
+    known: dict[str, Backend] = {
+        block: backend_of(plan, block) for axis in plan.axes for block in _blocks(axis.blocks)
+    }
+    is_settled = False
+    while not is_settled:
+        is_settled = True
+        for axis in plan.axes:
+            hardest = _hardest(known[block] for block in _blocks(axis.blocks))
+            for block in _blocks(axis.blocks):
+                if known[block] != hardest:
+                    known[block] = hardest
+                    is_settled = False
+    return [_hardest(known[block] for block in _blocks(axis.blocks)) for axis in plan.axes]
+
+
+def block_of(plan: TensorPlan, name: str) -> str:
+    """Return the block that contains a module or parameter, or ``OUTSIDE``."""
+    known = {block for axis in plan.axes for block in axis.blocks} | plan.kinds.keys()
+    return next((each for each in known if f"{name}.".startswith(f"{each}.")), OUTSIDE)
+
+
+def without_replicated(plan: TensorPlan) -> TensorPlan:
+    """Return the plan without divisions in blocks that stay whole. Axes keep their indices."""
+    backends = backends_of_axes(plan)
+    whole = {index for index, backend in enumerate(backends) if backend == "replicated"}
+    if not whole:
+        return plan
+    blocks = {block for index in whole for block in _blocks(plan.axes[index].blocks)}
+
+    def stays(name: str) -> bool:
+        return block_of(plan, name) not in blocks
+
+    dropped = [each for each in plan.sharded.values() if each.axis in whole]
+    return replace(
+        plan,
+        sharded={name: each for name, each in plan.sharded.items() if each.axis not in whole},
+        whole=plan.whole
+        + tuple(Unsharded(each.name, "its block did not verify") for each in dropped),
+        partial=tuple(filter(stays, plan.partial)),
+        boundaries=tuple(filter(stays, plan.boundaries)),
+        fed=tuple(filter(stays, plan.fed)),
+        local_dropouts=tuple(filter(stays, plan.local_dropouts)),
+        attributes=tuple(each for each in plan.attributes if stays(each.module)),
+        region_axes=tuple(each for each in plan.region_axes if each not in whole),
+    )
+
+
+def without_sequence(plan: TensorPlan) -> TensorPlan:
+    """Return the plan with whole sequences, without the consequences of dividing them."""
+    if plan.sequence is None:
+        return plan
+    return replace(
+        plan,
+        sequence=None,
+        partial=plan.sequence.plain_partial,
+        boundaries=plan.sequence.plain_boundaries,
+        local_dropouts=plan.sequence.plain_local_dropouts,
+    )
+
+
+def _blocks(blocks: tuple[str, ...]) -> tuple[str, ...]:
+    return blocks or (OUTSIDE,)
+
+
+def _hardest(backends: Iterable[Backend]) -> Backend:
+    return max(backends, key=_ORDER.index)
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """Parameters that differ only in the numbers of their blocks."""
+
+    pattern: str
+    """Their names, with ``*`` in place of numbers."""
+    count: int
+    shape: tuple[int, ...]
+    """Full shape of each."""
+    style: str
+    """``whole``, or how it is divided: style, dimension and sections."""
+    why: str
+    rank_bytes: int
+    """Bytes that one rank keeps of all of them."""
+    whole_bytes: int
+    """Bytes of all of them."""
+    collectives: str
+    """Collectives per step that they cause; empty for none."""
+
+
+def rows(plan: TensorPlan) -> tuple[PlanRow, ...]:
+    """Return the rows: divided parameters in the order of the model, then whole ones."""
+    grouped: dict[tuple[object, ...], PlanRow] = {}
+    for each in _single_rows(plan):
+        key = (each.pattern, each.shape, each.style, each.why, each.collectives)
+        known = grouped.get(key)
+        if known is None:
+            grouped[key] = each
+        else:
+            grouped[key] = PlanRow(
+                each.pattern,
+                known.count + 1,
+                each.shape,
+                each.style,
+                each.why,
+                known.rank_bytes + each.rank_bytes,
+                known.whole_bytes + each.whole_bytes,
+                each.collectives,
+            )
+    return tuple(grouped.values())
+
+
+def without_numbers(name: str) -> str:
+    """Replace numbers in dotted names by ``*``."""
+    return re.sub(r"(?<=\.)\d+(?=[.\s;,]|$)|^\d+(?=\.)", "*", name)
+
+
+def _single_rows(plan: TensorPlan) -> Iterator[PlanRow]:
+    for sharded in plan.sharded.values():
+        yield PlanRow(
+            without_numbers(sharded.name),
+            1,
+            sharded.shape,
+            _style(sharded),
+            without_numbers(sharded.why),
+            prod(sharded.local_shape(plan.size)) * sharded.element_bytes,
+            sharded.elements * sharded.element_bytes,
+            _collectives(plan, sharded),
+        )
+    for each in plan.whole:
+        yield PlanRow(
+            without_numbers(each.name),
+            1,
+            each.shape,
+            "whole",
+            without_numbers(each.why),
+            prod(each.shape) * each.element_bytes,
+            prod(each.shape) * each.element_bytes,
+            _collectives_of_whole(plan, each),
+        )
+
+
+def _style(sharded: ShardedParameter) -> str:
+    sections = " + ".join(
+        f"{each.outer}x{each.count}x{each.inner}"
+        if each.outer > 1
+        else f"{each.count}x{each.inner}"
+        for each in sharded.sections
+    )
+    return f"{sharded.style} of dim {sharded.dim}: {sections}"
+
+
+def _collectives(plan: TensorPlan, sharded: ShardedParameter) -> str:
+    if len(sharded.shape) == 1:  # it goes with a matrix
+        return ""
+    module = sharded.name.rpartition(".")[0]
+    if plan.sequence is not None and plan.axes[sharded.axis].blocks:
+        if sharded.style == "row":
+            return "scattered sum forward, gather backward"
+        if module in plan.sequence.fed:
+            return "gather forward, scattered sum backward, once for all of an input"
+    if module in plan.fed:
+        return "its input's gradient is summed further up"
+    return {
+        "column": "sum backward",
+        "row": "sum forward",
+        "expert": "sum forward and backward, once for both matrices",
+        "vocabulary": "a lookup: sum forward; a loss: maximum and sums forward, sum backward",
+    }.get(sharded.style, "")
+
+
+def _collectives_of_whole(plan: TensorPlan, whole: Unsharded) -> str:
+    module = whole.name.rpartition(".")[0]
+    if whole.name in plan.partial:
+        return "sum of its gradient"
+    return "sum backward of what it gives" if module in plan.boundaries else ""
+
+
+def plan_table(plan: TensorPlan) -> TensorPlanTable:
+    """Return the table of a plan, the backends of its blocks, and its notes."""
+    counts = Counter(plan.kinds.values())
+    return TensorPlanTable(
+        size=plan.size,
+        rows=tuple(
+            PlannedParameters(
+                pattern=row.pattern,
+                count=row.count,
+                shape=row.shape,
+                style=row.style,
+                why=row.why,
+                rank_bytes=row.rank_bytes,
+                whole_bytes=row.whole_bytes,
+                collectives=row.collectives,
+            )
+            for row in rows(plan)
+        ),
+        blocks=tuple(
+            # A kind without listed blocks is one block alone, or everything outside of blocks.
+            PlannedBlocks(first, counts.get(first, 1), backend)
+            for first, backend in plan.backends.items()
+        ),
+        notes=tuple(dict.fromkeys(map(without_numbers, plan.notes))),
+    )

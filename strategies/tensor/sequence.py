@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from boltmesh.strategies.tensor.analysis.analyse import Analysis
-from boltmesh.strategies.tensor.analysis.op_rules.elementwise import RANDOM
+from boltmesh.strategies.tensor.analysis.op_rules.arithmetic import RANDOM
 from boltmesh.strategies.tensor.analysis.symbolic_dims import (
     Reason,
     SymbolicDim,

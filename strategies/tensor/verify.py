@@ -25,16 +25,30 @@ from torch.nn import Module, Parameter
 
 from boltmesh.errors import ConfigError
 from boltmesh.strategies.checkpoint.chunks import DimDivision, ElementStretch
-from boltmesh.strategies.dry_run.step import Around, DryRun, DryRunOutcome
+from boltmesh.strategies.dry_run.step import (
+    NUDGE,
+    ROUGH,
+    TOLERANCE,
+    Around,
+    DryRun,
+    DryRunOutcome,
+    difference,
+    full_float32,
+)
 from boltmesh.strategies.pytree import replace_tensors
-from boltmesh.strategies.tensor.backends import OUTSIDE, block_of, without_sequence
-from boltmesh.strategies.tensor.comparison import NUDGE, ROUGH, TOLERANCE, difference
 from boltmesh.strategies.tensor.expected_traffic import CountedGroup, OperatorTraffic
-from boltmesh.strategies.tensor.plan import Backend, ShardedParameter, TensorPlan, runs
+from boltmesh.strategies.tensor.plan import (
+    OUTSIDE,
+    Backend,
+    ShardedParameter,
+    TensorPlan,
+    block_of,
+    runs,
+    without_sequence,
+)
 from boltmesh.strategies.tensor.runtime.apply import apply_plan
 from boltmesh.strategies.tensor.runtime.collectives import TensorGroup
 from boltmesh.strategies.tensor.skip_blocks import blocks_passed, lasts_of, parameters_lent
-from boltmesh.strategies.torch_compat.float32 import full_float32
 
 
 def division_of(entry: ShardedParameter, size: int, rank: int) -> DimDivision:

@@ -2,6 +2,6 @@
 
 ``gather`` collects the host and GPU of every rank of a job (collective over all ranks). ``links``
 describes them: ``RankLocation``, ``Topology``, and the ``Link`` between two GPUs, read from NVML.
-``slow_links`` finds groups of ranks that cross hosts or slow links although a better order exists,
-and formats the warning. The engine calls it once per job, after the groups are made.
+``find_slow_groups`` finds groups of ranks that cross hosts or slow links although a better order
+exists, and formats the warning. The engine calls it once per job, after the groups are made.
 """

@@ -1,8 +1,13 @@
-"""Private parts of tensors: DTensors, fake tensors, subclasses, pytrees, operators."""
+"""Private parts of tensors: DTensors, fake tensors, subclasses, pytrees, operators.
+
+``FakePackedSequences`` packs and pads sequences by operators that also run on tensors without data.
+Torch's own two operators write into memory, and have no version for fake tensors.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor
@@ -17,6 +22,8 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import (
     tree_flatten as tree_flatten,
@@ -33,6 +40,8 @@ from torch.utils._pytree import (
 from torch.utils._pytree import (
     tree_unflatten as tree_unflatten,
 )
+from torch.utils.weak import WeakIdKeyDictionary
+from typing_extensions import override
 
 from boltmesh.errors import ConfigError
 
@@ -116,6 +125,18 @@ def is_equal(tensor: Tensor, other: Tensor) -> bool:
 
 
 _data_uses = 0
+_whole: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""By DTensor, a method that returns the tensor whose ``.data`` stands for that of the DTensor."""
+
+
+def offer_whole(parameter: Tensor, whole: Callable[[Tensor], Tensor | None]) -> None:
+    """Let ``.data`` of a DTensor be that of what a method of an object returns, if not None."""
+    _whole[parameter] = WeakMethod(whole)
+
+
+def _whole_of(tensor: DTensor) -> Tensor | None:
+    find = _whole[tensor]() if tensor in _whole else None
+    return None if find is None else find(tensor)
 
 
 def times_data_was_used() -> int:
@@ -135,6 +156,9 @@ def write_through_data() -> None:
 def _get_data(tensor: DTensor) -> Tensor:
     global _data_uses  # noqa: PLW0603
     _data_uses += 1
+    whole = _whole_of(tensor)
+    if whole is not None:
+        return whole.data
     return Tensor.data.__get__(tensor)  # type: ignore[attr-defined, no-any-return]
 
 
@@ -150,6 +174,10 @@ def _set_data(tensor: DTensor, value: Tensor) -> None:
         )
     mesh, placements = tensor.device_mesh, tensor.placements
     if not isinstance(value, DTensor):
+        whole = _whole_of(tensor)
+        if whole is not None:
+            whole.data = value
+            return
         value = distribute_tensor(value, mesh, placements, src_data_rank=None)
     elif value.placements != placements:
         value = value.redistribute(mesh, placements)
@@ -257,3 +285,57 @@ def functions_unwatched() -> AbstractContextManager[None]:
 def schema_of(operator: OpOverload) -> Any:
     """What an operator takes and gives, and what of that it changes."""
     return operator._schema
+
+
+class FakePackedSequences(TorchFunctionMode):
+    """Mode in which fake tensors can be packed and padded, by lengths that have values."""
+
+    @override
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        run = _BY_NAME.get(getattr(func, "__name__", ""))
+        if run is None or kwargs or not is_fake(args[0]) or is_fake(args[1]):
+            return func(*args, **(kwargs or {}))
+        return run(*args)
+
+
+def _pack(padded: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
+    """Return the rows of all steps, one step after the other, and the number of each step.
+
+    Args:
+        padded: Shape ``(steps, rows, ...)``, or ``(rows, steps, ...)`` with ``batch_first``.
+        lengths: Lengths of the rows, in decreasing order.
+        batch_first: See ``padded``.
+    """
+    steps = padded.transpose(0, 1) if batch_first else padded
+    longest = lengths.tolist()
+    sizes = [sum(length > step for length in longest) for step in range(longest[0])]
+    return torch.cat([steps[step, :size] for step, size in enumerate(sizes)]), torch.tensor(sizes)
+
+
+def _pad(
+    packed: Tensor, sizes: Tensor, batch_first: bool, value: float, num_steps: int
+) -> tuple[Tensor, Tensor]:
+    """Return the padded sequences, and their lengths. The reverse of ``_pack``."""
+    of_steps = sizes.tolist()
+    rows = of_steps[0]
+    parts = [
+        functional.pad(part, (*[0, 0] * (packed.dim() - 1), 0, rows - len(part)), value=value)
+        for part in torch.split(packed, of_steps)
+    ]
+    missing = num_steps - len(parts)
+    parts += [torch.full_like(parts[0], value)] * max(missing, 0)
+    padded = torch.stack(parts)
+    lengths = torch.tensor([sum(size > row for size in of_steps) for row in range(rows)])
+    return padded.transpose(0, 1) if batch_first else padded, lengths
+
+
+_BY_NAME: dict[str, Callable[..., Any]] = {
+    "_pack_padded_sequence": _pack,
+    "_pad_packed_sequence": _pad,
+}

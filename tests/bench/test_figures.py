@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
+from boltmesh.bench.command import as_csv, as_markdown, as_text
 from boltmesh.bench.figures import BenchRun, JobWatch, measure
 from boltmesh.bench.rows import BenchRow, compare_losses
 from boltmesh.bench.running import Ended
-from boltmesh.bench.table import as_csv, as_markdown, as_text
 from boltmesh.telemetry.snapshot import Chunk, CollectiveTotal, Memory, RankSnapshot, StepRecord
 
 

@@ -189,7 +189,8 @@ def measure(rank: int, world_size: int, shape: Shape, rounds: int, steps: int) -
     wanted.backward()
     variants = [Variant(name, whole, shape) for name in ("boltmesh", "transformers", "by hand")]
     counted: dict[str, float] = {}
-    swap: Any = RoutePlan.swap
+    plan_class: Any = RoutePlan
+    swap = plan_class.swap
     sent: list[int] = []
 
     def noted(plan: RoutePlan, tensor: Tensor, sizes: list[int], received: list[int]) -> Tensor:
@@ -198,11 +199,11 @@ def measure(rank: int, world_size: int, shape: Shape, rounds: int, steps: int) -
         return swap(plan, tensor, sizes, received)
 
     for each in variants:
-        RoutePlan.swap = noted  # type: ignore[method-assign]
+        plan_class.swap = noted
         sent.clear()
         loss = each.loss()
         each.rows_sent += sum(sent)
-        RoutePlan.swap = swap  # type: ignore[method-assign]
+        plan_class.swap = swap
         loss.backward()
         torch.testing.assert_close(loss, wanted)
         for name, parameter in each.model.named_parameters():

@@ -7,8 +7,11 @@ import pytest
 
 from boltmesh import cli
 from boltmesh.strategies.pipeline.schedules import registry
-from boltmesh.strategies.pipeline.schedules.bubble import simulate_ideal
-from boltmesh.strategies.pipeline.schedules.registry import schedule_table, schedules
+from boltmesh.strategies.pipeline.schedules.registry import (
+    schedule_table,
+    schedules,
+    simulate_ideal,
+)
 from tests.cli.conftest import ROOT
 
 PAGE = (ROOT / "docs" / "pipeline_schedules.md").read_text(encoding="utf-8")

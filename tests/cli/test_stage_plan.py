@@ -11,7 +11,7 @@ from boltmesh.configs.classes import build
 from boltmesh.configs.load import load
 from boltmesh.plan.stage_model import describe_stages
 from boltmesh.strategies.pipeline.options import PipelineOptions
-from boltmesh.strategies.pipeline.schedules.bubble import closed_form_bubble
+from boltmesh.strategies.pipeline.schedules.registry import closed_form_bubble
 
 PIPELINE = ("pipeline_1f1b", "data.init_args.batch_size=16")
 TINY = ("model.init_args.n_embd=32", "model.init_args.n_layer=6")

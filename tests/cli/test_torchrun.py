@@ -11,7 +11,7 @@ import pytest
 from torch._C._distributed_c10d import HashStore
 
 from boltmesh.errors import RankError
-from boltmesh.strategies.torch_compat.elastic import agree
+from boltmesh.strategies.torch_compat.communication import agree
 from tests.cli.test_run_ranks import TINY, assert_same, boltmesh, checkpoint, fit
 
 ROOT = Path(__file__).parents[2]

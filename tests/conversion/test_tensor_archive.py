@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from boltmesh.conversion.lightning_file import ALIGNMENT_BYTES, write_archive
+from boltmesh.conversion.export_checkpoint import ALIGNMENT_BYTES, write_archive
 from boltmesh.conversion.source import load_value
 from boltmesh.errors import ConfigError
 from boltmesh.strategies.checkpoint.shard_reader import Placeholder

@@ -14,8 +14,7 @@ import pytest
 
 from boltmesh import cli
 from boltmesh.doctor import command, host
-from boltmesh.doctor.command import report_lines
-from boltmesh.doctor.findings import conclude
+from boltmesh.doctor.command import conclude, report_lines
 from boltmesh.doctor.host import Disk, Gpu, Gpus, HostFacts, HostMemory
 from boltmesh.tui.render.style import ASCII, Style
 from tests.tui.fake_nvml import FakeNvml

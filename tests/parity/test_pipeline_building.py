@@ -15,7 +15,7 @@ from boltmesh.check.parity import Problem, trace_layout, trace_one_process
 from boltmesh.strategies.deferred_initialization.deferred import is_deferred
 from boltmesh.strategies.deferred_initialization.materialize import make_values, materialize
 from boltmesh.strategies.pipeline.partition import materialize as stage_materialize
-from boltmesh.strategies.pipeline.stage.absent_params import is_absent
+from boltmesh.strategies.pipeline.stage.units import is_absent
 from boltmesh.strategies.pipeline_parallel import PipelineParallelStrategy
 from tests.parity.test_zero_tiling import Configured, under_deferred_init
 from tests.support.ranks import run_ranks

@@ -11,18 +11,23 @@ from typing import Any
 import pytest
 
 from boltmesh.cli import run_command
+from boltmesh.planner.command import best, strategy_of
 from boltmesh.planner.layout import Layout, groups_of
 from boltmesh.planner.layout_memory import CONTEXT_BYTES, estimate_layout_memory
 from boltmesh.planner.machine import accelerator_named, accelerators, build_cluster
 from boltmesh.planner.rates import default_rates
-from boltmesh.planner.report import best, strategy_of
 from boltmesh.planner.search import FULL, search
 from boltmesh.planner.step_time import StepTimeModel
 from boltmesh.planner.transformer import KNOWN, Transformer, transformer_named
 from boltmesh.strategies import ContextParallelStrategy, Parallel3DStrategy, ZeROStrategy
-from boltmesh.strategies.cost_model.gpt import describe_gpt, size_named
 from boltmesh.strategies.cost_model.memory import estimate_memory
-from boltmesh.strategies.cost_model.model import JobShape, ShardingLayout, widths_of
+from boltmesh.strategies.cost_model.model import (
+    JobShape,
+    ShardingLayout,
+    describe_gpt,
+    size_named,
+    widths_of,
+)
 from boltmesh.strategies.ddp import DDPStrategy
 from boltmesh.strategies.pipeline.schedules.registry import check_schedule
 

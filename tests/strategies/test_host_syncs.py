@@ -52,7 +52,7 @@ STRATEGIES = {
 
 ON_HOST = {
     "pipeline/loss/autograd_nodes.py:_number": "a number of the host; of a device none is asked",
-    "pipeline/grad_handoff.py:add": "asked on the host alone",
+    "pipeline/training.py:add": "asked on the host alone",
     "lightning_compat/launchers.py:_reduce_flags": "flags of signals, over gloo",
     "pipeline/runtime/handshake.py:": "rows that ranks tell each other, over gloo",
     "pipeline/step_report.py:take": "one of these rows",
@@ -75,8 +75,8 @@ ALLOWED = {
     "pipeline/metrics.py:_unpacked": "the author gave a metric a number of Python",
     "pipeline/training.py:_like": "the author's step returned a number of Python",
     "pipeline/merge.py:merge": "the author's step returned a number of Python",
-    "pipeline/loss/loss_weights.py:_refuse_uneven": "several means, compared before they train",
-    "pipeline/loss/log_rules.py:are_alike": "first steps that tell rules of logged keys apart",
+    "pipeline/loss/weights.py:_refuse_uneven": "several means, compared before they train",
+    "pipeline/loss/weights.py:are_alike": "first steps that tell rules of logged keys apart",
 }
 """Places that wait for the device, and why."""
 

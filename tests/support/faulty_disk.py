@@ -5,8 +5,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from boltmesh.strategies.offload.disk.file import FileCalls
-from boltmesh.strategies.offload.disk.swap_file import Swap
+from boltmesh.strategies.offload.disk.swap_file import FileCalls, Swap
 
 Call = Callable[[int, memoryview, int], "int | None"]
 

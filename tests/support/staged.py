@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from boltmesh.strategies.pipeline.partition.cost import units_in_call_order
+from boltmesh.strategies.pipeline.partition.choose import units_in_call_order
 from boltmesh.strategies.pipeline.runtime.stage import ValueSpec
-from boltmesh.strategies.pipeline.stage.absent_params import make_absent
 from boltmesh.strategies.pipeline.stage.plan_cache import StagePlans
 from boltmesh.strategies.pipeline.stage.trace_step import probe
-from boltmesh.strategies.pipeline.stage.units import find_stage_units
+from boltmesh.strategies.pipeline.stage.units import find_stage_units, make_absent
 
 
 def split_evenly(root: Module, step: str, args: tuple[Any, ...], stages: int) -> dict[str, int]:

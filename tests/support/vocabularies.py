@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from boltmesh.strategies.tensor.runtime import vocab_ops as _rules  # noqa: F401
+from boltmesh.strategies.tensor.plan import LossParallel
+from boltmesh.strategies.tensor.runtime import vocab_collective, vocab_local  # noqa: F401
 from boltmesh.strategies.tensor.runtime.collectives import TensorGroup
-from boltmesh.strategies.tensor.runtime.vocab_ranges import LossParallel, Vocabulary
-from boltmesh.strategies.tensor.runtime.vocab_tensor import wrap
+from boltmesh.strategies.tensor.runtime.vocab_tensor import Vocabulary, wrap
 
 
 def tensor_group() -> TensorGroup:

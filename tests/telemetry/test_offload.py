@@ -9,7 +9,7 @@ import torch
 from boltmesh.telemetry import layout
 from boltmesh.telemetry.reader.rank_view import offload_totals
 from boltmesh.telemetry.snapshot import MemoryKind, OffloadTotal
-from boltmesh.telemetry.writer import memory, offload_counter
+from boltmesh.telemetry.writer import communication, memory
 from boltmesh.telemetry.writer.file_records import OffloadRow
 from boltmesh.telemetry.writer.memory import StoredBytes, measure
 from boltmesh.telemetry.writer.null_recorder import NullRecorder
@@ -38,7 +38,7 @@ def clock(monkeypatch):
             return self.milliseconds * 1_000_000
 
     clock = Clock()
-    monkeypatch.setattr(f"{offload_counter.__name__}.time.monotonic_ns", clock)
+    monkeypatch.setattr(f"{communication.__name__}.time.monotonic_ns", clock)
     return clock
 
 

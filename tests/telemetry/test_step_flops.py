@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from boltmesh.telemetry.snapshot import PHASES
 from boltmesh.telemetry.writer.phases import PhaseClock
-from boltmesh.telemetry.writer.step_flops import FlopCounter
+from boltmesh.telemetry.writer.throughput import FlopCounter
 from boltmesh.telemetry.writer.torch_compat.flops import FunctionFlops, can_count
 from tests.support.pipelines import pipeline, quiet_trainer
 from tests.support.ranks import run_ranks

@@ -106,6 +106,6 @@ def _legend(look: Style, loads: Sequence[LayerLoad]) -> Line:
     for text, level in (("0 ", 0.0), ("  half ", 0.25), ("  even ", 0.5), ("  2x ", 1.0)):
         line.add(text, "muted").add(*_shade(level, look))
     dropped, rows = (sum(each.dropped for each in loads), sum(sum(each.rows) for each in loads))
-    if dropped:
+    if rows and dropped:
         return line.add(f"    {dropped / rows:.1%} of the rows dropped: experts were full", "warn")
     return line.add("    no row is dropped: each is sent to its experts", "muted")

@@ -2,7 +2,7 @@
 
 ``recorder`` is what the engine calls (``null_recorder`` if telemetry is off, ``fail_safe`` after a
 failure). It writes ``rank_file`` from what the others count: ``phases``, ``throughput``,
-``memory``, ``communication`` (every collective, by the hook in ``torch_compat``),
-``offload_counter``, ``device``. ``register`` creates the job's folder, ``nodes`` exchanges
-summaries between hosts.
+``memory``, ``communication`` (every collective, by the hook in ``torch_compat``; what is
+offloaded), ``device``. ``register`` creates the job's folder, ``nodes`` exchanges summaries between
+hosts.
 """

@@ -35,12 +35,11 @@ from boltmesh.telemetry.snapshot import (
 from boltmesh.telemetry.tensor_plan import TensorPlanTable
 from boltmesh.telemetry.traffic import ExpectedTraffic
 from boltmesh.telemetry.writer import device as devices
-from boltmesh.telemetry.writer.communication import CommunicationCounter
+from boltmesh.telemetry.writer.communication import CommunicationCounter, OffloadCounter
 from boltmesh.telemetry.writer.expert_counter import ExpertCounter
 from boltmesh.telemetry.writer.fail_safe import guarded, warn_off
 from boltmesh.telemetry.writer.memory import MemorySampler, TensorsByKind
 from boltmesh.telemetry.writer.null_recorder import NullRecorder
-from boltmesh.telemetry.writer.offload_counter import OffloadCounter
 from boltmesh.telemetry.writer.output import keep_output
 from boltmesh.telemetry.writer.phases import (
     CHECKPOINT,
@@ -54,8 +53,8 @@ from boltmesh.telemetry.writer.phases import (
 from boltmesh.telemetry.writer.rank_file import RankFile
 from boltmesh.telemetry.writer.register import introduce, open_file, open_host
 from boltmesh.telemetry.writer.status_line import StatusLine
-from boltmesh.telemetry.writer.step_flops import BatchFlops, FlopCounter
 from boltmesh.telemetry.writer.step_queue import EndedStep, StepQueue
+from boltmesh.telemetry.writer.throughput import BatchFlops, FlopCounter
 from boltmesh.telemetry.writer.torch_compat.hook import COLLECTIVES
 
 if TYPE_CHECKING:

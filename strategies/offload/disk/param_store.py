@@ -11,12 +11,10 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from boltmesh.strategies.offload.access_trace import AccessTrace
-from boltmesh.strategies.offload.disk.file import Extent
-from boltmesh.strategies.offload.disk.swap_file import Swap
+from boltmesh.strategies.offload.disk.swap_file import Extent, Swap
 from boltmesh.strategies.offload.disk.transfer import Ticket, TransferWaiter
 from boltmesh.strategies.offload.host_memory import RangeAllocator, allocate_host, round_up
-from boltmesh.strategies.offload.store_api import ParameterStore
+from boltmesh.strategies.offload.store_api import AccessTrace, ParameterStore
 from boltmesh.strategies.offload.streams import DeviceCopy, copy_stream
 
 

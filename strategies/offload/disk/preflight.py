@@ -16,8 +16,7 @@ from torch.nn import Parameter
 
 from boltmesh.file_system import IN_MEMORY, file_system_of
 from boltmesh.lightning_import import logger
-from boltmesh.strategies.offload.disk.file import Extent
-from boltmesh.strategies.offload.disk.swap_file import Swap
+from boltmesh.strategies.offload.disk.swap_file import Extent, Swap
 from boltmesh.strategies.offload.disk.transfer import BLOCK_BYTES, Ticket
 from boltmesh.strategies.offload.host_memory import (
     PAGE_BYTES,

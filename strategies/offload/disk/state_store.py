@@ -10,8 +10,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from boltmesh.errors import OffloadError
-from boltmesh.strategies.offload.disk.file import Extent
-from boltmesh.strategies.offload.disk.swap_file import Swap
+from boltmesh.strategies.offload.disk.swap_file import Extent, Swap
 from boltmesh.strategies.offload.disk.transfer import Ticket, TransferWaiter
 from boltmesh.strategies.offload.host_memory import allocate_host, round_up
 from boltmesh.strategies.offload.store_api import StateStore

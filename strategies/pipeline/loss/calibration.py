@@ -29,7 +29,6 @@ from torch.nn import Parameter
 
 from boltmesh.errors import ConfigError
 from boltmesh.strategies.pipeline.loss.autograd_nodes import Factor, plain_name
-from boltmesh.strategies.pipeline.loss.loss_weights import StepWeights
 from boltmesh.strategies.pipeline.loss.reduction import (
     BatchLossError,
     Form,
@@ -51,11 +50,12 @@ from boltmesh.strategies.pipeline.loss.trial import (
     TrialPart,
     TrialRows,
     gradients_of,
+    narrowed,
     run_cuts,
     run_whole,
     windows,
 )
-from boltmesh.strategies.pipeline.loss.trial_values import narrowed
+from boltmesh.strategies.pipeline.loss.weights import StepWeights
 
 _TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-3}
 _ROUGH = 5e-2

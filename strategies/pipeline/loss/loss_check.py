@@ -13,7 +13,15 @@ import torch
 from torch import Tensor
 
 from boltmesh.strategies.pipeline.loss.calibration import LossProof, prove
-from boltmesh.strategies.pipeline.loss.log_rules import (
+from boltmesh.strategies.pipeline.loss.reduction import (
+    BatchLossError,
+    Form,
+    OtherFormError,
+    Term,
+    read,
+)
+from boltmesh.strategies.pipeline.loss.trial import Trial, TrialPart, TrialRows
+from boltmesh.strategies.pipeline.loss.weights import (
     RETURNED,
     Key,
     LogRule,
@@ -23,14 +31,6 @@ from boltmesh.strategies.pipeline.loss.log_rules import (
     rules,
     usual_rule,
 )
-from boltmesh.strategies.pipeline.loss.reduction import (
-    BatchLossError,
-    Form,
-    OtherFormError,
-    Term,
-    read,
-)
-from boltmesh.strategies.pipeline.loss.trial import Trial, TrialPart, TrialRows
 
 MOST_TRIES = 8
 """Batches on which a key or a divisor is tried that none of them decides."""

@@ -1,18 +1,290 @@
-"""Chooses the cut of a model: as the user says, or balanced within the memory of the ranks."""
+"""Chooses the cut of a model: as the user says, or balanced within the memory of the ranks.
+
+``measure_units`` times what each unit takes for one microbatch, on the device where it will run.
+"""
 
 import math
+import statistics
+import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.nn import Module
 
 from boltmesh.errors import ConfigError
+from boltmesh.strategies.dry_run.no_side_effects import modules_unchanged, random_state_unchanged
 from boltmesh.strategies.pipeline.options import Split
-from boltmesh.strategies.pipeline.partition.cost import UnitUse
+from boltmesh.strategies.pipeline.partition.materialize import DeferredModel
 from boltmesh.strategies.pipeline.partition.split import UnitCost, balanced_split, named_split
+from boltmesh.strategies.pipeline.stage.trace import StepTrace, TensorSpec, place_of
+from boltmesh.strategies.pipeline.stage.trace_step import LOGGING, without_weight_cache
+from boltmesh.strategies.pipeline.stage.unit_outputs import key_of
+from boltmesh.strategies.pipeline.stage.units import ReplacedForwards
+from boltmesh.strategies.pytree import is_constant, replace_tensors, tensors_in
+from boltmesh.strategies.random_state import seed_random_state
+
+
+@dataclass(frozen=True)
+class UnitUse:
+    """One unit of a model, as one step on one batch uses it."""
+
+    name: str
+    num_parameters: int
+    """Its own and those that it shares with other units."""
+    parameter_bytes: int
+    flops: int
+    """Floating point operations of its forward calls, as torch counts them."""
+    is_called: bool
+    """Whether this step calls it at all; another batch may."""
+    trained_bytes: int = 0
+    """Of its parameters that get a gradient."""
+    kept_bytes: int | None = None
+    """What autograd keeps of one call of the step, up to the next unit; None where nobody noted."""
+
+
+def units_in_call_order(trace: StepTrace, units: Mapping[str, Module]) -> tuple[UnitUse, ...]:
+    """Return all units, in the order in which the step first calls them.
+
+    Units that it does not call stand behind the one that precedes them in the model: layers that a
+    batch skips stay among their neighbours.
+
+    Args:
+        trace: One run of the step, probed with ``counts_flops=True``.
+        units: All units by name, in the order of the model.
+    """
+    events = trace.unit_events()
+    order = list(dict.fromkeys(trace.events[event].name for event in events))
+    called = set(order)
+    previous: str | None = None
+    for name in units:
+        if name not in called:
+            order.insert(0 if previous is None else order.index(previous) + 1, name)
+        previous = name
+    return tuple(
+        UnitUse(
+            name=name,
+            num_parameters=sum(each.numel() for each in units[name].parameters()),
+            parameter_bytes=sum(
+                each.numel() * each.element_size() for each in units[name].parameters()
+            ),
+            flops=trace.flops.get(name, 0),
+            is_called=name in called,
+            trained_bytes=sum(
+                each.nbytes for each in units[name].parameters() if each.requires_grad
+            ),
+            kept_bytes=sum(trace.kept.get(name, {}).values()) if trace.kept else None,
+        )
+        for name in order
+    )
+
+
+def kept_by_stage(trace: StepTrace, stage_of_unit: Mapping[str, int]) -> tuple[int, ...] | None:
+    """Return the bytes that each stage keeps of one microbatch, from its forward to its backward.
+
+    That is what autograd saves, without parameters and the batch, and what the stage received, also
+    where it only hands it on. None where nobody noted it.
+
+    Args:
+        trace: One run of the step, probed with ``notes_kept=True``.
+        stage_of_unit: The stage of each unit, from 0 without gaps.
+    """
+    if not trace.kept:
+        return None
+    kept: list[dict[int, int]] = [{} for _ in range(max(stage_of_unit.values()) + 1)]
+    for name, storages in trace.kept.items():
+        kept[stage_of_unit.get(name, 0)].update(storages)
+    first_call: dict[int, int] = {}
+    for event in trace.unit_events():
+        first_call.setdefault(stage_of_unit[trace.events[event].name], event)
+    for stage, begin in first_call.items():
+        for value in trace.values:
+            if stage and value.made_at < begin and any(use >= begin for use in value.uses):
+                kept[stage].setdefault(value.storage, _bytes(value.spec))
+    return tuple(sum(each.values()) for each in kept)
+
+
+def units_in_model_order(units: Mapping[str, Module]) -> tuple[UnitUse, ...]:
+    """Return all units as the model has them, where no step can tell how it calls them."""
+    return tuple(
+        UnitUse(
+            name=name,
+            num_parameters=sum(each.numel() for each in unit.parameters()),
+            parameter_bytes=sum(each.numel() * each.element_size() for each in unit.parameters()),
+            flops=0,
+            is_called=True,
+        )
+        for name, unit in units.items()
+    )
+
+
+def _bytes(leaf: object) -> int:
+    if not isinstance(leaf, TensorSpec):
+        return 0
+    return math.prod(leaf.shape) * leaf.dtype.itemsize
+
+
+WARMED, TIMED = 2, 5
+"""How often each unit runs forward and backward before its times count, and how often they do."""
+
+
+def measure_units(
+    root: Module,
+    units: Mapping[str, Module],
+    step: str,
+    args: tuple[Any, ...],
+    *,
+    seed: int,
+    device: torch.device,
+    unmade: DeferredModel,
+) -> dict[str, float]:
+    """Return the seconds of forward and backward pass by unit; of calls that differ, their sum.
+
+    The step runs once on the values of a batch; each unit is made, brought to the device, timed and
+    brought back in its turn, so that no more than one is there at once. Units that are made alike
+    and get inputs of the same shapes count with the median of all of their times. Nothing
+    of the model or of the generators of random numbers has changed afterwards.
+
+    Args:
+        root: The whole model, on the CPU.
+        units: What is timed, by name.
+        step: The method that runs them, such as ``training_step``.
+        args: What it is called with.
+        seed: What its random numbers start from.
+        device: Where the model will run.
+        unmade: What of it does not exist yet.
+
+    Raises:
+        ConfigError: When the step fails.
+    """
+    timer = _Timer(units, device, unmade)
+    with ExitStack() as stack:
+        stack.enter_context(modules_unchanged(root.modules()))
+        stack.enter_context(_buffers_unchanged(root))
+        stack.enter_context(random_state_unchanged(device))
+        stack.enter_context(without_weight_cache())
+        forwards = {name: partial(timer.call, name, unit.forward) for name, unit in units.items()}
+        stack.enter_context(ReplacedForwards(units, forwards))
+        for name in LOGGING:
+            if hasattr(root, name):
+                vars(root)[name] = _log_nothing
+        seed_random_state(seed)
+        stack.enter_context(torch.no_grad())
+        try:
+            getattr(root, step)(*args)
+        except Exception as error:
+            raise ConfigError(
+                f"split='measured' runs {step} once before the training, which failed: {error} "
+                f"({place_of(error)}). Use split='auto', which runs nothing."
+            ) from error
+    return timer.seconds()
+
+
+class _Timer:
+    """Runs units in the place of their calls, and remembers how long they take."""
+
+    def __init__(
+        self, units: Mapping[str, Module], device: torch.device, unmade: DeferredModel
+    ) -> None:
+        self._units = units
+        self._device = device
+        self._unmade = unmade
+        self._is_inside = False
+        self._calls: dict[str, list[Hashable]] = {name: [] for name in units}
+        """By unit the kind of each of its calls."""
+        self._times: dict[Hashable, list[float]] = {}
+        """By kind of call, seconds."""
+
+    def seconds(self) -> dict[str, float]:
+        """Return the seconds of all calls of each unit."""
+        medians = {kind: statistics.median(times) for kind, times in self._times.items()}
+        return {name: sum(medians[kind] for kind in kinds) for name, kinds in self._calls.items()}
+
+    def call(self, name: str, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Time a call of a unit and return what it gives."""
+        if self._is_inside:
+            return forward(*args, **kwargs)
+        unit = self._units[name]
+        given = key_of("", (args, kwargs)) or (name, len(self._calls[name]))
+        kind = _kind(unit), given
+        self._calls[name].append(kind)
+        self._is_inside = True
+        try:
+            with self._unmade.made_for_now(unit):
+                unit.to(self._device)
+                try:
+                    for number in range(WARMED + TIMED):
+                        took, result = self._run(unit, forward, args, kwargs)
+                        if number >= WARMED:
+                            self._times.setdefault(kind, []).append(took)
+                finally:
+                    unit.to("cpu")
+        finally:
+            self._is_inside = False
+        return replace_tensors(result, lambda each: each.detach().to("cpu"))
+
+    def _run(
+        self, unit: Module, forward: Callable[..., Any], args: Any, kwargs: Any
+    ) -> tuple[float, Any]:
+        leaves: list[Tensor] = [each for each in unit.parameters() if each.requires_grad]
+
+        def given(tensor: Tensor) -> Tensor:
+            moved = tensor.detach().to(self._device)
+            if not (tensor.is_floating_point() or tensor.is_complex()):
+                return moved
+            leaves.append(moved.requires_grad_())
+            return moved.clone()  # which the unit may change in place
+
+        with torch.enable_grad():
+            args, kwargs = replace_tensors((args, kwargs), given)
+            start = self._now()
+            result = forward(*args, **kwargs)
+            outputs = [each for each in tensors_in(result) if each.requires_grad]
+            if outputs:
+                gradients = [torch.ones_like(each) for each in outputs]
+                torch.autograd.grad(outputs, leaves, gradients, allow_unused=True)
+            return self._now() - start, result
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.monotonic_ns() / 1e9
+
+
+@contextmanager
+def _buffers_unchanged(root: Module) -> Iterator[None]:
+    """Give buffers their values back, also where batch norm wrote them unseen by torch."""
+    before = [(each, each.clone()) for each in root.buffers() if 0 not in each.stride()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in before:
+                buffer.copy_(value)
+
+
+def _kind(unit: Module) -> Hashable:
+    """Return what makes units one of a kind: class, shapes, and numbers that they were made by."""
+    return tuple(
+        (
+            type(each),
+            tuple((key, value) for key, value in vars(each).items() if is_constant(value)),
+            tuple((one.shape, one.requires_grad) for one in each.parameters(recurse=False)),
+        )
+        for each in unit.modules()
+    )
+
+
+def _log_nothing(*_: Any, **__: Any) -> None:
+    """What the step logs while it is timed is nobody's."""
+
 
 COPIES_OF_TRAINED = 3
 """Beside a parameter that is trained: its gradient and Adam's two moments."""

@@ -21,8 +21,12 @@ from boltmesh.strategies.deferred_initialization.materialize import (
     own_tensors,
 )
 from boltmesh.strategies.offload.host_memory import give_back_free_memory
-from boltmesh.strategies.pipeline.stage.absent_params import absent_like, is_absent, make_absent
-from boltmesh.strategies.pipeline.stage.units import find_stage_units
+from boltmesh.strategies.pipeline.stage.units import (
+    absent_like,
+    find_stage_units,
+    is_absent,
+    make_absent,
+)
 
 _CPU = torch.device("cpu")
 """Where models are constructed, and looked at with a batch from the loader."""

@@ -17,12 +17,13 @@ from torch.distributed import ProcessGroup
 from torch.nn import Module
 
 from boltmesh.errors import ConfigError
-from boltmesh.strategies.dry_run.broadcast import broadcast_from_rank0
 from boltmesh.strategies.pipeline.options import PipelineContext, Silent, Split
-from boltmesh.strategies.pipeline.partition.choose import MemoryBudget, cut_units, unit_cost
-from boltmesh.strategies.pipeline.partition.cost import (
+from boltmesh.strategies.pipeline.partition.choose import (
+    MemoryBudget,
+    cut_units,
     kept_by_stage,
     measure_units,
+    unit_cost,
     units_in_call_order,
     units_in_model_order,
 )
@@ -33,6 +34,7 @@ from boltmesh.strategies.pipeline.stage.plan_cache import StagePlans
 from boltmesh.strategies.pipeline.stage.trace import StepTrace
 from boltmesh.strategies.pipeline.stage.trace_step import probe
 from boltmesh.strategies.pipeline.stage.units import find_stage_units
+from boltmesh.strategies.random_state import broadcast_from_rank0
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 ``units`` finds the modules that a stage runs as a whole. ``trace_step`` runs the step once on fake
 tensors: ``fake_unit`` gives the outputs of units, ``trace_mode`` watches the code between them,
 ``data_dependent_ops`` refuses reads of values, and ``trace`` is the result. ``cut`` divides a trace
-into stages, ``stage_run`` runs the step as one of them, with ``absent_params`` in place of other
-stages' parameters and ``rng`` for equal random numbers. ``plan_cache`` keeps the result for each
-batch signature.
+into stages, ``stage_run`` runs the step as one of them, with absent parameters in place of other
+stages' and ``rng`` for equal random numbers. ``plan_cache`` keeps the result for each batch
+signature.
 """

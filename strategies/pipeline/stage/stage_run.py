@@ -15,7 +15,7 @@ gets what one process gets, whatever the step computes of them: no rule has to b
 put a number together that was taken of parts.
 
 The values must not come from a part of the batch in another order than the tail expects
-(``joining.py``). And where code between units draws random numbers before the tail begins, the
+(``merge.py``). And where code between units draws random numbers before the tail begins, the
 tail draws them again when it is run: only with the seed and the shapes of the first time are
 they the same, so such a batch is not divided.
 """

@@ -25,8 +25,13 @@ from boltmesh.strategies.dry_run.no_side_effects import (
 )
 from boltmesh.strategies.pipeline.stage.fake_unit import FakeCall, run_on_fakes
 from boltmesh.strategies.pipeline.stage.rng import host_random_state
-from boltmesh.strategies.pipeline.stage.saved_tensors import SavedTensorWatch
-from boltmesh.strategies.pipeline.stage.trace import NO_EVENT, MetricTrace, StepTrace, UnitOutput
+from boltmesh.strategies.pipeline.stage.trace import (
+    NO_EVENT,
+    MetricTrace,
+    SavedTensorWatch,
+    StepTrace,
+    UnitOutput,
+)
 from boltmesh.strategies.pipeline.stage.trace_mode import BetweenUnitsTracer
 from boltmesh.strategies.pipeline.stage.unit_outputs import (
     FirstCall,

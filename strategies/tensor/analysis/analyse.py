@@ -13,17 +13,17 @@ from torch import Tensor
 from torch.nn import Module, MultiheadAttention, Parameter
 from typing_extensions import override
 
-from boltmesh.strategies.tensor.analysis.op_rules import elementwise, indexing, products, views
+from boltmesh.strategies.tensor.analysis.op_rules import arithmetic, movement
 from boltmesh.strategies.tensor.analysis.op_rules.rule import RULES, OperatorCall
 from boltmesh.strategies.tensor.analysis.symbolic_dims import Dim
 from boltmesh.strategies.tensor.analysis.trace import DimTrace, OperatorRecord, of_parameters
 from boltmesh.strategies.torch_compat.autograd import is_in_backward
 from boltmesh.strategies.torch_compat.modules import swapped_state
-from boltmesh.strategies.torch_compat.packed_sequences import FakePackedSequences
 from boltmesh.strategies.torch_compat.tensors import (
     GROUPED_PRODUCT,
     NEEDS_DATA,
     DispatchMode,
+    FakePackedSequences,
     FakeTensorMode,
     OpOverload,
     fake_tensors,
@@ -35,7 +35,7 @@ from boltmesh.strategies.torch_compat.tensors import (
     written_or_viewed,
 )
 
-_FAMILIES = (products, indexing, indexing, elementwise, elementwise, products, elementwise, views)
+_FAMILIES = (arithmetic, movement)
 """Loaded, they have put their rules into the table."""
 
 _VIEWS = frozenset({
@@ -104,7 +104,7 @@ class AnalysisMode(DispatchMode):
     def _apply(self, func: OpOverload, call: OperatorCall) -> None:
         rule = RULES.get(call.name)
         if rule is None and torch.Tag.pointwise in func.tags and call.outputs:
-            rule = elementwise.pointwise
+            rule = arithmetic.pointwise
         if rule is None:
             self.trace.unknown[str(func)] += 1
             call.forget()

@@ -2,11 +2,10 @@
 
 ``apply`` replaces parameters by shards (``param_swap``) and wraps modules by the backend of their
 block: ``plain_shards`` for ``local``, ``dtensor`` (with ``fused_output``) for ``region``.
-``boundaries`` sums activations and gradients of a block with ``collectives``; ``attention``
-replaces ``nn.MultiheadAttention``, ``dropout`` draws random numbers per rank, ``sequence`` and
-``stacks`` divide the sequence between blocks. ``signatures`` verifies calls of blocks that are
-unlike those of the first batch.
+``boundaries`` sums activations and gradients of a block with ``collectives``; ``dropout`` draws
+random numbers per rank, ``sequence`` divides the sequence between blocks. ``signatures`` verifies
+calls of blocks that are unlike those of the first batch.
 
-``vocab_modules``, ``vocab_ranges``, ``vocab_tensor``, ``vocab_softmax`` and ``vocab_ops`` keep
-logits divided over the vocabulary up to the loss.
+``vocab_modules`` keeps logits divided over the vocabulary up to the loss, as a ``vocab_tensor``;
+``vocab_local`` and ``vocab_collective`` are torch's functions on it, with ``vocab_softmax``.
 """

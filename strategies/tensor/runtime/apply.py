@@ -16,14 +16,17 @@ from torch.nn import Module, Parameter
 
 from boltmesh.errors import LayoutError
 from boltmesh.strategies.blocks import has_forward
-from boltmesh.strategies.tensor.backends import (
+from boltmesh.strategies.tensor.plan import (
     OUTSIDE,
+    LossParallel,
+    ShardedParameter,
+    SizeAttribute,
+    Style,
+    TensorPlan,
     backends_of_axes,
     block_of,
     without_replicated,
 )
-from boltmesh.strategies.tensor.plan import ShardedParameter, SizeAttribute, Style, TensorPlan
-from boltmesh.strategies.tensor.runtime.attention import Heads
 from boltmesh.strategies.tensor.runtime.boundaries import (
     BlockBoundary,
     BlockScope,
@@ -48,13 +51,11 @@ from boltmesh.strategies.tensor.runtime.param_swap import (
     join_shards,
     shard_parameters,
 )
-from boltmesh.strategies.tensor.runtime.plain_shards import Column, ColumnRow, Row
-from boltmesh.strategies.tensor.runtime.sequence import SequenceParts
+from boltmesh.strategies.tensor.runtime.plain_shards import Column, ColumnRow, Heads, Row
+from boltmesh.strategies.tensor.runtime.sequence import SequenceParts, Stacks
 from boltmesh.strategies.tensor.runtime.signatures import Signature, SignatureGuard, Verified
-from boltmesh.strategies.tensor.runtime.stacks import Stacks
 from boltmesh.strategies.tensor.runtime.vocab_modules import divide_vocabularies, left_whole
-from boltmesh.strategies.tensor.runtime.vocab_ranges import LossParallel, Vocabulary
-from boltmesh.strategies.tensor.runtime.vocab_tensor import gathered
+from boltmesh.strategies.tensor.runtime.vocab_tensor import Vocabulary, gathered
 
 
 @dataclass(frozen=True)

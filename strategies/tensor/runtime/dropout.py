@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import Module
 from typing_extensions import Self
 
-from boltmesh.strategies.deferred_initialization.operator_effects import default_generator
+from boltmesh.strategies.deferred_initialization.recording import default_generator
 from boltmesh.strategies.tensor.runtime.collectives import TensorGroup
 from boltmesh.strategies.tensor.runtime.param_swap import Around, Changes
 

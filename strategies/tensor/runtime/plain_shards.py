@@ -1,26 +1,43 @@
-"""Runs the modules around matrix products on plain shards, as Megatron-LM does.
+"""Runs modules on plain shards: those around matrix products, and ``nn.MultiheadAttention``.
 
 A *column* module's outputs are divided, a *row* module's inputs; what lies between works on this
 rank's part alone and sees its sizes. A module that holds both, such as stacked experts, is entered
 and left as one.
 
+``Heads`` is for ``nn.MultiheadAttention``. Torch's own function takes the fused projection as one
+argument and checks its shape against the input's, so it cannot run on a part. Here the same is
+computed from the same parameters under the same names: the projections are this rank's heads,
+``out_proj`` is a row module that is called, and arguments mean what they mean to torch.
+
 Source: Megatron-LM, Shoeybi et al. 2019, section 3, https://arxiv.org/abs/1909.08053
 """
 
-from typing import Any
+import math
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import Module
+from torch.nn import Module, MultiheadAttention, TransformerEncoder
+from torch.nn import functional as F
 
 from boltmesh.errors import LayoutError
 from boltmesh.strategies.tensor.runtime.boundaries import BlockBoundary
+from boltmesh.strategies.tensor.runtime.collectives import (
+    TensorGroup,
+    gather_parts,
+    reduce_sum,
+    take_part,
+)
+from boltmesh.strategies.tensor.runtime.dropout import Draws
 from boltmesh.strategies.tensor.runtime.param_swap import (
     Around,
+    Changes,
     in_place_of,
     map_floats,
     own_parameters,
 )
+from boltmesh.strategies.torch_compat.modules import refuse_fused_attention
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -108,3 +125,181 @@ class ColumnRow:
         """Run the module."""
         args, kwargs = map_floats(self._border.enter, (args, kwargs))
         return map_floats(self._border.leave, forward(*args, **kwargs))
+
+
+@dataclass(frozen=True)
+class _AttentionCall:
+    """The arguments of one call, batch first, sequence next."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    key_padding_mask: Tensor | None
+    attn_mask: Tensor | None
+    is_causal: bool
+    need_weights: bool
+    average_attn_weights: bool
+
+
+class Heads:
+    """Around the forward of a ``MultiheadAttention`` whose projections are divided by heads."""
+
+    def __init__(
+        self, module: MultiheadAttention, border: BlockBoundary, group: TensorGroup, draws: Draws
+    ) -> None:
+        self._module = module
+        self._border = border
+        self._group = group
+        self._draws = draws
+
+    def put_on(self, root: Module, changes: Changes) -> None:
+        """Take the place of the module's forward, and keep torch's fused kernels away from it.
+
+        In evaluation, its encoder would make nested tensors for them.
+        """
+        for each in root.modules():
+            if isinstance(each, TransformerEncoder) and self._module in set(each.modules()):
+                changes.set(each, "use_nested_tensor", value=False)
+        refuse_fused_attention(self._module, changes.set)
+        changes.wrap(self._module, self)
+
+    def __call__(
+        self,
+        forward: Around,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run the module."""
+        module = self._module
+        if is_causal and attn_mask is None:
+            raise RuntimeError("Need attn_mask if specifying the is_causal hint.")
+        is_batched = query.dim() == 3
+        query, key, value = (self._border.enter(each) for each in (query, key, value))
+        if not is_batched:
+            query, key, value = (each.unsqueeze(0) for each in (query, key, value))
+            key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
+        elif not module.batch_first:
+            query, key, value = (each.transpose(0, 1) for each in (query, key, value))
+        out, weights = self._attend(
+            _AttentionCall(
+                query,
+                key,
+                value,
+                key_padding_mask,
+                attn_mask,
+                is_causal,
+                need_weights,
+                average_attn_weights,
+            )
+        )
+        if not is_batched:
+            return out.squeeze(0), None if weights is None else weights.squeeze(0)
+        return out if module.batch_first else out.transpose(0, 1), weights
+
+    def _attend(self, call: _AttentionCall) -> tuple[Tensor, Tensor | None]:
+        query, key, value = self._projected(call)
+        mask = self._mask(call, query)
+        added = 0
+        for bias, name in ((self._module.bias_k, "key"), (self._module.bias_v, "value")):
+            if bias is not None:
+                row = self._heads(bias.expand(call.query.shape[0], 1, -1).to(query.dtype))
+                if name == "key":
+                    key, added = torch.cat([key, row], 2), added + 1
+                else:
+                    value = torch.cat([value, row], 2)
+        if self._module.add_zero_attn:
+            key, value = (F.pad(each, (0, 0, 0, 1)) for each in (key, value))
+            added += 1
+        if mask is not None and added:
+            mask = F.pad(mask, (0, added))
+        dropout = self._module.dropout if self._module.training else 0.0
+        with self._draws.own():
+            if call.need_weights:
+                attended, weights = _with_weights(query, key, value, mask, dropout)
+            else:
+                is_causal = call.is_causal and mask is None
+                attended, weights = (
+                    F.scaled_dot_product_attention(query, key, value, mask, dropout, is_causal),
+                    None,
+                )
+        out = self._module.out_proj(attended.transpose(1, 2).flatten(2))
+        return out, self._shown(weights, call)
+
+    def _projected(self, call: _AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of this rank's heads, ``(batch, heads, length, channels)``."""
+        module = self._module
+        fused = cast("Tensor | None", module.in_proj_weight)
+        bias = cast("Tensor | None", module.in_proj_bias)
+        if fused is not None and call.query is call.key is call.value:
+            query, key, value = F.linear(call.query, fused, bias).chunk(3, -1)
+            return self._heads(query), self._heads(key), self._heads(value)
+        if fused is not None:
+            weights = fused.chunk(3)
+        else:
+            weights = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
+        biases = (None, None, None) if bias is None else bias.chunk(3)
+        query, key, value = (
+            F.linear(each, weight, own)
+            for each, weight, own in zip(
+                (call.query, call.key, call.value), weights, biases, strict=True
+            )
+        )
+        return self._heads(query), self._heads(key), self._heads(value)
+
+    def _heads(self, projected: Tensor) -> Tensor:
+        heads = projected.view(*projected.shape[:-1], -1, self._module.head_dim)
+        return heads.transpose(1, 2)
+
+    def _mask(self, call: _AttentionCall, query: Tensor) -> Tensor | None:
+        """What is added to the scores of this rank's heads, broadcast against them; or None."""
+        mask = call.attn_mask
+        if mask is not None and call.is_causal and not self._needs_mask(call):
+            return None
+        added = None if mask is None else _additive(mask, query.dtype)
+        if added is not None and added.dim() == 3:
+            added = added.view(call.query.shape[0], self._module.num_heads, *added.shape[1:])
+            if added.requires_grad:
+                added = take_part(added, self._group, 1)
+            else:
+                added = added.chunk(self._group.size, 1)[self._group.rank]
+        elif added is not None:
+            added = self._border.enter(added)
+        if call.key_padding_mask is not None:
+            padding = _additive(call.key_padding_mask, query.dtype)[:, None, None, :]
+            added = padding if added is None else added + padding
+        return added
+
+    @staticmethod
+    def _needs_mask(call: _AttentionCall) -> bool:
+        """Torch takes the hint for the mask where nothing else has to be added to it."""
+        return call.key_padding_mask is not None or call.need_weights
+
+    def _shown(self, weights: Tensor | None, call: _AttentionCall) -> Tensor | None:
+        """The weights of all heads, or their mean. Collective where they are asked for."""
+        if weights is None:
+            return None
+        if call.average_attn_weights:
+            return reduce_sum(weights.mean(1) / self._group.size, self._group)
+        return gather_parts(weights, self._group, 1)
+
+
+def _with_weights(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float
+) -> tuple[Tensor, Tensor]:
+    scores = query * math.sqrt(1.0 / query.shape[-1]) @ key.transpose(-2, -1)
+    weights = F.softmax(scores if mask is None else scores + mask, dim=-1)
+    if dropout > 0.0:
+        weights = F.dropout(weights, dropout)
+    return weights @ value, weights
+
+
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    if mask.dtype is torch.bool:
+        return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, -math.inf)
+    return mask

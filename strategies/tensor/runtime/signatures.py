@@ -27,8 +27,14 @@ from typing_extensions import override
 
 from boltmesh.errors import UnsupportedError
 from boltmesh.strategies.dry_run.no_side_effects import modules_unchanged, random_state_unchanged
-from boltmesh.strategies.dry_run.step import DryRunOutcome, without_dropout
-from boltmesh.strategies.tensor.comparison import ROUGH, TOLERANCE, difference
+from boltmesh.strategies.dry_run.step import (
+    ROUGH,
+    TOLERANCE,
+    DryRunOutcome,
+    difference,
+    full_float32,
+    without_dropout,
+)
 from boltmesh.strategies.tensor.plan import ShardedParameter
 from boltmesh.strategies.tensor.runtime.collectives import TensorGroup, all_reduce
 from boltmesh.strategies.tensor.runtime.param_swap import (
@@ -39,10 +45,8 @@ from boltmesh.strategies.tensor.runtime.param_swap import (
     originals_restored,
     own_parameters,
 )
-from boltmesh.strategies.tensor.runtime.sequence import opened
-from boltmesh.strategies.tensor.runtime.stacks import RunningStack
+from boltmesh.strategies.tensor.runtime.sequence import RunningStack, opened
 from boltmesh.strategies.torch_compat.autograd import unrecorded
-from boltmesh.strategies.torch_compat.float32 import full_float32
 from boltmesh.strategies.torch_compat.tensors import is_fake, tree_leaves
 
 Signature = tuple[tuple[str, Any], ...]

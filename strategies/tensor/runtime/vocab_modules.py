@@ -15,8 +15,8 @@ from typing import Any
 
 from torch.nn import Module
 
-from boltmesh.strategies.tensor.plan import ShardedParameter, TensorPlan, Unsharded
-from boltmesh.strategies.tensor.runtime import vocab_ops
+from boltmesh.strategies.tensor.plan import LossParallel, ShardedParameter, TensorPlan, Unsharded
+from boltmesh.strategies.tensor.runtime import vocab_collective, vocab_local
 from boltmesh.strategies.tensor.runtime.collectives import TensorGroup
 from boltmesh.strategies.tensor.runtime.param_swap import (
     Around,
@@ -24,10 +24,13 @@ from boltmesh.strategies.tensor.runtime.param_swap import (
     in_place_of,
     own_parameters,
 )
-from boltmesh.strategies.tensor.runtime.vocab_ranges import LossParallel, Vocabulary
-from boltmesh.strategies.tensor.runtime.vocab_tensor import VocabularyTensor, gathered, wrap
+from boltmesh.strategies.tensor.runtime.vocab_tensor import (
+    Vocabulary,
+    wrap,
+)
 
-__all__ = ["VocabularyTensor", "divide_vocabularies", "gathered", "left_whole", "vocab_ops"]
+_FUNCTIONS = (vocab_local, vocab_collective)
+"""Loaded, they have put their rules into the table of ``vocab_tensor``."""
 
 
 def left_whole(plan: TensorPlan, module: Module) -> TensorPlan:

@@ -32,7 +32,7 @@ from torch.autograd.function import once_differentiable
 from typing_extensions import override
 
 from boltmesh.strategies.tensor.runtime.collectives import all_reduce
-from boltmesh.strategies.tensor.runtime.vocab_ranges import Vocabulary
+from boltmesh.strategies.tensor.runtime.vocab_tensor import Vocabulary
 
 
 def log_softmax(logits: Tensor, vocabulary: Vocabulary) -> Tensor:

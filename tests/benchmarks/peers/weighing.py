@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from boltmesh.strategies import telemetry
 from boltmesh.strategies.cost_model.memory import MemoryEstimate, estimate_memory
 from boltmesh.strategies.cost_model.model import ModelShape, ShardingLayout, TensorShape, UnitShape
-from boltmesh.strategies.data_parallel.shard_shape import describe_job
+from boltmesh.strategies.data_parallel.expected_memory import describe_job
 from boltmesh.strategies.data_parallel.zero import ZeroAxis
 from boltmesh.strategies.ddp import DDPStrategy
 from boltmesh.strategies.engine import MeshStrategy

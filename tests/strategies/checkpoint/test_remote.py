@@ -22,7 +22,7 @@ from boltmesh.strategies import (
     StartingWeights,
     ZeROStrategy,
 )
-from boltmesh.strategies.checkpoint import shared_fs_check
+from boltmesh.strategies.checkpoint import directory
 from boltmesh.strategies.checkpoint.directory import load_directory
 from boltmesh.strategies.checkpoint.manifest import find_fault
 from tests.support.blocks import Blocks
@@ -216,7 +216,7 @@ def save_apart(rank: int, world_size: int, folder: Path) -> list[str]:
     said.append(str(caught.value))
     # As where each host has a disk of its own.
     with pytest.raises(ConfigError) as caught:
-        shared_fs_check._refuse_unshared(str(folder / f"host {rank}"))
+        directory._refuse_unshared(str(folder / f"host {rank}"))
     said.append(str(caught.value))
     trainer = build(STRATEGIES["zero"](), world_size=world_size)
     fit(trainer)

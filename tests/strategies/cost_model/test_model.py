@@ -7,8 +7,14 @@ import torch
 from gpt import GPT
 
 from boltmesh.errors import ConfigError
-from boltmesh.strategies.cost_model.gpt import SIZES, GPTSize, describe_gpt, size_named
-from boltmesh.strategies.cost_model.model import TensorShape, widths_of
+from boltmesh.strategies.cost_model.model import (
+    SIZES,
+    GPTSize,
+    TensorShape,
+    describe_gpt,
+    size_named,
+    widths_of,
+)
 
 SMALL: dict[str, Any] = {
     "vocab_size": 97, "block_size": 17, "n_layer": 3, "n_head": 2, "n_embd": 34,

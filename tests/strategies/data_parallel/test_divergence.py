@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from boltmesh.errors import DivergenceError
-from boltmesh.strategies.data_parallel import watchdog
+from boltmesh.strategies.data_parallel import order_check
 from boltmesh.strategies.data_parallel.order_check import OrderCheck
 from tests.support.ranks import RankFailure
 from tests.support.ranks import run_ranks as run_ranks_within
@@ -108,7 +108,7 @@ class Job:
 
 def parting_worker(rank, world_size, num_steps_before, plans, stage, prefetches):
     if world_size > 2:  # on a busy machine answers do not come together
-        vars(watchdog)["_GATHER_ANSWERS_S"] = 3.0
+        vars(order_check)["_GATHER_ANSWERS_S"] = 3.0
     job = Job(stage=stage, prefetches=prefetches)
 
     def run():

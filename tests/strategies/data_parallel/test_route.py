@@ -3,8 +3,7 @@
 import itertools
 import random
 
-from boltmesh.strategies.data_parallel.order_check import KnownOrder
-from boltmesh.strategies.data_parallel.watchdog import RankCall, describe_mismatch
+from boltmesh.strategies.data_parallel.order_check import KnownOrder, RankCall, describe_mismatch
 
 
 def journey(routes, plans):

@@ -7,8 +7,8 @@ import pytest
 from torch._C._distributed_c10d import HashStore, Store
 
 from boltmesh.failure_board import FailureBoard
-from boltmesh.strategies.data_parallel import watchdog
-from boltmesh.strategies.data_parallel.watchdog import Watchdog
+from boltmesh.strategies.data_parallel import order_check
+from boltmesh.strategies.data_parallel.order_check import Watchdog
 
 NAMED = "called all_gather of 'head\udcff'"
 """A module may have a name that no encoding has."""
@@ -23,7 +23,7 @@ def test_names_that_no_encoding_has_hide_no_mismatch(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(FailureBoard, "store", store)
     monkeypatch.setattr(FailureBoard, "wait_for_readers", lambda *_: None)
-    monkeypatch.setattr(watchdog, "_GATHER_ANSWERS_S", 0.0)
+    monkeypatch.setattr(order_check, "_GATHER_ANSWERS_S", 0.0)
     calls = {1: NAMED, 2: "called all_gather of 'body'"}
     one, same, other = (
         Watchdog(rank, "test", calls.get, patience_s=60, on_stuck=lambda _: None)

@@ -10,9 +10,15 @@ from torch.nn import Parameter
 from torch.optim import Adam, AdamW
 
 from boltmesh.errors import ConfigError
-from boltmesh.strategies.offload.adam import AdamRule, AdamRun, AdamSettings
 from boltmesh.strategies.offload.buckets import Bucket, Slot
-from boltmesh.strategies.offload.update_rule import ChunkStep, PieceGradient, Update
+from boltmesh.strategies.offload.update_rule import (
+    AdamRule,
+    AdamRun,
+    AdamSettings,
+    ChunkStep,
+    PieceGradient,
+    Update,
+)
 
 NUMEL = 1 << 14
 SETTINGS = AdamSettings(1e-3, 0.9, 0.999, 1e-8, 0.01, True, False, False)

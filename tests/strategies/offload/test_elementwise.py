@@ -25,8 +25,12 @@ from typing_extensions import override
 
 from boltmesh.errors import ConfigError
 from boltmesh.strategies.offload.buckets import Bucket, Slot
-from boltmesh.strategies.offload.elementwise import ElementwiseRule
-from boltmesh.strategies.offload.update_rule import ChunkStep, PieceGradient, Update
+from boltmesh.strategies.offload.update_rule import (
+    ChunkStep,
+    ElementwiseRule,
+    PieceGradient,
+    Update,
+)
 
 STEPS = 5
 SHAPES = [(7, 3), (11,), (2, 5)]

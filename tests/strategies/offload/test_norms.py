@@ -9,7 +9,7 @@ from torch.nn import Parameter
 
 from boltmesh.strategies.grad_norm import joint_norm
 from boltmesh.strategies.offload.buckets import Bucket, Slot
-from boltmesh.strategies.offload.gradients import BucketGradients
+from boltmesh.strategies.offload.stepper import BucketGradients
 from boltmesh.strategies.offload.streams import CopyStream
 
 CPU = torch.device("cpu")

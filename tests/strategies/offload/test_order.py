@@ -1,6 +1,6 @@
 """What a step will ask for is what the last one asked for."""
 
-from boltmesh.strategies.offload.access_trace import MAX_RECORDED, AccessTrace
+from boltmesh.strategies.offload.store_api import MAX_RECORDED, AccessTrace
 
 FORWARD, BACKWARD = [0, 1, 2, 3], [3, 2, 1, 0]
 STEP = FORWARD + BACKWARD

@@ -8,7 +8,7 @@ import torch
 from boltmesh.strategies.offload import stores
 from boltmesh.strategies.offload.bucket_layout import collect_sharded_params
 from boltmesh.strategies.offload.shard_tensor import OffloadedShard
-from boltmesh.strategies.offload.staging import StagingFile
+from boltmesh.strategies.offload.state import StagingFile
 from boltmesh.strategies.torch_compat.tensors import local_tensor
 from tests.support.offloaded import WIDTH, full, sharded_net
 from tests.support.ranks import run_ranks

@@ -9,7 +9,7 @@ from torch.nn import Parameter
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LinearLR
 
-from boltmesh.strategies.offload.optimizer_patch import patch_optimizer
+from boltmesh.strategies.torch_compat.optimizers import patch_optimizer
 
 
 class Calls:

@@ -6,8 +6,12 @@ import pytest
 
 from boltmesh.errors import ConfigError
 from boltmesh.schedule_sim import Action, StageTimes, Timetable
-from boltmesh.strategies.pipeline.schedules.bubble import closed_form_bubble, simulate_ideal
-from boltmesh.strategies.pipeline.schedules.registry import schedule_table, schedules
+from boltmesh.strategies.pipeline.schedules.registry import (
+    closed_form_bubble,
+    schedule_table,
+    schedules,
+    simulate_ideal,
+)
 
 TIMES = [
     StageTimes(),

@@ -16,11 +16,9 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from boltmesh.errors import ConfigError
 from boltmesh.strategies.pipeline.loss.calibration import prove
-from boltmesh.strategies.pipeline.loss.log_rules import LogRule, MicrobatchWeights
 from boltmesh.strategies.pipeline.loss.loss_check import LossChecks
-from boltmesh.strategies.pipeline.loss.loss_weights import StepWeights
-from boltmesh.strategies.pipeline.loss.trial import TailTrial
-from boltmesh.strategies.pipeline.loss.trial_values import SharedDraws
+from boltmesh.strategies.pipeline.loss.trial import SharedDraws, TailTrial
+from boltmesh.strategies.pipeline.loss.weights import LogRule, MicrobatchWeights, StepWeights
 from boltmesh.strategies.pipeline.microbatch import Rows
 from boltmesh.strategies.pipeline.microbatch_runs import SentScalars
 from boltmesh.strategies.pipeline.runtime.stage import ValueSpec

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from boltmesh.strategies.pipeline.grad_handoff import GradHandoff
+from boltmesh.strategies.pipeline.training import GradHandoff
 
 
 def test_gradients_come_with_the_backward_pass_and_are_scaled() -> None:

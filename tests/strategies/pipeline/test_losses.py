@@ -10,9 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from boltmesh.errors import ConfigError
-from boltmesh.strategies.pipeline.loss.log_rules import MicrobatchWeights, note
 from boltmesh.strategies.pipeline.loss.loss_check import LossChecks
-from boltmesh.strategies.pipeline.loss.loss_weights import StepWeights
+from boltmesh.strategies.pipeline.loss.weights import MicrobatchWeights, StepWeights, note
 from tests.support.loss_table import (
     CLASSES,
     SCALE,

@@ -12,10 +12,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from boltmesh.errors import ConfigError
 from boltmesh.strategies.deferred_initialization.deferred import deferred_init
-from boltmesh.strategies.pipeline.partition.cost import measure_units
+from boltmesh.strategies.pipeline.partition.choose import measure_units
 from boltmesh.strategies.pipeline.partition.materialize import DeferredModel
-from boltmesh.strategies.pipeline.stage.absent_params import is_absent
-from boltmesh.strategies.pipeline.stage.units import find_stage_units
+from boltmesh.strategies.pipeline.stage.units import find_stage_units, is_absent
 from boltmesh.strategies.pipeline_parallel import PipelineParallelStrategy
 from tests.support.held import held_bytes
 from tests.support.ranks import run_ranks

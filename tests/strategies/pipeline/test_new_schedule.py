@@ -15,7 +15,7 @@ from boltmesh.check.parity import Problem, trace_layout, trace_one_process
 from boltmesh.errors import ConfigError
 from boltmesh.strategies.pipeline.options import PipelineOptions
 from boltmesh.strategies.pipeline.schedules import orders, registry
-from boltmesh.strategies.pipeline.schedules.bubble import closed_form_bubble, simulate_ideal
+from boltmesh.strategies.pipeline.schedules.registry import closed_form_bubble, simulate_ideal
 from boltmesh.strategies.pipeline_parallel import PipelineParallelStrategy
 from tests.support.pipelines import pipeline
 from tests.support.ranks import run_ranks

@@ -15,16 +15,14 @@ from boltmesh.schedule_sim import (
     window_of,
 )
 from boltmesh.strategies.pipeline.options import PipelineOptions
-from boltmesh.strategies.pipeline.partition.choose import unit_cost
-from boltmesh.strategies.pipeline.partition.cost import UnitUse
+from boltmesh.strategies.pipeline.partition.choose import UnitUse, unit_cost
 from boltmesh.strategies.pipeline.schedules.actions import RankPrograms, with_messages
-from boltmesh.strategies.pipeline.schedules.bubble import simulate_ideal
 from boltmesh.strategies.pipeline.schedules.orders.pipedream_2bw import (
     num_carried,
     overlapped_step,
     pipedream_2bw,
 )
-from boltmesh.strategies.pipeline.schedules.registry import schedule_table
+from boltmesh.strategies.pipeline.schedules.registry import schedule_table, simulate_ideal
 
 SIZES = list(itertools.product(range(1, 7), range(9), range(9)))
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from boltmesh.errors import CheckpointError
 from boltmesh.strategies import DDPStrategy
-from boltmesh.strategies.pipeline.stage.absent_params import is_absent
+from boltmesh.strategies.pipeline.stage.units import is_absent
 from boltmesh.strategies.pipeline_parallel import PipelineParallelStrategy
 from tests.support.forked_python import run_python
 from tests.support.ranks import run_ranks

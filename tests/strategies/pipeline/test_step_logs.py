@@ -8,8 +8,8 @@ import torch
 from lightning.pytorch import LightningModule
 from torchmetrics import SumMetric
 
-from boltmesh.strategies.pipeline.loss.log_rules import MicrobatchWeights
-from boltmesh.strategies.pipeline.step_logs import StepLogs
+from boltmesh.strategies.pipeline.loss.weights import MicrobatchWeights
+from boltmesh.strategies.pipeline.step_report import StepLogs
 
 REFUSED: list[tuple[Any, str]] = [
     (None, r"`self\.log\('loss', \.\.\.\)` was called with a NoneType.*Log numbers"),

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from boltmesh.strategies.pipeline.loss.loss_weights import _scaled
+from boltmesh.strategies.pipeline.loss.weights import _scaled
 from boltmesh.strategies.torch_compat.tensors import scalar_on
 
 

@@ -1,17 +1,15 @@
 """How blocks are run, and what a plan says where some stay whole."""
 
-from boltmesh.strategies.tensor.backends import (
-    backend_of,
-    backends_of_axes,
-    without_replicated,
-    without_sequence,
-)
 from boltmesh.strategies.tensor.plan import (
     PlannedDim,
     Section,
     ShardedParameter,
     SizeAttribute,
     TensorPlan,
+    backend_of,
+    backends_of_axes,
+    without_replicated,
+    without_sequence,
 )
 from boltmesh.strategies.tensor.planning import make_plan
 from tests.support.planned import analysed

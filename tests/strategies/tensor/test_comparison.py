@@ -5,15 +5,15 @@ import math
 import pytest
 import torch
 
-from boltmesh.strategies.tensor import comparison
-from boltmesh.strategies.tensor.comparison import _apart
+from boltmesh.strategies.dry_run import step
+from boltmesh.strategies.dry_run.step import _apart
 
 
 @pytest.mark.parametrize("part", [1, 7, 2**24])
 def test_the_largest_difference_is_found_in_any_part(
     part: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(comparison, "PART", part)
+    monkeypatch.setattr(step, "PART", part)
     one = torch.arange(24.0).reshape(4, 6).t()
     other = one.clone()
     assert _apart(one, other, 0.0) == 0.0

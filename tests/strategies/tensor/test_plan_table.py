@@ -1,4 +1,4 @@
-from boltmesh.strategies.tensor.plan_report import rows, without_numbers
+from boltmesh.strategies.tensor.plan import rows, without_numbers
 from boltmesh.strategies.tensor.planning import make_plan
 from tests.support.planned import analysed
 

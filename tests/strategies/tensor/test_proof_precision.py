@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from boltmesh.strategies import TensorParallelStrategy
-from boltmesh.strategies.torch_compat.float32 import full_float32
+from boltmesh.strategies.dry_run.step import full_float32
 from tests.support.numbered import Losses
 from tests.support.ranks import run_ranks
 

@@ -2,8 +2,7 @@
 
 from dataclasses import replace
 
-from boltmesh.strategies.tensor.backends import without_replicated
-from boltmesh.strategies.tensor.plan_report import plan_table, rows
+from boltmesh.strategies.tensor.plan import plan_table, rows, without_replicated
 from boltmesh.strategies.tensor.planning import make_plan
 from boltmesh.telemetry.tensor_plan import WHOLE, PlannedBlocks
 from tests.support.planned import analysed

@@ -3,8 +3,13 @@
 import pytest
 
 from boltmesh.strategies.mesh import MeshLayout
-from boltmesh.strategies.topology.links import Link, RankLocation, Topology
-from boltmesh.strategies.topology.slow_links import arrange, find_slow_groups
+from boltmesh.strategies.topology.links import (
+    Link,
+    RankLocation,
+    Topology,
+    arrange,
+    find_slow_groups,
+)
 
 
 def hosts(*names: str) -> Topology:

@@ -4,8 +4,14 @@ import pytest
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from boltmesh.strategies.torch_compat.packed_sequences import FakePackedSequences, _pack, _pad
-from boltmesh.strategies.torch_compat.tensors import fake_tensors, is_fake, make_fake
+from boltmesh.strategies.torch_compat.tensors import (
+    FakePackedSequences,
+    _pack,
+    _pad,
+    fake_tensors,
+    is_fake,
+    make_fake,
+)
 
 LENGTHS = torch.tensor([2, 5, 1, 5])
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from boltmesh.errors import ConfigError, OffloadError
-from boltmesh.strategies.offload.disk.file import FileCalls, SwapFile
+from boltmesh.strategies.offload.disk.swap_file import FileCalls, SwapFile
 from tests.support.faulty_disk import EIO, ENOSPC, FaultyCalls, fault
 
 MIB = 1 << 20

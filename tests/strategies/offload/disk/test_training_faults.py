@@ -74,7 +74,7 @@ def fit_on_failing_disk(
         if rank == failing_rank and module.trainer.global_step == FAILING_STEP:
             setattr(calls, when, make())
 
-    swap_file.FileCalls = lambda: calls  # type: ignore[attr-defined,assignment]
+    swap_file.FileCalls = lambda: calls  # type: ignore[misc,assignment]
     Regression.on_train_batch_start = begin  # type: ignore[assignment]
     fit_in_many_chunks(rank, world_size, *arguments)
 

@@ -23,7 +23,7 @@ from boltmesh.strategies.tensor.plan import (
 from boltmesh.strategies.tensor.planning import make_plan
 from boltmesh.strategies.tensor.runtime.apply import AppliedPlan, apply_plan
 from boltmesh.strategies.tensor.runtime.collectives import TensorGroup
-from boltmesh.strategies.tensor.runtime.stacks import Stacks
+from boltmesh.strategies.tensor.runtime.sequence import Stacks
 from tests.support.ranks import run_ranks
 from tests.support.tensor_models import Example, example
 from tests.support.vocabularies import counted_messages, relative, tensor_group

@@ -7,10 +7,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from boltmesh.strategies.tensor.plan import PlannedDim, Section, ShardedParameter, TensorPlan
+from boltmesh.strategies.tensor.plan import (
+    LossParallel,
+    PlannedDim,
+    Section,
+    ShardedParameter,
+    TensorPlan,
+)
 from boltmesh.strategies.tensor.runtime.param_swap import Changes, shard_of, shard_parameters
 from boltmesh.strategies.tensor.runtime.vocab_modules import divide_vocabularies, left_whole
-from boltmesh.strategies.tensor.runtime.vocab_ranges import LossParallel, Vocabulary
+from boltmesh.strategies.tensor.runtime.vocab_tensor import Vocabulary
 from tests.support.hugging_face import make
 from tests.support.ranks import run_ranks
 from tests.support.vocabularies import counted_messages, relative, tensor_group
