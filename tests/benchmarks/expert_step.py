@@ -150,6 +150,7 @@ class Variant:
             if name == "boltmesh":
                 DividedExperts(module, each, found.calls[each.name], group).put_on()
                 continue
+            module.num_experts = each.num_experts // self.size
             if name == "transformers":
                 from transformers.distributed.expert_parallel import AllToAllEP
 
@@ -158,7 +159,6 @@ class Variant:
                 module.forward = AllToAllEP(module, pair["expert"], pair["tensor"])
             else:
                 module.forward = ByHand(module, self.size)
-            module.num_experts = each.num_experts // self.size
             module.register_forward_pre_hook(self.count)
         dense = {n: p for n, p in self.model.named_parameters() if n not in self.owned}
         self.dense = list(dense.values())

@@ -122,4 +122,8 @@ def test_a_rank_holds_between_steps_what_is_expected(kind: str, options: dict[st
         for each in ("parameters", "optimizer"):
             held = sum(size for name, size in found.items() if name.startswith(each))
             planned = sum(size for name, size in expected.items() if name.startswith(each))
-            assert held == pytest.approx(planned, rel=0.05), (each, found, expected)
+            if kind == "list" and each == "optimizer":
+                # An expert of a list that no row has reached has no state yet.
+                assert 0 < held <= 1.05 * planned
+            else:
+                assert held == pytest.approx(planned, rel=0.05), (each, found, expected)
