@@ -241,7 +241,7 @@ class StageParameters:
         """Those that this rank has values of."""
         self._absent = [each for name, each in named.items() if name not in self._names]
         self._all = ParametersInPlace(module, named)
-        make_absent(self._absent, context.device)
+        make_absent(self._absent)
         absent = [each for each, first in self._first_names.items() if rank not in holders[first]]
         self.guard = StateGuard(module, absent)
         shared = {name: ranks for name, ranks in holders.items() if len(ranks) > 1}

@@ -1,6 +1,7 @@
 """One rank decides how a model is cut, whatever samples of the data the others have seen."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from boltmesh.strategies.pipeline.options import PipelineContext
 from boltmesh.strategies.pipeline.partition.choose import MemoryBudget
 from boltmesh.strategies.pipeline.partition.materialize import DeferredModel
 from boltmesh.strategies.pipeline.partition.placement import divide, place
-from boltmesh.strategies.pipeline.stage.units import make_absent
+from boltmesh.strategies.pipeline.stage_params import StageParameters
 from boltmesh.telemetry.writer.null_recorder import NullRecorder
 from tests.support.ranks import run_ranks
 from tests.support.stack import Built, token_data
@@ -59,11 +60,12 @@ def cut(rank: int, world_size: int, lengths: tuple[int, int]) -> tuple[Any, ...]
         "unmade": DeferredModel(module),
     }
     first = place(module, "training_step", (batch, 0), **options).division
-    rank_of = first.ranks_of_parameter
-    make_absent(each for name, each in module.named_parameters() if rank not in rank_of[name])
+    # A device that a test has, other than the CPU.
+    StageParameters(module, first, replace(options["context"], device=torch.device("meta")))
+    kinds = {each.device.type for each in module.parameters()}
     again = place(module, "training_step", (batch, 0), **options).division
     assert again == first  # by what is known of the module
-    return first.stage_of_unit, first.ranks_of_parameter, first.rank_of_buffer
+    return first.stage_of_unit, first.ranks_of_parameter, first.rank_of_buffer, kinds
 
 
 def test_the_first_rank_decides_by_its_sample() -> None:
@@ -72,6 +74,8 @@ def test_the_first_rank_decides_by_its_sample() -> None:
     assert short[0] != long[0]
     mixed = run_ranks(cut, 2, LENGTHS)
     assert mixed == [short[0], short[0]]
+    # The dry run that follows has a batch on the CPU.
+    assert mixed[0][-1] == {"cpu"}, "what other ranks hold waits there for the transfer"
 
 
 class FirstAlone(Texts):
