@@ -206,8 +206,8 @@ def _load(tensor: Tensor) -> Tensor:
     return load_value(tensor, "A tensor of the checkpoint")
 
 
-WEIGHTS = "adapter_model.safetensors"
-CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
 DEFAULT = "default"
 """The adapter whose files are in the folder itself; others have a folder each, as in peft."""
 
@@ -273,9 +273,13 @@ def write_adapters(
             folder = partial if adapter == DEFAULT else partial / adapter
             folder.mkdir(exist_ok=True)
             write_safetensors(
-                tensors, folder / WEIGHTS, metadata=METADATA, load=load_value, progress=progress
+                tensors,
+                folder / ADAPTER_WEIGHTS,
+                metadata=METADATA,
+                load=load_value,
+                progress=progress,
             )
-            with (folder / CONFIG).open("w", encoding="utf-8") as opened:
+            with (folder / ADAPTER_CONFIG).open("w", encoding="utf-8") as opened:
                 opened.write(configs[adapter])
                 opened.flush()
                 os.fsync(opened.fileno())
