@@ -2,10 +2,7 @@
 
 The work is done by torch's ``fully_shard``, in all three stages; this part decides what is
 gathered together, when it is freed again, and when gradients are reduced.
-
 Source: ZeRO, Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054
-
-Puts the offload engine beside a sharded model.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
