@@ -103,7 +103,7 @@ def _stale(run: Path) -> list[Path]:
     if not kept or (keep and keep.get("save_top_k", 1) == -1):
         return []
     pattern = (keep and keep.get("filename")) or DEFAULT_PATTERN
-    return stale_checkpoints(run / CHECKPOINTS, {*kept, newest.name}, pattern)
+    return stale_checkpoints(run / CHECKPOINTS, kept, pattern, newest)
 
 
 def _callbacks(checkpoint: Path) -> dict[str, Any]:

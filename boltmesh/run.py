@@ -275,7 +275,7 @@ class RunBuilder:
                 enable_checkpointing=self.verb == "fit",
                 default_root_dir=folder_of_name(self.config),
             )
-        except (MisconfigurationException, ValueError, TypeError) as error:
+        except (MisconfigurationException, ArithmeticError, ValueError, TypeError) as error:
             if isinstance(error, BoltMeshError):
                 raise
             raise ConfigError(f"{self.source}: trainer: {_one_line(error)}") from error

@@ -131,9 +131,8 @@ class RunFolder(Callback):
         keeps_all = any(each.save_top_k == -1 for each in savers)
         states = {} if keeps_all else {each.state_key: each.state_dict() for each in savers}
         kept = names_in_states(states, self.folder / CHECKPOINTS)
-        if kept and isinstance(self._checkpoint, Path):
-            kept.add(self._checkpoint.name)
-        remove_left_by_kills(self.folder, kept, self._pattern)
+        start = self._checkpoint if isinstance(self._checkpoint, Path) else None
+        remove_left_by_kills(self.folder, kept, self._pattern, start)
 
     @override
     def on_save_checkpoint(

@@ -109,6 +109,12 @@ def check_run_dir(config: DictConfig) -> None:
             f"its logs, is on a disk. Set run.dir to a path, run.checkpoint.enabled=false, and add "
             f"a lightning.pytorch.callbacks.ModelCheckpoint with that dirpath to trainer.callbacks."
         )
+    try:
+        folder_of_name(config).exists()
+    except OSError as error:  # the name is too long, say
+        raise ConfigError(
+            f"run.dir={config.run.dir} cannot be used: {error.strerror or error}."
+        ) from error
 
 
 def newest_checkpoint(folder: Path, *, run: str = "*") -> Path | None:
@@ -118,7 +124,11 @@ def newest_checkpoint(folder: Path, *, run: str = "*") -> Path | None:
         folder: That of all runs of a name.
         run: One run of them alone.
     """
-    return next((path for path in _checkpoints(folder, run) if _missing(path) is None), None)
+    for path in _checkpoints(folder, run):
+        with contextlib.suppress(OSError):
+            if _missing(path) is None:
+                return path
+    return None
 
 
 def newest_step(run_folder: Path) -> tuple[Path, int | None] | None:
@@ -148,7 +158,8 @@ def newest_verified_checkpoint(
     """The checkpoint that was written last in any run of a name and holds what was written.
 
     Newer ones are named on stderr, and those that boltmesh has written and that are damaged now
-    get another name, ``.damaged``. Reads whole checkpoints: for one process of a job.
+    get another name, ``.damaged``; one that cannot be read may be whole, and keeps its name. Reads
+    whole checkpoints: for one process of a job.
 
     Args:
         folder: That of all runs of a name.
@@ -160,13 +171,18 @@ def newest_verified_checkpoint(
         ConfigError: There are checkpoints, and none is whole; they keep their names.
     """
     passed: dict[Path, str] = {}
+    damaged: set[Path] = set()
     for path in _checkpoints(folder, run):
-        fault = _missing(path) or _damage(path)
+        try:
+            fault = _missing(path) or _damage(path)
+        except OSError as error:
+            fault = _unreadable(error)
+        else:
+            if fault is not None and not fault.startswith(NEWER) and _is_ours(path):
+                damaged.add(path)
         if fault is None:
             for each, why in passed.items() if renames else ():
-                is_ours = each.is_file() or (each / MANIFEST).is_file()
-                is_damaged = is_ours and not why.startswith(NEWER)
-                renamed = f"; it is now {_set_aside(each).name}" if is_damaged else ""
+                renamed = f"; it is now {_set_aside(each).name}" if each in damaged else ""
                 write_stderr(f"boltmesh: passed over {each}: {why}{renamed}\n")
             return path
         passed[path] = fault
@@ -192,24 +208,34 @@ def _checkpoints(folder: Path, run: str) -> list[Path]:
     return [path for *_, path in sorted(found, reverse=True)]
 
 
+def _is_ours(path: Path) -> bool:
+    """Whether boltmesh has completed it, as far as can be told."""
+    return path.is_file() or (path / MANIFEST).is_file()
+
+
+def _unreadable(error: OSError) -> str:
+    return f"it cannot be read ({error.strerror or error})"
+
+
 def _missing(path: Path) -> str | None:
-    """What a checkpoint lacks to be complete, in words."""
+    """Return the fault of an incomplete checkpoint, in words; OSError when it cannot be read."""
     if path.is_dir():
         return find_fault(path)
     return None if path.is_file() else "it is not a plain file"
 
 
 def _damage(path: Path) -> str | None:
-    """What of a complete checkpoint are not the bytes that were written, in words."""
+    """Return the damage of a complete checkpoint, in words; None when its bytes are as written.
+
+    Raises:
+        OSError: It cannot be read.
+    """
     if path.is_dir():
         from boltmesh.strategies.checkpoint.directory import find_damage as find_damage_in
 
         return find_damage_in(path, threads=8)
-    try:
-        with path.open("rb") as file:
-            return find_damage(file)
-    except OSError as error:
-        return f"it cannot be read ({error.strerror or error})"
+    with path.open("rb") as file:
+        return find_damage(file)
 
 
 def _set_aside(path: Path) -> Path:
@@ -233,8 +259,8 @@ def checkpoint_to_resume(
         config: As ``load`` gives it.
         continued: The folder of the run that goes on after a failure: its own newest checkpoint
             comes before ``run.resume``.
-        verifies: Read what is found, and fall back to an older one when it is damaged. A file
-            that is named is read too, so that a damaged one is refused before the run has a folder.
+        verifies: Read what is found, and fall back to an older one when it is damaged. One that
+            is named is read too, so that a damaged one is refused before the run has a folder.
     """
     if continued is not None:
         folder, run = continued.parent, continued.name
@@ -368,9 +394,10 @@ def _existing(key: str, asked: str, *, verifies: bool) -> Path | str:
         return checkpoint_at(key, place)
     try:
         path = _existing_path(key, asked, place.expanduser())
+        damage = _damage(path) if verifies else None
     except OSError as error:  # the name is too long, say
         raise ConfigError(f"{key}={asked} cannot be read: {error.strerror or error}.") from error
-    if verifies and path.is_file() and (damage := _damage(path)):
+    if damage is not None:
         raise ConfigError(
             f"{key}={asked} cannot be loaded: {damage}. Resume from another checkpoint."
         )

@@ -7,6 +7,7 @@ name. Checkpoints with other names are the user's, and stay.
 """
 
 import contextlib
+import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -30,13 +31,17 @@ _VALUE = re.compile(r"[{}]|:.*")
 """All but the name in ``{val_loss:.2f}``."""
 
 
-def stale_checkpoints(folder: Path, kept: Iterable[str], pattern: str) -> list[Path]:
+def stale_checkpoints(
+    folder: Path, kept: Iterable[str], pattern: str, start: Path | None = None
+) -> list[Path]:
     """Return the checkpoints in a folder that ``ModelCheckpoint`` has saved and lost track of.
 
     Args:
         folder: ``checkpoints`` of a run.
-        kept: File names that its state has, and that of the checkpoint from which the run goes on.
+        kept: File names that its state has.
         pattern: ``run.checkpoint.filename``, or ``DEFAULT_PATTERN``.
+        start: The checkpoint from which the run goes on. Newer ones were passed over, and stay:
+            they could not be read, say.
     """
     parts = re.split(r"(\{.*?\})", pattern)
     # Lightning puts the name before each value: {step} becomes step=10.
@@ -45,11 +50,17 @@ def stale_checkpoints(folder: Path, kept: Iterable[str], pattern: str) -> list[P
         for each in parts
     )
     named = re.compile(rf"({form}|last|interrupted-step=\d+)(-v\d+)?\.ckpt")
-    names = set(kept)
+    names, newest_ns = set(kept), math.inf
+    if start is not None:
+        names.add(start.name)
+        newest_ns = start.stat().st_mtime_ns
     return sorted(
         path
         for path in folder.glob("*.ckpt")
-        if path.name not in names and named.fullmatch(path.name) and not path.is_symlink()
+        if path.name not in names
+        and named.fullmatch(path.name)
+        and not path.is_symlink()
+        and path.stat().st_mtime_ns <= newest_ns
     )
 
 
@@ -130,7 +141,9 @@ def size_of(path: Path) -> int:
     return total
 
 
-def remove_left_by_kills(run: Path, names: Iterable[str], pattern: str) -> None:
+def remove_left_by_kills(
+    run: Path, names: Iterable[str], pattern: str, start: Path | None = None
+) -> None:
     """Delete what earlier starts of this run have left, and runs of its name without a step.
 
     For the process that holds the run's lock, after it has loaded a checkpoint.
@@ -139,9 +152,10 @@ def remove_left_by_kills(run: Path, names: Iterable[str], pattern: str) -> None:
         run: The run's folder.
         names: See ``stale_checkpoints``; empty if all are kept.
         pattern: See ``stale_checkpoints``.
+        start: See ``stale_checkpoints``.
     """
     folder, kept = run / CHECKPOINTS, set(names)
-    stale = stale_checkpoints(folder, kept, pattern) if kept else []
+    stale = stale_checkpoints(folder, kept, pattern, start) if kept else []
     for path in (*killed_saves(folder), *stale):
         with contextlib.suppress(OSError):
             remove(path)

@@ -85,6 +85,8 @@ def show(value: object) -> str:
         return "null"
     if isinstance(value, bool):
         return "true" if value else "false"
+    if isinstance(value, int) and value.bit_length() > 64:
+        return f"{value:#x}"  # Python refuses to write very long decimals
     return str(value)
 
 

@@ -5,7 +5,7 @@ that works. Nothing here imports a class that the config names; ``classes.py`` d
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,16 @@ COMMAND_LINE = "command line"
 
 TEXT_LOADER = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
 """Reads every value as the text that it is, by the parser that OmegaConf uses."""
+
+_NOT_READ = (
+    ArithmeticError, AttributeError, LookupError, TypeError, ValueError, yaml.YAMLError,
+    OmegaConfBaseException,
+)  # fmt: skip
+"""Errors of the parser; for a wrong value behind a tag, such as ``!!timestamp x``, it raises
+whatever its own code runs into."""
+
+_MAX_BITS = 64
+"""A whole number may have so many: torch, files and system calls hold no more."""
 
 _WORD = re.compile(r"[\w.:+-]+")
 
@@ -68,7 +78,7 @@ def _load(path: Path, overrides: Sequence[str]) -> DictConfig:
         from_command_line.assign(key, value)
     if not OmegaConf.is_interpolation(config.run, "name") and config.run.name is None:
         config.run.name = re.sub(r"[^\w.-]+", "-", path.stem)
-    _check_resolves(config, source=str(path))
+    _check_values(config, source=str(path))
     return config
 
 
@@ -117,8 +127,8 @@ def _read(path: Path) -> dict[str, Any]:
         mark = error.problem_mark or error.context_mark
         where = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else str(path)
         raise ConfigError(f"{where}: not valid YAML: {error.problem}.") from error
-    except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
-        raise ConfigError(f"{path} cannot be read: {first_line(error)}.") from error
+    except (OSError, *_NOT_READ) as error:
+        raise ConfigError(f"{path} cannot be read: {_problem(error)}.") from error
     content = OmegaConf.to_container(loaded, resolve=False)
     if not isinstance(content, dict):
         raise ConfigError(
@@ -126,6 +136,13 @@ def _read(path: Path) -> dict[str, Any]:
             f"{name_choices(SECTIONS)}."
         )
     return {str(key): value for key, value in content.items()}
+
+
+def _problem(error: Exception) -> str:
+    """Say why a text could not be read."""
+    if isinstance(error, (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException)):
+        return getattr(error, "problem", None) or first_line(error)
+    return "a value is not what its tag (!!...) says"
 
 
 def _written_in(path: Path, key: str) -> str | None:
@@ -147,11 +164,10 @@ def _split(override: str) -> tuple[str, Any, str]:
         )
     try:
         value = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)
-    except (ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
-        problem = getattr(error, "problem", None) or first_line(error)
+    except _NOT_READ as error:
         given = override if len(override) < 200 else f"{override[:200]}..."
         raise ConfigError(
-            f"{COMMAND_LINE}: {given} is not valid YAML: {problem}. "
+            f"{COMMAND_LINE}: {given} is not valid YAML: {_problem(error)}. "
             f"Quote a text with special characters, twice: {key}='\"...\"'."
         ) from error
     assert isinstance(value, dict)
@@ -159,33 +175,40 @@ def _split(override: str) -> tuple[str, Any, str]:
     return full_key(key.strip()), value["value"], word
 
 
-def _check_resolves(config: DictConfig, *, source: str) -> None:
-    """Raise for the first value that is missing or refers to what is not there."""
-    for key, resolve in _open_leaves(config):
-        if resolve is None:
+def _check_values(config: DictConfig, *, source: str) -> None:
+    """Raise for the first value that is missing, refers to what is not there, or is too large."""
+    for key, node, name in _leaves(config):
+        if OmegaConf.is_missing(node, name):
             raise ConfigError(
                 f"{source}: {key} is missing. Write it into the file, or add "
                 f"{key}={example_of(key)}."
             )
         try:
-            resolve()
+            value = node[name]
         except OmegaConfBaseException as error:
-            example = example_of(key)
-            hint = "" if example == "..." else f", for example {key}={example}"
             raise ConfigError(
                 f"{source}: {key} cannot be resolved: {first_line(error)}. "
-                f"Write a value instead{hint}."
+                f"Write a value instead{_such_as(key)}."
             ) from error
+        if isinstance(value, int) and value.bit_length() > _MAX_BITS:
+            raise ConfigError(
+                f"{source}: {key} is a whole number of {value.bit_length()} bits, and may have "
+                f"{_MAX_BITS}. Write a smaller one{_such_as(key)}."
+            )
 
 
-def _open_leaves(node: Any, key: str = "") -> Iterator[tuple[str, Callable[[], object] | None]]:
-    """Each leaf that is an interpolation, with what resolves it, or is missing, with None."""
+def _such_as(key: str) -> str:
+    example = example_of(key)
+    return "" if example == "..." else f", for example {key}={example}"
+
+
+def _leaves(node: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Each leaf's key, with the container that it is in and its name there."""
     names: Iterable[Any] = range(len(node)) if isinstance(node, ListConfig) else list(node)
     for name in names:
         here = f"{key}.{name}" if key else str(name)
-        if OmegaConf.is_missing(node, name):
-            yield here, None
-        elif OmegaConf.is_interpolation(node, name):
-            yield here, partial(node.__getitem__, name)
-        elif isinstance(node[name], (DictConfig, ListConfig)):
-            yield from _open_leaves(node[name], here)
+        is_open = OmegaConf.is_missing(node, name) or OmegaConf.is_interpolation(node, name)
+        if not is_open and isinstance(node[name], (DictConfig, ListConfig)):
+            yield from _leaves(node[name], here)
+        else:
+            yield here, node, name

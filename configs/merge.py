@@ -164,7 +164,7 @@ class Merge:
         if complaint is None:
             try:
                 OmegaConf.update(self.config, key, value, merge=isinstance(value, Mapping))
-            except OmegaConfBaseException:
+            except (OmegaConfBaseException, OverflowError):
                 complaint = describe_type(hint)
         if complaint is not None:
             raise self._error(
@@ -295,8 +295,9 @@ def _complaint(found: Field[Any], hint: Any, value: Any) -> str | None:
     if isinstance(value, str) and (value == "???" or "${" in value):
         return None
     if found.name == "devices":
-        good = _is_device_choice(value)
-        return None if good else "a number of ranks, auto, or a list of devices"
+        at_most = found.metadata["maximum"]
+        good = _is_device_choice(value, at_most)
+        return None if good else f"a number of ranks up to {at_most}, auto, or a list of devices"
     allowed = describe_type(hint)
     if isinstance(value, bool) and "true or false" not in allowed:
         return allowed
@@ -326,9 +327,11 @@ def _off_form(found: Field[Any], value: Any) -> str | None:
     return None
 
 
-def _is_device_choice(value: Any) -> bool:
+def _is_device_choice(value: Any, at_most: int) -> bool:
     if isinstance(value, list):
-        return bool(value) and all(type(at) is int and at >= 0 for at in value)
+        return bool(value) and all(type(at) is int and 0 <= at <= at_most for at in value)
     if isinstance(value, str):
-        return re.fullmatch(r"auto|-1|\d+(,\d*)*", value) is not None and value != "0"
-    return type(value) is int and (value >= 1 or value == -1)
+        if re.fullmatch(r"auto|-1|[0-9]+(,[0-9]*)*", value) is None:
+            return False
+        return value != "0" and all(len(at) < 6 for at in value.split(","))
+    return type(value) is int and (1 <= value <= at_most or value == -1)

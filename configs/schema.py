@@ -76,7 +76,7 @@ class TrainerSection:
 
     accelerator: Literal["auto", "cpu", "cuda", "gpu"] = _key("auto", "cpu")
     """``auto`` takes CUDA devices when there are any; ``gpu`` is another word for ``cuda``."""
-    devices: Any = _key("auto", 2)
+    devices: Any = _key("auto", 2, maximum=65_536)
     """Ranks on each node: a number, ``auto``, or a list of CUDA devices such as ``[0, 2]``. One
     rank per CUDA device; on a CPU ``auto`` is one rank, or what the launcher has started."""
     num_nodes: int = _key(1, minimum=1)
@@ -194,7 +194,7 @@ class RunSection:
     """Names the run's folder; null takes the name of the config file."""
     dir: str = _key("runs")
     """Folder of all runs; a run writes to ``dir/name/0``, the next one to ``dir/name/1``."""
-    seed: Optional[int] = _key(1, minimum=0)
+    seed: Optional[int] = _key(1, minimum=0, maximum=2**32 - 1)
     """Seeds Python, NumPy, torch and the loaders' workers; null seeds nothing."""
     resume: Optional[str] = _key(None, "auto")
     """Continue a training run: ``auto`` from its newest complete checkpoint (from the start when

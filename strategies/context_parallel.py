@@ -46,10 +46,13 @@ class ContextParallelStrategy(MeshStrategy):
             for positions, ``"ring"`` lets keys go round, one rank's at a time; ``"auto"`` takes
             keys or heads, per call, by bytes. A call that the chosen one cannot do is by keys.
         balance: ``"contiguous"`` gives each rank one stretch of positions; ``"zigzag"`` two, one
-            from each end, so that causal attention is even work.
+            from each end, so that causal attention is even work; ``"documents"`` as many as make
+            it even within the documents of each batch, which positions that begin again show.
         max_gather_bytes: A tensor that would be larger when gathered is refused by name.
         dims: The sequence by a name or place of the batch and a dim, such as ``{"input_ids": 1}``:
             axes of that length are cut. None: it is found by what looks along it.
+        tile_tokens: Positions that modules in which no position meets another, such as MLPs, run
+            on at a time, and again in the backward pass. None: in one piece, kept.
         find_unused_parameters: As for ``DDPStrategy``, with ``zero_stage=0``.
         **kwargs: As for ``MeshStrategy``: ``timeout_s``, ``telemetry``, ``seed``,
             ``activation_checkpointing``, ``process_group_backend``, ``start_method`` and
@@ -74,10 +77,11 @@ class ContextParallelStrategy(MeshStrategy):
         balance: Balance = "contiguous",
         max_gather_bytes: int | None = None,
         dims: Mapping[str | int, int] | None = None,
+        tile_tokens: int | None = None,
         find_unused_parameters: bool = False,
         **kwargs: Any,
     ) -> None:
-        self.options = ContextOptions(size, attention, balance, max_gather_bytes, dims)
+        self.options = ContextOptions(size, attention, balance, max_gather_bytes, dims, tile_tokens)
         self.context_axis = ContextAxis(self.options)
         replicas: DataAxis = DdpAxis(DdpOptions(find_unused_parameters=find_unused_parameters))
         if zero_stage:

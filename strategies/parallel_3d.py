@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from boltmesh.errors import ConfigError, LayoutError
 from boltmesh.strategies.context.axis import ContextAxis
-from boltmesh.strategies.context.cut import Mechanism
+from boltmesh.strategies.context.cut import Mechanism, on_positions
 from boltmesh.strategies.context.options import ContextOptions
 from boltmesh.strategies.context.positions import Balance
 from boltmesh.strategies.data_parallel.ddp import DdpAxis, DdpOptions
@@ -55,8 +55,9 @@ class Parallel3DStrategy(MeshStrategy):
         tensor: Ranks that share each layer; they have to be on one host.
         context: Ranks that divide a sequence; the data axis averages gradients over them, too, and
             shards over ``data x context``.
-        expert: As for ``ZeROStrategy``, over ``data x tensor`` ranks: experts are whole also where
-            ``tensor`` divides all else, and each rank of a tensor group sends its part of the rows.
+        expert: As for ``ZeROStrategy``, over ``data x context x tensor`` ranks: experts are whole
+            also where ``tensor`` divides all else, and each rank of a tensor group sends its part
+            of the rows.
         zero_stage: What is sharded over the data axis: 0 nothing (replicas), 1 the optimizer state,
             2 also the gradients, 3 also the parameters.
         offload_optimizer: As for ``ZeROStrategy``, like the arguments below.
@@ -105,6 +106,8 @@ class Parallel3DStrategy(MeshStrategy):
         tensor: int = 1,
         context: int = 1,
         expert: int | Literal["node"] | None = None,
+        expert_capacity: float | None = None,
+        expert_bias: Literal["update"] | float | None = None,
         zero_stage: int = 1,
         offload_optimizer: Tier | None = None,
         offload_parameters: Tier | None = None,
@@ -125,6 +128,7 @@ class Parallel3DStrategy(MeshStrategy):
         balance: Balance = "contiguous",
         max_gather_bytes: int | None = None,
         dims: Mapping[str | int, int] | None = None,
+        tile_tokens: int | None = None,
         **kwargs: Any,
     ) -> None:
         _check_sizes(data=data, pipeline=pipeline, tensor=tensor, context=context)
@@ -137,6 +141,8 @@ class Parallel3DStrategy(MeshStrategy):
             "blocks": None if blocks is None else tuple(blocks),
             "shard_size": shard_size,
             "expert": expert,
+            "expert_capacity": expert_capacity,
+            "expert_bias": expert_bias,
         }
         stages: dict[str, Any] = {
             "microbatches": microbatches,
@@ -155,6 +161,7 @@ class Parallel3DStrategy(MeshStrategy):
             "balance": balance,
             "max_gather_bytes": max_gather_bytes,
             "dims": dims,
+            "tile_tokens": tile_tokens,
         }
         _refuse_idle(sequences, ContextOptions(), "context", context)
         _refuse_idle(stages, PipelineOptions(), "pipeline", pipeline)
@@ -164,6 +171,18 @@ class Parallel3DStrategy(MeshStrategy):
                 "loss_parallel=True keeps logits divided up to the loss, and a pipeline hands the "
                 "whole output of its last layer to the rest of the step. Use loss_parallel='auto', "
                 "or set pipeline=1."
+            )
+        for name, size in (("pipeline", pipeline), ("tensor", tensor)):
+            if size > 1 and tile_tokens is not None:
+                raise ConfigError(
+                    f"tile_tokens={tile_tokens} runs whole modules on some positions at a time, "
+                    f"and with {name}={size} ranks have parts of them or of the step. Leave "
+                    f"tile_tokens out, or set {name}=1."
+                )
+        if pipeline > 1 and balance == "documents":
+            raise ConfigError(
+                "balance='documents' gives ranks other positions in each batch, and stages of a "
+                "pipeline expect tensors of one shape. Use balance='zigzag', or set pipeline=1."
             )
         if context > 1 and loss_parallel is True:
             raise ConfigError(
@@ -192,7 +211,9 @@ class Parallel3DStrategy(MeshStrategy):
         data_axis.wanted_size = data
         axes: list[Axis] = [data_axis, self.tensor_axis]
         if expert is not None:
-            axes.append(ExpertAxis(expert))
+            rate = ZeroOptions(expert_bias=expert_bias, expert=expert).expert_bias_rate
+            on_rows = on_positions if context > 1 else None
+            axes.append(ExpertAxis(expert, expert_capacity, rate, on_rows))
             if sequence_parallel:
                 raise ConfigError(
                     f"sequence_parallel=True divides the rows between layers, and a router has to "
@@ -246,7 +267,9 @@ def _data_axis(stage: int, shards: Mapping[str, Any], pipeline: int, tensor: int
         )
     if shards["expert"] is not None and not stage:
         # Replicas are shards of one rank each: experts beside them are shards in any case.
-        for name, value in _changed({**shards, "expert": None}, ZeroOptions()).items():
+        of_experts = ("expert", "expert_capacity", "expert_bias")
+        others = {name: each for name, each in shards.items() if name not in of_experts}
+        for name, value in _changed(others, ZeroOptions()).items():
             raise _about_shards(name, value)
         return ZeroAxis(ZeroOptions(stage=1, key="zero_stage", **{**shards, "shard_size": 1}))
     if stage:

@@ -44,6 +44,12 @@ class ZeROStrategy(MeshStrategy):
         expert: Over how many ranks the experts of a mixture of experts are divided: each rank of
             such a group keeps and runs its own, and rows travel to them. ``"node"`` divides them
             over the ranks of each host. By default experts are sharded like all else.
+        expert_capacity: In training an expert takes so many rows of a rank's batch, over those of
+            an even load, and further ones are dropped: 1.25 leaves room for a quarter more. Sizes
+            are then known before, and nothing waits for the device. By default none is dropped.
+        expert_bias: ``"update"`` raises the correction bias of a router for experts with fewer
+            rows than the mean after each step, and lowers that of others, by 0.001 or the number
+            given. By default biases stay as they are.
         gather_for_generation: Gather the whole model once for each call of Hugging Face's
             ``generate``, and not block by block for each token (stage 3).
         **kwargs: As for ``MeshStrategy``: ``timeout_s``, ``telemetry``, ``seed``,
@@ -72,6 +78,8 @@ class ZeROStrategy(MeshStrategy):
         blocks: Sequence[str] | None = None,
         shard_size: int | Literal["node"] | None = None,
         expert: int | Literal["node"] | None = None,
+        expert_capacity: float | None = None,
+        expert_bias: Literal["update"] | float | None = None,
         gather_for_generation: bool = False,
         **kwargs: Any,
     ) -> None:
@@ -85,9 +93,11 @@ class ZeROStrategy(MeshStrategy):
             blocks=None if blocks is None else tuple(blocks),
             shard_size=shard_size,
             expert=expert,
+            expert_capacity=expert_capacity,
+            expert_bias=expert_bias,
             gather_for_generation=gather_for_generation,
         )
         axes: list[Axis] = [ZeroAxis(self.options)]
         if expert is not None:
-            axes.append(ExpertAxis(expert))
+            axes.append(ExpertAxis(expert, expert_capacity, self.options.expert_bias_rate))
         super().__init__(axes=axes, **kwargs)

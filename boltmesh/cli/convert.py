@@ -69,6 +69,13 @@ class PathOrAddress(click.ParamType["str | Path"]):
     is_flag=True,
     help="Adapters of peft alone, in a folder that PeftModel.from_pretrained loads.",
 )
+@click.option(
+    "--hf",
+    "hugging_face",
+    type=click.Path(path_type=Path),
+    help="A config.json of Hugging Face, or a folder with one: names and parts as in the model's "
+    "own files, which from_pretrained and other programs load. All tensors are in memory.",
+)
 @click.option("--force", is_flag=True, help="Replace what is there.")
 def export(
     checkpoint: str | Path,
@@ -76,6 +83,7 @@ def export(
     prefix: str | None,
     max_shard_size: int | None,
     is_for_peft: bool,
+    hugging_face: Path | None,
     force: bool,
 ) -> int:
     """Write CHECKPOINT for programs that know nothing of boltmesh.
@@ -96,6 +104,7 @@ def export(
             force=force,
             counted=bar.begin,
             is_for_peft=is_for_peft,
+            hugging_face=hugging_face,
         )
     click.echo("\n".join(lines))
     return 0

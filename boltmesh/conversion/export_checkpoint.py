@@ -29,6 +29,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from boltmesh.conversion.safetensors_files import (
+    CONFIG,
     METADATA,
     SUFFIX,
     check_dtypes,
@@ -358,6 +359,7 @@ def export(
     force: bool,
     counted: Counted,
     is_for_peft: bool = False,
+    hugging_face: Path | None = None,
 ) -> list[str]:
     """Write ``target`` from a checkpoint; return the lines to show.
 
@@ -371,6 +373,8 @@ def export(
         force: Replace what is at ``target``.
         counted: Shows how far it is.
         is_for_peft: Write the adapters of peft alone, into a folder.
+        hugging_face: A config.json, or a folder with one: write a folder that ``from_pretrained``
+            loads, under the names of the model's files on the Hub. Holds all tensors in memory.
 
     Raises:
         ConfigError: When something given is wrong.
@@ -401,6 +405,8 @@ def export(
             "--peft writes a folder with names of peft's own. Say --to FOLDER, and leave --prefix "
             "and --max-shard-size out."
         )
+    if hugging_face is not None and (not is_folder or is_for_peft):
+        raise ConfigError("--hf writes a folder. Say --to FOLDER, and leave --peft out.")
     if isinstance(source, Path) and source.exists() and target.resolve() == source.resolve():
         raise ConfigError(f"{target} is what is to be exported. Choose another name.")
     check_target(target, force=force)
@@ -416,10 +422,15 @@ def export(
     tensors = tensors_of(checkpoint)
     found = find_prefix(tensors) if prefix is None else prefix
     model = take_off(tensors, found)
+    left_out = [name for name in tensors if not name.startswith(found)]
+    config = None if hugging_face is None else config_file(hugging_face)
+    if config is not None:
+        model = as_on_the_hub(model, config)
     limit = (max_shard_bytes or DEFAULT_SHARD_BYTES) if is_folder else None
     total = _total(model)
-    left_out = [name for name in tensors if not name.startswith(found)]
-    aliases = write_model(model, target, max_shard_bytes=limit, progress=counted(total))
+    aliases = write_model(
+        model, target, max_shard_bytes=limit, progress=counted(total), config=config
+    )
     lines = [f"{target}: {len(model) - len(aliases)} tensors, {_size(total)}"]
     if found:
         lines.append(f"names: without {found!r}")
@@ -429,6 +440,51 @@ def export(
     if left_out:
         lines.append(f"left out: {len(left_out)} tensors elsewhere, such as {left_out[0]}")
     return lines
+
+
+def config_file(path: Path) -> Path:
+    """Return the config.json that is meant.
+
+    Raises:
+        ConfigError: When there is none.
+    """
+    found = path / CONFIG if path.is_dir() else path
+    if not found.is_file():
+        raise ConfigError(
+            f"{path} has no {CONFIG}. Write it with model.config.save_pretrained(FOLDER), and say "
+            f"--hf FOLDER."
+        )
+    return found
+
+
+def as_on_the_hub(tensors: Mapping[str, Tensor], config: Path) -> dict[str, Tensor]:
+    """Return tensors under the names, and in the parts, of a Hugging Face model's own files.
+
+    A model in memory may have several of them as one, such as the matrices of its experts.
+
+    Args:
+        tensors: By their names in memory.
+        config: The model's config.json.
+
+    Raises:
+        ConfigError: When the model has no such tensors.
+    """
+    import transformers
+    from transformers.core_model_loading import revert_weight_conversion
+
+    read = transformers.AutoConfig.from_pretrained(config, local_files_only=True)
+    kind = getattr(transformers, (read.architectures or ["none"])[0], None)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(read) if kind is None else kind(read)
+    unknown = [name for name in tensors if name not in model.state_dict()]
+    if unknown:
+        raise ConfigError(
+            f"{type(model).__name__} of {config} has no tensor {unknown[0]!r}. Say --prefix for "
+            f"what is before its names, or name the configuration of this model."
+        )
+    loaded = {name: load_value(each, name) for name, each in tensors.items()}
+    made: dict[str, Tensor] = revert_weight_conversion(model, loaded)
+    return {name: each.contiguous() for name, each in made.items()}
 
 
 def _export_file(checkpoint: Mapping[str, Any], target: Path, counted: Counted) -> list[str]:

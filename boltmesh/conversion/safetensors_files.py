@@ -9,7 +9,9 @@ Reads a safetensors file, or a folder of them, without loading their tensors.
 """
 
 import json
+import math
 import os
+import shutil
 import struct
 import zlib
 from collections.abc import Callable, Mapping
@@ -32,6 +34,9 @@ DTYPES = {
     "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu",
 }  # fmt: skip
 """Names of the format, and torch's."""
+
+CONFIG = "config.json"
+"""Configuration of a model in a folder of Hugging Face."""
 
 METADATA: dict[str, str] = {"format": "pt"}
 """What Hugging Face's loaders ask for."""
@@ -132,6 +137,7 @@ def find_damage(path: Path) -> str | None:
             expected = (header.pop("__metadata__", None) or {}).get(CRC32)
             end = max((each["data_offsets"][1] for each in header.values()), default=0)
             is_long_enough = end == size - _LENGTH.size - length
+            is_consistent = _lie_one_after_another(header)
         except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError):
             return "its header is damaged"
         if not is_long_enough:
@@ -141,7 +147,21 @@ def find_damage(path: Path) -> str | None:
         crc32 = zlib.crc32(_with_crc32(written, _NO_CRC32))
         while piece := file.read(1 << 20):
             crc32 = zlib.crc32(piece, crc32)
+    if not is_consistent:
+        return "its header contradicts itself"
     return None if expected == f"{crc32:08x}" else "its checksum is wrong"
+
+
+def _lie_one_after_another(header: Mapping[str, Any]) -> bool:
+    """Whether the tensors of a header fill the file, each with the bytes that its shape needs."""
+    at = 0
+    for each in sorted(header.values(), key=lambda each: list(each["data_offsets"])):
+        (start, end), shape = each["data_offsets"], each["shape"]
+        width = getattr(torch, DTYPES[each["dtype"]]).itemsize
+        if start != at or end - start != math.prod(shape) * width or min(shape, default=0) < 0:
+            return False
+        at = end
+    return True
 
 
 def num_bytes(tensor: Tensor) -> int:
@@ -164,6 +184,7 @@ def write_model(
     *,
     max_shard_bytes: int | None,
     progress: Callable[[int], Any],
+    config: Path | None = None,
 ) -> dict[str, str]:
     """Write tensors under the names they have here. Tied ones are written once.
 
@@ -175,6 +196,7 @@ def write_model(
         target: The file to be, or with ``max_shard_bytes`` the folder.
         max_shard_bytes: No file holds more, unless one tensor does.
         progress: Called with the number of bytes of each tensor that has been written.
+        config: The model's configuration, copied into the folder.
 
     Returns:
         Names that were not written, and the names of the tensors they are.
@@ -198,6 +220,8 @@ def write_model(
             write(stored, partial)
         else:
             partial.mkdir()
+            if config is not None:
+                shutil.copyfile(config, partial / CONFIG)
             shards = divide(stored, max_shard_bytes)
             names = file_names(len(shards))
             for name, shard in zip(names, shards, strict=True):
@@ -254,7 +278,7 @@ def is_safetensors(path: Path) -> bool:
 
 
 def open_safetensors(path: Path) -> StoredModel:
-    """Map the tensors of a file, or of all files of a folder.
+    """Map the tensors of a file, or of all files of a folder; compare the checksums of exports.
 
     Raises:
         ConfigError: When the library is missing, a file is damaged or not there, or two files
@@ -273,8 +297,11 @@ def open_safetensors(path: Path) -> StoredModel:
             with safe_open(file, framework="pt", device="cpu") as opened:
                 notes: dict[str, str] = opened.metadata() or {}
                 found = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+            damage = find_damage(file) if CRC32 in notes else None
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"{file} cannot be read: {error}") from error
+        if damage is not None:
+            raise ConfigError(f"{file} cannot be read: {damage}. Export or copy it again.")
         if twice := sorted(found.keys() & model.tensors.keys()):
             raise ConfigError(f"{path} has {twice[0]} in more than one file. Remove the old files.")
         model.tensors |= found
@@ -297,7 +324,7 @@ def _files(path: Path) -> list[Path]:
     try:
         content: Any = json.loads((path / INDEX).read_text(encoding="utf-8"))
         files = [path / name for name in sorted(set(content["weight_map"].values()))]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{path / INDEX} cannot be read: {error}") from error
     for each in files:
         if each.parent != path or not each.is_file():

@@ -28,8 +28,8 @@ from boltmesh.strategies.context.entries import (
     lengths_of,
 )
 from boltmesh.strategies.context.exchange import ContextGroup
+from boltmesh.strategies.context.flex import flex_attention_watched
 from boltmesh.strategies.context.options import ContextOptions, refuse_modules
-from boltmesh.strategies.context.positions import divide
 from boltmesh.strategies.context.verify import results_whole
 from boltmesh.strategies.dry_run.step import DryRun
 from boltmesh.strategies.lightning_compat.loops import step_arguments
@@ -83,10 +83,13 @@ def plan_context(
         hooks.remove()
         for rank in range(size):
             with sequence_divided(module, entries, options, rank, size) as state:
+                state.take_batch(batch)
                 sent.append(_counted(run, state, source))
             gathered.update(state.gathered)
     length = max(lengths)
-    division = divide(length, size, options.balance)
+    state = _state(options, 0, size)
+    state.take_batch(batch)
+    division = state.divide(length)
     return ContextSummary(
         model=type(module).__name__,
         size=size,
@@ -108,7 +111,8 @@ def entries_of(run: DryRun, options: ContextOptions, *, source: str) -> tuple[Se
     module = run.module
     refuse_modules(module)
     blocks = find_blocks(module)
-    analysis = analyse(module, run.forward, blocks=blocks)
+    with flex_attention_watched():
+        analysis = analyse(module, run.forward, blocks=blocks)
     lengths = None if options.dims is None else lengths_of(run.args[0], options.dims)
     entries = find_entries(module, analysis, tuple(blocks), lengths)
     if not entries:
@@ -131,7 +135,8 @@ def sequence_divided(
     state = _state(options, rank, size)
     hooks = Entries(module, entries, state)
     try:
-        with hooks.on(), results_whole(module, STEP), step_ended(state), functions_watched():
+        watched = functions_watched(), flex_attention_watched()
+        with hooks.on(), results_whole(module, STEP), step_ended(state), watched[0], watched[1]:
             yield state
     finally:
         hooks.remove()

@@ -14,9 +14,9 @@ from lightning.pytorch import LightningModule
 from boltmesh.plan.context_plan import sequence_divided
 from boltmesh.plan.dry_model import NumberTypes, faked, shapes_of_units
 from boltmesh.plan.dry_step import STEP, DryStep, computing_in
-from boltmesh.strategies.context.axis import expected_context_traffic
 from boltmesh.strategies.context.cut import ContextState
 from boltmesh.strategies.context.entries import SequenceEntry
+from boltmesh.strategies.context.exchange import expected_context_traffic
 from boltmesh.strategies.context.options import ContextOptions
 from boltmesh.strategies.cost_model.memory import MemoryEstimate, estimate_memory
 from boltmesh.strategies.cost_model.model import (
@@ -159,6 +159,8 @@ def _forecast_rank(
     for name, each in [*module.named_parameters(), *module.named_buffers()]:
         swapped[name] = make_fake(each, mode)
     with mode, swapped_state(module, swapped):
+        if state is not None:
+            state.take_batch(job.args[0])
         batch = tree_map(faked(mode, job.types.stored), job.args[0])
         complaint = measured.run(module, batch, job.types.cast)
     notes = [] if complaint is None else [f"activations are not known: {complaint}"]

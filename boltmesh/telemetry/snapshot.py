@@ -199,6 +199,8 @@ class ExpertLoad(msgspec.Struct, frozen=True, gc=False):
     """By expert, since the run began."""
     recent: tuple[int, ...]
     """Those of the last seconds."""
+    dropped: int = 0
+    """Those that an expert had no place for, since the run began."""
 
 
 class Chunk(msgspec.Struct, frozen=True, gc=False):

@@ -20,6 +20,9 @@ _DAMAGED = "it is damaged, or was not written by torch.save"
 _LOCAL_HEADER = struct.Struct("<4s22x2H")
 """Signature, then the lengths of the name and of the extra field that follow."""
 _IS_UTF_8 = 0x800
+_DAMAGE_ERRORS = {errno.EINVAL, errno.ELOOP, None}
+"""Numbers of errors that come of what a file is or holds: a wrong offset, a pipe, a link out of its
+folder. All others are of the medium, the network or the rights of this user."""
 _BUFFER_BYTES = 1 << 18
 """Small enough for a core's cache: three times as fast as reading 16 MiB at a time."""
 
@@ -75,12 +78,17 @@ def find_damage(file: IO[bytes]) -> str | None:
                     f"wrong"
                 )
     except OSError as error:
-        if error.errno == errno.EIO:
+        if not is_damage(error):
             raise
         return f"{_DAMAGED} ({type(error).__name__}: {error})"
     except Exception as error:  # noqa: BLE001 - zipfile raises errors of any class for a damaged file
         return f"{_DAMAGED} ({type(error).__name__}: {error})"
     return None
+
+
+def is_damage(error: OSError) -> bool:
+    """Whether an error says that a file is damaged; else it could not be read, and may be whole."""
+    return error.errno in _DAMAGE_ERRORS
 
 
 def find_step(file: IO[bytes]) -> int | None:

@@ -5,6 +5,7 @@ only at the first save. So ``refuse_unshared_folders`` checks before the first s
 see the folders to which they write together; ``FolderProbe`` is the file by which they find out.
 """
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -26,6 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from boltmesh.errors import CheckpointError, ConfigError
 from boltmesh.strategies.checkpoint.adapters import TRAINABLE_ONLY
+from boltmesh.strategies.checkpoint.archive_check import is_damage
 from boltmesh.strategies.checkpoint.async_save import serialised, take_snapshot
 from boltmesh.strategies.checkpoint.collective_errors import (
     all_or_none,
@@ -198,6 +200,9 @@ def find_damage(place: str | Path, *, threads: int = 1) -> str | None:
     """Why not all bytes of a directory are those that were written, in words; None when they are.
 
     Reads all of it, a piece of 64 MiB per thread at a time.
+
+    Raises:
+        OSError: The medium cannot be read.
     """
     if fault := find_fault(place):
         return fault
@@ -210,7 +215,11 @@ def find_damage(place: str | Path, *, threads: int = 1) -> str | None:
         with ThreadPoolExecutor(threads) as pool:
             for _ in pool.map(reader.check, reader.pieces()):
                 pass
-    except (CheckpointError, OSError) as error:
+    except CheckpointError as error:
+        return re.sub(r"\. (Resume from|Take) another checkpoint\.$", "", str(error))
+    except OSError as error:
+        if not is_damage(error):
+            raise
         return str(error)
     return None
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from boltmesh.errors import CheckpointError
+from boltmesh.strategies.checkpoint.archive_check import is_damage
 from boltmesh.strategies.checkpoint.storage.folder import LAST, Draft, Folder, folder_at
 
 MANIFEST = LAST
@@ -92,6 +93,9 @@ def find_fault(place: str | Path, *, checks_files: bool = True) -> str | None:
     Args:
         place: Its path or address.
         checks_files: Check that all files exist, with their sizes.
+
+    Raises:
+        OSError: The medium cannot be read.
     """
     folder = folder_at(place)
     try:
@@ -101,6 +105,8 @@ def find_fault(place: str | Path, *, checks_files: bool = True) -> str | None:
     except FileNotFoundError:
         return f"it has no {MANIFEST}"
     except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, OSError) and not is_damage(error):
+            raise
         return f"its {MANIFEST} cannot be read ({getattr(error, 'strerror', None) or error})"
     except CheckpointError as error:
         return str(error)
@@ -115,6 +121,8 @@ def find_fault(place: str | Path, *, checks_files: bool = True) -> str | None:
         except FileNotFoundError as error:
             return f"{name} is not there ({error.strerror or error})"
         except OSError as error:
+            if not is_damage(error):
+                raise
             return f"{name} cannot be read ({error.strerror or error})"
         if size != expected:
             return f"{name} has {size} bytes instead of {expected}"

@@ -27,6 +27,7 @@ from boltmesh.strategies.context.positions import (
     common,
     merged,
     num_positions,
+    places,
 )
 from boltmesh.strategies.context.ring import ring_attention
 from boltmesh.strategies.context.rules.table import cut_rule, named
@@ -50,7 +51,7 @@ def attend(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             f"attention with a mask of class {type(mask).__name__} cannot be divided over the "
             f"sequence. Use is_causal=True, or a mask that is a plain tensor."
         )
-    if not isinstance(query, CutTensor) or not _is_at_place(query):
+    if not isinstance(query, CutTensor) or not is_at_place(query):
         whole = [make_whole(each, "keys of attention") for each in (query, key, value)]
         return func(*whole, attn_mask=mask, is_causal=is_causal, enable_gqa=has_groups, **given)
     if is_causal and mask is not None:
@@ -62,8 +63,19 @@ def attend(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return query.like(local)
 
 
-def _is_at_place(value: Any) -> bool:
+def is_at_place(value: Any) -> bool:
+    """Whether a tensor of attention is cut at its positions, the last dim but one."""
     return isinstance(value, CutTensor) and value.cut_dim == value.ndim - 2 and value.is_simple
+
+
+def fetch_keys(
+    key: CutTensor, value: CutTensor, wants: Sequence[Stretches]
+) -> tuple[Tensor, Tensor]:
+    """Return the keys and values that this rank wants. Collective over the group."""
+    both = torch.cat([key.local, value.local], -1)
+    fetched = fetch(both, both.ndim - 2, key.positions, wants, key.state.group, "keys")
+    keys, values = fetched.split([key.shape[-1], value.shape[-1]], -1)  # type: ignore[no-untyped-call]
+    return keys, values
 
 
 class _Attention:
@@ -89,7 +101,7 @@ class _Attention:
         """Return this rank's positions of the output."""
         key, value = self.key, self.value
         if (
-            not (_is_at_place(key) and _is_at_place(value))
+            not (is_at_place(key) and is_at_place(value))
             or key.positions.parts != value.positions.parts
             or key.shape[:-1] != value.shape[:-1]
         ):
@@ -102,9 +114,7 @@ class _Attention:
                 return self._by_heads()
             if way == "ring":
                 return self._by_ring()
-            both = torch.cat([key.local, value.local], -1)
-            fetched = fetch(both, both.ndim - 2, key.positions, wants, self.group, "keys")
-            keys, values = fetched.split([key.shape[-1], value.shape[-1]], -1)  # type: ignore[no-untyped-call]
+            keys, values = fetch_keys(key, value, wants)
             return self._rows(keys, values, wants[self.group.rank])
 
     def _way(self) -> tuple[str, Sequence[Stretches]]:
@@ -203,18 +213,49 @@ class _Attention:
         if not query.shape[-2]:
             shape = (*query.shape[:-1], values.shape[-1])
             return query.new_zeros(shape) + 0 * (query.sum() + keys.sum() + values.sum())
-        if not self.is_causal:
+        if not self.is_causal and not self._has_rows:
             mask = self._part_of_mask(own, have)
             return _sdpa(query, keys, values, mask, self.options)
         found, at = [], 0
         for start, stop in own:
-            # Keys are those from the first one on, so a stretch sees the first ``stop`` of them.
-            count = min(stop, keys.shape[-2])
             rows_of_query = query.narrow(-2, at, stop - start)
-            seen = keys.narrow(-2, 0, count), values.narrow(-2, 0, count)
-            found.append(_causal(rows_of_query, *seen, start, self.options))
             at += stop - start
+            if self.is_causal:
+                # Keys are those from the first one on: a stretch sees the first ``stop`` of them.
+                count = min(stop, keys.shape[-2])
+                seen = keys.narrow(-2, 0, count), values.narrow(-2, 0, count)
+                found.append(_causal(rows_of_query, *seen, start, self.options))
+                continue
+            shown = common(have, self._seen_by(((start, stop),))) or ((have[0][0], have[0][0] + 1),)
+            span = common(have, ((shown[0][0], shown[-1][1]),))
+            first, last = places(span, have)[0][0], places(span, have)[-1][1]
+            seen = keys.narrow(-2, first, last - first), values.narrow(-2, first, last - first)
+            mask = self._part_of_mask(((start, stop),), span)
+            found.append(_sdpa(rows_of_query, *seen, mask, self.options))
         return torch.cat(found, -2) if len(found) > 1 else found[0]
+
+    @property
+    def _has_rows(self) -> bool:
+        """Whether a mask may show other keys to each stretch of this rank."""
+        mask = self.mask
+        return (
+            mask is not None
+            and mask.dtype == torch.bool
+            and mask.shape[-2] > 1
+            and mask.shape[-1] == self.key.shape[-2]
+            and len(self.query.positions.parts[self.group.rank]) > 1
+        )
+
+    def _seen_by(self, rows: Stretches) -> Stretches:
+        """Return the keys that the mask shows to some queries."""
+        mask = self.mask
+        assert mask is not None
+        key = id(mask), times_written(mask), rows, self.key.shape[-2]
+        known = self.state.wanted.get(key)
+        if known is None:
+            known = mask, _seen(mask, rows, self.key.shape[-2])
+            self.state.wanted[key] = known
+        return known[1]
 
     def _part_of_mask(self, own: Stretches, have: Stretches) -> Tensor | None:
         mask = self.mask
@@ -257,7 +298,7 @@ class _Attention:
             theirs = key.positions.parts[rank]
             seen: Tensor | bool = True
             if self.is_causal:
-                seen = _index(own, device)[:, None] >= _index(theirs, device)[None, :]
+                seen = positions_of(own, device)[:, None] >= positions_of(theirs, device)[None, :]
             elif self.mask is not None:
                 rows = self.mask
                 rows = rows if rows.shape[-2] == 1 else taken_along(rows, rows.ndim - 2, own)
@@ -299,7 +340,8 @@ def _causal(
     return _sdpa(query.flip(-2), key, value, mask, options).flip(-2)
 
 
-def _index(stretches: Stretches, device: torch.device) -> Tensor:
+def positions_of(stretches: Stretches, device: torch.device) -> Tensor:
+    """Return the positions of stretches, ascending."""
     found = [torch.arange(start, stop, device=device) for start, stop in stretches]
     return torch.cat(found) if found else torch.arange(0, device=device)
 

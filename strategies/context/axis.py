@@ -6,7 +6,7 @@ it averages over ``data x context``.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -33,14 +33,26 @@ from boltmesh.strategies.context.cut import (
     part_of,
     step_ended,
 )
-from boltmesh.strategies.context.dispatch import watch_functions
-from boltmesh.strategies.context.entries import Entries, SequenceEntry, find_entries, lengths_of
-from boltmesh.strategies.context.exchange import ContextGroup
+from boltmesh.strategies.context.dispatch import functions_watched
+from boltmesh.strategies.context.entries import (
+    Entries,
+    SequenceEntry,
+    find_entries,
+    find_sequences,
+    lengths_of,
+)
+from boltmesh.strategies.context.exchange import ContextGroup, expected_context_traffic
+from boltmesh.strategies.context.flex import flex_attention_watched
 from boltmesh.strategies.context.options import SEQUENCES, ContextOptions, refuse_modules
-from boltmesh.strategies.context.positions import Positions, divide
+from boltmesh.strategies.context.positions import Positions
+from boltmesh.strategies.context.tokenwise import (
+    TokenwiseModule,
+    TokenwiseModules,
+    find_tokenwise,
+)
 from boltmesh.strategies.context.verify import ContextProof, results_whole
 from boltmesh.strategies.deferred_initialization.materialize import own_modules, prepare_modules
-from boltmesh.strategies.dry_run.batch_check import BYTES_PER_RANK, BatchDigest, SameBatchCheck
+from boltmesh.strategies.dry_run.batch_check import BatchDigest, SameBatchCheck
 from boltmesh.strategies.dry_run.sample import sample_batch
 from boltmesh.strategies.dry_run.step import DryRun
 from boltmesh.strategies.engine.axis import Axis, FakeRuns, StepFunction
@@ -57,11 +69,6 @@ _CPU = torch.device("cpu")
 
 _PATIENCE = timedelta(seconds=120)
 """Timeout of a proof if a rank has raised and others have not."""
-
-_WHY = {
-    "allreduce": "sums over the sequence and their gradients, digests of batches",
-    "alltoall_base": "keys of attention and gathered positions, and their gradients",
-}
 
 
 class ContextAxis(Axis):
@@ -82,6 +89,9 @@ class ContextAxis(Axis):
         self.wanted_size = size
         self.entries: tuple[SequenceEntry, ...] = ()
         """Where the sequence begins; empty before a model was placed."""
+        self._tokenwise: dict[str, TokenwiseModule] = {}
+        self._plain: TokenwiseModules | None = None
+        """Modules that run on plain tensors, while a model is placed."""
         self.state: ContextState | None = None
         """None before a model was placed."""
         self._module: LightningModule | None = None
@@ -101,7 +111,10 @@ class ContextAxis(Axis):
         """A batch of the run, and what a step is called with behind it."""
         self._counted: Mapping[str, OperatorTraffic] | None = None
         """Traffic of a batch of training by operator; None where that is unknown."""
-        self._forget_functions: Callable[[], None] = _nothing
+        self._uses_flex = False
+        """Whether a step calls ``flex_attention``."""
+        self._watching = ExitStack()
+        """Lets functions that do not ask tensor subclasses take cut ones."""
 
     def __getstate__(self) -> dict[str, Any]:
         # Spawned ranks make their own groups.
@@ -138,14 +151,22 @@ class ContextAxis(Axis):
         module, step = strategy.lightning_module, strategy.step_name
         assert module is not None
         self.state = self._new_state(strategy.groups[self.name])
+        self.state.take_batch(self._sample)
         if step not in self._steps:
             with self._whole_where_it_generates(step):
                 self._prove(module, step)
         if self.hooks is not None:
             self.hooks.remove()
         self.hooks = Entries(module, self.entries, self.state)
-        self._forget_functions()
-        self._forget_functions = watch_functions()
+        self.release()
+        self._plain = TokenwiseModules(
+            module, self._tokenwise, self.state,
+            is_training=step == "training_step", tile=self.options.tile_tokens,
+        )  # fmt: skip
+        self._watching.close()
+        self._watching.enter_context(functions_watched())
+        if self._uses_flex:
+            self._watching.enter_context(flex_attention_watched())
 
     @override
     def stage_borders(self) -> StageBorders | None:
@@ -180,7 +201,9 @@ class ContextAxis(Axis):
             return  # of an earlier run, in which the tensor axis has divided the layers
         run = DryRun(module, step, self._sample, _CPU, around=self.strategy.host_step_context(step))
         with self._whole_where_it_generates(step):
-            self.entries = self._found(run, find_blocks(module))
+            self.entries, self._tokenwise = self._found(run, find_blocks(module))
+            if self.strategy.divides_layers or self.strategy.divides_modules:
+                self._tokenwise = {}
 
     @contextmanager
     def _whole_where_it_generates(self, step: str) -> Iterator[None]:
@@ -222,30 +245,52 @@ class ContextAxis(Axis):
         if not strategy.divides_layers:  # the tensor axis has done it, and ranks have other parts
             # Makes what is deferred, and gives all ranks the first one's values.
             prepare_modules(own_modules([module], ""), device=_CPU, group=self._judges)
-        group = strategy.new_group(self.name, timeout=min(strategy.timeout, _PATIENCE))
         on_device = DryRun(module, step, self._sample, strategy.root_device)
-        ContextProof(
-            on_device, self.entries, self._new_state(group), self._judges, find_blocks(module)
-        ).check()
+        blocks = find_blocks(module)
+        while True:
+            group = strategy.new_group(self.name, timeout=min(strategy.timeout, _PATIENCE))
+            tokenwise, tile = self._tokenwise, self.options.tile_tokens
+            state = self._new_state(group)
+            proof = ContextProof(
+                on_device, self.entries, state, self._judges, blocks, tokenwise, tile
+            )
+            try:
+                proof.check()
+                break
+            except ConfigError:
+                if not tokenwise:
+                    raise
+            # Modules may read their length, which is that of a rank on plain tensors.
+            self._tokenwise = {}
         dist.destroy_process_group(group)
         self._steps.add(step)
 
-    def _found(self, run: DryRun, blocks: dict[str, Module]) -> tuple[SequenceEntry, ...]:
-        """Return where the sequence begins, as the first rank finds it. Collective."""
+    def _found(
+        self, run: DryRun, blocks: dict[str, Module]
+    ) -> tuple[tuple[SequenceEntry, ...], dict[str, TokenwiseModule]]:
+        """Return where the sequence begins, and modules in which no position meets another.
+
+        As the first rank finds them. Collective.
+        """
         assert self._judges is not None
         dims = self.options.dims
         lengths = None if dims is None else lengths_of(self._sample[0], dims)
         entries: tuple[SequenceEntry, ...] = ()
+        tokenwise: dict[str, TokenwiseModule] = {}
         failure: Exception | None = None
         text = ""
         try:
-            analysis = analyse(run.module, run.forward, blocks=blocks)
+            with flex_attention_watched() as calls:
+                analysis = analyse(run.module, run.forward, blocks=blocks)
+            self._uses_flex |= bool(calls)
             entries = find_entries(run.module, analysis, tuple(blocks), lengths)
+            axes, _ = find_sequences(analysis, lengths)
+            tokenwise = find_tokenwise(analysis, axes)
         except Exception as error:  # noqa: BLE001 - the user's step may raise anything
             failure = error
             is_ours = isinstance(error, BoltMeshError)
             text = str(error) if is_ours else f"{type(error).__name__}: {error}"
-        entries, text = broadcast_from_rank0((entries, text), self._judges)
+        entries, tokenwise, text = broadcast_from_rank0((entries, tokenwise, text), self._judges)
         kind = type(run.module).__name__
         if text:
             raise ConfigError(
@@ -265,7 +310,7 @@ class ContextAxis(Axis):
                 f"first of several blocks. Use a strategy without a context axis, such as "
                 f"bolt_zero3."
             )
-        return entries
+        return entries, tokenwise
 
     @property
     @override
@@ -332,6 +377,7 @@ class ContextAxis(Axis):
     def check_batch(self, batch: Any) -> None:
         if self.state is not None:
             self.state.end_step()  # what the backward passes of the batch before have left
+            self.state.take_batch(batch)
         if self.size > 1 and self._batches is not None:
             self._batches.wait(batch)
 
@@ -357,15 +403,21 @@ class ContextAxis(Axis):
 
     @override
     def close(self) -> None:
-        self._forget_functions()
-        self._forget_functions = _nothing
+        self._watching.close()
         if self.state is not None:
             self.state.end_step()
+
+    @override
+    def release(self) -> None:
+        if self._plain is not None:
+            self._plain.remove()
+            self._plain = None
 
     def _forget(self) -> None:
         if self.hooks is not None:
             self.hooks.remove()
-        self.hooks, self.entries = None, ()
+        self.hooks, self.entries, self._tokenwise = None, (), {}
+        self._uses_flex = False
         self._steps, self._whole_steps = set(), set()
 
 
@@ -401,7 +453,7 @@ class _SequenceBorders(StageBorders):
                 is_within = f"{entry.module}.".startswith(f"{name}.")
                 if is_within and isinstance(first, TensorSpec) and len(first.shape) > entry.dim:
                     lengths.add(first.shape[entry.dim])
-        group, balance = self._state.group, self._state.balance
+        state = self._state
 
         def divided(spec: ValueSpec) -> ValueSpec:
             dims = (dim for dim, size in enumerate(spec.shape) if dim and size in lengths)
@@ -409,7 +461,7 @@ class _SequenceBorders(StageBorders):
             if dim is None:
                 return spec
             shape, length = list(spec.shape), spec.shape[dim]
-            shape[dim] = divide(length, group.size, balance).count(group.rank)
+            shape[dim] = state.divide(length).count(state.rank)
             return replace(spec, shape=tuple(shape), cut_dim=dim, length=length)
 
         return divided
@@ -432,38 +484,8 @@ class _SequenceBorders(StageBorders):
         return make_cut(tensor, spec.cut_dim, self._positions(spec), self._state)
 
     def _positions(self, spec: ValueSpec) -> Positions:
-        return divide(spec.length, self._state.group.size, self._state.balance)
+        return self._state.divide(spec.length)
 
     @override
     def whole(self, result: Any) -> Any:
         return make_all_whole(result, "what the step returns")
-
-
-def _nothing() -> None:
-    """Replaces an undo function if there is nothing to undo."""
-
-
-def expected_context_traffic(
-    counted: Mapping[str, OperatorTraffic], *, size: int, accumulated: int
-) -> list[ExpectedTraffic]:
-    """Return the collectives of one optimizer step on one rank.
-
-    Args:
-        counted: Traffic of one batch by operator; batches of other lengths move other bytes.
-        size: Ranks of the context group.
-        accumulated: Batches per optimizer step.
-    """
-    digest = OperatorTraffic(BYTES_PER_RANK * size, 1)
-    found = {"allreduce": OperatorTraffic(0, 0), **counted}
-    own = found["allreduce"]
-    found["allreduce"] = OperatorTraffic(own.num_bytes + digest.num_bytes, own.calls + digest.calls)
-    return [
-        ExpectedTraffic(
-            axis="context",
-            operator=operator,
-            payload_bytes=float(each.num_bytes * accumulated),
-            calls=float(each.calls * accumulated),
-            why=_WHY.get(operator, "positions of the sequence"),
-        )
-        for operator, each in found.items()
-    ]

@@ -5,7 +5,7 @@ positions with autograd of its own. So the gradient of a local tensor is always 
 the same positions, and no operator needs a rule for its backward pass.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,12 +17,19 @@ from typing_extensions import Self, override
 
 from boltmesh.errors import UnsupportedError
 from boltmesh.strategies.context.exchange import ContextGroup, all_of, fetch
-from boltmesh.strategies.context.positions import Balance, Positions, divide
+from boltmesh.strategies.context.positions import (
+    Balance,
+    Positions,
+    divide,
+    divide_by_work,
+    document_work,
+)
 from boltmesh.strategies.tensor.runtime.dropout import Draws
 from boltmesh.strategies.torch_compat.tensors import (
     make_wrapper,
     subclasses_unasked,
     times_written,
+    tree_leaves,
     tree_map_only,
 )
 
@@ -47,6 +54,24 @@ class ContextState:
 
     def __post_init__(self) -> None:
         self.draws = Draws(self.group)
+        self._work: dict[int, Tensor] = {}
+        self._divisions: dict[int, Positions] = {}
+
+    def take_batch(self, batch: Any) -> None:
+        """Find the documents of a batch where its sequence is divided by them. Local."""
+        if self.balance == "documents":
+            self._work, self._divisions = document_work(tree_leaves(batch)), {}
+
+    def divide(self, length: int) -> Positions:
+        """Return which rank has which positions of a sequence of the batch."""
+        if self.balance != "documents":
+            return divide(length, self.group.size, self.balance)
+        known = self._divisions.get(length)
+        if known is None:
+            longer = min((each for each in self._work if each >= length), default=0)
+            work = self._work[longer][:length] if longer else torch.arange(1, length + 1)
+            known = self._divisions[length] = divide_by_work(work, self.group.size)
+        return known
 
     @property
     def rank(self) -> int:
@@ -131,6 +156,31 @@ class CutTensor(Tensor):
         return self.num_outer == self.num_inner == 1
 
 
+def on_positions(
+    run: Callable[..., Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Tensor:
+    """Run what computes each row by itself on this rank's positions; return a cut tensor.
+
+    Args:
+        run: Given plain tensors of this rank's rows; returns a row for each.
+        args: Positional arguments, of which tensors are all cut in the same way, or none is.
+        kwargs: Keyword arguments.
+
+    Raises:
+        UnsupportedError: When some tensors are whole.
+    """
+    given = [each for each in tree_leaves((args, dict(kwargs))) if isinstance(each, Tensor)]
+    cut = [each for each in given if isinstance(each, CutTensor)]
+    if not cut:
+        return run(*args, **kwargs)
+    if len(cut) < len(given):
+        raise UnsupportedError(
+            "Experts are given rows of a divided sequence, and whole choices or weights for them."
+        )
+    own, named = tree_map_only(CutTensor, lambda each: each.local, (args, dict(kwargs)))
+    return next(each for each in cut if each.is_floating_point()).like(run(*own, **named))
+
+
 _run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
@@ -173,7 +223,7 @@ def make_cut(
 
 def cut(tensor: Tensor, dim: int, state: ContextState) -> CutTensor:
     """Return the cut tensor of one that every rank has whole. Local."""
-    positions = divide(tensor.shape[dim], state.group.size, state.balance)
+    positions = state.divide(tensor.shape[dim])
     return make_cut(part_of(tensor, dim, positions, state), dim, positions, state)
 
 

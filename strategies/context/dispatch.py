@@ -207,7 +207,7 @@ def _run_local(call: Call, cuts: list[int], answer: Answer) -> Any:
 
 def _run_on_parts(call: Call, local: list[Any]) -> Any:
     """Run a function on plain tensors, or on this rank's tokens of a divided vocabulary."""
-    if not any(isinstance(each, VocabularyTensor) for each in local):
+    if VocabularyTensor not in map(type, local):
         return call.run(local)
     with subclasses_asked():
         return gathered(call.run(local))
@@ -254,25 +254,15 @@ def _function_of(cls: Any) -> Any:
 _functions: dict[Any, Any] = {}
 
 
-def watch_functions() -> Callable[[], None]:
-    """Let ``autograd.Function`` of the user's take cut tensors; return what undoes it."""
+@contextmanager
+def functions_watched() -> Iterator[None]:
+    """Context in which ``autograd.Function`` of the user's takes cut tensors."""
     before = torch.autograd.Function.__dict__.get("apply")
     torch.autograd.Function.apply = classmethod(_applied)  # type: ignore[method-assign,assignment]
-
-    def undo() -> None:
+    try:
+        yield
+    finally:
         if before is None:
             del torch.autograd.Function.apply
         else:
             torch.autograd.Function.apply = before  # type: ignore[method-assign]
-
-    return undo
-
-
-@contextmanager
-def functions_watched() -> Iterator[None]:
-    """Context in which ``autograd.Function`` of the user's takes cut tensors."""
-    undo = watch_functions()
-    try:
-        yield
-    finally:
-        undo()

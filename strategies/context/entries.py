@@ -57,7 +57,7 @@ def find_entries(
         lengths: Sizes of the axes that the user has named; None: those that something looks along.
     """
     trace = analysis.trace
-    axes, modules = _sequences(analysis, lengths)
+    axes, modules = find_sequences(analysis, lengths)
     found: dict[str, SequenceEntry] = {}
     for name in modules:
         if not isinstance(model.get_submodule(name), _ENTRIES):
@@ -94,8 +94,8 @@ def _usual_dim(analysis: Analysis, block: str, ndim: int) -> int | None:
     return 1 if ndim == 3 else None
 
 
-def _sequences(
-    analysis: Analysis, lengths: Collection[int] | None
+def find_sequences(
+    analysis: Analysis, lengths: Collection[int] | None = None
 ) -> tuple[list[SymbolicDim], list[str]]:
     """Return the axes of the data that are meant, and modules that data meet first."""
     made: set[int] = set()

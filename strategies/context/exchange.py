@@ -13,7 +13,7 @@ of other ranks' positions.
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,7 +31,10 @@ from boltmesh.strategies.context.positions import (
     num_positions,
     places,
 )
+from boltmesh.strategies.dry_run.batch_check import BYTES_PER_RANK
+from boltmesh.strategies.tensor.expected_traffic import OperatorTraffic
 from boltmesh.strategies.tensor.runtime.collectives import TensorGroup
+from boltmesh.telemetry.traffic import ExpectedTraffic
 
 
 @dataclass(frozen=True)
@@ -305,3 +308,35 @@ def send_around(tensor: Tensor, numel: int, group: ContextGroup, purpose: str) -
 def all_of(positions: Positions, group: ContextGroup) -> tuple[Stretches, ...]:
     """Return what each rank wants of a gather."""
     return (merged([(0, positions.length)]),) * group.size
+
+
+_WHY = {
+    "allreduce": "sums over the sequence and their gradients, digests of batches",
+    "alltoall_base": "keys of attention and gathered positions, and their gradients",
+}
+
+
+def expected_context_traffic(
+    counted: Mapping[str, OperatorTraffic], *, size: int, accumulated: int
+) -> list[ExpectedTraffic]:
+    """Return the collectives of one optimizer step on one rank.
+
+    Args:
+        counted: Traffic of one batch by operator; batches of other lengths move other bytes.
+        size: Ranks of the context group.
+        accumulated: Batches per optimizer step.
+    """
+    digest = OperatorTraffic(BYTES_PER_RANK * size, 1)
+    found = {"allreduce": OperatorTraffic(0, 0), **counted}
+    own = found["allreduce"]
+    found["allreduce"] = OperatorTraffic(own.num_bytes + digest.num_bytes, own.calls + digest.calls)
+    return [
+        ExpectedTraffic(
+            axis="context",
+            operator=operator,
+            payload_bytes=float(each.num_bytes * accumulated),
+            calls=float(each.calls * accumulated),
+            why=_WHY.get(operator, "positions of the sequence"),
+        )
+        for operator, each in found.items()
+    ]

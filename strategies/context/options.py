@@ -27,6 +27,7 @@ class ContextOptions:
     balance: Balance = "contiguous"
     max_gather_bytes: int | None = None
     dims: Mapping[str | int, int] | None = None
+    tile_tokens: int | None = None
 
     def __post_init__(self) -> None:
         size = self.size
@@ -45,6 +46,11 @@ class ContextOptions:
             raise ConfigError(
                 f"dims={self.dims!r} names no dim of a batch. Use {{'input_ids': 1}}: a name or "
                 f"place of the batch and the dim of the sequence, or leave it out."
+            )
+        if self.tile_tokens is not None and self.tile_tokens < 1:
+            raise ConfigError(
+                f"tile_tokens={self.tile_tokens} is the number of positions that MLPs take "
+                f"together. Set 1024 or more, or leave it out."
             )
         if self.max_gather_bytes is not None and self.max_gather_bytes < 1:
             raise ConfigError(

@@ -6,12 +6,19 @@ from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Literal
 
+import torch
+from torch import Tensor
+
 Stretch = tuple[int, int]
 """First position, and the one behind the last."""
 Stretches = tuple[Stretch, ...]
 """Ascending and disjoint."""
 
-Balance = Literal["contiguous", "zigzag"]
+Balance = Literal["contiguous", "zigzag", "documents"]
+
+_EVEN = 1.02
+"""Most work of a rank over the mean with which no more stretches are made."""
+_MOST_BLOCKS = 32
 
 
 @dataclass(frozen=True)
@@ -48,12 +55,72 @@ def divide(length: int, ranks: int, balance: Balance = "contiguous") -> Position
         ranks: Number of ranks.
         balance: ``"contiguous"`` gives each rank one stretch. ``"zigzag"`` makes twice as many
             and gives rank r the r-th and the r-th last, so that causal attention is even work.
+            By ``"documents"`` ``divide_by_work`` divides.
     """
     if balance == "zigzag":
         halves = divide(length, 2 * ranks).parts
         return Positions(length, tuple(merged(halves[r] + halves[-1 - r]) for r in range(ranks)))
     ends = [length * r // ranks for r in range(ranks + 1)]
     return Positions(length, tuple(merged([each]) for each in pairwise(ends)))
+
+
+def divide_by_work(work: Tensor, ranks: int) -> Positions:
+    """Divide a sequence whose positions take more and less work.
+
+    It is cut into blocks of one length, of which each rank gets as many; those with the most work
+    come first, each to the rank with the least. There are as few blocks as make the work even.
+
+    Args:
+        work: Work of each position, in any unit; shape ``(length,)``.
+        ranks: Number of ranks.
+    """
+    length = len(work)
+    sums = torch.cat([work.new_zeros(1), work.cumsum(0)])
+    best, found = float("inf"), divide(length, ranks)
+    each = 1
+    while best > _EVEN and each <= _MOST_BLOCKS and each * ranks <= max(length, 1):
+        ends = [length * at // (each * ranks) for at in range(each * ranks + 1)]
+        loads = sums[ends].diff().tolist()
+        taken: list[list[int]] = [[] for _ in range(ranks)]
+        total = [0] * ranks
+        for block in sorted(range(len(loads)), key=lambda block: -loads[block]):
+            free = (rank for rank in range(ranks) if len(taken[rank]) < each)
+            rank = min(free, key=lambda rank: total[rank])
+            taken[rank].append(block)
+            total[rank] += loads[block]
+        most = max(total) * ranks / max(sum(total), 1)
+        if most < best:
+            best = most
+            parts = ([(ends[at], ends[at + 1]) for at in sorted(blocks)] for blocks in taken)
+            found = Positions(length, tuple(map(merged, parts)))
+        each *= 2
+    return found
+
+
+def document_work(tensors: Iterable[object]) -> dict[int, Tensor]:
+    """Return the keys that causal attention shows to each position, by length of the sequence.
+
+    Documents are found in tensors of shape ``(rows, length)`` or ``(length,)``: positions that
+    begin again at 0, or numbers of documents, which rise by one from each to the next.
+    """
+    found: dict[int, Tensor] = {}
+    for each in tensors:
+        if not isinstance(each, Tensor) or each.dtype not in (torch.int32, torch.int64):
+            continue
+        if each.ndim not in (1, 2) or each.shape[-1] < 2 or each.shape[-1] in found:
+            continue
+        rows = each.detach().cpu().reshape(-1, each.shape[-1])
+        step = rows.diff(dim=1)
+        begins, rises = rows[:, 1:] == 0, step == 1
+        if not bool((rises | begins).all()):
+            begins = rises
+        if not bool(rises.any()) or not bool((rises | begins | (step == 0)).all()):
+            continue
+        index = torch.arange(rows.shape[1])
+        first = torch.zeros_like(rows)
+        first[:, 1:] = begins * index[1:]
+        found[rows.shape[1]] = (index + 1 - first.cummax(1).values).sum(0)
+    return found
 
 
 def of_one(length: int, ranks: int, owner: int) -> Positions:

@@ -6,7 +6,7 @@ over the ranks of every gradient have to agree. Long sequences are shortened for
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,8 @@ from boltmesh.errors import BoltMeshError, ConfigError
 from boltmesh.strategies.context.cut import ContextState, make_all_whole, step_ended
 from boltmesh.strategies.context.dispatch import functions_watched
 from boltmesh.strategies.context.entries import Entries, SequenceEntry
+from boltmesh.strategies.context.flex import flex_attention_watched
+from boltmesh.strategies.context.tokenwise import TokenwiseModule, TokenwiseModules
 from boltmesh.strategies.dry_run.step import DryRun, DryRunOutcome, difference, full_float32
 from boltmesh.strategies.pytree import replace_tensors
 from boltmesh.strategies.tensor.verify import (
@@ -44,6 +46,8 @@ class ContextProof:
         state: On a group of its own: a failure on one rank leaves the group unusable.
         judges: All ranks of the job, on the CPU: they agree on the result.
         blocks: Repeated blocks by name.
+        tokenwise: Modules that run on plain tensors.
+        tile: Positions that those run at a time; None: all.
     """
 
     dry_run: DryRun
@@ -51,6 +55,8 @@ class ContextProof:
     state: ContextState
     judges: ProcessGroup
     blocks: Mapping[str, Module]
+    tokenwise: Mapping[str, TokenwiseModule] = field(default_factory=dict)
+    tile: int | None = None
 
     def check(self) -> int:
         """Compare the step whole and cut; return the longest sequence that was cut.
@@ -63,7 +69,8 @@ class ContextProof:
         """
         module, device = self.dry_run.module, self.dry_run.device
         probes = dict(list(self.blocks.items())[-1:])
-        with converted(module, device, partial(torch.promote_types, torch.float32)), full_float32():
+        wide = partial(torch.promote_types, torch.float32)
+        with converted(module, device, wide), full_float32(), flex_attention_watched():
             run = replace(self.dry_run, args=_on(device, self.dry_run.args), probes=probes)
             run, lengths, whole = self._run_whole(run)
             if not lengths:
@@ -103,7 +110,13 @@ class ContextProof:
                 found, outcome, fault = set(), DryRunOutcome(), _told(error)
             if self._first(fault) is None and found and max(found) < longest:
                 return shorter, found, outcome
-        return run, lengths, run.run()
+        whole, cause = DryRunOutcome(), None
+        try:
+            whole = run.run()
+        except Exception as error:  # noqa: BLE001 - the user's step may raise anything
+            cause = error
+        self._refuse_failed(run, cause)
+        return run, lengths, whole
 
     def _lengths(self, run: DryRun) -> set[int]:
         """Return the lengths of the sequences of a step; raise its error on all ranks."""
@@ -113,28 +126,37 @@ class ContextProof:
             lengths.add(length)
 
         entries = Entries(run.module, self.entries, self.state, on_length=keep)
-        fault: str | None = None
         cause: Exception | None = None
         try:
             run.run(has_backward=not run.module.automatic_optimization)
         except Exception as error:  # noqa: BLE001 - the user's step may raise anything
-            fault, cause = _told(error), error
+            cause = error
         finally:
             entries.remove()
-        fault = self._first(fault)
+        self._refuse_failed(run, cause)
+        return lengths
+
+    def _refuse_failed(self, run: DryRun, cause: Exception | None) -> None:
+        """Raise on all ranks what the step has raised on one. Collective over all ranks."""
+        fault = self._first(None if cause is None else _told(cause))
         if fault is not None:
             raise ConfigError(
                 f"{type(run.module).__name__}.{run.step} could not be run before the first step, "
                 f"to compare it whole and with its sequence divided: {fault}"
             ) from cause
-        return lengths
 
     def _run_cut(self, run: DryRun) -> DryRunOutcome:
         entries = Entries(run.module, self.entries, self.state)
+        self.state.take_batch(run.args)
+        is_training = run.step == "training_step"
+        modules = TokenwiseModules(
+            run.module, self.tokenwise, self.state, is_training=is_training, tile=self.tile
+        )
         try:
             with entries.on(), functions_watched(), step_ended(self.state):
                 outcome = _run_with_whole_results(run, self.state)
         finally:
+            modules.remove()
             entries.remove()
         names = sorted(outcome.gradients)
         told: list[list[str]] = [[]] * self.judges.size()

@@ -42,6 +42,7 @@ from boltmesh.strategies.data_parallel.pipeline_ddp import agreement_bytes
 from boltmesh.strategies.data_parallel.units import find_units
 from boltmesh.strategies.engine.data_axis import AxisContext
 from boltmesh.strategies.tiling.apply import TiledWeight
+from boltmesh.strategies.torch_compat.tensors import local_tensor
 from boltmesh.telemetry.snapshot import MemoryKind
 from boltmesh.telemetry.traffic import ExpectedTraffic, added_up
 
@@ -341,8 +342,21 @@ class ZeroEstimate:
         return describe_units(self._model.module, self._model.units, cast=self._model.cast)
 
     @property
-    def _shape_with_tiled(self) -> ModelShape:
-        """With the weights that are gathered in tiles, by no unit."""
+    def _whole_shape(self) -> ModelShape:
+        """With the weights that are gathered in tiles, by no unit, and those that ranks own."""
+        names = {each: name for name, each in self._model.module.named_parameters()}
+        owned = [
+            TensorShape(
+                names[each],
+                # As many rows as have shards of what this rank owns.
+                (local_tensor(each).shape[0] * self._model.mesh.shard_size, *each.shape[1:]),
+                is_trained=each.requires_grad,
+                element_bytes=each.element_size(),
+            )
+            for plain in self._model.owned
+            for each in plain.parameters
+            if each in names
+        ]
         tiled = (
             TensorShape(
                 each.name,
@@ -356,7 +370,7 @@ class ZeroEstimate:
             )
             for each in self._model.tiled
         )
-        units = (UnitShape(each.name, (each,)) for each in tiled)
+        units = (UnitShape(each.name, (each,)) for each in (*tiled, *owned))
         return replace(self.shape, units=(*self.shape.units, *units))
 
     @property
@@ -407,7 +421,7 @@ class ZeroEstimate:
             return expected_held_memory(self._model.module, optimizers)
         copies = count_state_copies(optimizers)
         job = replace(self.job, state_copies=copies or 0)
-        kept = estimate_memory(self._shape_with_tiled, self.sharing, job).kept
+        kept = estimate_memory(self._whole_shape, self.sharing, job).kept
         if copies is None:
             kept.pop("optimizer")
         return [

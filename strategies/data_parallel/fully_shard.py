@@ -66,7 +66,7 @@ class RootModule(Module):
 
     Args:
         module: The full model.
-        adopted: Modules within units whose parameters are gathered here all the same.
+        adopted: Hold what is gathered here although it is below a unit.
     """
 
     def __init__(self, module: LightningModule, adopted: Iterable[Module] = ()) -> None:
@@ -93,6 +93,20 @@ class RootModule(Module):
             return self()
         finally:
             self._instead = None
+
+
+class OwnParameters(Module):
+    """Holds the unsharded parameters of a module without what is below it.
+
+    Args:
+        owner: The module, which may be a unit itself or have units' parameters below it.
+    """
+
+    def __init__(self, owner: Module) -> None:
+        super().__init__()
+        for name, parameter in owner.named_parameters(recurse=False):
+            if parameter.dim() and not isinstance(parameter, DTensor):
+                self.register_parameter(name, parameter)
 
 
 _MULTIPLYING = (
@@ -335,7 +349,7 @@ def shard_model(
     with successors.of_parameters(module):
         in_tiles = _tile(module, "", options, mesh)
         tiled += in_tiles
-        root = RootModule(module, adopted)
+        root = RootModule(module, map(OwnParameters, adopted))
         fully_shard(
             root,
             mesh=mesh.mesh,
@@ -362,18 +376,28 @@ def shard_model(
     gathers = _gathers_of(sharded, tiled, context.compute_dtype, is_freed=is_freed)
     for exchange in () if context.owned is None else context.owned.exchanges:
         gathers[exchange.module] = UnitGather(lambda: True, exchange.attend)
+    joined_gathers = JoinedGathers(gathers, context.group, context.device)
+    writes = GatheredWrites(sharded.values(), refuse_lost_write)
+
+    def gather(unit: FSDPModule) -> None:
+        assert isinstance(unit, Module)
+        joined_gathers.announce(unit)
+        unit.unshard()
+
+    if not is_freed:
+        writes.gather_frozen(lambda: root.is_running, gather)
     return ShardedModel(
         module,
         root,
         sharded,
         cast,
         mesh,
-        JoinedGathers(gathers, context.group, context.device),
+        joined_gathers,
         BufferSync(module, context.group),
         tiled,
         scalars,
         StepUnits(sharded.values()),
-        GatheredWrites(sharded.values(), refuse_lost_write),
+        writes,
         successors,
         CpuCollectives.where_needed(
             sharded.values(), context.device, takes_gradients_away=options.has_offload

@@ -17,6 +17,9 @@ _PLACES = {None: "device", "cpu": "host", "nvme": "disk"}
 SHARES = ("host", "disk")
 """Keys of an ``offload_fraction`` that is given by tier."""
 
+_BIAS_RATE = 1e-3
+"""That of DeepSeek-V3, https://arxiv.org/abs/2412.19437, section 4.2."""
+
 ROWS_BYTES_FLOOR = 4096
 """No smaller tile is worth a collective."""
 
@@ -39,6 +42,9 @@ class ZeroOptions:
     shard_size: int | str | None = None
     expert: int | str | None = None
     """How many ranks have all experts together; None: experts are parameters like others."""
+    expert_capacity: float | None = None
+    """Rows that an expert takes of a rank's batch, over those of an even load; None: all."""
+    expert_bias: str | float | None = None
     gather_for_generation: bool = False
     key: str = "stage"
     """What the user calls the stage, for messages."""
@@ -56,6 +62,11 @@ class ZeroOptions:
         self._check_sizes()
         self._check_expert()
         self._check_generation()
+
+    @property
+    def expert_bias_rate(self) -> float | None:
+        """By how much a step changes a router's correction bias; None: not at all."""
+        return _BIAS_RATE if self.expert_bias == "update" else self.expert_bias  # type: ignore[return-value]
 
     @property
     def has_offload(self) -> bool:
@@ -199,6 +210,17 @@ class ZeroOptions:
 
     def _check_expert(self) -> None:
         expert = self.expert
+        for name in ("expert_capacity", "expert_bias"):
+            value = getattr(self, name)
+            if value is not None and expert is None:
+                raise ConfigError(
+                    f"{name}={value!r} is about experts that are divided. Set expert too, or leave "
+                    f"{name} out."
+                )
+            is_right = isinstance(value, int | float) and value > 0
+            if value is not None and not is_right and (name, value) != ("expert_bias", "update"):
+                instead = "'update', or a step above 0" if name == "expert_bias" else "1.25"
+                raise ConfigError(f"{name}={value!r} does not exist. Use {instead}.")
         if expert is None:
             return
         if isinstance(expert, str) and expert != "node":
@@ -208,14 +230,8 @@ class ZeroOptions:
             )
         if isinstance(expert, int) and expert < 1:
             raise ConfigError(f"expert={expert} holds no rank. Use 2 or more, or leave it out.")
-        beside = {
-            "offload_optimizer": self.offload_optimizer,
-            "offload_parameters": self.offload_parameters,
-            "tile_linear_bytes": self.tile_linear_bytes,
-        }
-        for name, value in beside.items():
-            if value is not None:
-                raise ConfigError(
-                    f"expert={expert!r} keeps experts on their ranks, and {name}={value!r} is not "
-                    f"possible beside it yet. Leave {name} or expert out."
-                )
+        if self.tile_linear_bytes is not None:
+            raise ConfigError(
+                f"expert={expert!r} keeps experts on their ranks, and tile_linear_bytes="
+                f"{self.tile_linear_bytes} is not possible beside it yet. Leave one of the two out."
+            )

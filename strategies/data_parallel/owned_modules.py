@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 from typing_extensions import override
 
-from boltmesh.strategies.data_parallel.param_state import PlainInStep
+from boltmesh.strategies.data_parallel.param_state import PlainInStep, local_values
 from boltmesh.strategies.engine.data_axis import OwnedModules, OwnedRows
 from boltmesh.strategies.torch_compat.modules import set_parameter
 from boltmesh.strategies.torch_compat.tensors import local_tensor
@@ -182,7 +182,7 @@ class _Bring(torch.autograd.Function):
             of_rank = [[p for p in places if plan.owner(p) == each] for each in range(size)]
             mine = of_rank[rank]
             came = plan.swap(
-                [[local_tensor(parameters[p]) for p in each] for each in of_rank],
+                [[local_values(parameters[p]) for p in each] for each in of_rank],
                 [sum(plan.elements(p, each) for p in mine) for each in range(size)],
             )
             shards = [

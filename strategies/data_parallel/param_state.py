@@ -45,6 +45,7 @@ from boltmesh.errors import ConfigError
 from boltmesh.strategies.deferred_initialization.recording import map_leaves, tensors_of
 from boltmesh.strategies.engine.data_axis import OwnedRows
 from boltmesh.strategies.grad_norm import OWNED_DIM
+from boltmesh.strategies.offload.shard_tensor import GatheredSource, OffloadedShard
 from boltmesh.strategies.torch_compat.autograd import move_gradient_hooks
 from boltmesh.strategies.torch_compat.communication import broadcast_coalesced
 from boltmesh.strategies.torch_compat.fsdp import unit_parameters
@@ -69,6 +70,8 @@ class PlainInStep(ABC):
         self._places: list[tuple[Module, str, Parameter]] = []
         self._plain: dict[Parameter, Tensor] = {}
         """By the DTensor, what was last put in its place."""
+        self._copied: dict[Parameter, tuple[Any, int]] = {}
+        """Copies among these, of offloaded values: memory and version when they were made."""
 
     def _replace(self, module: Module, made: Mapping[Parameter, Parameter]) -> None:
         """Put DTensors in the places of parameters below a module."""
@@ -101,13 +104,23 @@ class PlainInStep(ABC):
         """Put plain tensors in place, for a forward pass."""
         self._write_back()
         for parameter in self.parameters:
-            self._plain[parameter] = self._plain_of(parameter)
+            self._plain[parameter] = plain = self._plain_of(parameter)
+            if isinstance(local_tensor(parameter), OffloadedShard):
+                self._copied[parameter] = storage_key(plain), plain._version  # noqa: SLF001
         for owner, name, parameter in self._places:
             set_parameter(owner, name, self._plain[parameter])
 
     @torch.no_grad()
     def _write_back(self) -> None:
-        """Copy the values of plain tensors whose ``.data`` was set; others share their memory."""
+        """Copy the values of plain tensors whose ``.data`` was set, and of changed copies.
+
+        Others share their memory.
+        """
+        for parameter, made in self._copied.items():
+            plain = self._plain.pop(parameter)
+            if (storage_key(plain), plain._version) != made:  # noqa: SLF001
+                local_tensor(parameter).copy_(plain)
+        self._copied.clear()
         for parameter, plain in self._plain.items():
             local = local_tensor(parameter)
             if storage_key(plain) != storage_key(local):
@@ -235,7 +248,7 @@ class _Plain(torch.autograd.Function):
     @override
     def forward(ctx: Any, parameter: Tensor, group: ProcessGroup, divisor: int) -> Tensor:
         ctx.group, ctx.divisor, ctx.like = group, divisor, parameter
-        plain = local_tensor(parameter)
+        plain = local_values(parameter)
         return plain.view_as(plain)
 
     @staticmethod
@@ -246,6 +259,15 @@ class _Plain(torch.autograd.Function):
             dist.all_reduce(gradient, group=ctx.group)
         mesh, placements = ctx.like.device_mesh, ctx.like.placements
         return DTensor.from_local(gradient, mesh, placements, run_check=False), None, None
+
+
+def local_values(parameter: Tensor) -> Tensor:
+    """Return this rank's part of a DTensor on the device, a copy where it is offloaded."""
+    local = local_tensor(parameter)
+    if not isinstance(local, OffloadedShard):
+        return local
+    assert isinstance(local.source, GatheredSource)
+    return local.source.fetch_part(0, local.numel()).view(local.shape)
 
 
 def _replicate(parameter: Parameter, mesh: DeviceMesh) -> Parameter:

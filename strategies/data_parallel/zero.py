@@ -61,7 +61,10 @@ Held = Mapping[str, Sequence[Tensor | StoredBytes]]
 
 
 def open_engine(
-    model: ShardedModel, options: ZeroOptions, context: AxisContext
+    model: ShardedModel,
+    options: ZeroOptions,
+    context: AxisContext,
+    shares: Sequence[NormShare],
 ) -> OffloadEngine | None:
     """The engine that the options ask for, None where nothing leaves the device."""
     if not options.has_offload:
@@ -75,7 +78,7 @@ def open_engine(
             each.parameter: each.kept_dtype(context.compute_dtype) for each in model.tiled
         },
         recorder=context.recorder,
-        shares=context.norm_shares,
+        shares=shares,
         absent=model.absent,
     )
     # The root is gathered first: it holds what the blocks leave, embeddings among it.
@@ -262,7 +265,8 @@ class ZeroAxis(DataAxis):
                 return  # an evaluation of what a run has left
             parking = open_parking(self.options, self._context)
             self._lost = self._offload.restore(parking) or self._lost
-        self._offload = open_engine(self._model, self.options, self._context)
+        shares = [*self.own_shares, *self._context.norm_shares]
+        self._offload = open_engine(self._model, self.options, self._context, shares)
         if self._offload is not None:
             self._offload.adopt(
                 optimizers,

@@ -392,10 +392,12 @@ def _all_or_config_error(action: Callable[[], object], ranks: HostRanks) -> None
 
 
 def _is_whole(path: Path) -> bool:
-    if path.is_dir():
-        return find_damage(path, threads=4) is None
-    with path.open("rb") as file:
-        return find_damage_in_file(file) is None
+    with contextlib.suppress(OSError):
+        if path.is_dir():
+            return find_damage(path, threads=4) is None
+        with path.open("rb") as file:
+            return find_damage_in_file(file) is None
+    return False
 
 
 def _delete(path: Path) -> None:

@@ -42,7 +42,7 @@ from boltmesh.strategies.engine.groups import StartMethod, in_order
 from boltmesh.strategies.engine.loops import LoopStrategy
 from boltmesh.strategies.engine.replica_check import ReplicaCheck
 from boltmesh.strategies.engine.resume import ResumeManager
-from boltmesh.strategies.engine.weight_averaging import average_shards
+from boltmesh.strategies.engine.weight_averaging import average_shards, gather_for_averages
 from boltmesh.strategies.lightning_compat.trainer import (
     callbacks_of,
     forbid_inference_mode,
@@ -196,6 +196,7 @@ class MeshStrategy(LoopStrategy):
             self.gather_metrics()
         if self.stores_shards:
             refuse_callbacks(callbacks_of(trainer), self.public_name)
+            gather_for_averages(trainer.lightning_module)
             if self.world_size > 1:
                 refuse_lone_saves(callbacks_of(trainer))
         self.follow_generation()

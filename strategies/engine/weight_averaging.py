@@ -1,4 +1,6 @@
-"""Lightning's ``WeightAveraging`` and its subclasses on the shards of each rank.
+"""Averages of weights whose ranks hold parts: callbacks, and ``AveragedModel`` in a module.
+
+Lightning's ``WeightAveraging`` and its subclasses average the shards of each rank.
 
 An average by element is right on shards. torch's ``AveragedModel`` averages plain tensors that hold
 this rank's part of the model; the callback's other methods read and write the same parts. Those of
@@ -6,6 +8,7 @@ Lightning would copy the whole model on each rank, and go through its parameters
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +31,7 @@ from boltmesh.strategies.checkpoint.chunks import (
 from boltmesh.strategies.checkpoint.directory import CURRENT, MODEL
 from boltmesh.strategies.checkpoint.shard_writer import is_written_here
 from boltmesh.strategies.lightning_compat.trainer import callbacks_of
+from boltmesh.strategies.parameter_access import gathered_parameters
 
 AVERAGING = "averaging_state"
 """Lightning's key for the number of averaged models."""
@@ -41,6 +45,20 @@ def average_shards(trainer: Trainer) -> None:
             # Methods of a subclass come first, and their ``super()`` is the one here.
             bases = (_ShardAveraging,) if kind is WeightAveraging else (kind, _ShardAveraging)
             callback.__class__ = type(kind.__name__, bases, {"plain": kind})
+
+
+def gather_for_averages(module: LightningModule) -> None:
+    """Let each ``AveragedModel`` within a module average whole parameters, and keep its parts."""
+    for each in module.modules():
+        if isinstance(each, AveragedModel):
+            vars(each)["update_parameters"] = partial(_update_whole, module, each)
+
+
+def _update_whole(module: LightningModule, average: AveragedModel, model: Module) -> None:
+    concerned = {id(each) for each in (*average.parameters(), *model.parameters())}
+    names = [name for name, each in module.named_parameters() if id(each) in concerned]
+    with gathered_parameters(module, names, writes=True):
+        AveragedModel.update_parameters(average, model)
 
 
 class _Shards(Module):

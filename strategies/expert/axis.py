@@ -1,11 +1,13 @@
 """The expert axis: divides the experts of a model over ranks that have batches of their own.
 
-It folds the ranks of a stage, those of the data and tensor axes: groups of neighbours have all
-experts together, and ranks at the same place of such groups have the same ones. Everything else of
-the model is what the other axes make of it. Ranks of a tensor group have the same rows; each sends
+It folds the ranks of a stage, those of the data, context and tensor axes: groups of neighbours have
+all experts together, and ranks at the same place of such groups have the same ones. Everything else
+of the model is what the other axes make of it. Ranks of a context group have positions of their
+own, and send the rows of these. Ranks of a tensor group have the same rows; each sends
 its part of them, and experts are whole.
 """
 
+import math
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -27,28 +29,29 @@ from boltmesh.strategies.dry_run.sample import sample_batch
 from boltmesh.strategies.dry_run.step import DryRun
 from boltmesh.strategies.engine.axis import Axis
 from boltmesh.strategies.engine.data_axis import OwnedRows
+from boltmesh.strategies.expert.divided import by_rows
 from boltmesh.strategies.expert.exchange import EqualRows
 from boltmesh.strategies.expert.expected_traffic import expected_bytes
-from boltmesh.strategies.expert.find import Experts, Findings, find_experts
+from boltmesh.strategies.expert.find import Experts, Findings, find_biases, find_experts
 from boltmesh.strategies.expert.module_list import DividedList, divide
 from boltmesh.strategies.expert.verify import prove
 from boltmesh.strategies.lightning_compat.loops import step_arguments
 from boltmesh.strategies.lightning_compat.trainer import autocast_dtype
 from boltmesh.strategies.mesh import MeshLayout
+from boltmesh.strategies.torch_compat.autograd import is_in_backward
 from boltmesh.strategies.torch_compat.modules import is_compiled
 from boltmesh.telemetry.traffic import ExpectedTraffic
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from torch.utils.hooks import RemovableHandle
 
-    from boltmesh.strategies.expert.divided import DividedExperts
+    from boltmesh.strategies.expert.divided import DividedExperts, OnRows
 
 _CPU = torch.device("cpu")
 _MOST_NAMED = 3
-_ALONE = {
-    "pipeline": "exchanges of rows are not part of its schedules yet",
-    "context": "experts are given whole sequences",
-}
+_FOLDED = ("data", "context", "tensor")
+"""Axes whose ranks have experts together."""
 
 
 class ExpertAxis(Axis):
@@ -56,6 +59,10 @@ class ExpertAxis(Axis):
 
     Args:
         asked: Ranks that have all experts together, or ``"node"``.
+        capacity: Rows that an expert takes of a rank's batch in training, over those of an even
+            load. None: all.
+        bias_rate: By how much a router's correction bias changes in a step. None: not at all.
+        on_rows: Calls experts with this rank's rows of a sequence that a context axis divides.
     """
 
     name = "expert"
@@ -64,8 +71,20 @@ class ExpertAxis(Axis):
     can_compile = False
     needs_values = True
 
-    def __init__(self, asked: int | str) -> None:
-        self.asked = asked
+    def __init__(
+        self,
+        asked: int | str,
+        capacity: float | None = None,
+        bias_rate: float | None = None,
+        on_rows: "OnRows | None" = None,
+    ) -> None:
+        self._on_rows = on_rows
+        self.asked, self.capacity, self.bias_rate = asked, capacity, bias_rate
+        self._biases: dict[str, str] = {}
+        """By the name of the experts, the buffer by which their router's choices are corrected."""
+        self._chosen: dict[str, Tensor] = {}
+        """Rows of each expert since the last step, of this rank."""
+        self._hooks: list[RemovableHandle] = []
         self._found: tuple[list[Experts], Findings] = [], Findings()
         """Experts of a module that is about to be divided, as all ranks have agreed."""
         self.divided: dict[str, DividedExperts] = {}
@@ -89,21 +108,25 @@ class ExpertAxis(Axis):
     def _size_in(self, layout: MeshLayout) -> int:
         if isinstance(self.asked, int):
             return self.asked
-        num_ranks = layout.data * layout.tensor
+        num_ranks = layout.data * layout.size("context") * layout.tensor
         return min(self.strategy.num_processes or num_ranks, num_ranks)
 
     @override
     def check_layout(self, layout: MeshLayout) -> None:
-        size, num_ranks = self._size_in(layout), layout.data * layout.tensor
-        for axis, why in _ALONE.items():
-            if size > 1 and layout.size(axis) > 1:
-                raise LayoutError(
-                    f"expert={self.asked!r} is not possible beside {axis}={layout.size(axis)}: "
-                    f"{why}. Set {axis}=1, or leave expert out."
-                )
+        size = self._size_in(layout)
+        sizes = {name: layout.size(name) for name in _FOLDED}
+        num_ranks = math.prod(sizes.values())
+        if size > 1 and layout.pipeline > 1:
+            raise LayoutError(
+                f"expert={self.asked!r} is not possible beside pipeline={layout.pipeline}: "
+                f"exchanges of rows are not part of its schedules yet. Set pipeline=1, or leave "
+                f"expert out."
+            )
         if num_ranks % size:
             fitting = [each for each in range(1, num_ranks + 1) if num_ranks % each == 0]
-            of_axes = f" (data={layout.data} x tensor={layout.tensor})" * (layout.tensor > 1)
+            several = {n: s for n, s in sizes.items() if s > 1 or n == "data"}
+            named = " x ".join(f"{name}={each}" for name, each in several.items())
+            of_axes = f" ({named})" * (len(several) > 1)
             raise LayoutError(
                 f"expert={size} needs a multiple of {size} ranks, and there are {num_ranks}"
                 f"{of_axes}. Use {' or '.join(map(str, fitting))}."
@@ -118,7 +141,7 @@ class ExpertAxis(Axis):
         ]
 
     def _stages(self) -> list[list[int]]:
-        return self.strategy.layout.groups("data", "tensor")
+        return self.strategy.layout.groups(*_FOLDED)
 
     def _replica_groups(self) -> list[list[int]]:
         size = self.size
@@ -181,8 +204,24 @@ class ExpertAxis(Axis):
         run = DryRun(module, step, (batch, *step_arguments(module, step)), _CPU, around=around)
         # Under manual optimisation backward passes are part of the step.
         has_backward = not module.automatic_optimization
-        found = find_experts(module, partial(run.run, has_backward=has_backward))
-        self._found = self._agreed(found), found
+        watched = partial(run.run, has_backward=has_backward)
+        found = find_experts(module, watched)
+        experts = self._agreed(found)
+        self._found = experts, found
+        for each in experts:
+            # The context axis proves the whole step before this one.
+            if self._on_rows is not None and each.kind == "routed":
+                part = module.get_submodule(each.name)
+                vars(part)["forward"] = by_rows(self._on_rows, part.forward)
+        if self.bias_rate is not None:
+            self._biases = find_biases(module, experts, watched)
+            without = next((each.name for each in experts if each.name not in self._biases), None)
+            if without is not None:
+                raise ConfigError(
+                    f"expert_bias= was asked for, and the router of {without!r} has no buffer with "
+                    f"a number for each expert that its choices are corrected by. Leave "
+                    f"expert_bias out."
+                )
 
     @override
     def kept_whole(self) -> Collection[str]:
@@ -197,6 +236,8 @@ class ExpertAxis(Axis):
         strategy.recorder.name_group(self._replicas, "data")
         if self.size == 1 or self._module is module:
             return
+        for each in self._found[0]:
+            vars(module.get_submodule(each.name)).pop("forward", None)
         self._prove_and_divide(module, *self._found, strategy.step_name)
         self._found = [], Findings()
         self._module = module
@@ -265,6 +306,8 @@ class ExpertAxis(Axis):
         for each in experts:
             part, call = module.get_submodule(each.name), found.calls[each.name]
             kind = _kind(part, each)
+            if strategy.layout.size("context") > 1 and each.kind != "routed":
+                faults[kind] = "it needs whole sequences, which the context axis divides"
             if kind not in faults:
                 fault = prove(
                     part,
@@ -297,16 +340,67 @@ class ExpertAxis(Axis):
         for divided in self.divided.values():
             divided.put_on()
             divided.count = self._count
+            if self._on_rows is not None:
+                divided.on_rows = self._on_rows
+            divided.exchange.drop = partial(self._drop, divided.name)
             divided.equal_rows = equal_rows
+            if self.capacity is not None and divided.experts.kind != "batched":
+                divided.set_capacity(self._places(divided))
         one = next(iter(self.divided.values()))
         rank_zero_info(
             f"Experts: {len(self.divided)} modules such as {one.name!r}, "
             f"{one.exchange.num_local} of {one.experts.num_experts} experts on each rank."
         )
 
+    def _places(self, divided: "DividedExperts") -> int:
+        """Return the rows that an expert takes of each rank's batch. Collective."""
+        assert self.capacity is not None
+        layout = self.strategy.layout
+        shape = divided.shape.part(layout.size("context")).part(layout.tensor)
+        of_ranks: list[int] = [0] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, shape.num_rows * shape.num_choices)
+        return max(1, math.ceil(self.capacity * max(of_ranks) / shape.num_experts))
+
     def _count(self, name: str, chosen: Tensor, num_experts: int) -> None:
         # The recorder is that of the run: another one for each fit.
         self.strategy.recorder.expert_rows(name, chosen, num_experts)
+        is_training = self.divided[name].module.training and not is_in_backward()
+        if name in self._biases and is_training:
+            rows = chosen.new_zeros(num_experts, dtype=torch.float32)
+            flat = chosen.detach().reshape(-1).long()
+            rows.scatter_add_(0, flat, torch.ones_like(flat, dtype=torch.float32))
+            self._chosen[name] = self._chosen.get(name, 0) + rows
+
+    def _drop(self, name: str, count: Tensor) -> None:
+        self.strategy.recorder.dropped_rows(name, count)
+
+    @override
+    def start(self, trainer: Trainer) -> None:
+        for each in self._hooks:
+            each.remove()
+        optimizers = self.strategy.optimizers if self._biases else []
+        self._hooks = [each.register_step_post_hook(self._correct) for each in optimizers[:1]]
+
+    @torch.no_grad()
+    def _correct(self, *_: object) -> None:
+        """Raise the bias of experts with fewer rows than the mean, lower that of others.
+
+        Source: DeepSeek-V3, https://arxiv.org/abs/2412.19437, section 2.1.2
+        """
+        names = [name for name in self._biases if name in self._chosen]
+        if not names:
+            return
+        assert self.bias_rate is not None
+        assert self._replicas is not None
+        assert self._module is not None
+        rows = torch.cat([self._chosen[name] for name in names])
+        for group in (self.strategy.groups[self.name], self._replicas):
+            dist.all_reduce(rows, group=group)
+        sizes = [len(self._chosen[name]) for name in names]
+        for name, of_layer in zip(names, rows.split_with_sizes(sizes), strict=True):
+            bias = self._module.get_buffer(self._biases[name])
+            bias += self.bias_rate * (of_layer.mean() - of_layer).sign().view_as(bias)
+        self._chosen.clear()
 
     @override
     def owned_rows(self) -> OwnedRows | None:
@@ -333,8 +427,11 @@ class ExpertAxis(Axis):
             return []
         blocks = self.strategy.recomputation.blocks
         recomputed = {part for block in blocks for part in block.modules()}
-        divided, sharing = self.divided.values(), self.strategy.layout.tensor
-        shapes = [(each.shape, each.module in recomputed) for each in divided]
+        divided, layout = self.divided.values(), self.strategy.layout
+        sharing = layout.tensor
+        shapes = [
+            (each.shape.part(layout.size("context")), each.module in recomputed) for each in divided
+        ]
         batch = expected_bytes(((each.part(sharing), again) for each, again in shapes), self.size)
         num_batches = self.strategy.trainer.accumulate_grad_batches
         why = (

@@ -7,6 +7,7 @@ experts are set to those of a rank.
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +18,22 @@ from torch.nn import Module
 from boltmesh.strategies.expert.exchange import Compute, EqualRows, ExpertExchange, with_unused
 from boltmesh.strategies.expert.expected_traffic import ExchangeShape
 from boltmesh.strategies.expert.find import ExpertCall, Experts, Slot, arguments
+
+OnRows = Callable[[Callable[..., Tensor], tuple[Any, ...], Mapping[str, Any]], Tensor]
+
+
+def _called(run: Callable[..., Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+    """Call a function."""
+    return run(*args, **kwargs)
+
+
+def by_rows(on_rows: OnRows, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a module's forward that is called with this rank's rows."""
+
+    def run(*args: Any, **kwargs: Any) -> Tensor:
+        return on_rows(forward, args, kwargs)
+
+    return run
 
 
 class DividedExperts:
@@ -44,6 +61,8 @@ class DividedExperts:
         """Called with the module's name, the experts that it has chosen, and their number."""
         self.equal_rows: EqualRows | None = None
         """Ranks that have the same rows as this one; None: there are none."""
+        self.on_rows: OnRows = _called
+        """Calls a function of rows with those of this rank, where tensors stand for others' too."""
         self._forward = module.forward
         self._around = around
         given = arguments(call.args, call.kwargs)
@@ -65,6 +84,11 @@ class DividedExperts:
     def note(self, note: Callable[[str], None]) -> None:
         self.exchange.note = note
 
+    def set_capacity(self, capacity: int) -> None:
+        """Let an expert take so many rows of each rank's batch in training, and no more."""
+        self.exchange.capacity = capacity
+        self.shape = replace(self.shape, capacity=capacity)
+
     def put_on(self) -> None:
         """Take the place of the module's ``forward``; parameters are those of this rank's part."""
         vars(self.module)["forward"] = self
@@ -73,6 +97,8 @@ class DividedExperts:
     def take_off(self) -> None:
         """Undo ``put_on``."""
         vars(self.module).pop("forward", None)
+        if self.on_rows is not _called:
+            vars(self.module)["forward"] = by_rows(self.on_rows, self._forward)
         self._set_counts(self.experts.num_experts)
 
     def _set_counts(self, number: int) -> None:
@@ -105,8 +131,11 @@ class DividedExperts:
         with torch.no_grad(), self._around():
             self.exchange.run(rows, chosen, weights, self._computing((), {}))
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward with rows of all ranks of the group. Collective over it."""
+        return self.on_rows(self._exchange, args, kwargs)
+
+    def _exchange(self, *args: Any, **kwargs: Any) -> Tensor:
         given, slots = arguments(args, kwargs), self.experts.slots
         rows: Tensor = given[slots["rows"]]
         flat = rows.reshape(-1, rows.shape[-1])
@@ -129,7 +158,9 @@ class DividedExperts:
         if equal is not None:
             rows, chosen, weights = map(equal.part, (rows, chosen, weights))
         self.count(self.name, chosen, self.experts.num_experts)
-        results = self.exchange.run(rows, chosen, weights, compute)
+        has_places = self.exchange.capacity is not None and self.module.training
+        exchange = self.exchange.run_in_places if has_places else self.exchange.run
+        results = exchange(rows, chosen, weights, compute)
         return results if equal is None else equal.whole(results, num_rows)
 
     def _sizes(self, given: Mapping[Slot, Any], rows: Tensor) -> Sequence[int]:

@@ -46,6 +46,11 @@ class RoutePlan:
     """Choices whose expert is on each rank; at least as many as rows."""
     received_choices: list[int]
 
+    @classmethod
+    def even(cls, group: ProcessGroup, count: int) -> "RoutePlan":
+        """Return the plan by which each rank sends as many rows to each, one for each choice."""
+        return cls(group, *([[count] * group.size()] * 4))
+
     def swap(self, tensor: Tensor, sent: list[int], received: list[int]) -> Tensor:
         """Send parts of a tensor along its first dim; return what came. Collective."""
         came = tensor.new_empty((sum(received), *tensor.shape[1:]))
@@ -194,6 +199,10 @@ class ExpertExchange:
     def __init__(self, name: str, num_experts: int, group: ProcessGroup) -> None:
         self.name, self.num_experts, self.group = name, num_experts, group
         self.num_local = num_experts // group.size()
+        self.capacity: int | None = None
+        """Rows that this rank may send to an expert in training; None: all, sizes are exchanged."""
+        self.drop: Callable[[Tensor], None] = _drop_uncounted
+        """Called with the number of choices that found no place, still on the device."""
         self.note: Callable[[str], None] = _nothing
         """Called before each exchange with what this rank is about to do."""
 
@@ -230,6 +239,37 @@ class ExpertExchange:
         back: Tensor = _Return.apply(sums, plan)  # type: ignore[no-untyped-call]
         return back.new_zeros((num_rows, *back.shape[1:])).index_add(0, row, back)
 
+    def run_in_places(
+        self, rows: Tensor, experts: Tensor, weights: Tensor, compute: Compute
+    ) -> Tensor:
+        """Return what ``run`` does, of the first ``capacity`` choices of each expert.
+
+        All sizes are known before, so nothing waits for the device. Places that stay empty are
+        sent as zeros, and what comes back of them is not looked at. Collective over the group.
+        """
+        assert self.capacity is not None
+        self.note(f"exchanged the rows of {self.name!r}")
+        places, num_choices = self.capacity * self.num_experts, experts.shape[-1]
+        flat = experts.reshape(-1)
+        order = flat.argsort(stable=True)
+        counts = flat.new_zeros(self.num_experts).scatter_add_(0, flat, torch.ones_like(flat))
+        rank_in_all = torch.arange(len(flat), device=flat.device)
+        first = counts.cumsum(0) - counts
+        rank = torch.empty_like(flat).scatter_(0, order, rank_in_all - first[flat[order]])
+        is_kept = rank < self.capacity
+        place = torch.where(is_kept, flat * self.capacity + rank, places)
+        self.drop((~is_kept).sum())
+        row = rank_in_all // num_choices
+        given = rows.new_zeros((places + 1, rows.shape[1])).index_copy(0, place, rows[row])
+        weight = weights.new_zeros(places + 1).index_copy(0, place, weights.reshape(-1))
+        plan = RoutePlan.even(self.group, self.capacity * self.num_local)
+        came, weight = _Dispatch.apply(given[:-1], weight[:-1], plan)  # type: ignore[no-untyped-call]
+        local = torch.arange(self.num_local, device=flat.device)
+        local = local.repeat_interleave(self.capacity).repeat(self.group.size())
+        back: Tensor = _Return.apply(compute(came, local, weight), plan)  # type: ignore[no-untyped-call]
+        results = torch.cat((back, back.new_zeros((1, back.shape[1]))))[place]
+        return results.view(len(rows), num_choices, back.shape[1]).sum(1)
+
     def _plan(self, rows: Tensor, choices: Tensor) -> RoutePlan:
         """Exchange how many rows and choices go to each rank. Waits for the device, once."""
         sent = torch.stack((rows, choices), 1)
@@ -248,6 +288,10 @@ def _first_rows(plan: RoutePlan, device: torch.device) -> Tensor:
     return (rows.cumsum(0) - rows).repeat_interleave(
         choices, output_size=sum(plan.received_choices)
     )
+
+
+def _drop_uncounted(_: Tensor) -> None:
+    """Count nothing."""
 
 
 def _nothing(_: str) -> None:

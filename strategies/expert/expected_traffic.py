@@ -50,6 +50,8 @@ class ExchangeShape:
     """Bytes of a choice's weight."""
     is_weighted: bool
     """Whether weights get gradients."""
+    capacity: int | None = None
+    """Rows that a rank sends to each expert, whatever was chosen; None: those that it chooses."""
 
     @classmethod
     def of(cls, experts: Experts, call: ExpertCall) -> "ExchangeShape":
@@ -96,6 +98,14 @@ class ExchangeShape:
             is_recomputed: Whether the forward pass runs once more in the backward pass.
         """
         passes = 1 + is_recomputed
+        if self.capacity is not None:
+            sent = self.num_experts * self.capacity
+            moved = sent * (self.width + self.output_width) * self.row_bytes
+            weights = sent * self.weight_bytes
+            return ExchangeBytes(
+                3 * passes + 2 + self.is_weighted,
+                passes * (moved + weights) + moved + self.is_weighted * weights,
+            )
         choices = self.num_rows * self.num_choices
         rows = expected_rows(self.num_rows, self.num_experts, self.num_choices, size)
         there_and_back = rows * (self.width + self.output_width) * self.row_bytes

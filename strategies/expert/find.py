@@ -26,6 +26,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.nn import Module, ModuleDict, ModuleList
+from torch.nn.utils.parametrize import is_parametrized
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
@@ -66,6 +67,8 @@ class ExpertCall:
     """All rows that experts of a list were given, without values."""
     results: Tensor | None = None
     """Outputs for these rows, without values."""
+    is_parametrized: bool = False
+    """Whether parameters of the module were computed from others in the call."""
 
 
 def arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[Slot, Any]:
@@ -164,6 +167,51 @@ def find_experts(model: Module, step: Callable[[], object]) -> Findings:
     return found
 
 
+def find_biases(
+    model: Module, experts: Iterable[Experts], step: Callable[[], object]
+) -> dict[str, str]:
+    """Return the name of each router's buffer that corrects choices, by the name of its experts.
+
+    It is as long as its experts are many, next to them, and who raises one of its elements makes
+    every row choose that expert.
+
+    Args:
+        model: Whose modules are looked at.
+        experts: Routed experts of it.
+        step: Runs it.
+    """
+    near: dict[str, str] = {}
+    for each in experts:
+        above = each.name
+        while each.kind == "routed" and each.name not in near and "." in above:
+            above = above.rpartition(".")[0]
+            fitting = [
+                f"{above}.{name}"
+                for name, buffer in model.get_submodule(above).named_buffers()
+                if buffer.is_floating_point() and buffer.numel() == each.num_experts
+                if not f"{above}.{name}".startswith(f"{each.name}.")
+            ]
+            if len(fitting) == 1:
+                near[each.name] = fitting[0]
+    before = {name: model.get_buffer(name).clone() for name in near.values()}
+    try:
+        for name in before:
+            model.get_buffer(name).view(-1)[0] += 1e6
+        calls = find_experts(model, step).calls
+    finally:
+        for name, value in before.items():
+            model.get_buffer(name).copy_(value)
+    found: dict[str, str] = {}
+    for each in experts:
+        call = calls.get(each.name)
+        if call is None or each.name not in near:
+            continue
+        chosen = arguments(call.args, call.kwargs)[each.slots["experts"]]
+        if bool((chosen == 0).any(-1).all()):
+            found[each.name] = near[each.name]
+    return found
+
+
 def detached(call: ExpertCall, device: torch.device | None = None) -> ExpertCall:
     """Return a call without its graph, on a device if one is given."""
 
@@ -187,7 +235,8 @@ def _keep_call(
     )
     is_first = name not in seen
     if isinstance(output, Tensor) and is_first and has_experts:
-        seen[name] = detached(ExpertCall(args, dict(kwargs), output))
+        made = any(map(is_parametrized, module.modules()))
+        seen[name] = detached(ExpertCall(args, dict(kwargs), output, is_parametrized=made))
     elif is_first:
         seen.setdefault(name, ExpertCall((), {}, None))
 
@@ -223,7 +272,11 @@ def _routed(model: Module, name: str, call: ExpertCall, widths: set[int]) -> "Ex
     highest = int(experts.max())
     own = dict(module.named_parameters())
     shared = ""
-    for number in sorted((each for each in widths if each > max(1, highest)), reverse=True):
+    # A router may choose among one more: rows that go through no expert.
+    leading = {p.shape[0] for p in own.values() if p.ndim}
+    are_equal = len(leading) == 1 and max(leading) < max(widths, default=0)
+    numbers = widths | leading if are_equal else widths
+    for number in sorted((each for each in numbers if each > max(1, highest)), reverse=True):
         others = [each for each, p in own.items() if not p.ndim or p.shape[0] % number]
         if len(others) == len(own):
             continue
@@ -238,7 +291,7 @@ def _routed(model: Module, name: str, call: ExpertCall, widths: set[int]) -> "Ex
         slots: dict[str, Slot] = {"rows": rows[0], "experts": chosen[0]}
         if weights:
             slots["weights"] = weights[0]
-        return _checked(model, "routed", name, number, slots)
+        return _checked(model, "routed", name, number, slots, call)
     if shared:
         return f"its experts share {shared!r}"
     return None
@@ -256,7 +309,7 @@ def _sorted(model: Module, name: str, call: ExpertCall) -> "Experts | str | None
     module = model.get_submodule(name)
     if any(not each.ndim or each.shape[0] % number for each in module.parameters()):
         return None
-    return _checked(model, "sorted", name, number, {"rows": rows[0], "sizes": sizes[0]})
+    return _checked(model, "sorted", name, number, {"rows": rows[0], "sizes": sizes[0]}, call)
 
 
 _STACKED = 3
@@ -281,14 +334,21 @@ def _batched(
         return None
     if not isinstance(output, Tensor) or output.shape[:-1] != rows.shape[:-1]:
         return None
-    return _checked(model, "batched", name, number, {"rows": tensors[0]})
+    return _checked(model, "batched", name, number, {"rows": tensors[0]}, call)
 
 
 def _checked(
-    model: Module, kind: Kind, name: str, number: int, slots: Mapping[str, Slot]
+    model: Module,
+    kind: Kind,
+    name: str,
+    number: int,
+    slots: Mapping[str, Slot],
+    call: ExpertCall,
 ) -> "Experts | str":
     """Return the experts, or why they cannot be divided."""
     module = model.get_submodule(name)
+    if call.is_parametrized and not any(map(is_parametrized, module.modules())):
+        return "its parameters are made of others when it is called, as by LoRA on stacked experts"
     inside = {id(each) for each in module.parameters()}
     prefix = f"{name}."
     for other, parameter in model.named_parameters(remove_duplicate=False):

@@ -86,7 +86,8 @@ class RankErrors:
         """Leave a report for the process that started this one, which shows it."""
         report = report_of_error(error, rank=self.rank, run_folder=self.log_folder)
         store_traceback(report)
-        write_report(Path(os.environ[_FOLDER]), report)
+        with contextlib.suppress(FileNotFoundError):  # that process showed its own error and ended
+            write_report(Path(os.environ[_FOLDER]), report)
         _hide(error)
 
     def show(self, error: Exception, find_death: Callable[[], str | None], within_s: float) -> None:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import Module, Parameter
@@ -111,7 +110,7 @@ def build_buckets(
         optimizers: The user's.
         first_index: For the slots.
         takes_frozen: Whether parameters that no optimizer updates are kept as well.
-        shares: What axes beside the data axis say of norms of gradients.
+        shares: What the data axis and those beside it say of norms of gradients.
 
     Raises:
         ConfigError: When state of a parameter cannot be kept in fp32.
@@ -186,18 +185,6 @@ def has_copies(parameter: Tensor) -> bool:
         isinstance(placement, Replicate) and parameter.device_mesh.size(dim) > 1
         for dim, placement in enumerate(parameter.placements)
     )
-
-
-def shard_groups(parameter: Tensor) -> list[ProcessGroup]:
-    """The groups of ranks over which a parameter is cut."""
-    if not isinstance(parameter, DTensor):
-        return []
-    mesh = parameter.device_mesh
-    return [
-        mesh.get_group(dim)
-        for dim, placement in enumerate(parameter.placements)
-        if isinstance(placement, Shard) and mesh.size(dim) > 1
-    ]
 
 
 def _parameters(optimizer: Optimizer) -> Iterator[Parameter]:

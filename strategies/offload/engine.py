@@ -58,7 +58,7 @@ class OffloadEngine(StepBarrier):
         compute_dtypes: What sharded parameters of no FSDP2 unit are gathered in; others in their
             own.
         recorder: Is told of transfers.
-        shares: What axes beside the data axis say of norms of gradients.
+        shares: What the data axis and those beside it say of norms of gradients.
         absent: Parameters that optimizers have here and other ranks step: other stages hold them.
     """
 

@@ -23,7 +23,6 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from boltmesh.strategies.grad_norm import HasSquaredNorm, joint_norm
-from boltmesh.strategies.offload.bucket_layout import shard_groups
 from boltmesh.strategies.offload.buckets import Bucket, Slot
 from boltmesh.strategies.offload.host_memory import HostArena
 from boltmesh.strategies.offload.state import OffloadedState
@@ -377,10 +376,9 @@ class Clipper:
     def _norm(self, optimizer: Optimizer, norm_type: float) -> float | None:
         buckets = self._kept.buckets_of(optimizer)
         present = self._arrivals.present(buckets)
-        if not present and not self._kept.shares:
+        if not present and len(self._kept.shares) == 1:
             return None  # which the ranks of the data axis see alike
-        groups = shard_groups(buckets[0].slots[0].parameter) if buckets else []
-        groups += [each.group for each in self._kept.shares]
+        groups = [each.group for each in self._kept.shares if each.group.size() > 1]
         return joint_norm(present, norm_type, groups, self._device)
 
     def clip(self, optimizer: Optimizer, max_norm: float, norm_type: float = 2.0) -> Tensor:

@@ -150,7 +150,7 @@ class OffloadedState:
         rank: For messages about this rank's file.
         recorder: Is told of transfers.
         plan: Where to keep what.
-        shares: What axes beside the data axis say of norms of gradients.
+        shares: What the data axis and those beside it say of norms of gradients.
     """
 
     def __init__(

@@ -77,7 +77,7 @@ def find_joints(
             joints.append(dims[0])
         else:
             return NoJoints(
-                f"the {spec.origin}, of shape {list(spec.shape)} for {sum(sizes)} rows, has no "
+                f"{spec.origin}, of shape {list(spec.shape)} for {sum(sizes)} rows, has no "
                 f"dimension of rows",
                 whole.received_numbers[slot],
             )
@@ -116,9 +116,9 @@ def join(
             continue
         if not all(torch.equal(each, values[0]) for each in values[1:]):
             raise PipelineError(
-                f"The {spec.origin}, of shape {list(spec.shape)}, is not made of the batch and "
-                f"still differs from microbatch to microbatch, so nobody can say what the whole "
-                f"batch would have given. Use microbatches=1, or compute it behind the last layer."
+                f"Microbatches gave different values of {spec.origin}, of shape "
+                f"{list(spec.shape)}, which is not made of the batch: its value for the whole "
+                f"batch is unknown. Use microbatches=1, or compute it behind the last layer."
             )
         joined.append(values[0])
     return joined

@@ -55,7 +55,8 @@ class LogitTiling:
                 f"together. Set 1024 or more, or leave it out."
             )
         self.positions = positions
-        self._heads: list[nn.Linear] = []
+        self._heads: dict[nn.Linear, Any] = {}
+        """With the ``forward`` that their instance had before; None without one."""
 
     def put_on(self, root: Module, *, is_divided: bool = False) -> None:
         """Wrap the heads of a model. No effect on a model that is wrapped already.
@@ -76,13 +77,13 @@ class LogitTiling:
                 f"the division of the vocabulary make logits smaller there."
             )
         inside = {part for block in find_blocks(root).values() for part in block.modules()}
-        self._heads = [
-            each
+        self._heads = {
+            each: vars(each).get("forward")
             for each in root.modules()
             if type(each) is nn.Linear
             and each not in inside
             and each.out_features > each.in_features
-        ]
+        }
         if not self._heads:
             raise ConfigError(
                 f"tile_logits={self.positions} computes the output of a model's head in tiles, "
@@ -94,9 +95,11 @@ class LogitTiling:
 
     def take_off(self) -> None:
         """Restore the heads."""
-        for head in self._heads:
-            vars(head).pop("forward", None)
-        self._heads = []
+        for head, before in self._heads.items():
+            del vars(head)["forward"]
+            if before is not None:
+                vars(head)["forward"] = before
+        self._heads = {}
 
 
 def _run(

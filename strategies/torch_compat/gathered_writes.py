@@ -12,6 +12,9 @@ copied to the shards before: each rank copies its own rows. A write is known by
   Elsewhere they are compared first.
 
 A write to the shards between a gather and the reshard is known by the version counter of the shard.
+
+Where units stay gathered (stages 1 and 2), a step may compute with ``.data`` of a unit that has run
+and of a frozen one that has not (MoCo): the latter is gathered too when its ``.data`` is read.
 """
 
 from collections.abc import Callable, Iterable
@@ -27,6 +30,7 @@ from boltmesh.strategies.torch_compat.fsdp_hooks import InstrumentedParamGroup, 
 from boltmesh.strategies.torch_compat.tensors import (
     is_equal,
     local_tensor,
+    offer_whole,
     storage_key,
     times_data_was_used,
 )
@@ -56,7 +60,7 @@ class GatheredWrites:
     """Carries writes to gathered parameters to their shards, see the note above.
 
     Args:
-        units: Of ``fully_shard``.
+        units: Of ``fully_shard``, the root last.
         refuse: Raises, given the name within the root of a parameter that was written to and
             whose shards cannot follow: shard and unsharded parameter were both written to, or the
             unsharded one is of lower precision, or what it was replaced by is of another shape or
@@ -71,11 +75,40 @@ class GatheredWrites:
         self._shard_versions: dict[Any, int] = {}
         self._data_uses = 0
         self._refused: list[str] = []
+        self._frozen: dict[int, tuple[FSDPModule, Any]] = {}
+        """Unit and ``FSDPParam``, by the id of the shard."""
         for _, group in self._units:
             group.phases.before_gather.append(partial(self._before_gather, group))
             group.phases.after_gather.append(partial(self._after_gather, group))
             group.phases.before_reshard.append(partial(self._write_back, group))
             group.phases.after_reshard.append(self._raise_refused)
+
+    def gather_frozen(
+        self, is_in_step: Callable[[], bool], gather: Callable[[FSDPModule], None]
+    ) -> None:
+        """Gather frozen units when a step reads ``.data`` of theirs after others have run.
+
+        Args:
+            is_in_step: Whether a step is under way.
+            gather: Gathers a unit.
+        """
+        self._is_in_step, self._gather = is_in_step, gather
+        for unit, group in self._units:
+            for param in group.fsdp_params:
+                if not param.sharded_param.requires_grad:
+                    self._frozen[id(param.sharded_param)] = unit, param
+                    offer_whole(param.sharded_param, self._whole)
+
+    def _whole(self, shard: Tensor) -> Tensor | None:
+        unit, param = self._frozen[id(shard)]
+        if not self._is_in_step() or param.param_dtype not in {None, shard.dtype}:
+            return None
+        root = self._units[-1][0]  # gathered from the beginning of a step
+        if not any(group.is_unsharded for other, group in self._units if other is not root):
+            return None
+        self._gather(unit)
+        whole: Tensor = param._unsharded_param
+        return whole
 
     def begin_forward(self) -> None:
         """Note the shards as they are: FSDP2 orders gathers behind what was written until now."""

@@ -7,6 +7,7 @@ Torch's own two operators write into memory, and have no version for fake tensor
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor
@@ -39,6 +40,7 @@ from torch.utils._pytree import (
 from torch.utils._pytree import (
     tree_unflatten as tree_unflatten,
 )
+from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
 from boltmesh.errors import ConfigError
@@ -123,6 +125,18 @@ def is_equal(tensor: Tensor, other: Tensor) -> bool:
 
 
 _data_uses = 0
+_whole: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""By DTensor, a method that returns the tensor whose ``.data`` stands for that of the DTensor."""
+
+
+def offer_whole(parameter: Tensor, whole: Callable[[Tensor], Tensor | None]) -> None:
+    """Let ``.data`` of a DTensor be that of what a method of an object returns, if not None."""
+    _whole[parameter] = WeakMethod(whole)
+
+
+def _whole_of(tensor: DTensor) -> Tensor | None:
+    find = _whole[tensor]() if tensor in _whole else None
+    return None if find is None else find(tensor)
 
 
 def times_data_was_used() -> int:
@@ -142,6 +156,9 @@ def write_through_data() -> None:
 def _get_data(tensor: DTensor) -> Tensor:
     global _data_uses  # noqa: PLW0603
     _data_uses += 1
+    whole = _whole_of(tensor)
+    if whole is not None:
+        return whole.data
     return Tensor.data.__get__(tensor)  # type: ignore[attr-defined, no-any-return]
 
 
@@ -157,6 +174,10 @@ def _set_data(tensor: DTensor, value: Tensor) -> None:
         )
     mesh, placements = tensor.device_mesh, tensor.placements
     if not isinstance(value, DTensor):
+        whole = _whole_of(tensor)
+        if whole is not None:
+            whole.data = value
+            return
         value = distribute_tensor(value, mesh, placements, src_data_rank=None)
     elif value.placements != placements:
         value = value.redistribute(mesh, placements)

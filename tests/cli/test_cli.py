@@ -34,8 +34,9 @@ def test_the_commands_and_their_options_are_these():
         "schedule": {"--stages", "--microbatches", "--stages-per-rank", "--forward", "--backward",
                      "--ascii", "--json"},
         "top": {"--once", "--json", "--demo", "--ascii", "--theme", "--run-dir", "--interval",
-                "--replay", "--at", "--on-alert", "--ssh", "--remote-command", "--no-mouse"},
-        "jobs": {"--json", "--ascii", "--run-dir", "--ssh", "--remote-command"},
+                "--replay", "--at", "--on-alert", "--ssh", "--slurm", "--remote-command",
+                "--no-mouse"},
+        "jobs": {"--json", "--ascii", "--run-dir", "--ssh", "--slurm", "--remote-command"},
         "record": {"--interval", "--for", "--force", "--run-dir"},
         "export-metrics": {"--format", "--table", "--output", "--every", "--replay", "--at",
                            "--run-dir"},
@@ -46,7 +47,7 @@ def test_the_commands_and_their_options_are_these():
         "prune": {"--dry-run", "--telemetry-days"},
         "advise": {"--devices", "--gpu", "--nodes", "--network"},
         "report": {"--run-dir", "--output", "--replay"},
-        "tune": {"--top", "--warmup", "--steps", "--json"},
+        "tune": {"--top", "--warmup", "--steps", "--rounds", "--json"},
     }  # fmt: skip
 
 

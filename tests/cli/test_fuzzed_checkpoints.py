@@ -19,6 +19,7 @@ import torch
 
 from boltmesh.cli import run_command
 from boltmesh.conversion.import_checkpoint import save_alone
+from boltmesh.conversion.safetensors_files import CRC32 as SUM
 from boltmesh.errors import CheckpointError
 from boltmesh.strategies.checkpoint.directory import load_directory
 from boltmesh.strategies.checkpoint.file import AtomicCheckpointIO, load_file
@@ -159,6 +160,46 @@ def damage_file(draw: random.Random, path: Path) -> bool:
         torch.save(nonsense(draw, content()), buffer, _use_new_zipfile_serialization=False)
         path.write_bytes(buffer.getvalue())
     return False
+
+
+def forge_export(draw: random.Random, path: Path) -> None:
+    """Change the header of safetensors, with the right checksum."""
+    data = path.read_bytes()
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:end])
+    notes = header.pop("__metadata__")
+    entry = header[draw.choice(sorted(header))]
+    entry[draw.choice(sorted(entry))] = draw.choice(
+        [None, "F16", "F64", "X9", [], [0, 2**62], [-4, 0], [3, -5], [2**70, 1], ["a", "b"], {}, 5]
+    )
+    text = json.dumps({"__metadata__": {**notes, SUM: "0" * 8}, **header}, separators=(",", ":"))
+    crc32 = f"{zlib.crc32(data[end:], zlib.crc32(text.encode())):08x}"
+    text = text.replace(f'"{SUM}":"{"0" * 8}"', f'"{SUM}":"{crc32}"')
+    path.write_bytes(len(text).to_bytes(8, "little") + text.encode() + data[end:])
+
+
+@pytest.mark.parametrize("num_cases", [40, pytest.param(NUM_CASES, marks=pytest.mark.full)])
+def test_exports_with_forged_headers_are_refused(
+    num_cases: int, tmp_path: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    weights = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.arange(5.0)}
+    AtomicCheckpointIO().save_checkpoint({"state_dict": weights}, "a.ckpt")
+    path = Path("a.safetensors")
+    line = ["export", "a.ckpt", "--to", str(path), "--prefix", ""]
+    assert run_command(line) == 0
+    draw, whole = random.Random(20260102), path.read_bytes()
+    assert run_command(["verify", str(path)]) == 0
+    for number in range(num_cases):
+        path.write_bytes(whole)
+        forge_export(draw, path)
+        capfd.readouterr()
+        assert run_command(["verify", str(path)]) == 1, number
+        assert run_command(["import", str(path), "--to", "b"]) == 2, number
+        error = capfd.readouterr().err
+        assert error.startswith("boltmesh: a.safetensors cannot be read: "), error
+        assert len(error.splitlines()) == 1
+        assert not Path("b").exists()
 
 
 @pytest.mark.filterwarnings("ignore:.*has no checksums")

@@ -21,6 +21,14 @@ from boltmesh.configs.merge import all_keys, full_key
 from tests.cli.conftest import TINY
 
 NUM_CASES = 1_000
+LARGE = (
+    "4294967296", "9999999999", str(2**63), str(2**64), "9" * 22, "-" + "9" * 22, "9" * 400,
+    "0x" + "f" * 4200, "1e400", "'9999999999'", "[9999999999]", "9999999999:00:00:00", "x" * 400,
+)  # fmt: skip
+WRONG_TAGS = (
+    "!!timestamp x", "!!int ''", "!!int x", "!!float '-'", "!!bool x", "[!!timestamp x]",
+    "{a: !!bool ''}", "{!!int '': 1}", "!!binary é", "2026-13-45", "!!omap x", "!!str [1]",
+)  # fmt: skip
 EVIL = "\x1b]0;x\x07\x9b31m\r\u202e\u200b"
 TEXTS = (
     "", " ", "null", "~", "true", "-1", "0", "1", "3", "1.5", "1e3", "1_0", "0x10", "010", "1:30",
@@ -29,7 +37,7 @@ TEXTS = (
     "!!set", "!!python/object/apply:os.system ['touch code-was-run']", "${run.name}", "${nothing}",
     "${", "$", "${oc.env:HOME}", "${run}", "{class_path: 3}", "bolt_zero3", "[" * 300, "'", '"',
     "[{class_path: a.B, init_args: 3}]", "a: b: c", "|", ">", "%", "- a", "yes", "off", "<<",
-    "2026-01-01",
+    "2026-01-01", *LARGE, *WRONG_TAGS,
 )  # fmt: skip
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e\u200b]")
 
@@ -173,6 +181,22 @@ def test_configs(
         assert load(again) == config or ".nan" in out, line
     assert num_cases / 8 < num_loaded < num_cases
     figure("fuzzed configs: no traceback, hang or changed value", num_cases, num_cases)
+
+
+@pytest.mark.parametrize("num_cases", [40, pytest.param(NUM_CASES, marks=pytest.mark.full)])
+def test_numbers_that_nothing_holds_are_refused_before_a_run_begins(
+    num_cases: int, workplace: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PL_GLOBAL_SEED", "1")  # the runs set it
+    draw, keys = random.Random(20260103), list(all_keys())
+    for _ in range(num_cases):
+        override = f"{draw.choice(keys)}={draw.choice([*LARGE, *WRONG_TAGS])}"
+        line = ["fit", str(TINY), "devices=1", override, "--dry-run"]
+        code = run_command(line)
+        _, error = capfd.readouterr()
+        check_said(code, "", error, line)
+        assert code != 1, (error, line)
+    assert not (workplace / "runs").exists()
 
 
 FILES = ("absent", "folder", "pipe", "empty.ckpt", "text.yaml", "noise", "loop", "mine.yaml", "-")

@@ -426,6 +426,15 @@ def test_and_so_are_those_of_killed_scripts(workplace, monkeypatch):
     assert not left.exists()
 
 
+def test_a_rank_that_fails_after_its_script_has_ended_keeps_its_traceback(workplace, monkeypatch):
+    from boltmesh.strategies.lightning_compat.launchers import RankErrors
+
+    monkeypatch.setenv("BOLTMESH_RANK_REPORTS", str(workplace / "removed"))
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    RankErrors(1, workplace).report(ValueError("a late error"))
+    assert "a late error" in (workplace / "error-rank-1.txt").read_text()
+
+
 def test_a_rank_that_starts_after_its_supervisor_is_gone_ends_at_once(workplace):
     environment = {**os.environ, "BOLTMESH_SUPERVISOR": f"{os.getppid()}:{workplace}"}
     code = "from boltmesh.launch.rank import Rank; Rank.attach(); print('went on')"

@@ -103,7 +103,9 @@ def test_the_newest_whole_checkpoint_stays_where_the_newest_is_damaged(left, cap
     os.utime(KEPT / "epoch=0-step=2.ckpt", (2, 2))
     assert run_command(["prune"]) == 0
     assert (KEPT / "epoch=0-step=2.ckpt").exists()
+    assert (KEPT / "epoch=0-step=4.ckpt").exists()
     assert (KEPT / "last.ckpt").exists()
+    assert not (KEPT / "epoch=0-step=3-v1.ckpt").exists()
 
 
 def test_a_resumed_run_deletes_what_its_killed_starts_have_left(left):

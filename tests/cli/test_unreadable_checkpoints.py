@@ -78,10 +78,68 @@ def test_a_read_error_names_the_file_and_is_no_damage(
         LocalFolder(tmp_path).read("last.ckpt")
 
 
-def test_a_damaged_file_that_is_named_leaves_no_run(workplace: Path, capfd) -> None:
-    Path("bad.ckpt").write_bytes(bytes(3000))
+@pytest.mark.parametrize("kind", ["file", "shard"])
+def test_a_damaged_one_that_is_named_leaves_no_run(kind: str, workplace: Path, capfd) -> None:
+    if kind == "file":
+        Path("bad.ckpt").write_bytes(bytes(3000))
+        damage = "it is damaged, "
+    else:
+        line = ["fit", str(TINY), "devices=1", "strategy.name=bolt_zero3", "max_steps=1"]
+        assert run_command([*line, "run.dir=other"]) == 0
+        Path("other/tiny/0/checkpoints/last.ckpt").rename("bad.ckpt")
+        shard = Path("bad.ckpt/__0_0.distcp")
+        data = bytearray(shard.read_bytes())
+        data[100] ^= 1
+        shard.write_bytes(data)
+        damage = "bad.ckpt/__0_0.distcp was damaged after it was written"
     for verb, key in (("fit", "resume"), ("predict", "ckpt_path")):
+        capfd.readouterr()
         assert run_command([verb, str(TINY), "devices=1", f"{key}=bad.ckpt"]) == 2
         said = capfd.readouterr().err
-        assert f"boltmesh: run.{key}=bad.ckpt cannot be loaded: it is damaged, " in said
+        assert f"boltmesh: run.{key}=bad.ckpt cannot be loaded: {damage}" in said
+        assert said.count("Resume from another checkpoint.") == 1
     assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize("strategy", ["bolt_ddp", "bolt_zero3"])
+def test_the_newest_that_cannot_be_read_is_passed_over_and_stays(
+    strategy: str, workplace: Path, capfd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = [
+        "fit",
+        str(TINY),
+        "devices=1",
+        f"strategy.name={strategy}",
+        "checkpoint.save_last=false",
+    ]
+    save = ["checkpoint.every_n_steps=4", "checkpoint.save_top_k=-1"]
+    assert run_command([*line, *save, "max_steps=8"]) == 0
+    kept = Path("runs/tiny/0/checkpoints")
+    old, new = kept / "epoch=0-step=4.ckpt", kept / "epoch=0-step=8.ckpt"
+    before = {path: path.read_bytes() for path in (new, *new.rglob("*")) if path.is_file()}
+    open_path, open_inside = Path.open, LocalFolder._open
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            Path,
+            "open",
+            lambda path, *args, **more: (
+                FailingFile(path) if path == new else open_path(path, *args, **more)
+            ),
+        )
+        patch.setattr(
+            LocalFolder,
+            "_open",
+            lambda folder, name: (
+                FailingFile(new / name)
+                if folder._path == new and name.endswith(".distcp")
+                else open_inside(folder, name)
+            ),
+        )
+        capfd.readouterr()
+        # It deletes what its state does not name, and is older than what it goes on from.
+        assert run_command([*line, "max_steps=6", "resume=auto"]) == 0
+        out, error = capfd.readouterr()
+    assert f"boltmesh: passed over {new}: it cannot be read (Input/output error)\n" in error
+    assert f"from {old} into" in out
+    assert {path: path.read_bytes() for path in before} == before
+    assert not list(kept.glob("*.damaged"))

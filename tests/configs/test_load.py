@@ -246,14 +246,16 @@ def test_a_file_of_code_is_looked_for_beside_the_config_that_names_it(tmp_path):
         (
             "devices=0",
             (
-                "trainer.devices=0 is not a number of ranks, auto, or a list of devices. "
+                "trainer.devices=0 is not a number of ranks up to 65536, auto, or a list "
+                "of devices. "
                 "Write for example trainer.devices=2."
             ),
         ),
         (
             "devices=two",
             (
-                "trainer.devices=two is not a number of ranks, auto, or a list of devices. "
+                "trainer.devices=two is not a number of ranks up to 65536, auto, or a list "
+                "of devices. "
                 "Write for example trainer.devices=2."
             ),
         ),

@@ -130,10 +130,34 @@ def test_an_axis_that_is_named_is_divided() -> None:
 
 @pytest.mark.sample("selective")
 @pytest.mark.parametrize("kind", ["full", "selective"])
-def test_blocks_may_be_run_again(kind: str) -> None:
-    strategy = {"activation_checkpointing": kind}
+def test_blocks_may_be_run_again_and_mlps_in_tiles(kind: str) -> None:
+    strategy = {"activation_checkpointing": kind, "tile_tokens": 4, "zero_stage": 3}
     for found in run_ranks(fit_beside, 2, "llama", strategy, {"limit_train_batches": 2}):
         assert max(found.values()) < 2e-5, found
+
+
+class LengthNorm(nn.LayerNorm):
+    """Depends on how long the sequence is, which no analysis of tensors sees."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (x.shape[1] / 16)
+
+
+def fit_with_lengths(rank: int, size: int) -> float:
+    """Train two batches; return how far parameters are apart from those of one process."""
+    values: list[list[Tensor]] = []
+    for strategy, devices in ((context(), size), ("auto", 1)):
+        torch.manual_seed(1)
+        model: Any = built("gpt")
+        model.norm = LengthNorm(32)
+        module = AdamW(model)
+        quiet_trainer(devices, strategy, limit_train_batches=2).fit(module, loader(0, 1))
+        values.append(values_of(module))
+    return max(float((a - b).detach().abs().max()) for a, b in zip(*values, strict=True))
+
+
+def test_a_module_that_reads_its_length_sees_that_of_the_whole() -> None:
+    assert max(run_ranks(fit_with_lengths, 2)) < 2e-5
 
 
 class Manual(AdamW):
@@ -232,6 +256,8 @@ def refused(rank: int, size: int, kind: str) -> str:
         module.model.model = torch.compile(inner)
     elif kind == "no sequence":
         module, texts = Trained(Classifier()), DataLoader(Points(), batch_size=2)
+    elif kind == "flex":
+        module.model.model.set_attn_implementation("flex_attention")  # type: ignore[operator]
     elif kind == "gather":
         module, strategy = AdamW(built("gpt")), context(max_gather_bytes=1000)
     elif kind == "no such tensor":
@@ -273,6 +299,7 @@ class Classifier(nn.Module):
         ("reentrant", "Reentrant activation checkpointing hides"),
         ("compiled", "is compiled, which a divided sequence cannot pass through"),
         ("no sequence", "has no sequence that could be divided over 2 ranks"),
+        ("flex", "FlexAttention does not support backward on CPU"),
         ("gather", "max_gather_bytes=1,000"),
         ("no such tensor", "names dim 1 of 'tokens', and the batch has {'input_ids': (2, 21)"),
         ("no such dim", "names dim 2 of 'input_ids'"),
@@ -293,6 +320,7 @@ def test_what_would_be_wrong_is_refused_before_the_first_step(kind: str, text: s
         ({"balance": "even"}, "balance='even' does not exist"),
         ({"zero_stage": 4}, "zero_stage=4 is no ZeRO stage"),
         ({"max_gather_bytes": 0}, "max_gather_bytes=0 allows no gather"),
+        ({"tile_tokens": 0}, "tile_tokens=0 is the number of positions"),
         ({"dims": {"input_ids": "1"}}, "names no dim of a batch"),
     ],
 )

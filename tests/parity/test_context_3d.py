@@ -111,6 +111,8 @@ def test_data_and_context_axes_with_each_zero_stage_and_offload(sizes: dict[str,
             "auto', or set context=1",
         ),
         ({"context": 2, "zero_stage": 3, "tile_linear_bytes": 1 << 20}, "or set context=1"),
+        ({"context": 2, "tensor": 2, "tile_tokens": 8}, "tile_tokens out, or set tensor=1"),
+        ({"context": 2, "pipeline": 2, "balance": "documents"}, "'zigzag', or set pipeline=1"),
     ],
     ids=str,
 )

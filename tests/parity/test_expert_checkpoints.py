@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
+from boltmesh.cli import run_command
 from tests.support.expert_models import MoeModule, tokens
 from tests.support.expert_runs import loader, strategy_of, trainer, whole_of
 from tests.support.ranks import run_ranks
@@ -51,6 +53,21 @@ def test_a_run_goes_on_to_the_bit(tmp_path: Path) -> None:
         assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
+def test_an_export_has_the_names_of_files_on_the_hub(kind: str, tmp_path: Path) -> None:
+    path, target = tmp_path / "half.ckpt", tmp_path / "model"
+    trained = run_ranks(fit, 2, {"stage": 2, "expert": 2}, 1, None, str(path), kind)[0]
+    net: Any = MoeModule(kind).net
+    net.config.save_pretrained(tmp_path)
+    line = ["export", str(path), "--to", str(target), "--hf", str(tmp_path)]
+    assert run_command(line) == 0
+    names = set(load_file(target / "model.safetensors"))
+    net.save_pretrained(tmp_path / "own")
+    assert names == set(load_file(tmp_path / "own" / "model.safetensors"))
+    for name, each in type(net).from_pretrained(target).state_dict().items():
+        assert torch.equal(each, trained.get(f"net.{name}", each)), name
+
+
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "2 of 4": (4, {"stage": 1, "expert": 2}),
     "4 of 4": (4, {"stage": 3, "expert": 4}),
@@ -58,6 +75,10 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "shards": (2, {"stage": 3}),
     "tensor 2, 2 of 4": (4, {"zero_stage": 1, "tensor": 2, "expert": 2}),
     "tensor 2, 2 of 2": (2, {"zero_stage": 3, "tensor": 2, "expert": 2}),
+    "offloaded": (
+        2,
+        {"stage": 3, "expert": 2, "offload_optimizer": "cpu", "offload_parameters": "cpu"},
+    ),
     "one": (1, {"stage": 1}),
 }
 
@@ -67,7 +88,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 @pytest.mark.parametrize(
     ("one", "other"),
     [("4 of 4", "one"), ("one", "2 of 4"), ("2 of 4", "2 of 2"), ("2 of 2", "shards"),
-     ("shards", "4 of 4"), ("tensor 2, 2 of 4", "one"), ("2 of 2", "tensor 2, 2 of 2")],
+     ("shards", "4 of 4"), ("tensor 2, 2 of 4", "one"), ("2 of 2", "tensor 2, 2 of 2"),
+     ("offloaded", "one"), ("2 of 4", "offloaded")],
 )  # fmt: skip
 def test_a_run_goes_on_in_another_layout(one: str, other: str, kind: str, tmp_path: Path) -> None:
     path = str(tmp_path / "half.ckpt")

@@ -9,7 +9,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, WeightAveraging
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.optim.swa_utils import get_ema_multi_avg_fn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from typing_extensions import override
 
 from boltmesh.errors import UnsupportedError
@@ -167,3 +167,33 @@ def test_an_average_that_mixes_elements_is_refused() -> None:
     callback = WeightAveraging(avg_fn=largest_of)
     with pytest.raises(UnsupportedError, match="avg_fn of WeightAveraging gives another average"):
         fit(Words(), ZeROStrategy(telemetry=False), callbacks=[callback])
+
+
+class InModule(Words):
+    """Averages its blocks itself, after each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.average = AveragedModel(self.blocks, multi_avg_fn=get_ema_multi_avg_fn(0.6))
+        self.average.requires_grad_(False)
+
+    @override
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.average.update_parameters(self.blocks)
+
+
+def average_within(rank: int, world_size: int, name: str) -> dict[str, Tensor]:
+    module = InModule()
+    if name == "auto":
+        fit(module, name)
+    else:
+        fit_under(name, module, rank, world_size)
+    return whole(module)
+
+
+@pytest.mark.sample("tensor", "pipeline", "zero3_cpu")
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_an_average_that_a_module_keeps_equals_that_of_one_process(name: str) -> None:
+    (expected,) = run_ranks(average_within, 1, "auto")
+    for found in run_ranks(average_within, STRATEGIES[name][1], name):
+        assert largest_difference(found, expected) < 1e-6

@@ -172,6 +172,7 @@ class Moco(MomentumEncoder):
     @override
     def loss(self, batch: Tensor) -> Tensor:
         queries = functional.normalize(self.net(batch), dim=1)
+        self.between()
         with torch.no_grad():
             keys = functional.normalize(self.ema(batch + 1), dim=1)
         positive = (queries * keys).sum(1, keepdim=True)
@@ -180,6 +181,23 @@ class Moco(MomentumEncoder):
         self.queue[:, start : start + len(keys)] = keys.T
         self.pointer.fill_((start + len(keys)) % QUEUE)
         return functional.cross_entropy(logits, logits.new_zeros(len(batch), dtype=torch.long))
+
+    def between(self) -> None:
+        pass
+
+
+class MocoOrder(Moco):
+    """The target follows when the encoder has run and the target has not."""
+
+    @override
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.losses.append(loss.item())
+        return loss
+
+    @override
+    def between(self) -> None:
+        self.follow()
 
 
 class Clamped(MomentumEncoder):
@@ -272,11 +290,12 @@ KINDS: list[type[Any]] = [
     Dino,
     Averaged,
     Moco,
+    MocoOrder,
     Clamped,
 ]
 
 
-@pytest.mark.sample("Dino", "MomentumEncoder", "BeforeZeroGrad")
+@pytest.mark.sample("Dino", "MomentumEncoder", "BeforeZeroGrad", "MocoOrder")
 @pytest.mark.parametrize("kind", KINDS)
 def test_written_parameters_equal_those_of_one_process(
     kind: type[MomentumEncoder], tmp_path: Path

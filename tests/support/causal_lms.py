@@ -1,11 +1,22 @@
-"""Causal language models of Hugging Face that ship a tensor plan, tiny, with random weights."""
+"""Language models of Hugging Face, tiny, with random weights."""
 
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch.nn import Module
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from torch import Tensor, nn
+from torch.nn import Module, functional
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    PreTrainedModel,
+)
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+)
 
 SIZES: dict[str, Any] = {
     "vocab_size": 112,
@@ -136,11 +147,101 @@ def build(name: str, seed: int = 0) -> Module:
     return AutoModelForCausalLM.from_config(_config(name)).float().train()
 
 
+def has_head(name: str) -> bool:
+    """Whether an architecture has a causal language model."""
+    return name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "dbrx": {
+        "d_model": 64, "n_heads": 4, "n_layers": 2,
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
+        "ffn_config": {
+            "hidden_size": 64, "ffn_hidden_size": 24, "moe_num_experts": 6, "moe_top_k": 2
+        },
+    },
+    "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse", "sparse"]},
+    "ernie4_5_vl_moe_text": {
+        "moe_intermediate_size": [24, 20],
+        "rope_parameters": {
+            "rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 2, 4]
+        },
+    },
+    "gemma4_text": {
+        "enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 24
+    },
+    "diffusion_gemma_text": {"num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 24},
+    "glm4v_moe_text": {
+        "rope_parameters": {
+            "rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2],
+            "partial_rotary_factor": 0.5,
+        },
+    },
+    "glm5_next_text": {"index_kpool": 2, "qk_rope_head_dim": 0},
+    "nllb-moe": {
+        "d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 48,
+        "decoder_ffn_dim": 48, "encoder_sparse_step": 2, "decoder_sparse_step": 2,
+        "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_layerdrop": 0.0,
+        "decoder_layerdrop": 0.0,
+    },
+    "step3p7": {"sliding_window": 10},
+    "switch_transformers": {
+        "d_model": 64, "d_kv": 16, "d_ff": 48, "num_heads": 4, "num_decoder_layers": 2,
+        "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1, "expert_capacity": 12,
+        "router_jitter_noise": 0.0, "decoder_start_token_id": 0,
+    },
+    "zaya": {"num_experts_per_tok": 1},
+}  # fmt: skip
+"""What single families need beside the sizes that all are given."""
+
+
+class Headed(Module):
+    """A decoder without a language model's head, with its embeddings as one."""
+
+    def __init__(self, decoder: Any) -> None:
+        super().__init__()
+        self.decoder = decoder
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+        """Return the loss of next tokens."""
+        hidden = self.decoder(input_ids=input_ids).last_hidden_state
+        table: nn.Embedding = self.decoder.get_input_embeddings()
+        logits = functional.linear(hidden[:, :-1], table.weight)
+        return SimpleNamespace(
+            loss=functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
+        )
+
+
+def build_decoder(name: str, seed: int = 0) -> Module:
+    """Make the text part of a family that has no causal language model, as ``build`` does.
+
+    Encoder-decoders are whole language models.
+    """
+    torch.manual_seed(seed)
+    config = _config(name)
+    if name in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES:
+        return AutoModelForSeq2SeqLM.from_config(config).float().train()
+    modeling = type(config).__module__.replace("configuration_", "modeling_")
+    __import__(modeling)
+    kinds: list[Any] = [
+        each
+        for key, each in vars(sys.modules[modeling]).items()
+        if key.endswith("Model") and isinstance(each, type) and issubclass(each, PreTrainedModel)
+    ]
+    decoder = next(
+        each for each in kinds if each.config_class is type(config) and "forward" in vars(each)
+    )
+    return Headed(decoder(config).float().train())
+
+
 def _config(name: str) -> Any:
-    return _shrunk(CONFIG_MAPPING[name])
+    kind = CONFIG_MAPPING[name]
+    if name == "step3p7":
+        kind = kind.sub_configs["text_config"]
+    return _shrunk(kind, CHANGES.get(name, {}))
 
 
-def _shrunk(kind: Any) -> Any:
+def _shrunk(kind: Any, changes: dict[str, Any] | None = None) -> Any:
     """Make a tiny configuration of a class."""
     whole = kind()
     known = _keys(whole)
@@ -166,6 +267,7 @@ def _shrunk(kind: Any) -> Any:
     for key in whole.sub_configs:
         if getattr(whole, key, None) is not None:
             chosen[key] = _shrunk(type(getattr(whole, key)))
+    chosen |= changes or {}
     return kind(**_with_inner_sizes(kind(**chosen).to_dict(), chosen))
 
 

@@ -10,8 +10,10 @@ from torch import Tensor, nn
 from boltmesh.strategies.blocks import find_blocks
 from boltmesh.strategies.context.cut import ContextState
 from boltmesh.strategies.context.dispatch import functions_watched
-from boltmesh.strategies.context.entries import Entries, find_entries
+from boltmesh.strategies.context.entries import Entries, find_entries, find_sequences
 from boltmesh.strategies.context.exchange import ContextGroup
+from boltmesh.strategies.context.flex import flex_attention_watched
+from boltmesh.strategies.context.tokenwise import TokenwiseModules, find_tokenwise
 from boltmesh.strategies.tensor.analysis.analyse import analyse
 from tests.support.context_models import batch_of, built
 
@@ -42,7 +44,12 @@ def compare(
 
 
 def compare_model(
-    one: nn.Module, batches: list[dict[str, Tensor]], *, double: bool = False, **options: Any
+    one: nn.Module,
+    batches: list[dict[str, Tensor]],
+    *,
+    double: bool = False,
+    tile: int | None = None,
+    **options: Any,
 ) -> dict[str, Any]:
     """As ``compare``, for a model and its batches."""
     if double:
@@ -56,19 +63,23 @@ def compare_model(
         ]
     cut = copy.deepcopy(one)
     blocks = find_blocks(cut)
-    analysis = analyse(cut, lambda model: model(batches[0]), blocks=blocks)
+    with flex_attention_watched():
+        analysis = analyse(cut, lambda model: model(batches[0]), blocks=blocks)
     entries = find_entries(cut, analysis, tuple(blocks))
     assert entries, "no sequence"
     state = ContextState(world(), **options)
+    tokenwise = find_tokenwise(analysis, find_sequences(analysis)[0])
+    TokenwiseModules(cut, tokenwise, state, tile=tile)
     hooks = Entries(cut, entries, state)
     hooks.is_on = True
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.3) for each in (one, cut)]
     worst = {"loss": 0.0, "gradient": 0.0}
     for batch in batches:
+        state.take_batch(batch)
         losses = []
         for model, optimizer in zip((one, cut), optimizers, strict=True):
             optimizer.zero_grad()
-            with functions_watched():
+            with functions_watched(), flex_attention_watched():
                 loss = model(batch)
                 loss.backward()
             losses.append(loss.detach())
@@ -89,4 +100,5 @@ def compare_model(
     pairs = list(zip(one.parameters(), cut.parameters(), strict=True))
     worst["parameter"] = max(apart(a, b) for a, b in pairs)
     return {**worst, "sent": dict(state.group.sent), "gathered": dict(state.gathered),
-            "entries": [f"{each.module}:{each.dim}" for each in entries]}  # fmt: skip
+            "entries": [f"{each.module}:{each.dim}" for each in entries],
+            "tokenwise": list(tokenwise)}  # fmt: skip

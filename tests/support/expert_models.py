@@ -53,9 +53,11 @@ def language_model(kind: str) -> Any:
         config._experts_implementation = kernel or "eager"
         return hf.Qwen3MoeForCausalLM(config)
     if kind != "gpt_oss":
-        from tests.support.causal_lms import build
+        from tests.support import causal_lms
 
-        return build(kind)
+        return (
+            causal_lms.build(kind) if causal_lms.has_head(kind) else causal_lms.build_decoder(kind)
+        )
     more = {"num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 8, "sliding_window": 16}
     config = hf.GptOssConfig(**{**SIZES, **more}, output_router_logits=True)
     config._experts_implementation = kernel or "eager"

@@ -5,12 +5,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 
+from boltmesh.strategies.grad_norm import ShardShare
 from boltmesh.strategies.offload.engine import OffloadEngine
 from boltmesh.strategies.offload.stores import OffloadPlan
 
@@ -66,7 +68,10 @@ class Twin:
         self.reference, _ = sharded_net()
         self.optimizer = self.make(list(self.ours.parameters()))
         self.reference_optimizer = self.make_reference(list(self.reference.parameters()))
-        self.engine = OffloadEngine(self.plan, device=torch.device("cpu"))
+        world = dist.group.WORLD
+        assert world is not None
+        shares = [ShardShare(world)]
+        self.engine = OffloadEngine(self.plan, device=torch.device("cpu"), shares=shares)
         self.engine.attach(self.ours, self.units)
         self.engine.adopt(
             [self.optimizer],

@@ -20,10 +20,12 @@ def test_counts_are_sums_and_what_came_since(tmp_path: Any) -> None:
     counter.add("moe", torch.tensor([[0, 2], [2, 3]]), 4)
     counter.write()
     counter.add("moe", torch.tensor([1, 1], dtype=torch.int32), 4)
+    counter.drop("moe", torch.tensor(2))
+    counter.drop("moe", torch.tensor(1))
     counter.write()
     reader = ExpertLoads(path.with_suffix(".experts"))
     found = reader.read()
-    assert found == (ExpertLoad("moe", (1, 2, 2, 1), (0, 2, 0, 0)),)
+    assert found == (ExpertLoad("moe", (1, 2, 2, 1), (0, 2, 0, 0), 3),)
     assert reader.read() is found
     ExpertCounter(path)  # of another run
     assert ExpertLoads(path.with_suffix(".experts")).read() == ()

@@ -101,3 +101,13 @@ def test_rows_are_exported_by_layer_and_expert() -> None:
     rows = found["boltmesh_expert_rows_total"]
     assert rows.value(module="blocks.0.moe", expert="3") == 20
     assert found["boltmesh_expert_imbalance_ratio"].value(module="blocks.1.moe") == 3
+
+
+async def test_rows_that_experts_had_no_place_for_are_shown_and_exported() -> None:
+    full = ExpertLoad("moe", (30, 10), (30, 10), dropped=5)
+    seen = Observation(NOW, job(ranks=(rank(0, experts=(full,)), rank(1, experts=(full,)))))
+    found = parse(prometheus_text(seen))
+    assert found["boltmesh_expert_dropped_rows_total"].value(module="moe") == 10
+    async with open_app(seen, size=(120, 40)) as pilot:
+        await pilot.press("r")
+        assert "12.5% of the rows dropped" in screen_text(pilot.app)

@@ -270,6 +270,8 @@ def _of_experts(job: JobSnapshot) -> Iterator[Family]:
     for load in layer_loads(job):
         samples += [({"module": load.module, "expert": at}, n) for at, n in enumerate(load.rows)]
     yield counter("expert_rows", "Rows that the router has sent to an expert.", samples)
+    samples = [({"module": load.module}, load.dropped) for load in layer_loads(job)]
+    yield counter("expert_dropped_rows", "Rows that an expert had no place for.", samples)
     text = "Rows of the expert with most over the mean, in the last seconds."
     samples = [({"module": load.module}, load.imbalance) for load in layer_loads(job)]
     yield gauge("expert_imbalance_ratio", text, samples)

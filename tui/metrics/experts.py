@@ -14,6 +14,8 @@ class LayerLoad(NamedTuple):
     """By expert, since the run began."""
     recent: tuple[int, ...]
     """The same of the last seconds; of the whole run if there were none."""
+    dropped: int = 0
+    """Rows that an expert had no place for, since the run began."""
 
     @property
     def mean(self) -> float:
@@ -62,15 +64,19 @@ def excess_work(loads: Iterable[LayerLoad], size: int) -> float | None:
 def layer_loads(job: JobSnapshot) -> list[LayerLoad]:
     """Return the load of each module with divided experts, in the order of the model."""
     sums: dict[str, tuple[list[int], list[int]]] = {}
+    dropped: dict[str, int] = {}
     for rank in job.ranks:
         for load in rank.experts:
+            dropped[load.module] = dropped.get(load.module, 0) + load.dropped
             size = len(load.rows)
             rows, recent = sums.setdefault(load.module, ([0] * size, [0] * size))
             if len(rows) == size == len(load.recent):
                 rows[:] = map(sum, zip(rows, load.rows, strict=True))
                 recent[:] = map(sum, zip(recent, load.recent, strict=True))
     return [
-        LayerLoad(module, tuple(rows), tuple(recent if any(recent) else rows))
+        LayerLoad(
+            module, tuple(rows), tuple(recent if any(recent) else rows), dropped.get(module, 0)
+        )
         for module, (rows, recent) in sums.items()
         if rows
     ]

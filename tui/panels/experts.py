@@ -71,7 +71,7 @@ def draw_experts(
     lines = [seen.header, *seen.lines]
     if top:
         lines.insert(0, heading("rows by expert", width, look, right=seen.hidden))
-    lines += [Line(), _legend(look).crop(width)]
+    lines += [Line(), _legend(look, shown).crop(width)]
     return lines[:height]
 
 
@@ -101,8 +101,11 @@ def _shade(level: float, look: Style) -> tuple[str, Role]:
     )
 
 
-def _legend(look: Style) -> Line:
+def _legend(look: Style, loads: Sequence[LayerLoad]) -> Line:
     line = Line("rows over the mean:  ", "muted")
     for text, level in (("0 ", 0.0), ("  half ", 0.25), ("  even ", 0.5), ("  2x ", 1.0)):
         line.add(text, "muted").add(*_shade(level, look))
+    dropped, rows = (sum(each.dropped for each in loads), sum(sum(each.rows) for each in loads))
+    if rows and dropped:
+        return line.add(f"    {dropped / rows:.1%} of the rows dropped: experts were full", "warn")
     return line.add("    no row is dropped: each is sent to its experts", "muted")

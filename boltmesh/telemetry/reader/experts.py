@@ -37,7 +37,7 @@ class ExpertLoads:
             return self._loads
         self._stamp = stamp
         self._loads = tuple(
-            ExpertLoad(clean(each.module, 200), each.rows, each.recent)
+            msgspec.structs.replace(each, module=clean(each.module, 200))
             for each in found[:MAX_MODULES]
             if _is_possible(each)
         )
@@ -45,7 +45,7 @@ class ExpertLoads:
 
 
 def _is_possible(load: ExpertLoad) -> bool:
-    numbers = (*load.rows, *load.recent)
+    numbers = (*load.rows, *load.recent, load.dropped)
     return (
         0 < len(load.rows) == len(load.recent) <= MAX_EXPERTS
         and min(numbers) >= 0

@@ -28,6 +28,7 @@ class ExpertCounter:
         self._path = path.with_suffix(ENDING)
         self._path.unlink(missing_ok=True)
         self._rows: dict[str, Tensor] = {}
+        self._dropped: dict[str, Tensor] = {}
         self._before: dict[str, list[int]] = {}
         self._written_ns = time.monotonic_ns()
 
@@ -46,6 +47,10 @@ class ExpertCounter:
         flat = chosen.detach().reshape(-1).long()
         rows.scatter_add_(0, flat, torch.ones_like(flat))
 
+    def drop(self, name: str, count: Tensor) -> None:
+        """Count rows that a module has not sent, without waiting for the device."""
+        self._dropped[name] = self._dropped.get(name, 0) + count.detach()
+
     def after_step(self) -> None:
         """Write the counts if it is time to."""
         if self._rows and time.monotonic_ns() - self._written_ns >= WRITE_EVERY_NS:
@@ -61,7 +66,7 @@ class ExpertCounter:
         for name, rows in now.items():
             before = self._before.get(name, [0] * len(rows))
             recent = tuple(a - b for a, b in zip(rows, before, strict=True))
-            loads.append(ExpertLoad(name, tuple(rows), recent))
+            loads.append(ExpertLoad(name, tuple(rows), recent, int(self._dropped.get(name, 0))))
         self._before = now
         content = msgspec.json.encode(loads)
         if len(content) <= MAX_JSON_BYTES:

@@ -75,6 +75,9 @@ class NullRecorder:
     def chose(self, strategy: str) -> None:
         """See ``Recorder``."""
 
+    def dropped_rows(self, module: str, count: Tensor) -> None:
+        """Do nothing."""
+
     def expert_rows(self, module: str, chosen: Tensor, num_experts: int) -> None:
         """See ``Recorder``."""
 

@@ -348,6 +348,17 @@ class Recorder:
             self._experts.add(module, chosen, num_experts)
 
     @guarded
+    def dropped_rows(self, module: str, count: Tensor) -> None:
+        """Count rows that no expert of a module had a place for, in the same passes.
+
+        Args:
+            module: The name of the module.
+            count: How many, on the device.
+        """
+        if self._clock.phase == FORWARD:
+            self._experts.drop(module, count)
+
+    @guarded
     def live_microbatches(self, peaks: Mapping[int, int]) -> None:
         """Say how many microbatches each stage has kept at once at most in a batch of training."""
         if any(most > self._live.get(stage, 0) for stage, most in peaks.items()):

@@ -1,7 +1,7 @@
 """Rules for functions that name sizes or positions: views, slices, joins, padding."""
 
 from math import prod
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -42,14 +42,13 @@ def _place_in(value: CutTensor, shape: torch.Size) -> tuple[int, int, int] | Non
 def view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The sequence stays where all elements of it are in one dim."""
     value = args[0]
-    if not isinstance(value, CutTensor) or not value.shape.numel():
+    if not isinstance(value, CutTensor):
         return NotImplemented
-    if any(isinstance(each, torch.dtype) for each in (*args, *kwargs.values())):
+    if torch.dtype in map(type, (*args, *kwargs.values())):
         return NotImplemented
-    with subclasses_unasked():
-        given = [_meta(each) if isinstance(each, Tensor) else each for each in args]
-        shape = func(*given, **kwargs).shape
-    found = _place_in(value, shape)
+    shape, found = _shape_and_place(func, value, args, kwargs)
+    if not shape.numel():
+        return NotImplemented
     if found is None:
         why = f"{func.__name__}, which divides the sequence,"
         return func(make_whole(value, why), *args[1:], **kwargs)
@@ -59,6 +58,39 @@ def view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     strict = func.__name__ in {"view", "view_as"}
     local = value.local.view(sizes) if strict else value.local.reshape(sizes)
     return value.like(local, dim=dim, num_outer=num_outer, num_inner=num_inner)
+
+
+_Seen: TypeAlias = tuple[torch.Size, tuple[int, int, int] | None]
+
+_shapes: dict[Any, _Seen] = {}
+"""Shapes of views and where their sequences are, by the arguments of the calls."""
+
+
+def _shape_and_place(
+    func: Any, value: CutTensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> _Seen:
+    """Return the shape of a view of the whole, and what ``_place_in`` says of it."""
+    key: Any = None
+    sizes = args[1:]
+    if not kwargs and {int}.issuperset(map(type, sizes)):
+        local = value.local
+        key = (func, local.shape, value.cut_dim, value.num_outer, value.num_inner,
+               value.positions.length, sizes)  # fmt: skip
+        known = _shapes.get(key)
+        if known is not None:
+            return known
+    with subclasses_unasked():
+        given = [_meta(each) if isinstance(each, Tensor) else each for each in args]
+        shape = func(*given, **kwargs).shape
+    found = shape, _place_in(value, shape)
+    if key is not None:
+        if len(_shapes) >= _MOST_SHAPES:  # sequences of ever new lengths
+            _shapes.clear()
+        _shapes[key] = found
+    return found
+
+
+_MOST_SHAPES = 20_000
 
 
 def _meta(tensor: Tensor) -> Tensor:
@@ -209,8 +241,14 @@ def cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     first = next((each for each in pieces if isinstance(each, CutTensor)), None)
     if first is None or given.get("out") is not None:
         return NotImplemented
-    dim %= first.ndim
-    pieces = [each for each in pieces if each.ndim == first.ndim]  # torch allows empty vectors
+    ndim = first.local.ndim
+    dim %= ndim
+    if dim != first.cut_dim:
+        local = [each.local for each in pieces if isinstance(each, CutTensor)
+                 and _is_cut_as(each, first)]  # fmt: skip
+        if len(local) == len(pieces):
+            return first.like(torch.cat(local, dim))
+    pieces = [each for each in pieces if each.ndim == ndim]  # torch allows empty vectors
     if dim != first.cut_dim:
         # A piece of no length adds nothing, and has no element by which to see its sequence.
         some = [each for each in pieces if each.shape[dim] or each.dtype != first.dtype]
@@ -222,7 +260,7 @@ def cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return NotImplemented
     state = first.state
     divisions: list[Positions] = []
-    local: list[Tensor] = []
+    local = []
     for place, each in enumerate(pieces):
         if isinstance(each, CutTensor):
             divisions.append(each.positions)
@@ -234,6 +272,15 @@ def cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         local.append(part_of(each, dim, division, state))
     positions = joined(divisions)
     return make_cut(torch.cat(local, dim), dim, positions, state)
+
+
+def _is_cut_as(one: CutTensor, other: CutTensor) -> bool:
+    return one is other or (
+        one.cut_dim == other.cut_dim
+        and one.num_outer == other.num_outer
+        and one.num_inner == other.num_inner
+        and one.positions.parts == other.positions.parts
+    )
 
 
 @cut_rule("pad")

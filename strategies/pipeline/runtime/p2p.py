@@ -166,8 +166,8 @@ class StageTransport:
         for value, times, origin in sent.borrowed:
             if times_written(value) != times:
                 raise PipelineError(
-                    f"The {origin} was changed in place while stage {action.stage} was sending it, "
-                    f"in microbatch {action.microbatch}. What is handed to another stage has to "
+                    f"Stage {action.stage} was sending {origin} while it was changed in place, in "
+                    f"microbatch {action.microbatch}. What is handed to another stage has to "
                     "stay as it is until the step ends: give a .clone() of it."
                 )
 
@@ -272,17 +272,18 @@ def check_outputs(
     for output, spec in zip(outputs, specs, strict=True):
         if output.shape != spec.shape or output.dtype != spec.dtype:
             raise PipelineError(
-                f"The {spec.origin} is {describe_tensor(output.shape, output.dtype)}, and {border} "
+                f"Stage {stage} gave {spec.origin} as "
+                f"{describe_tensor(output.shape, output.dtype)}, and {border} "
                 f"{describe_tensor(spec.shape, spec.dtype)}. Shapes and types may depend on those "
                 "of the batch, not on its values."
             )
         if output.layout != torch.strided:
             raise PipelineError(
-                f"The {spec.origin} has the layout {output.layout}, and {border} a dense tensor: "
-                "make it dense before the border."
+                f"Stage {stage} gave {spec.origin} in the layout {output.layout}, and {border} a "
+                "dense tensor: make it dense before the border."
             )
         if is_differentiated and output.requires_grad and not spec.needs_grad:
             raise PipelineError(
-                f"The {spec.origin} needs a gradient, and {border} none for it, so it would be "
-                "lost. Whether a value is trained may not change within a step."
+                f"Stage {stage} gave {spec.origin} with a gradient, and {border} none for it: it "
+                "would be lost. Whether a value is trained may not change within a step."
             )

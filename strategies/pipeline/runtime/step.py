@@ -288,7 +288,7 @@ class PipelineStep:
     def _send(self, action: Action) -> None:
         origins = [spec.origin for spec in self._crossing(action)]
         if action.kind == "SEND_B":
-            origins = [f"gradient of the {origin}" for origin in origins]
+            origins = [f"the gradient of {origin}" for origin in origins]
         values = self._to_send.pop(action)
         self._transport.send(action, values, origins, self._program.peer(action))
         if action.kind == "SEND_B" or not self._is_training:

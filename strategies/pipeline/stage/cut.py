@@ -244,7 +244,7 @@ class _StageCut:
             is_written = any(each.storage in self.trace.writes for each in (value, *sources))
             if not is_here or is_written or event.parameters:
                 raise ConfigError(
-                    f"the {value.origin} ({event.place}) is computed between layers, of rows that "
+                    f"{value.origin} ({event.place}) is computed between layers, of rows that "
                     f"are not all on the last stage: compute it behind the last layer"
                 )
             waiting += sources

@@ -1,6 +1,6 @@
 """Watches the code between units: which values of units it makes, uses and changes."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -44,6 +44,7 @@ from boltmesh.strategies.torch_compat.tensors import (
     FakeTensorMode,
     count_write,
     is_fake,
+    local_tensor,
     make_fake,
     storage_key,
     times_written,
@@ -74,6 +75,9 @@ class BetweenUnitsTracer(TorchFunctionMode):
         self.after_read = after_read
         self.from_parameters = {
             id(each): frozenset({name}) for name, each in root.named_parameters()
+        }
+        self.parameter_memory = {
+            storage_key(local_tensor(each)): name for name, each in root.named_parameters()
         }
         self.values: dict[int, Value] = {}
         self.made: dict[int, tuple[int, int]] = {}
@@ -112,7 +116,10 @@ class BetweenUnitsTracer(TorchFunctionMode):
         if name == "__format__" and has_fakes:
             return "0"  # printed, not decided by
         before = [(each, _version(each)) for each in given]
+        if name == "data.__set__":
+            self._refuse_writes(given[:1])
         result = self._execute(name, func, args, kwargs, has_fakes=has_fakes)
+        self._refuse_writes(each for each, version in before if _version(each) != version)
         if is_event(result):
             parameters = self._parameters_of(given)
             used = parameters if has_fakes else frozenset()
@@ -232,6 +239,17 @@ class BetweenUnitsTracer(TorchFunctionMode):
                 f"other stages would not have it. Set it to one of the same shape and type."
             )
         count_write(tensor)
+
+    def _refuse_writes(self, written: Iterable[Tensor]) -> None:
+        for each in written:
+            name = self.parameter_memory.get(storage_key(local_tensor(each)))
+            if name is not None:
+                raise ConfigError(
+                    f"{name!r} is written to in the step ({line_of_step()}), which each stage of "
+                    f"the pipeline runs for each microbatch, and only one of them holds it. Write "
+                    f"to it in a hook, such as on_train_batch_end, on all ranks inside of "
+                    f"boltmesh.strategies.gathered_parameters(module, writes=True)."
+                )
 
     def _read(
         self, name: str, func: Any, args: Any, kwargs: dict[str, Any], given: list[Tensor]

@@ -4,10 +4,22 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 
 from boltmesh.strategies.context import exchange
-from boltmesh.strategies.context.positions import Positions, divide, joined, merged, of_one
+from boltmesh.strategies.context.entries import find_sequences
+from boltmesh.strategies.context.positions import (
+    Positions,
+    divide,
+    divide_by_work,
+    document_work,
+    joined,
+    merged,
+    of_one,
+)
+from boltmesh.strategies.context.tokenwise import TokenwiseModule, find_tokenwise
+from boltmesh.strategies.tensor.analysis.analyse import analyse
 from tests.support.context_runs import apart, compare, world
 from tests.support.ranks import run_ranks
 
@@ -44,7 +56,7 @@ def test_models_are_those_of_one_process(balance: str) -> None:
 def test_more_models_are_those_of_one_process(size: int) -> None:
     names = ["qwen2", "gemma3", "gpt2", "vit", "bert", "llama-eager", "mistral-eager", "gpt2-eager",
              "llama-padded", "llama-left"]  # fmt: skip
-    for each in run_ranks(run_models, size, names, {}):
+    for each in run_ranks(run_models, size, names, {}, timeout_s=200):
         assert far(each, by=2e-6) == {}
 
 
@@ -69,6 +81,64 @@ def test_attention_by_heads_and_by_a_ring_is_that_of_one_process(way: str) -> No
         assert "keys" not in purposes
 
 
+def test_tiles_of_modules_in_which_no_position_meets_another_are_those_of_one_process() -> None:
+    for each in run_ranks(run_models, 2, ["gpt", "llama"], {"tile": 3, "steps": 1}):
+        assert far(each, by=2e-6) == {}
+        assert "blocks.0.mlp" in each["gpt"]["tokenwise"]
+        assert "model.model.layers.1.mlp" in each["llama"]["tokenwise"]
+
+
+class Looks(nn.Module):
+    """Does something along the sequence, in one of several ways."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.places = how, nn.Parameter(torch.zeros(12, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "mean":
+            return x - x.mean(1, keepdim=True)
+        if self.how == "positions":
+            return x + torch.arange(x.shape[1], dtype=x.dtype)[None, :, None]
+        if self.how == "table":
+            return x + self.places[: x.shape[1]]
+        if self.how == "shift":
+            return x + functional.pad(x[:, :-1], (0, 0, 1, 0))
+        if self.how == "softmax":
+            return x.softmax(1)
+        if self.how == "sum aside":
+            self.aside = x.sum()
+        if self.how == "rows":
+            return x * functional.dropout(torch.ones(len(x), 1, 1), 0.5)
+        return functional.dropout(x, 0.5) if self.how == "draws" else x.sin()
+
+
+WAYS = ("mean", "positions", "table", "shift", "softmax", "sum aside", "draws", "rows", "no")
+
+
+class Looking(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tok = nn.Embedding(9, 8)
+        self.ways = nn.ModuleDict({how: Looks(how) for how in WAYS})
+        self.ways["dropout"] = nn.Dropout(0.5)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tok(ids)
+        for each in self.ways.values():
+            x = each(x)
+        return functional.scaled_dot_product_attention(x, x, x).sum()
+
+
+def test_modules_that_look_along_the_sequence_do_not_run_on_plain_tensors() -> None:
+    model = Looking()
+    found = analyse(model, lambda model: model(torch.ones(2, 12, dtype=torch.long)), blocks={})
+    modules = find_tokenwise(found, find_sequences(found)[0])
+    plain = TokenwiseModule(dim=1, draws=False)  # draws for rows are those of one process
+    assert modules == {"ways.rows": plain, "ways.no": plain,
+                       "ways.dropout": TokenwiseModule(dim=1, draws=True)}  # fmt: skip
+
+
 def test_a_window_fetches_the_keys_that_it_shows() -> None:
     """Window 6, two ranks: five positions of two layers go to the second rank."""
     first, second = run_ranks(run_models, 2, ["mistral"], {"steps": 1, "length": 26})
@@ -89,6 +159,33 @@ def test_ranks_have_every_position_once(length: int, ranks: int, balance: Any) -
     assert taken == list(range(length))
     counts = [found.count(rank) for rank in range(ranks)]
     assert max(counts) - min(counts) <= (1 if balance == "contiguous" else 2)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_packed_documents_are_even_work(ranks: int) -> None:
+    generator = torch.Generator().manual_seed(ranks)
+    rows = []
+    for _ in range(2):
+        places = [torch.arange(int(torch.randint(3, 700, (), generator=generator)))
+                  for _ in range(40)]  # fmt: skip
+        rows.append(torch.cat(places)[:4001])
+    work = document_work([torch.zeros(2, 5), torch.stack(rows)])[4001]
+    starts = [int((row[: at + 1] == 0).nonzero()[-1]) for row in rows for at in (1000, 4000)]
+    assert int(work[1000]) == 1001 - starts[0] + 1001 - starts[2]
+    found = divide_by_work(work, ranks)
+    taken = sorted(at for part in found.parts for a, b in part for at in range(a, b))
+    assert taken == list(range(4001))
+    loads = [sum(int(work[a:b].sum()) for a, b in part) for part in found.parts]
+    assert max(loads) * ranks / sum(loads) <= 1.05
+    counts = [found.count(rank) for rank in range(ranks)]
+    assert max(counts) - min(counts) <= 32
+
+
+def test_numbers_of_documents_show_them_too_and_one_document_is_divided_from_both_ends() -> None:
+    numbers = torch.tensor([[1, 1, 2, 2, 2], [1, 2, 2, 3, 3]])
+    assert document_work([numbers])[5].tolist() == [2, 3, 3, 3, 5]
+    assert document_work([torch.tensor([[5, 3, 9]]), torch.zeros(2, 4).long()]) == {}
+    assert divide_by_work(torch.arange(1, 17), 2) == divide(16, 2, "zigzag")
 
 
 def test_a_slice_and_a_join_keep_who_has_what() -> None:

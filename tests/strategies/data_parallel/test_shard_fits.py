@@ -163,3 +163,54 @@ def test_a_module_may_be_used_again_by_its_trainer() -> None:
     for first, second, steps in run_ranks(fit_twice, 2, 3):
         assert steps == 4
         assert second < first
+
+
+class Scaled(torch.nn.Module):
+    """A vector of its own, which autocast reads as it is, and a matrix below it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(8))
+        self.matrix = torch.nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.scale * self.matrix(x)
+
+
+class ScaledModule(LightningModule):
+    """Blocks with such a vector, and with such a module inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = torch.nn.ModuleList(Scaled() for _ in range(2))
+        self.layers = torch.nn.ModuleList(
+            torch.nn.Sequential(torch.nn.Linear(8, 8), Scaled()) for _ in range(2)
+        )
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        for each in (*self.blocks, *self.layers):
+            batch = each(batch)
+        return batch.square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit_scaled(rank: int, world_size: int, stage: int) -> dict[str, Tensor]:
+    module = ScaledModule()
+    arguments: dict[str, Any] = {"max_steps": 3, "precision": "bf16-mixed"}
+    if stage == 0:
+        run = Trainer(accelerator="cpu", devices=1, **{**QUIET, **arguments})
+    else:
+        run = trainer(world_size, stage, use_distributed_sampler=False, **arguments)
+    run.fit(module, torch.randn(3, 4, 8, generator=torch.Generator().manual_seed(1)))
+    return whole_parameters(module)
+
+
+def test_a_vector_beside_matrices_is_trained_under_autocast() -> None:
+    reference = run_ranks(fit_scaled, 1, 0)[0]
+    for stages in run_ranks(in_turn, 2, fit_scaled, [(2,), (3,)]):
+        for found in stages:
+            for name, value in reference.items():
+                torch.testing.assert_close(found[name], value, atol=1e-4, rtol=1e-3)

@@ -104,3 +104,14 @@ def test_rows_in_order_are_found() -> None:
     (experts,) = find_experts(model, step).experts
     assert (experts.kind, experts.num_experts) == ("sorted", 4)
     assert dict(experts.slots) == {"rows": 0, "sizes": 1}
+
+
+def test_adapters_of_stacked_experts_leave_them_whole() -> None:
+    from peft import LoraConfig, inject_adapter_in_model
+
+    module = MoeModule("stacked")
+    names = [f"blocks.{n}.2.experts.{key}" for n in range(2) for key in ("up", "down")]
+    config = LoraConfig(r=2, target_modules=[], target_parameters=names)
+    module.net = inject_adapter_in_model(config, module.net)
+    seen = found(module)
+    assert any("LoRA on stacked experts" in reason for reason in seen.whole.values())

@@ -8,6 +8,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from boltmesh.telemetry.reader.reader import open_job
+from tests.strategies.cost_model.test_measured import held_bytes
 from tests.support.expert_models import MoeModule
 from tests.support.expert_runs import loader, strategy_of, trainer
 from tests.support.ranks import run_ranks
@@ -50,8 +51,9 @@ def fit(rank: int, world_size: int, kind: str, options: dict[str, Any], accumula
         (2, "list, even", {"expert": 2, "activation_checkpointing": "full"}, 1),
         (4, "list, even", {"expert": 2}, 2),
         (2, "all", {"expert": 2, "tensor": 2, "zero_stage": 1}, 1),
+        (2, "all", {"expert": 2, "expert_capacity": 1.0}, 2),
     ],
-    ids=["2-2", "recomputed", "4-2", "list-recomputed", "list-4-2", "tensor"],
+    ids=["2-2", "recomputed", "4-2", "list-recomputed", "list-4-2", "tensor", "capacity"],
 )
 def test_a_step_moves_what_is_expected(
     world_size: int, kind: str, options: dict[str, Any], accumulate: int
@@ -76,3 +78,48 @@ def test_a_step_moves_what_is_expected(
             assert counted[key][0] == bytes_expected, key
             assert calls_expected is None or counted[key][1] == calls_expected, key
         assert counted.keys() == expected.keys()
+
+
+class Held(Callback):
+    """Bytes that a rank holds after a step, by kind and place, and those that were expected."""
+
+    reads_gradients = False
+
+    @override
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        strategy: Any = trainer.strategy
+        if trainer.global_step == 2:
+            strategy.data_axis.synchronize()
+            held = strategy.data_axis.tensors_by_kind(strategy.model, trainer.optimizers)
+            self.found = held_bytes(held)
+            self.expected = {
+                f"{each.kind} on {each.place}": each.predicted_bytes
+                for each in strategy.expected_memory()
+            }
+
+
+def hold(
+    rank: int, world_size: int, kind: str, options: dict[str, Any]
+) -> tuple[dict[str, int], dict[str, int]]:
+    held = Held()
+    strategy = strategy_of(telemetry=False, **options)
+    run = trainer(world_size, strategy, max_steps=3, callbacks=[held])
+    run.fit(MoeModule(kind, "adamw"), loader(0, 3))
+    return held.found, held.expected
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "list"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"stage": 3, "expert": 2},
+        {"stage": 3, "expert": 2, "offload_optimizer": "cpu", "offload_parameters": "cpu"},
+    ],
+    ids=["device", "offloaded"],
+)
+def test_a_rank_holds_between_steps_what_is_expected(kind: str, options: dict[str, Any]) -> None:
+    for found, expected in run_ranks(hold, 2, kind, options):
+        for each in ("parameters", "optimizer"):
+            held = sum(size for name, size in found.items() if name.startswith(each))
+            planned = sum(size for name, size in expected.items() if name.startswith(each))
+            assert held == pytest.approx(planned, rel=0.05), (each, found, expected)

@@ -267,7 +267,33 @@ class BufferWrite(Words):
         return super().body(x, batch) + memory
 
 
+class DataAssigned(Words):
+    """Moves a parameter as momentum encoders do; its memory is another's from then on."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.write(self.blocks[1].mix.weight)
+        return super().training_step(batch, batch_idx)
+
+    def write(self, weight: Any) -> None:
+        weight.data = weight.data * 0.5
+
+
+class DataWritten(DataAssigned):
+    def write(self, weight: Any) -> None:
+        weight.data.mul_(0.5)
+
+
+class WrittenInPlace(DataAssigned):
+    @torch.no_grad()
+    def write(self, weight: Any) -> None:
+        torch._foreach_mul_([weight, self.positions], 0.5)
+
+
+_WRITTEN = r"'blocks.1.mix.weight' is written to in the step .*gathered_parameters"
 REFUSED = [
+    (DataAssigned, _WRITTEN),
+    (DataWritten, _WRITTEN),
+    (WrittenInPlace, _WRITTEN),
     (CalledAgain, r"'blocks.0' is on stage 0 and the step calls it after 'blocks.5' of stage"),
     (ReadBetween, r"item\(\) of mean at .* of stage 0 that later stages do not have.*inside a la"),
     (SkipsByData, r"__bool__\(\) of gt at .* decides which layers the step runs"),

@@ -1,0 +1,96 @@
+"""``flex_attention`` over a cut sequence: this rank's queries, and the keys that its mask shows.
+
+The mask is whole on every rank. Keys are fetched by its blocks that are not empty, and its function
+is called with the positions of queries and keys in the whole sequence.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from boltmesh.strategies.context.attention import fetch_keys, is_at_place, positions_of
+from boltmesh.strategies.context.cut import make_all_whole
+from boltmesh.strategies.context.positions import Stretches, merged
+from boltmesh.strategies.torch_compat.flex_attention import (
+    Operator,
+    blocks_shown,
+    flex_attention_by,
+    mask_of_parts,
+    scores_of_parts,
+)
+from boltmesh.strategies.torch_compat.tensors import is_fake, subclasses_unasked
+
+
+@contextmanager
+def flex_attention_watched() -> Iterator[list[None]]:
+    """Context in which ``flex_attention`` takes cut tensors; yields a list of its calls."""
+    calls: list[None] = []
+
+    def run(operator: Operator, *args: Any) -> Any:
+        calls.append(None)
+        return _run(operator, *args)
+
+    with flex_attention_by(run):
+        yield calls
+
+
+def _run(
+    operator: Operator, query: Any, key: Any, value: Any, score: Any, mask: Any, *options: Any
+) -> Any:
+    several = query, key, value
+    if not all(map(is_at_place, several)) or key.positions.parts != value.positions.parts:
+        whole = make_all_whole(several, "keys of flex_attention")
+        return _attended(operator, *whole, score, mask, *options)
+    state = query.state
+    wants = [_shown(mask, own, key.shape[-2]) for own in query.positions.parts]
+    own, have = query.positions.parts[state.rank], wants[state.rank]
+    with subclasses_unasked():
+        keys, values = fetch_keys(key, value, wants)
+        local = query.local
+        if not own:
+            shape = (*local.shape[:-1], values.shape[-1])
+            edges = 0 * (local.sum() + keys.sum() + values.sum())
+            rest = local.new_zeros(local.shape[:-1])
+            results: tuple[Tensor, ...] = local.new_zeros(shape) + edges, rest, rest
+        else:
+            if not is_fake(local):
+                at = positions_of(own, local.device), positions_of(have, local.device)
+                kept = state.wanted.get((id(mask[3]), own, have))
+                if kept is None:
+                    kept = mask[3], mask_of_parts(mask, *at)
+                    state.wanted[id(mask[3]), own, have] = kept
+                mask, score = kept[1], scores_of_parts(score, *at)
+            results = _attended(operator, local, keys, values, score, mask, *options)
+    out, *sums = results
+    rows = out.ndim - 2
+    return query.like(out, dim=rows), *(
+        query.like(each, dim=rows) if each.shape == out.shape[:-1] else each for each in sums
+    )
+
+
+def _attended(operator: Operator, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Any:
+    if not is_fake(query):
+        return operator(query, key, value, *rest)
+    # Looks along the same dims, and the analysis knows it.
+    out = functional.scaled_dot_product_attention(query, key, value, enable_gqa=True)
+    sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
+    return out, sums, sums
+
+
+def _shown(mask: tuple[Any, ...], own: Stretches, length: int) -> Stretches:
+    """Return the keys that a mask shows to some queries; one where it shows none."""
+    if not own:
+        return ()
+    if is_fake(mask[3]):
+        return merged([(0, length)])
+    shown, queries, keys = blocks_shown(mask)
+    rows = torch.zeros(len(shown), dtype=torch.bool, device=shown.device)
+    for start, stop in own:
+        rows[start // queries : (stop - 1) // queries + 1] = True
+    blocks = shown[rows].any(0).nonzero().flatten().tolist()
+    found = merged((each * keys, min((each + 1) * keys, length)) for each in blocks)
+    return found or ((0, 1),)

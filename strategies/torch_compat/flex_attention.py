@@ -1,0 +1,102 @@
+"""The operator behind torch's ``flex_attention``, and masks for some of its queries and keys."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from boltmesh.strategies.torch_compat.tensors import is_fake
+
+_MODULE = "torch.nn.attention.flex_attention"
+
+Operator = Callable[..., Any]
+"""Takes query, key, value, a score function, a mask as a tuple, a scale and options."""
+
+
+@contextmanager
+def flex_attention_by(run: Callable[..., Any]) -> Iterator[None]:
+    """Context in which ``run(operator, *arguments)`` is called for the operator.
+
+    What was compiled runs uncompiled meanwhile, for its tensors could not be seen otherwise; the
+    operator that ``run`` gets is compiled on devices that have kernels for it. No effect where the
+    module of ``flex_attention`` was not imported.
+    """
+    module: Any = sys.modules.get(_MODULE)
+    if module is None:
+        yield
+        return
+    names = ("flex_attention_hop", "_validate_device", "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG")
+    before = {name: getattr(module, name) for name in names}
+    operator, check = before["flex_attention_hop"], before["_validate_device"]
+
+    def whole(*args: Any) -> Any:
+        return operator(*args)
+
+    def compiled(*args: Any) -> Any:
+        backend = "inductor" if args[0].is_cuda else "eager"
+        with torch.compiler.set_stance("default"):
+            return torch.compile(whole, backend=backend, fullgraph=True)(*args)
+
+    def checked(query: Tensor, key: Tensor, value: Tensor) -> None:
+        if not is_fake(query):
+            check(query, key, value)
+
+    def seen(*args: Any) -> Any:
+        return run(compiled, *args)
+
+    for name, value in zip(names, (seen, checked, True), strict=True):
+        setattr(module, name, value)
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        for name, value in before.items():
+            setattr(module, name, value)
+
+
+def blocks_shown(mask: tuple[Any, ...]) -> tuple[Tensor, int, int]:
+    """Return which blocks of keys a mask shows to each block of queries.
+
+    Args:
+        mask: A ``BlockMask`` as a tuple.
+
+    Returns:
+        Shape ``(blocks of queries, blocks of keys)``, for any row and head of the batch; and the
+        sizes of a block of queries and of keys.
+    """
+    _, _, counts, indices, full_counts, full_indices = mask[:6]
+    shown = torch.zeros(indices.shape[-2:], dtype=torch.bool, device=indices.device)
+    for count, index in ((counts, indices), (full_counts, full_indices)):
+        if count is None:
+            continue
+        valid = torch.arange(index.shape[-1], device=index.device) < count[..., None]
+        queries = torch.arange(index.shape[-2], device=index.device)[:, None].expand_as(index)
+        shown[queries[valid], index[valid].long()] = True
+    return shown, int(mask[-3]), int(mask[-2])
+
+
+def mask_of_parts(mask: tuple[Any, ...], queries: Tensor, keys: Tensor) -> tuple[Any, ...]:
+    """Return the mask, as a tuple, of some queries and some keys by their positions."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    rule, counts = mask[-1], mask[2]
+
+    def shows(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Any:
+        return rule(batch, head, queries[query], keys[key])
+
+    rows, heads = counts.shape[:2]
+    made = create_block_mask(shows, rows, heads, len(queries), len(keys), device=queries.device)
+    found: tuple[Any, ...] = made.as_tuple()
+    return found
+
+
+def scores_of_parts(rule: Callable[..., Tensor], queries: Tensor, keys: Tensor) -> Any:
+    """Return a score function of some queries and some keys by their positions."""
+
+    def score(value: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return rule(value, batch, head, queries[query], keys[key])
+
+    return score
