@@ -1,7 +1,7 @@
 """Shards: the ranks of the data axis hold a share each of what replicas would hold whole.
 
-The work is done by torch's ``fully_shard``, in all three stages; this part decides what is
-gathered together, when it is freed again, and when gradients are reduced.
+The work is done by torch's ``fully_shard``, in all three stages; this part decides what is gathered
+together, when it is freed again, when gradients are reduced, and what the offload engine holds.
 Source: ZeRO, Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054
 """
 
