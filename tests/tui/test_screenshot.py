@@ -30,7 +30,7 @@ def _words(svg: str) -> list[str]:
 async def test_the_picture_is_up_to_date(screenshot: ModuleType) -> None:
     drawn = await screenshot.draw()
     words = _words(drawn)
-    assert {"Parallel3DStrategy", "backward", "allreduce", "running"} <= set(words)
+    assert {"Parallel3DStrategy", "backward", "all_reduce", "running"} <= set(words)
     assert words == _words((DOCS / "dashboard.svg").read_text(encoding="utf-8")), (
         "run `make screenshot` and look at docs/dashboard.svg"
     )
