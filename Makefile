@@ -37,7 +37,7 @@ demo: venv  ## train a small GPT on two CPU ranks for about two minutes
 # Many tests wait, for a process to start or to end; meanwhile another worker computes.
 TESTS := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=20
 
-test: check  ## check, then the tests: each capability, of matrices each pair of values; ten minutes
+test: check  ## check, then the tests: each capability, of matrices each pair of values; 17 minutes
 	$(TESTS) -m "not full"
 
 test-all: check  ## check, then every test there is; forty minutes
