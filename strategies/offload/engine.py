@@ -57,7 +57,7 @@ class OffloadEngine(StepBarrier):
         ranks_per_node: How many ranks share the host's cores.
         compute_dtypes: What sharded parameters of no FSDP2 unit are gathered in; others in their
             own.
-        recorder: Is told of transfers.
+        recorder: Counts transfers.
         shares: What the data axis and those beside it say of norms of gradients.
         absent: Parameters that optimizers have here and other ranks step: other stages hold them.
     """

@@ -47,13 +47,13 @@ NUM_THREADS = 2
 
 
 class StagingFile:
-    """A file for shards that nobody steps yet. It goes with the last shard that is parked in it.
+    """A file for shards that no step needs yet. It goes with the last shard that is parked in it.
 
     Args:
         folder: Where to make the file. It grows with what is parked.
         device: Where the model is computed.
         rank: Whose file it is, for messages.
-        recorder: Is told of transfers.
+        recorder: Counts transfers.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class OffloadedState:
         engine: Is asked to let pending steps end before something is read.
         device: Where the model is computed.
         rank: For messages about this rank's file.
-        recorder: Is told of transfers.
+        recorder: Counts transfers.
         plan: Where to keep what.
         shares: What the data axis and those beside it say of norms of gradients.
     """

@@ -142,7 +142,7 @@ class AccessTrace:
         self._last = None
 
     def note(self, index: int) -> None:
-        """Somebody asks for a shard."""
+        """A shard is asked for."""
         if len(self._recording) < MAX_RECORDED:
             self._recording.append(index)
         if not self._is_at(index):
@@ -167,7 +167,7 @@ class AccessTrace:
         """Go to where the last two requests follow one another, else to the first of this one.
 
         Forward, then backward ask for each shard in another neighbourhood, so the pair tells them
-        apart; a second forward pass, of validation or of the next micro-batch, begins anew.
+        apart; a second forward pass, of validation or of the next micro-batch, begins again.
         """
         order, last = self._order, self._last
         pairs = (at for at in range(1, len(order)) if order[at] == index and order[at - 1] == last)

@@ -23,7 +23,7 @@ from boltmesh.strategies.pipeline.stage.stage_run import StageRun
 
 
 class SentScalars:
-    """What one stage sends in one step. Made anew for each step."""
+    """What one stage sends in one step. Made for each step."""
 
     def __init__(self) -> None:
         self._per_row: dict[int, tuple[float, ...]] = {}

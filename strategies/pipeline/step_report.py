@@ -63,7 +63,7 @@ class _LoggedKey:
 
 
 class StepLogs:
-    """Takes the place of ``module.log`` while a step runs. Made anew for each step."""
+    """Takes the place of ``module.log`` while a step runs. Made for each step."""
 
     def __init__(self, module: LightningModule, metrics: MetricCalls | None = None) -> None:
         """Keep what a step logs.

@@ -33,7 +33,7 @@ class SharedDraws:
 
     A step that draws noise or a permutation for each row computes the same losses of rows with
     other rows beside them, which a seed alone does not give. Numbers that belong to no row are
-    drawn by the first part and by nobody else.
+    drawn by the first part alone.
     """
 
     def __init__(self) -> None:

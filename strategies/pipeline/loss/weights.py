@@ -48,7 +48,7 @@ class StepWeights:
 
     Each loss is scaled by what it counts, relative to the size of the step's first microbatch, so
     that backward passes may begin at once; what was accumulated is divided by ``total`` in the
-    end. Made anew for each step.
+    end. Made for each step.
     """
 
     def __init__(self, read: Read, *, is_single: bool = False) -> None:

@@ -47,7 +47,7 @@ class UnitUse:
     trained_bytes: int = 0
     """Of its parameters that get a gradient."""
     kept_bytes: int | None = None
-    """What autograd keeps of one call of the step, up to the next unit; None where nobody noted."""
+    """What autograd keeps of one call of the step, up to the next unit; None if not noted."""
 
 
 def units_in_call_order(trace: StepTrace, units: Mapping[str, Module]) -> tuple[UnitUse, ...]:
@@ -90,7 +90,7 @@ def kept_by_stage(trace: StepTrace, stage_of_unit: Mapping[str, int]) -> tuple[i
     """Return the bytes that each stage keeps of one microbatch, from its forward to its backward.
 
     That is what autograd saves, without parameters and the batch, and what the stage received, also
-    where it only hands it on. None where nobody noted it.
+    where it only hands it on. None where it was not noted.
 
     Args:
         trace: One run of the step, probed with ``notes_kept=True``.

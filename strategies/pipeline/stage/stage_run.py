@@ -52,7 +52,7 @@ def placeholder(spec: TensorSpec, *, is_written: bool) -> Tensor:
     Args:
         spec: Its layout.
         is_written: Whether the step writes into it. Otherwise all of its elements are one element
-            in memory: it takes none, and a use that nobody foresaw is seen as NaN in the loss.
+            in memory: it takes none, and an unforeseen use is seen as NaN in the loss.
     """
     if is_written:
         return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)

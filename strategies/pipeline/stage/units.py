@@ -191,7 +191,7 @@ def make_absent(parameters: Iterable[Parameter], device: torch.device | None = N
     """Free the memory of parameters that another stage holds.
 
     They stay the same objects of the same shape and type, in their modules and in optimizers. All
-    elements are one element in memory, NaN where the type has it: a use that nobody foresaw is seen
+    elements are one element in memory, NaN where the type has it: an unforeseen use is seen
     in the loss, and an optimizer finds no gradient and leaves them alone.
 
     Args:
@@ -212,7 +212,7 @@ def absent_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def is_absent(parameter: torch.Tensor) -> bool:
     """Whether another stage holds the parameter, and this one only its shape."""
-    if parameter.is_meta:  # nobody holds it yet
+    if parameter.is_meta:  # no rank holds it yet
         return False
     if parameter.untyped_storage().nbytes() != parameter.element_size():
         return False
