@@ -12,11 +12,11 @@ POWER_LIMIT = "power limit"
 
 
 class GpuProcess(msgspec.Struct, frozen=True):
-    """A process that computes on a GPU, of this job or of anybody's."""
+    """A process that computes on a GPU, of this job or of another user."""
 
     pid: int
     memory_bytes: int | None
-    """What it holds of the GPU's memory; None where the driver does not tell, as in containers."""
+    """GPU memory that it holds; None where the driver does not report it, as in containers."""
 
 
 class DeviceReading(msgspec.Struct, frozen=True):
@@ -72,7 +72,7 @@ class DeviceReading(msgspec.Struct, frozen=True):
     """Since the driver was loaded."""
     ecc_uncorrected_errors: int | None = None
     processes: tuple[GpuProcess, ...] | None = None
-    """Who computes on the GPU."""
+    """Processes that compute on the GPU."""
 
     shared_memory_bytes: int | None = None
     """Of a process: the part of its resident set that others may share."""

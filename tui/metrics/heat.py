@@ -20,7 +20,7 @@ from boltmesh.tui.state import State
 from boltmesh.tui.view import View
 
 Mark = ShownState | Literal["not finite"]
-"""What is no matter of more or less."""
+"""Statistics without an order."""
 
 
 class HeatValue(msgspec.Struct, frozen=True):
@@ -41,7 +41,7 @@ class Heat(msgspec.Struct, frozen=True):
 
     figure: str
     title: str
-    """What the figure is of, in a word more where its name does not say it."""
+    """Subject of the figure, where its name does not say it."""
     values: Mapping[int, HeatValue]
     low: str
     """The scale's ends in words; empty where no rank has a figure."""
@@ -56,7 +56,7 @@ class Heat(msgspec.Struct, frozen=True):
 
 class _Figure(msgspec.Struct, frozen=True):
     value: Callable[[RankRow], float | None] | None
-    """Of a rank; None where it takes the whole job to tell."""
+    """Value of a rank; None where it needs the whole job."""
     text: Callable[[float | None], str]
     ends: tuple[float, float] | None = None
     """Of the scale; None: from the least to the most of the ranks."""
@@ -64,7 +64,7 @@ class _Figure(msgspec.Struct, frozen=True):
     """The scale's least width, as a share of its high end."""
     is_bad_high: bool = True
     of_job: Callable[[JobSnapshot], Mapping[int, float]] | None = None
-    """Of all ranks at once; those that are not in it are not known."""
+    """Values of all ranks at once; those that are missing are not known."""
 
 
 def _idle(job: JobSnapshot) -> dict[int, float]:
@@ -219,7 +219,7 @@ def _ends(shown: _Figure, finite: list[float]) -> tuple[float, float]:
     span = max(most - least, shown.least_span * abs(most))
     if span <= 0:
         return least, least + 1.0
-    # What is normal stands at the good end, so that only what departs from it shows.
+    # Normal values have the colour of the good end, so that only what departs from it shows.
     return (least, least + span) if shown.is_bad_high else (most - span, most)
 
 

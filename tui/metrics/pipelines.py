@@ -29,7 +29,7 @@ from boltmesh.tui.metrics.memo import remember_last
 from boltmesh.tui.state import State
 
 Rows = tuple[tuple[Chunk, ...], ...]
-"""Of each rank, in the order in which they ran."""
+"""Chunks of each rank, in the order in which they ran."""
 
 RECENT_STEPS = 6
 """Steps of a ring that are looked at, at least: the running one, and those that may be whole. Ranks
@@ -45,25 +45,25 @@ class PipelineStep(msgspec.Struct, frozen=True):
 
     step: int
     batch: int
-    """Of the optimizer step, from 0: more than 0 only where gradients are accumulated."""
+    """Number of the batch within the optimizer step, from 0; above 0 only with accumulation."""
     place: dict[str, int]
-    """Where the pipeline stands on the other axes."""
+    """Place of the pipeline on the other axes."""
     ranks: tuple[int, ...]
     """Global ranks in the order of the pipeline."""
     chunks: tuple[tuple[Chunk, ...], ...]
-    """Of each of these ranks, in the order in which they ran."""
+    """Chunks of each of these ranks, in the order in which they ran."""
     is_whole: bool
     num_pipelines: int
-    """Of the job."""
+    """Those of the job."""
 
     @property
     def start(self) -> float:
-        """Of the window that all ranks share."""
+        """Start of the window that all ranks share."""
         return min(row[0].start for row in self.chunks if row)
 
     @property
     def end(self) -> float:
-        """Of the window that all ranks share."""
+        """End of the window that all ranks share."""
         return max(row[-1].end for row in self.chunks if row)
 
     @property
@@ -276,9 +276,9 @@ class Parts(msgspec.Struct, frozen=True):
 
     measured: float
     ideal: float | None = None
-    """Of the schedule, all stages equal and a backward twice as long as a forward."""
+    """Bubble of the schedule with equal stages and a backward twice as long as a forward."""
     structural: float | None = None
-    """Of the schedule, all stages equal, with the measured mean time of each kind of chunk."""
+    """Bubble of the schedule with equal stages and the measured mean time of each kind of chunk."""
     imbalance: float | None = None
     """Simulated with the stages' own times, minus structural. A slow stage has less than none of
     it, for the others wait."""
@@ -311,7 +311,7 @@ class Bubble(msgspec.Struct, frozen=True):
     """Bubble ratio of the job, see ``bubble_ratio``."""
     plan: PipelinePlan | None
     place: dict[str, int]
-    """Where this pipeline stands on the other axes."""
+    """Place of this pipeline on the other axes."""
     num_pipelines: int
     window_s: float
     rows: tuple[BubbleRow, ...]
@@ -364,7 +364,7 @@ def _bubble(job: JobSnapshot) -> Bubble | None:
 
 
 def _with_kept(found: Bubble, job: JobSnapshot) -> Bubble:
-    """Add how many microbatches each stage has kept, which no chunk tells."""
+    """Add how many microbatches each stage has kept, which no chunk records."""
     counted = {
         rank.rank: {each.stage: each.most for each in rank.live_microbatches}
         for rank in job.ranks
@@ -434,7 +434,7 @@ def _simulate(steps: Sequence[PipelineStep], plan: PipelinePlan | None) -> list[
 
     The times are medians over all of these steps, the order is that of the newest.
 
-    Files of a job may hold anything, so also an order that no one can work off.
+    Files of a job may hold anything, so also an order that cannot be run.
     """
     order = order_of(steps[-1], plan)
     medians = _medians([row for step in steps for row in step.chunks])
@@ -450,9 +450,9 @@ def _simulate(steps: Sequence[PipelineStep], plan: PipelinePlan | None) -> list[
 
 
 def order_of(step: PipelineStep, plan: PipelinePlan | None) -> Order:
-    """Return the planned order where the step did what it says, and else the order as it ran.
+    """Return the planned order where the step followed it, and else the order as it ran.
 
-    Torch 2.13 tells of microbatches in its 1F1B that it does not run: ``3F8`` of 8, never ``3F0``.
+    1F1B of torch 2.13 lists microbatches that it does not run: ``3F8`` of 8, never ``3F0``.
     """
     ran = tuple(
         tuple(f"{chunk.stage}{chunk.kind}{chunk.microbatch}" for chunk in row)
@@ -482,7 +482,7 @@ def _medians(rows: Sequence[Sequence[Chunk]]) -> Mapping[tuple[int, str], float]
 
 
 def _means(medians: Mapping[tuple[int, str], float]) -> Mapping[str, float]:
-    """Return the time of each kind of chunk, were all stages alike."""
+    """Return the time of each kind of chunk, if all stages were equal."""
     by_kind: dict[str, list[float]] = defaultdict(list)
     for (_, kind), seconds in medians.items():
         by_kind[kind].append(seconds)

@@ -29,7 +29,7 @@ of the job, and this long. When the job has ended nobody will, and there is noth
 Status = Literal["even", "apart", "waiting", "stuck", "paired", "unknown"]
 """``apart``: the numbers differ, as they do for a moment. ``waiting``: for a rank that validates,
 writes a checkpoint or loads what its first step needs. ``paired``: numbers that cannot be compared.
-``unknown``: no rank tells."""
+``unknown``: no rank records it."""
 
 
 class GroupRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,7 +46,7 @@ class GroupRow(msgspec.Struct, frozen=True, kw_only=True):
     """The collective that does not advance: the first that not all visible members have entered;
     that which is not complete where all have."""
     operator: str | None
-    """Of the blocked collective, where a member was last seen in it; else of the newest."""
+    """Number of the blocked collective, where a member was last seen in it; else of the newest."""
     missing: tuple[int, ...]
     """Members that have not entered the blocked collective."""
     waiting: tuple[int, ...]

@@ -37,7 +37,7 @@ class Contents(msgspec.Struct, frozen=True):
     """How many lines there are to show, without headings."""
 
     says: int
-    """What the job's state and the diagnosis have to say."""
+    """Lines of the job's state and of the diagnosis."""
     units: int
     """Lines of throughput: samples, tokens, FLOPs."""
     phases: int
@@ -184,7 +184,7 @@ class OverviewPage(Page):
 
     @override
     def panels(self, scene: Scene, body: Region) -> list[Panel]:
-        """Place what there is to show, the most important where the room is short."""
+        """Place the panels, the most important ones where the room is short."""
         plan = plan_overview(scene.width, body, _contents(scene, body), title=scene.title)
         return place(plan, _draws(scene))
 

@@ -1,4 +1,4 @@
-"""All events, the newest first: what the ranks told, and what can be seen from outside.
+"""All events, the newest first: those of the ranks, and those seen from outside.
 
 Steps that took much longer than the others, and what held them up.
 
@@ -54,7 +54,7 @@ class SlowStep(msgspec.Struct, frozen=True, kw_only=True):
     """One step, on the slowest of the ranks."""
 
     index: int
-    """Of the batch."""
+    """Number of the batch."""
     global_step: int
     time: float
     """Wall clock of its end."""
@@ -202,7 +202,7 @@ class EventRow(msgspec.Struct, frozen=True):
 
 @remember_last
 def timeline(state: State) -> tuple[EventRow, ...]:
-    """Return what the ranks told and what can be seen from outside, oldest first."""
+    """Return events of the ranks and those seen from outside, oldest first."""
     job = state.job
     told = [_told(event) for event in job.events]
     slow = [_slow(step) for step in slow_steps(job)]
@@ -283,7 +283,7 @@ COLUMNS = ("time", "ranks", "kind", "message")
 
 MAX_MESSAGE_LINES = 6
 _ROOM_FOR_A_MESSAGE = 8
-"""From this height on the selected event is also told in full."""
+"""From this height on the selected event is also shown in full."""
 
 KIND_ROLES: dict[str, Role] = {
     "warning": "warn",

@@ -40,12 +40,12 @@ class Gantt(msgspec.Struct, frozen=True):
 
     step: int
     batch: int
-    """Of the optimizer step, from 0."""
+    """Number of the batch within the optimizer step, from 0."""
     place: dict[str, int]
-    """Where this pipeline stands on the other axes."""
+    """Place of this pipeline on the other axes."""
     num_pipelines: int
     is_whole: bool
-    """False: the step was begun, and its pipeline stands still."""
+    """False: the step was begun, and its pipeline makes no progress."""
     window_s: float
     rows: tuple[GanttRow, ...]
 
@@ -159,11 +159,11 @@ def draw_rows(
     """The blocks of each rank behind its name, in so many cells; later ones are left out.
 
     Args:
-        rows: Of ranks, or of their stages.
-        names: Of the rows, all equally long.
+        rows: One for each rank, or for each of its stages.
+        names: Labels of the rows, all equally long.
         window_s: What the cells stand for.
-        cells: Of a row.
-        width: Of the legend.
+        cells: Number of cells of a row.
+        width: Columns of the legend.
         look: How to draw.
         has_room: Each row may have a second line.
     """

@@ -30,7 +30,7 @@ TOLERANCE = 0.05
 """A prediction this near is met: allocators round up, and buffers come and go."""
 
 LEAST_DIFFERENCE_BYTES = 2**20
-"""What is less than that apart is not worth a word, whatever its share."""
+"""Smaller differences are not mentioned, whatever their share."""
 
 NOT_SPLIT = "not split"
 """The kind of all memory in use, where a rank does not say what it is for."""
@@ -64,7 +64,7 @@ class MemoryRow(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def verdict(self) -> Verdict:
-        """What the measured bytes say of the predicted ones."""
+        """Comparison of the measured bytes with the predicted ones."""
         if self.measured is None:
             return "unmeasured"
         if self.predicted is None:
@@ -85,9 +85,9 @@ class PlaceTotal(msgspec.Struct, frozen=True, kw_only=True):
     predicted: Mapping[str, int]
     """The predicted kinds of that rank; empty where nothing is."""
     limit: int | None
-    """Of the fullest rank's device, or of its whole host."""
+    """Bytes of the fullest rank's device, or of its whole host."""
     in_use: int | None
-    """Of the limit, by anybody, as whoever watches reads it from outside."""
+    """Bytes of the limit that all processes use, read from outside."""
 
 
 class MemoryFigures(msgspec.Struct, frozen=True):
@@ -393,7 +393,7 @@ def _headline(total: PlaceTotal, num_kinds: int, width: int) -> Line:
 
 
 def _limit(total: PlaceTotal) -> Line:
-    """What the device or the host has, and how much of it anybody uses."""
+    """Memory of the device or the host, and how much all processes use."""
     if total.place == "disk":
         return Line()
     if not total.limit:

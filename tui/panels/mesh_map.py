@@ -1,6 +1,6 @@
 """The whole mesh in one figure: a block for each stage, data down, tensor across.
 
-Where each rank stands when the mesh has a page for itself: a block for each stage.
+Places of ranks when the mesh has a page for itself: a block for each stage.
 
 In a block data goes down and tensor across, so that the ranks which talk the most are side by side
 and a row, a column or a block that is slower than the others is seen as one. Blocks stand side by
@@ -54,7 +54,7 @@ class MeshMap(msgspec.Struct, frozen=True):
 
     @property
     def width(self) -> int:
-        """Of the cells, with the labels on their left."""
+        """Lines of the cells, with the labels on their left."""
         return max(cell.x for cell in self.cells) + self.cell_width
 
     def cell_at(self, x: int, y: int) -> Cell | None:
@@ -117,7 +117,7 @@ class _Arrangement(NamedTuple):
     """Groups of the data axis on one line of a block."""
     cell_width: int
     labels: tuple[str, ...]
-    """Of the lines of a block."""
+    """Height of a block in lines."""
     has_places: bool
     """Whether the first line names the places on the tensor axis."""
     num_merged: int
@@ -291,7 +291,7 @@ def draw_map(
     figure: str = HEAT_FIGURES[0],
     selected: int | None = None,
 ) -> list[Line]:
-    """The map, under a heading that tells of the selected rank, and the scale below it."""
+    """The map, under a heading that describes the selected rank, and the scale below it."""
     shown = heat(state, figure)
     found = map_of(state, width, height, look, figure=figure)
     about = about_rank(state, shown, selected, width)
@@ -324,7 +324,7 @@ def map_lines(
 def map_of(
     state: State, width: int, height: int, look: Style, *, figure: str = HEAT_FIGURES[0]
 ) -> MeshMap | None:
-    """Return where each rank stands in a drawing of that size, without its heading."""
+    """Return the place of each rank in a drawing of that size, without its heading."""
     room = max(1, height - int(look.has_headings) - 1)
     return plan_map(state.job, width, room, cell_widths=cell_widths(heat(state, figure)))
 
@@ -387,7 +387,7 @@ def _text(shown: Heat, rank: int, room: int, look: Style) -> str:
 
 
 def _line(pieces: list[tuple[int, str, Role]]) -> Line:
-    """Join what stands on one line; neighbours of one role are one span, for there are many."""
+    """Join the spans of one line; neighbours of one role are one span, for there are many."""
     line = Line()
     text, end = "", 0
     role: Role = "text"

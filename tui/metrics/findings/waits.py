@@ -30,10 +30,10 @@ HOTTER_CELSIUS = 10.0
 """Above the other GPUs. Their places in a case differ by less."""
 
 EXPERTS_SHARE = 0.1
-"""Of a step, waited for the ranks whose experts have most rows."""
+"""Share of a step waited for the ranks whose experts have most rows."""
 
 UNEVEN_SHARE = 0.15
-"""Of a step, waited for ranks that come last in turn. Noise of equal ranks stays below it."""
+"""Share of a step waited for ranks that come last in turn. Noise of equal ranks stays below it."""
 
 
 def limit_of(limit: float, kind: Kind, state: State) -> float:
