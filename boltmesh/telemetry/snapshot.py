@@ -1,4 +1,4 @@
-"""What a reader knows of a job at one moment: immutable, serialisable, free of torch.
+"""State of a job at one moment, as a reader knows it: immutable, serialisable, free of torch.
 
 Everything that shows a job (the dashboard, ``boltmesh top --json``, a recording) is a function of
 these values. ``None`` always means "not known", never zero.
@@ -137,7 +137,7 @@ class GroupProgress(msgspec.Struct, frozen=True, gc=False):
 
 
 class PeerTotal(msgspec.Struct, frozen=True, gc=False):
-    """What this rank exchanged point to point with one other since the start of the run."""
+    """Traffic of this rank with one other, point to point, since the start of the run."""
 
     axis: str
     operator: str
@@ -171,11 +171,11 @@ class MemoryKind(msgspec.Struct, frozen=True, gc=False):
     place: MemoryPlace
     measured_bytes: int | None
     predicted_bytes: int | None
-    """What the strategy said before training."""
+    """Statements of the strategy before training."""
 
 
 class OffloadTotal(msgspec.Struct, frozen=True, gc=False):
-    """What this rank moved between its device and one other place, in one direction."""
+    """Traffic of this rank between its device and one other place, in one direction."""
 
     place: OffloadPlace
     direction: OffloadDirection
@@ -218,7 +218,7 @@ class Chunk(msgspec.Struct, frozen=True, gc=False):
 
 
 class LiveMicrobatches(msgspec.Struct, frozen=True, gc=False):
-    """What one stage keeps for its backward passes."""
+    """Memory that one stage keeps for its backward passes."""
 
     stage: int
     most: int
@@ -236,10 +236,10 @@ class PipelinePlan(msgspec.Struct, frozen=True):
     """For each pipeline rank its actions in order, as torch writes them: stage, kind, microbatch
     (``0F3``); None where the schedule leaves a slot empty."""
     rank_of_stage: tuple[int, ...] = ()
-    """Where each stage runs, counted within the pipeline; empty where that is not told."""
+    """Where each stage runs, counted within the pipeline; empty where that is not recorded."""
     border_bytes: tuple[tuple[float, float], ...] = ()
     """What one optimizer step should move over the border behind each stage but the last: values
-    forward, gradients back. Empty where that is not told."""
+    forward, gradients back. Empty where that is not recorded."""
 
 
 class AlertThresholds(msgspec.Struct, frozen=True):
@@ -254,7 +254,7 @@ class AlertThresholds(msgspec.Struct, frozen=True):
     stall_s: float | None = 120.0
     """Time without a step of any rank while the job runs, outside validation and checkpoints."""
     job_failed: bool = True
-    """The job failed or crashed while somebody watched."""
+    """The job failed or crashed while it was watched."""
 
 
 class Memory(msgspec.Struct, frozen=True, gc=False):
@@ -297,7 +297,7 @@ class RankSnapshot(msgspec.Struct, frozen=True):
     steps: tuple[StepRecord, ...]
     """The newest steps that the ring still holds, oldest first."""
     samples_per_second: float | None
-    """Of this rank, over its recent steps."""
+    """Mean of this rank over its recent steps."""
     tokens_per_second: float | None
     memory: Memory
     collectives: tuple[CollectiveTotal, ...]
@@ -313,7 +313,7 @@ class RankSnapshot(msgspec.Struct, frozen=True):
     chunks: tuple[Chunk, ...] = ()
     """The newest pipeline chunks that the ring still holds, oldest first."""
     live_microbatches: tuple[LiveMicrobatches, ...] = ()
-    """Of each of this rank's stages; empty until a batch has trained in a pipeline."""
+    """One for each stage of this rank; empty until a batch has trained in a pipeline."""
     flops_per_batch: float | None = None
     """Model FLOPs of one batch on this rank, forward and backward: ``flops_per_batch`` of the
     LightningModule, else counted in its second batch."""
@@ -358,18 +358,18 @@ class JobSnapshot(msgspec.Struct, frozen=True):
     metrics: dict[str, float]
     """The newest value of every logged metric."""
     history: tuple[MetricPoint, ...]
-    """What the ring of rank 0 still holds, oldest first; the training loss is named ``loss``."""
+    """Points in the ring of rank 0, oldest first; the training loss is named ``loss``."""
     samples_per_second: float | None
     """Of the whole job: summed over the data axis, counted once along the other axes."""
     tokens_per_second: float | None
     ranks: tuple[RankSnapshot, ...]
     expected: tuple[ExpectedTraffic, ...]
-    """What the strategy says that one optimizer step moves on one rank."""
+    """Bytes that one optimizer step moves on one rank, as the strategy states them."""
     communication_note: str | None
     """Why communication is not counted, where it is not."""
     events: tuple[Event, ...]
     cause: str | None
-    """Of a failed or crashed job: one sentence, which rank went first, where, and why."""
+    """Cause of a failed or crashed job, in one sentence: which rank went first, where, and why."""
     checkpoint: str | None
     """The newest checkpoint that the job wrote."""
     recipe: str | None = None
@@ -381,6 +381,6 @@ class JobSnapshot(msgspec.Struct, frozen=True):
     clock ``wall_s`` over the whole run, thinned, of rank 0; the tokens are those of the whole
     job."""
     tensor_plan: TensorPlanTable | None = None
-    """None where no layer is divided, or nobody has told."""
+    """None where no layer is divided, or no rank has recorded it."""
     stop_reason: str | None = None
     """The signal or time limit that ended the job before its last step, and after which step."""

@@ -1,4 +1,4 @@
-"""What a rank of a pipeline holds of a model, and what keeps that one model with the others'.
+"""Parameters and buffers that a rank of a pipeline holds, kept equal to those of the others.
 
 ``StageParameters`` has the rank's parameters, and the names of those that other ranks hold.
 ``TiedWeights`` are parameters that several stages use: equal values, and gradients added up.
@@ -40,10 +40,10 @@ def broadcast(tensor: Tensor, rank: int, group: ProcessGroup) -> None:
     """Put a rank's value into the tensors of all. Collective over ``group``.
 
     Args:
-        tensor: Of the same shape and type on all ranks, on the group's device. Types that a backend
+        tensor: Equal in shape and type on all ranks, on the group's device. Types that a backend
             does not know (bool, float8) pass as bytes.
         rank: Within the group.
-        group: Of at least one rank.
+        group: At least one rank.
     """
     if group.size() == 1 or not tensor.numel():
         return
@@ -66,9 +66,9 @@ def gathered(
     """Return a state that every rank has parts of, whole and on the CPU. Collective over ``group``.
 
     Args:
-        state: Of a module, with the same names on all ranks, and of tensors the same shapes.
+        state: A module's, with the same names and, of tensors, the same shapes on all ranks.
         holder: The rank within ``group`` that has what a name stands for.
-        group: Of ranks that together have everything.
+        group: Ranks that together have everything.
         device: That the group communicates from.
         keeps: Whether this rank wants it; else it gets an empty one.
     """
@@ -97,7 +97,7 @@ def add_pending(
 
     Args:
         state: By names of parameters, with ``param_groups``.
-        parameters: Of the module, by name.
+        parameters: Those of the module, by name.
         pending: By identity of the parameter.
     """
     for group in state["param_groups"]:
@@ -119,7 +119,7 @@ class TiedWeights:
     Args:
         parameters: Those that this rank holds and shares.
         ranks: By name of every shared parameter of the model, the ranks that hold it, counted
-            within the pipeline; alike on all ranks.
+            within the pipeline; equal on all ranks.
         group: The pipeline.
         new_group: Makes a group of some of its ranks, for all pipelines at once.
     """
@@ -132,7 +132,7 @@ class TiedWeights:
         new_group: Callable[[tuple[int, ...]], ProcessGroup | None],
     ) -> None:
         self.names = frozenset(parameters.named())
-        """What this rank shares."""
+        """Parameters that this rank shares."""
         self._parameters = parameters
         self._members: list[tuple[ProcessGroup, list[str]]] = []
         for members in sorted(set(ranks.values())):
@@ -211,7 +211,7 @@ class TiedWeights:
         for group, parameters in self._held():
             source = dist.get_process_group_ranks(group)[0]
             for each in parameters:
-                # Of shards each rank's is that of the holder beside it.
+                # The shard of each rank is that of the holder beside it.
                 dist.broadcast(local_tensor(each.detach()), source, group=group)
 
 
@@ -220,7 +220,7 @@ class StageParameters:
 
     Args:
         module: The whole model.
-        division: What stands where of it.
+        division: The ranks that hold each part of it.
         context: Where the pipeline finds itself.
     """
 
@@ -315,7 +315,7 @@ class StageParameters:
 
 @dataclass(frozen=True)
 class _Holders:
-    """What ``gathered_parameters`` needs of one parameter."""
+    """Data of one parameter that ``gathered_parameters`` needs."""
 
     group: ProcessGroup
     """The pipeline."""
@@ -333,12 +333,12 @@ class _Holders:
 
 
 class NonStageState:
-    """What a step leaves behind outside of units.
+    """State that a step leaves behind outside of units.
 
     Args:
         root: The whole model.
-        stages: Of this rank.
-        rank_of_stage: Of all stages, ranks within ``group``.
+        stages: Those of this rank.
+        rank_of_stage: The rank of each stage, within ``group``.
         group: The pipeline.
     """
 
@@ -367,7 +367,7 @@ class NonStageState:
 
         Args:
             inner: What they are run in besides.
-            plans: Of the stage, by microbatch.
+            plans: The stage's, by microbatch.
             keeps: Whether what a microbatch changed stays.
         """
         self._keep_buffers()  # of a batch that an error ended
@@ -419,7 +419,7 @@ class NonStageState:
         """Give all ranks the buffers that one stage has. Collective over the pipeline.
 
         Args:
-            plans: Of all microbatches that were run, each of any stage.
+            plans: Those of all microbatches that were run, each of any stage.
             is_joined: Whether the last stage has run the step on the whole batch.
         """
         self._keep_buffers()

@@ -1,4 +1,4 @@
-"""What a step logged and gave on the last stage, on every rank of the pipeline.
+"""Logs and result of a step of the last stage, on every rank of the pipeline.
 
 Only the last stage runs a step to its end, on one microbatch after the other. ``StepLogs`` keeps
 its calls of ``self.log``, which are brought together over the microbatches and repeated on all
@@ -39,10 +39,10 @@ from boltmesh.strategies.pipeline.metrics import Given, MetricCalls, MetricValue
 from boltmesh.strategies.torch_compat.tensors import scalar_on
 
 METRIC_ARGUMENT = "an argument of a metric"
-"""What numbers that metrics are called with are kept under, beside what is logged."""
+"""Prefix of numbers that metrics are called with, beside those that are logged."""
 
 RuleOf = Callable[[Key, list[Noted]], LogRule]
-"""Tells how the values of a key are put together."""
+"""Returns how the values of a key are put together."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class StepLogs:
 
         Args:
             weights: What the microbatches are worth.
-            rule_of: Tells how the values of a key are put together; by default as they look.
+            rule_of: Returns how the values of a key are put together; by default as they look.
         """
         logged = []
         for (name, key), entry in self._entries.items():
@@ -148,7 +148,7 @@ class Logged:
 
     name: str
     key: str | None
-    """Of the dict that was logged under ``name``; None where it was a value."""
+    """Key of the dict that was logged under ``name``; None where it was a value."""
     value: Tensor | MetricName | MetricValue
     """0-dim, float64; or which metric of the module, or what a call of one gives."""
     options: dict[str, Any]
@@ -196,7 +196,7 @@ _OPTIONS = (
     "prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph", "sync_dist",
     "sync_dist_group", "add_dataloader_idx", "batch_size", "metric_attribute", "rank_zero_only",
 )  # fmt: skip
-"""Of ``LightningModule.log``, after name and value."""
+"""Arguments of ``LightningModule.log``, after name and value."""
 
 
 def _options(entry: _LoggedKey) -> dict[str, Any]:
@@ -284,7 +284,7 @@ class LastStageBroadcast:
         """Return the row of the last stage's rank, ``(length,)``; those of others are zeros.
 
         Args:
-            loss: Of the batch, 0-dim; None where the step gave none.
+            loss: The batch's, 0-dim; None where the step gave none.
             total: What gradients are to be divided by.
             logged: What the other ranks are to log.
             is_mapping: Whether the step returned a dict.
@@ -302,10 +302,10 @@ class LastStageBroadcast:
         return row
 
     def take(self, rows: Tensor) -> tuple[Tensor | None, Tensor, list[Logged]]:
-        """Return what the last stage told. Collective over the pipeline.
+        """Return the report of the last stage. Collective over the pipeline.
 
         Args:
-            rows: Of all ranks, in their order.
+            rows: Those of all ranks, in their order.
 
         Returns:
             Loss, total and what to log.
@@ -339,39 +339,39 @@ def _told(value: Tensor | MetricName | MetricValue) -> MetricName | MetricValue 
 
 
 NUM_SIGNALS = 2
-"""Numbers that each rank tells of signals, see ``SigtermAgreement``."""
+"""Numbers that each rank sends for signals, see ``SigtermAgreement``."""
 
 Signals = tuple[float, float]
 
 
 class SharedSignals:
-    """Tells the other ranks what this one was told, and keeps what it heard of them."""
+    """Sends the signals of this rank to the others, and keeps those that it receives."""
 
     def __init__(self) -> None:
         self.told: Callable[[], Signals] = _no_signals
-        """Asked at the end of each run what this rank was told from outside."""
+        """Called at the end of each run for the signals that this rank has got."""
         self._heard = _no_signals()
 
     def row(self) -> Tensor:
-        """Return what this rank tells, ``(NUM_SIGNALS,)``."""
+        """Return the signals of this rank, ``(NUM_SIGNALS,)``."""
         return torch.tensor(self.told(), dtype=torch.float64)
 
     def hear(self, rows: Tensor) -> None:
-        """Keep what ranks have told.
+        """Keep the signals of all ranks.
 
         Args:
-            rows: Of all ranks, ``(num_ranks, NUM_SIGNALS)``.
+            rows: Those of all ranks, ``(num_ranks, NUM_SIGNALS)``.
         """
         told, requeue = rows.amax(0).tolist()
         self._heard = max(self._heard[0], told), max(self._heard[1], requeue)
 
     def take_heard(self) -> Signals:
-        """Return the largest of what ranks were told from outside, by runs since the last call."""
+        """Return the largest signal of any rank, by runs since the last call."""
         heard, self._heard = self._heard, _no_signals()
         return heard
 
     def forget(self) -> None:
-        """Ask nobody any more, and let go of what was heard."""
+        """Stop asking, and drop the signals that were received."""
         self.told, self._heard = _no_signals, _no_signals()
 
 

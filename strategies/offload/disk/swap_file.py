@@ -4,8 +4,8 @@ It is swap, not a checkpoint. Its name is removed as soon as it is open, so what
 process leaves nothing behind, and a half-written file is never taken for a state to resume from.
 
 ``FileCalls`` has the system calls that a ``SwapFile`` needs, in one object that a test can replace;
-``explain`` says what went wrong and how to mend it. ``Swap`` adds threads to each direction, and a
-checksum to each block, which tells whether a block that was read is the one that was written.
+``explain`` says what went wrong and what to do. ``Swap`` adds threads to each direction, and a
+checksum to each block, which shows whether a block that was read is the one that was written.
 """
 
 import errno
@@ -47,7 +47,7 @@ class FileCalls:
         os.posix_fallocate(fd, offset, num_bytes)
 
     def free_bytes(self, fd: int) -> int:
-        """What the file system of the file has left for this user."""
+        """Bytes that the file system of the file has left for this user."""
         status = os.fstatvfs(fd)
         return status.f_bavail * status.f_frsize
 
@@ -145,7 +145,7 @@ class Extent:
     """A range of the file that belongs to one thing."""
 
     name: str
-    """What it holds, for messages: ``"chunk 3 of the optimizer state"``."""
+    """Name of what it holds, for messages: ``"chunk 3 of the optimizer state"``."""
     offset: int
     num_bytes: int
     sums: list[int | None] = field(repr=False)
@@ -197,7 +197,7 @@ class SwapFile:
         return self._size
 
     def free_bytes(self) -> int:
-        """What the file system has left for others."""
+        """Bytes that the file system has left for others."""
         return self.calls.free_bytes(self._fd)
 
     def allocate(self, name: str, num_bytes: int) -> Extent:
@@ -226,7 +226,7 @@ class SwapFile:
                 raise self.explain(error, "sync") from error
 
     def explain(self, error: BaseException, doing: str) -> OSError:
-        """What failed, with this file's name and what its disk has left."""
+        """Description of a failure, with this file's name and the free space of its disk."""
         try:
             free = self.calls.free_bytes(self._fd)
         except OSError:
@@ -245,7 +245,7 @@ class SwapFile:
             return
         doing = f"take {describe_bytes(more)} for"
         if self.calls.free_bytes(self._fd) < more:
-            # Asking for it would take all that is left from everybody, for a moment.
+            # Asking for it would take all that is left from all processes, for a moment.
             raise self.explain(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), doing)
         try:
             self.calls.allocate(self._fd, self._size, more)
@@ -298,7 +298,7 @@ of parameters does not."""
 
 
 class Swap:
-    """What the stores of one rank read from and write to. The last store to close closes it.
+    """Swap file of the stores of one rank. The last store to close closes it.
 
     So does whoever drops the last reference to it, for a run that has ended need not end the
     process: its threads do not hold it while they wait.
@@ -308,7 +308,7 @@ class Swap:
         num_bytes: Space to take at once: a full disk is then known before the first step.
         rank: Whose file it is, for messages.
         calls: The system's calls; a test brings its own.
-        recorder: Is told of each transfer.
+        recorder: Gets each transfer.
         num_threads: For each direction.
         device: What the stores copy to.
     """
@@ -351,7 +351,7 @@ class Swap:
             extent: The range.
             into: ``uint8``, as long as the range, page-aligned.
             is_urgent: Goes before what is not.
-            is_verified: False: not compared here. Whoever uses the data calls ``verify`` first.
+            is_verified: False: not compared here: ``verify`` is called before the data are used.
             on_done: Called by the thread that moved the last block, also after an error.
         """
         move = self._read_verified if is_verified else self._read_block

@@ -1,4 +1,4 @@
-"""What a loss was divided by, read from the graph that autograd keeps of it.
+"""Divisors of a loss, read from the graph that autograd keeps of it.
 
 The mean of means is not the mean where microbatches hold different numbers of rows, or of tokens
 that count. From a loss down to the values of the rows, the graph tells every reduction and every
@@ -68,7 +68,7 @@ _MEAN = ", or a loss that is a mean or a sum over the rows of losses of single r
 
 @dataclass(frozen=True)
 class Leaves:
-    """What a branch of a graph comes from."""
+    """Source of a branch of a graph."""
 
     parameters: bool = False
     rows: bool = False
@@ -148,7 +148,7 @@ class Term:
     reductions: frozenset[Literal["mean", "sum"]]
     """Those over rows, as far as the graph tells."""
     divisors: frozenset[Literal["number", "tensor"]]
-    """What else it was divided by, or multiplied with."""
+    """Other factors that it was divided by or multiplied with."""
     empty: tuple[Tensor | bool, ...] = ()
     """Whether masks let nothing through, each 0-dim."""
 
@@ -179,7 +179,7 @@ class Term:
 
 @dataclass(frozen=True)
 class Visit:
-    """What is done at one node of a loss."""
+    """Operation at one node of a loss."""
 
     name: str
     follow: tuple[int, ...]
@@ -247,7 +247,7 @@ def find_form(loss: Tensor, leaves_of: Callable[[Node], Leaves]) -> tuple[Form, 
 
     Args:
         loss: Scalar, with its graph.
-        leaves_of: Tells what a branch comes from.
+        leaves_of: Returns the source of a branch.
 
     Raises:
         ConfigError: When a scalar of the batch goes through a function that is not linear, after
@@ -265,7 +265,7 @@ def terms_of(
     Args:
         start: Where to begin.
         form: What is known of the graph; what is not is added.
-        leaves_of: Tells what a branch comes from. Without it the form is all there is.
+        leaves_of: Returns the source of a branch. Without it the form is all there is.
 
     Raises:
         OtherFormError: When the graph has another form.
@@ -436,7 +436,7 @@ def read_open(node: Node | None, rows: int) -> list[tuple[Term, Kind]]:
 
 
 def kind_alone(term: Term, rows: int) -> tuple[Term, Kind]:
-    """Return a term and its kind, as far as the graph alone tells.
+    """Return a term and its kind, as far as the graph alone shows.
 
     Raises:
         ConfigError: When the graph leaves a doubt.
@@ -465,7 +465,7 @@ def kind_alone(term: Term, rows: int) -> tuple[Term, Kind]:
 
 @dataclass(frozen=True)
 class TermCount:
-    """What a scalar was made of, as far as its graph tells."""
+    """Parts of a scalar, as far as its graph shows them."""
 
     count: Tensor | float
     is_sum: bool

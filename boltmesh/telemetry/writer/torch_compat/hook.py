@@ -1,4 +1,4 @@
-"""Shows every collective of this process to whoever wants to know of it.
+"""Shows every collective of this process to its observers.
 
 Every collective and point-to-point call, from Python or from C++, is an operator of the ``c10d``
 namespace. A kernel at the dispatch key ``BackendSelect`` sees each of them on every device, in
@@ -8,7 +8,7 @@ threads need that lock to free tensors, so that deadlocks.
 
 [Note: When a collective is done]
 A call that the caller waits for is waited for in the kernel; the caller's own wait then returns at
-once. Of any other call gloo's future says when it is done, by a callback in one of gloo's threads.
+once. For any other call gloo's future says when it is done, by a callback in one of gloo's threads.
 That thread needs the interpreter lock, and every microsecond for which it holds it delays the
 thread that trains: so the callback is C code only, ``__getitem__`` of a ``defaultdict`` whose
 default is the monotonic clock, which stores the time under the call's number. ``settle`` passes the
@@ -57,7 +57,7 @@ _SELF_TEST_GROUP: Final = "boltmesh-self-test"
 
 
 class CollectiveObserver(Protocol):
-    """Who wants to know of collectives. Called from any thread; must not raise."""
+    """Observer of collectives. Called from any thread; must not raise."""
 
     def enqueued(
         self,
@@ -91,11 +91,11 @@ class CollectiveObserver(Protocol):
         """Take note that the completion of a call will not be seen after all."""
 
     def found_peer(self, ticket: Ticket, group: dist.ProcessGroup, peer: int) -> None:
-        """Take note of whom a receive from anybody was from, as a rank within the group."""
+        """Note the source of an any-source receive, as a rank within the group."""
 
 
 Noted = list[tuple[CollectiveObserver, Ticket]]
-"""Who was told of a call, and what each is to be given with what follows."""
+"""Observers of a call, and the token that each gets with what follows."""
 
 
 class CollectiveHook:
@@ -110,7 +110,7 @@ class CollectiveHook:
         self._library: torch.library.Library | None = None
         self._observers: tuple[CollectiveObserver, ...] = ()
         self.done: defaultdict[int, int] = defaultdict(time.monotonic_ns)
-        """When each call was done, by its number, until it is settled."""
+        """When each call was done, by its number, until it is reported."""
         self._note_done: Callable[[int], int] = self.done.__getitem__
         self._awaited: dict[int, Noted] = {}
         self._numbers = itertools.count()
@@ -141,14 +141,14 @@ class CollectiveHook:
             if not self._observers:
                 self._uninstall()
 
-    # Of operators that go past the dispatcher.
+    # Operators that go past the dispatcher.
 
     def note_message(
         self, operator: str, group: dist.ProcessGroup, num_bytes: int, peer: int
     ) -> None:
         """Tell the observers of a message to or from a rank that goes past the dispatcher.
 
-        To be called before it is posted: what hangs has to have been told.
+        To be called before it is posted: a call that hangs has to be known.
         """
         for observer, ticket in self._tell(operator, group, num_bytes, False, False, peer):
             observer.returned(ticket)
@@ -160,7 +160,7 @@ class CollectiveHook:
 
         Args:
             operator: Its name in the dispatcher, without the last underscore.
-            group: Of this rank.
+            group: This rank's.
             num_bytes: Its payload.
             post: Posts it.
 
@@ -185,7 +185,7 @@ class CollectiveHook:
                 observer.completed(ticket, done_ns)
 
     def find_sources(self) -> None:
-        """Tell the observers whom receives from anybody were from, where the caller has waited."""
+        """Report the sources of any-source receives that the caller has waited for."""
         for _ in range(len(self._unsourced)):
             try:
                 each = self._unsourced.popleft()
@@ -227,7 +227,7 @@ class CollectiveHook:
         return noted
 
     def _time(self, work: dist.Work, noted: Noted, is_synchronous: bool) -> None:
-        """Have the observers told when a call is done."""
+        """Notify the observers when a call is done."""
         if not is_synchronous:
             self._await(work, noted)
             return
@@ -309,7 +309,7 @@ class CollectiveHook:
                 size = 0 if value is None else payload_bytes(value)
                 is_on_host = lies_on_host(args)
             is_synchronous = len(args) > wait_at and args[wait_at] is False
-            # A future on CUDA is complete when the work is launched: it tells nothing.
+            # A future on CUDA is complete when the work is launched: it shows nothing.
             is_timed = has_future and is_on_host
             group = unbox(args[group_at])
             if self.done:
@@ -388,7 +388,7 @@ class CollectiveHook:
 
 
 class _ObservedWork(dist.Work):
-    """A call whose observers are told of the wait for it."""
+    """A call whose observers are notified of the wait for it."""
 
     def __init__(self, work: dist.Work, noted: Noted) -> None:
         super().__init__()
@@ -411,7 +411,7 @@ class _ObservedWork(dist.Work):
 
 
 class _Unsourced(NamedTuple):
-    """A receive from anybody, of whom nobody has asked yet from whom it was."""
+    """An any-source receive whose source rank has not been read yet."""
 
     work: dist.Work
     group: dist.ProcessGroup
