@@ -278,6 +278,9 @@ class Trial(Protocol):
     ) -> TrialOutcome:
         """Run it once."""
 
+    def largest(self, number: float) -> float:
+        """Return the largest of the numbers of those ranks that have parts of the values."""
+
 
 class TailTrial:
     """The end of a LightningModule's step, behind its last unit, on the last stage's rank."""
@@ -341,6 +344,10 @@ class TailTrial:
         logs.read()
         logged = {key: noted[-1] for key, noted in logs.noted().items()}
         return TrialOutcome(loss, logged | returned_numbers(0, result))
+
+    def largest(self, number: float) -> float:
+        """Return the largest of the numbers of those ranks that have parts of the values."""
+        return self._plans.borders.largest(number)
 
     def _tail(self, part: Any) -> Any:
         tail = self._plans.tail(
@@ -450,7 +457,8 @@ def run_cuts(
     if not _has_loss(whole):
         return []
     gradients = gradients_of(whole.loss, whole.values)
-    if not all(each is None or bool(each.isfinite().all()) for each in gradients):
+    is_finite = all(each is None or bool(each.isfinite().all()) for each in gradients)
+    if trial.largest(not is_finite):
         return []
     live = sharpened(live, gradients)
     if is_between:

@@ -143,7 +143,7 @@ class StagePlans:
             silent: Enters what a step is probed in: units communicate nothing there.
             borders: How values cross from one stage to the next.
         """
-        self._borders = borders
+        self.borders = borders or StageBorders()
         self._silent = silent
         self.root = root
         self.units = dict(units)
@@ -227,11 +227,11 @@ class StagePlans:
                 self.parameters_of_unit,
                 self.weight_only,
                 recomputed,
-                self._borders,
+                self.borders,
             )
             tail = tails[recomputed] = Tail(
-                last=StageRun(self.root, self.units, step, last, self._borders),
-                end=StageRun(self.root, self.units, step, end, self._borders),
+                last=StageRun(self.root, self.units, step, last, self.borders),
+                end=StageRun(self.root, self.units, step, end, self.borders),
                 draws_before=any(each < end.begin for each in trace.draws),
             )
         return tail
@@ -284,8 +284,8 @@ class StagePlans:
 
     def _cut(self, step: str, trace: StepTrace) -> tuple[StageRun, ...]:
         plans = plan_stages(
-            trace, self.stage_of_unit, self.parameters_of_unit, self.weight_only, self._borders
+            trace, self.stage_of_unit, self.parameters_of_unit, self.weight_only, self.borders
         )
         if self.check is not None:
             self.check(plans)
-        return tuple(StageRun(self.root, self.units, step, each, self._borders) for each in plans)
+        return tuple(StageRun(self.root, self.units, step, each, self.borders) for each in plans)
