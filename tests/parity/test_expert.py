@@ -240,11 +240,6 @@ def test_options_of_other_axes_that_do_not_fit_are_refused(
         Parallel3DStrategy(expert=2, **options)
 
 
-def test_a_pipeline_beside_experts_is_refused() -> None:
-    with pytest.raises(LayoutError, match="not possible beside pipeline=2"):
-        strategy_of(zero_stage=1, expert=2, pipeline=2).layout_of(4)
-
-
 @pytest.mark.parametrize(
     ("kind", "options", "text"),
     [
