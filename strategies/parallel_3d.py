@@ -57,7 +57,7 @@ class Parallel3DStrategy(MeshStrategy):
             shards over ``data x context``.
         expert: As for ``ZeROStrategy``, over ``data x context x tensor`` ranks: experts are whole
             also where ``tensor`` divides all else, and each rank of a tensor group sends its part
-            of the rows.
+            of the rows. Beside ``pipeline`` the experts of each stage are divided.
         zero_stage: What is sharded over the data axis: 0 nothing (replicas), 1 the optimizer state,
             2 also the gradients, 3 also the parameters.
         offload_optimizer: As for ``ZeROStrategy``, like the arguments below.

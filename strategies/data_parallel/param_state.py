@@ -119,10 +119,13 @@ class PlainInStep(ABC):
         self._write_back()
         for parameter in self.parameters:
             self._plain[parameter] = plain = self._plain_of(parameter)
-            if isinstance(local_tensor(parameter), OffloadedShard):
-                self._copied[parameter] = storage_key(plain), plain._version  # noqa: SLF001
+            self._note_copy(parameter, plain)
         for owner, name, parameter in self._places:
             set_parameter(owner, name, self._plain[parameter])
+
+    def _note_copy(self, parameter: Parameter, plain: Tensor) -> None:
+        if isinstance(local_tensor(parameter), OffloadedShard):
+            self._copied[parameter] = storage_key(plain), plain._version  # noqa: SLF001
 
     @torch.no_grad()
     def _write_back(self) -> None:

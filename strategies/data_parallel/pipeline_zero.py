@@ -27,7 +27,7 @@ around the blocks, which nobody calls: FSDP2 keeps the shards, and gathers and r
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import LightningModule
 from torch.distributed import ProcessGroup
@@ -54,6 +54,7 @@ from boltmesh.strategies.data_parallel.param_state import (
     ParamRemap,
     PlainInStep,
     ScalarParams,
+    local_values,
 )
 from boltmesh.strategies.data_parallel.pipeline_ddp import agree_on_gradients, share_state
 from boltmesh.strategies.data_parallel.shard_mesh import ShardMesh
@@ -78,24 +79,42 @@ from boltmesh.strategies.torch_compat.fsdp import (
 from boltmesh.strategies.torch_compat.fsdp_hooks import observe_waits
 from boltmesh.strategies.torch_compat.gathered_writes import GatheredWrites
 from boltmesh.strategies.torch_compat.modules import set_parameter
-from boltmesh.strategies.torch_compat.tensors import dtensor_like, local_tensor
+from boltmesh.strategies.torch_compat.tensors import dtensor_like
 from boltmesh.strategies.whole_steps import add_whole_steps
 from boltmesh.telemetry.snapshot import MemoryKind
 from boltmesh.telemetry.traffic import ExpectedTraffic, added_up
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 class LateParams(PlainInStep):
-    """DTensors between steps, and within them plain parameters over the same memory."""
+    """DTensors between steps, and within them plain parameters over the same memory.
+
+    Offloaded values are copied, again whenever something may have changed them.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._gradients: dict[Parameter, Tensor | None] = {}
+        """Gradients of copies that were dropped."""
+        super().__init__(*args, **kwargs)
+
+    @override
+    def _write_back(self) -> None:
+        for parameter in self._copied:
+            self._gradients[parameter] = self._plain[parameter].grad
+        super()._write_back()
 
     @override
     def take_out(self) -> None:
         self._write_back()
         for owner, name, parameter in self._places:
             if parameter not in self._plain:
-                value = local_tensor(parameter.detach())
-                plain = Parameter(value, requires_grad=parameter.requires_grad)
+                plain = Parameter(local_values(parameter.detach()), parameter.requires_grad)
+                plain.grad = self._gradients.pop(parameter, None)
                 share_gradient_hooks(parameter, plain)
                 self._plain[parameter] = plain
+                self._note_copy(parameter, plain)
             set_parameter(owner, name, self._plain[parameter])
 
     def average(self) -> None:
@@ -103,17 +122,18 @@ class LateParams(PlainInStep):
 
         Collective over the replicas; all of them have gradients of the same ones.
         """
-        for parameter, plain in self._plain.items():
-            if plain.grad is None:
-                continue
-            made = dtensor_like(self.averaged(plain.grad), parameter)
-            parameter.grad = made if parameter.grad is None else parameter.grad + made
+        gradients = {each: plain.grad for each, plain in self._plain.items()}
+        for parameter in self.parameters:  # in the same order on all ranks
+            gradient = gradients.get(parameter, self._gradients.get(parameter))
+            if gradient is not None:
+                made = dtensor_like(self.averaged(gradient), parameter)
+                parameter.grad = made if parameter.grad is None else parameter.grad + made
         self.forget()
 
     def forget(self) -> None:
         """Put the DTensors in place, and let go of gradients."""
         self.put_back()
-        self._plain = {}
+        self._plain, self._gradients = {}, {}
 
 
 class LateScalarParams(LateParams, ScalarParams):

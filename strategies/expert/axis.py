@@ -2,10 +2,10 @@
 
 It folds the ranks of a stage, those of the data, context and tensor axes: groups of neighbours have
 all experts together, and ranks at the same place of such groups have the same ones. Beside a
-pipeline these are the experts of the stage, and rows are exchanged for each microbatch. Everything else
-of the model is what the other axes make of it. Ranks of a context group have positions of their
-own, and send the rows of these. Ranks of a tensor group have the same rows; each sends
-its part of them, and experts are whole.
+pipeline these are the experts of a stage, and rows are exchanged for each microbatch. Everything
+else of the model is what the other axes make of it. Ranks of a context group have positions of
+their own, and send the rows of these. Ranks of a tensor group have the same rows; each sends its
+part of them, and experts are whole.
 """
 
 import math

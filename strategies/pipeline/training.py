@@ -165,12 +165,12 @@ def gradient_scale(context: "PipelineContext", num_microbatches: int) -> Tensor 
 
 
 _PARTS = (
-    "batches of ranks that have experts together are cut into {:.0f} to {:.0f} microbatches, and "
+    "Batches of ranks that have experts together are cut into {:.0f} to {:.0f} microbatches, and "
     "their rows are exchanged in each. Give all ranks as many rows, or set microbatches to the "
     "fewest."
 )
 _WEIGHTS = (
-    "ranks that have experts together weigh their microbatches differently (sums of weights are "
+    "Ranks that have experts together weigh their microbatches differently (sums of weights are "
     "{:g} to {:g}), since these have other sizes or labels, and experts get the gradients of all "
     "before the sums are known. Use schedule='gpipe', which computes the loss of a whole batch, or "
     "microbatches=1."

@@ -17,7 +17,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
 from typing_extensions import override
 
-from boltmesh.errors import ConfigError, LayoutError
+from boltmesh.errors import ConfigError
 from boltmesh.strategies import Parallel3DStrategy, ZeROStrategy
 from boltmesh.strategies.registry import build_strategy
 from tests.support.expert_models import Experts, MoeModule, tokens

@@ -5,7 +5,6 @@ schedule weighs microbatches by what their losses were divided by.
 """
 
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -70,15 +69,13 @@ def test_experts_of_stages_equal_one_process(case: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "strategy", "text"),
     [
-        ("stacked", {"schedule": "1f1b"}, "weigh their microbatches differently .* Use schedule="),
+        ("stacked", {"schedule": "1f1b"}, "weigh their microbatches differently"),
         ("stacked", {"microbatches": 3}, "are cut into 2 to 3 microbatches"),
         ("list", {}, "experts of a list are whole for a batch"),
     ],
     ids=["1f1b", "parts", "list"],
 )
-def test_what_would_give_other_numbers_is_refused(
-    kind: str, strategy: Options, text: str
-) -> None:
+def test_what_would_give_other_numbers_is_refused(kind: str, strategy: Options, text: str) -> None:
     with pytest.raises(RankFailure, match=text):
         run_ranks(partial(train, kind=kind, strategy=beside_stages(strategy)), 4)
 
