@@ -137,46 +137,86 @@ def run_ranks(
 
 
 def reuse_ranks(
-    worker: Callable[..., Any], world_size: int, *args: object, timeout_s: float = 60.0
+    worker: Callable[..., Any],
+    world_size: int,
+    *args: object,
+    timeout_s: float = 60.0,
+    grace_s: float = GRACE_S,
 ) -> list[Any]:
     """Run as ``run_ranks`` does, in ranks of an earlier call, which stay for the next one.
 
-    They end with the first call that fails, and with this process.
+    They end with the first call that fails, after ``MOST_JOBS``, and with this process.
     """
     for _ in range(JOINS):
-        processes = _standing.pop(world_size, [])
-        if not processes or not all(process.is_alive() for process, _ in processes):
-            _end(processes)
-            processes = _start(_stand, world_size)
-        ranks = [_Rank(rank, *each) for rank, each in enumerate(processes)]
-        is_done = False
-        try:
-            with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-                for each in ranks:
-                    job = _Job(worker, each.rank, world_size, folder, _run_dir(folder), timeout_s)
-                    each.connection.send((job, args))
-                _wait(ranks, timeout_s, GRACE_S)
-            is_done = not any(each.error for each in ranks)
-        finally:
-            if is_done:
-                _standing[world_size] = processes
-            else:
-                _end(processes)
+        standing = _standing.pop(world_size, None)
+        if standing is not None and not standing.is_alive():
+            standing.end()
+            standing = None
+        standing = standing or _Standing(world_size)
+        ranks = standing.run(worker, args, timeout_s, grace_s)
+        if standing.num_jobs < MOST_JOBS and not any(each.error for each in ranks):
+            _standing[world_size] = standing
+        else:
+            standing.end()
         if not any(each.is_unconnected for each in ranks):
             break
     _raise_first_cause(ranks)
     return [each.result for each in ranks]
 
 
+MOST_JOBS = 12
+"""Of ranks that stay: each run leaves groups behind, with their threads and connections."""
+
 _Started = list[tuple[BaseProcess, Connection]]
 
-_standing: dict[int, _Started] = {}
+
+class _Standing:
+    """Ranks that stay up, with one default group for all that they run.
+
+    torch keeps groups in caches of its own, so that none of them may be destroyed in between.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
+        self._processes = _start(_stand, world_size)
+        self.num_jobs = 0
+
+    def is_alive(self) -> bool:
+        """Return whether all wait: one that has ended has closed its connection."""
+        return not any(connection.poll() for _, connection in self._processes)
+
+    def run(
+        self,
+        worker: Callable[..., Any],
+        args: tuple[object, ...],
+        timeout_s: float,
+        grace_s: float,
+    ) -> "list[_Rank]":
+        self.num_jobs += 1
+        ranks = [_Rank(rank, *each) for rank, each in enumerate(self._processes)]
+        folder = self._folder.name
+        try:
+            for each in ranks:
+                job = _Job(worker, each.rank, len(ranks), folder, _run_dir(folder), timeout_s)
+                each.connection.send((job, args))
+            _wait(ranks, timeout_s, grace_s)
+        except BaseException:
+            self.end()
+            raise
+        return ranks
+
+    def end(self) -> None:
+        _end(self._processes)
+        self._folder.cleanup()
+
+
+_standing: dict[int, _Standing] = {}
 """Ranks that wait for a worker, by how many they are together."""
 
 
 def _end_standing() -> None:
     while _standing:
-        _end(_standing.popitem()[1])
+        _standing.popitem()[1].end()
 
 
 # Before multiprocessing waits for them, at the end of this process.
@@ -194,10 +234,10 @@ class _Job:
     run_dir: str
     timeout_s: float
 
-    def run(self, args: tuple[object, ...]) -> bytes:
+    def run(self, args: tuple[object, ...], *, stays: bool) -> bytes:
         """Return what is reported: a word, and the result or the traceback."""
         try:
-            with _group(self.rank, self.world_size, self.folder, self.run_dir, self.timeout_s):
+            with _group(self, stays=stays):
                 result = self.worker(self.rank, self.world_size, *args)
             # Plain bytes: multiprocessing would share a tensor's memory with a process that ends.
             return pickle.dumps(("ok", result))
@@ -303,7 +343,7 @@ def _raise_first_cause(ranks: list[_Rank]) -> None:
 
 def _rank_main(connection: Connection, job: tuple[_Job, tuple[object, ...]]) -> None:
     _stay_apart()
-    connection.send_bytes(job[0].run(job[1]))
+    connection.send_bytes(job[0].run(job[1], stays=False))
     connection.close()
     # gloo's threads sometimes abort while the interpreter goes down, see pytorch#190489.
     os._exit(0)
@@ -330,7 +370,7 @@ def _stand(connection: Connection) -> None:
             torch.set_rng_state(random_state[2])
             torch.set_default_dtype(torch.float32)
             torch.use_deterministic_algorithms(False)
-            connection.send_bytes(job.run(args))
+            connection.send_bytes(job.run(args, stays=True))
     os._exit(0)
 
 
@@ -363,9 +403,7 @@ def connect(rank: int, world_size: int, rendezvous: str, timeout_s: float) -> No
 
 
 @contextmanager
-def _group(
-    rank: int, world_size: int, folder: str, run_dir: str, timeout_s: float
-) -> Iterator[None]:
+def _group(job: _Job, *, stays: bool) -> Iterator[None]:
     import torch
     import torch.distributed as dist
 
@@ -379,23 +417,25 @@ def _group(
     # server they would each begin with a fork server, and its imports, of their own.
     multiprocessing.set_start_method("fork", force=True)
     os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
+        RANK=str(job.rank),
+        LOCAL_RANK=str(job.rank),
         GROUP_RANK="0",
-        WORLD_SIZE=str(world_size),
-        LOCAL_WORLD_SIZE=str(world_size),
+        WORLD_SIZE=str(job.world_size),
+        LOCAL_WORLD_SIZE=str(job.world_size),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT="29500",
         TORCHELASTIC_RUN_ID="tests",
         OMP_NUM_THREADS="1",
         GLOO_SOCKET_IFNAME="lo",
-        BOLTMESH_RUN_DIR=run_dir,
+        BOLTMESH_RUN_DIR=job.run_dir,
     )
-    connect(rank, world_size, f"{folder}/rendezvous", timeout_s)
+    if not dist.is_initialized():
+        timeout_s = max(job.timeout_s, 120.0) if stays else job.timeout_s
+        connect(job.rank, job.world_size, f"{job.folder}/rendezvous", timeout_s)
     try:
         yield
         dist.barrier()
     finally:
         gc.collect()
-        if dist.is_initialized():
+        if dist.is_initialized() and not stays:
             dist.destroy_process_group()
