@@ -116,7 +116,7 @@ def is_transparent(node: Node) -> bool:
     return node.name() in _TRANSPARENT
 
 
-class SumOverRanks(Protocol):
+class NodeOverRanks(Protocol):
     """The node of a sum over ranks, behind which are this rank's positions of a sequence."""
 
     num_summed: int
@@ -125,9 +125,9 @@ class SumOverRanks(Protocol):
     """Returns whether each of several flags is set on all ranks. Collective."""
 
 
-def sum_over_ranks(node: Node) -> SumOverRanks | None:
+def sum_over_ranks(node: Node) -> NodeOverRanks | None:
     """Return the node as a sum over ranks if it is one."""
-    return cast("SumOverRanks", node) if node.name() == "SumOverRanksBackward" else None
+    return cast("NodeOverRanks", node) if node.name() == "SumOverRanksBackward" else None
 
 
 def is_sum(node: Node) -> bool:
