@@ -289,8 +289,8 @@ def _moment(local: Tensor) -> tuple[int, bool]:
 def by_channels(value: CutTensor) -> Tensor:
     """Return all positions of this rank's channels of ``(batch, channels, positions, states)``.
 
-    As the state of a recurrence needs them, which a model computes position by position. Of a
-    tensor with other dims, or fewer channels than ranks, all channels. Collective over the group.
+    As the state of a recurrence needs them, which a model computes position by position. All
+    channels of a tensor with other dims, or with fewer channels than ranks. Collective.
     """
     state, local = value.state, value.local
     ranks = state.group.size
@@ -312,7 +312,7 @@ def by_positions(value: CutTensor, like: CutTensor) -> CutTensor:
     """Return channels divided as another tensor of that shape: by positions. Collective.
 
     Args:
-        value: Of :func:`by_channels`, shape ``(batch, channels, positions)`` or with a dim behind.
+        value: From :func:`by_channels`, ``(batch, channels, positions)``, maybe with a dim behind.
         like: Its positions are the result's.
     """
     local, positions, state = value.local, like.positions, value.state
