@@ -131,10 +131,17 @@ class PipelineContext:
     """Ranks that share each layer, each in a group like this one beside the others."""
     num_averaged: int = 1
     """Ranks over which gradients of a stage are averaged: of replicas, and of a context axis."""
+    coupled: ProcessGroup | None = None
+    """Ranks of other pipelines that layers compute together with; None: there are none."""
     silent: Silent = nullcontext
     """Enters what layers are run in on tensors without data, by one rank alone."""
     borders: "StageBorders | None" = None
     """How values cross from one stage to the next where a rank has a part of each; None: whole."""
+
+    @property
+    def waits_within(self) -> bool:
+        """Whether a stage waits for ranks outside of the pipeline."""
+        return self.num_sharing > 1 or self.coupled is not None
 
     @property
     def evens_shared(self) -> bool:
@@ -244,8 +251,8 @@ def refuse_measuring(options: PipelineOptions) -> None:
     """
     if options.split == "measured":
         raise ConfigError(
-            "split='measured' lets one rank time each layer by itself, and with tensor ranks "
-            "layers run on several ranks together. Use split='auto', which counts operations."
+            "split='measured' lets one rank time each layer by itself, and with tensor or expert "
+            "ranks layers run on several ranks together. Use split='auto', which counts operations."
         )
 
 

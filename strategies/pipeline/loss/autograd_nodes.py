@@ -116,7 +116,7 @@ def is_transparent(node: Node) -> bool:
     return node.name() in _TRANSPARENT
 
 
-class NodeOverRanks(Protocol):
+class SumOverRanksNode(Protocol):
     """The node of a sum over ranks, behind which are this rank's positions of a sequence."""
 
     num_summed: int
@@ -125,9 +125,9 @@ class NodeOverRanks(Protocol):
     """Returns whether each of several flags is set on all ranks. Collective."""
 
 
-def sum_over_ranks(node: Node) -> NodeOverRanks | None:
+def sum_over_ranks(node: Node) -> SumOverRanksNode | None:
     """Return the node as a sum over ranks if it is one."""
-    return cast("NodeOverRanks", node) if node.name() == "SumOverRanksBackward" else None
+    return cast("SumOverRanksNode", node) if node.name() == "SumOverRanksBackward" else None
 
 
 def is_sum(node: Node) -> bool:
@@ -254,3 +254,12 @@ def _signed(number: int) -> int:
 
 def _saved(node: Node, name: str) -> Any:
     return getattr(node, f"_saved_{name}")
+
+
+def gradients_of(loss: Tensor, values: Sequence[Tensor]) -> list[Tensor | None]:
+    """Return gradients of a loss; None of values that have none. The graph is kept."""
+    wanted = [each for each in values if each.requires_grad]
+    if not wanted or not loss.requires_grad:
+        return [None] * len(values)
+    made = iter(torch.autograd.grad(loss, wanted, allow_unused=True, retain_graph=True))
+    return [next(made) if each.requires_grad else None for each in values]

@@ -28,7 +28,7 @@ from torch.autograd.graph import Node
 from torch.nn import Parameter
 
 from boltmesh.errors import ConfigError
-from boltmesh.strategies.pipeline.loss.autograd_nodes import Factor, plain_name
+from boltmesh.strategies.pipeline.loss.autograd_nodes import Factor, gradients_of, plain_name
 from boltmesh.strategies.pipeline.loss.reduction import (
     BatchLossError,
     Form,
@@ -49,7 +49,6 @@ from boltmesh.strategies.pipeline.loss.trial import (
     Trial,
     TrialPart,
     TrialRows,
-    gradients_of,
     narrowed,
     run_cuts,
     run_whole,

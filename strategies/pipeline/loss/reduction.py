@@ -26,7 +26,7 @@ from torch.nn import Parameter
 from boltmesh.errors import ConfigError
 from boltmesh.strategies.pipeline.loss.autograd_nodes import (
     Factor,
-    NodeOverRanks,
+    SumOverRanksNode,
     factor_of,
     is_sum,
     is_transparent,
@@ -233,7 +233,7 @@ class _Position:
     empty: tuple[Tensor | bool, ...] = ()
     is_mixed: bool = False
     """Whether rows of several branches were added: none of them alone tells if there is nothing."""
-    over_ranks: NodeOverRanks | None = None
+    over_ranks: SumOverRanksNode | None = None
     """The last sum over ranks on the way: behind it ranks have other values."""
 
     def move_behind_transparent(self) -> Node | None:

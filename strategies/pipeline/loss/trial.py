@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from boltmesh.strategies.deferred_initialization.recording import is_random
 from boltmesh.strategies.dry_run.no_side_effects import modules_unchanged, random_state_unchanged
+from boltmesh.strategies.pipeline.loss.autograd_nodes import gradients_of
 from boltmesh.strategies.pipeline.loss.reduction import BatchLossError
 from boltmesh.strategies.pipeline.loss.weights import Key, Noted, returned_numbers
 from boltmesh.strategies.pipeline.microbatch import Rows, pick
@@ -506,12 +507,3 @@ def _run(
 def _has_loss(part: TrialPart) -> bool:
     loss = part.outcome.loss
     return loss is not None and loss.grad_fn is not None and bool(loss.detach().isfinite())
-
-
-def gradients_of(loss: Tensor, values: Sequence[Tensor]) -> list[Tensor | None]:
-    """Return gradients of a loss; None of values that have none. The graph is kept."""
-    wanted = [each for each in values if each.requires_grad]
-    if not wanted or not loss.requires_grad:
-        return [None] * len(values)
-    made = iter(torch.autograd.grad(loss, wanted, allow_unused=True, retain_graph=True))
-    return [next(made) if each.requires_grad else None for each in values]
