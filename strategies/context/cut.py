@@ -7,7 +7,7 @@ the same positions, and no operator needs a rule for its backward pass.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -16,7 +16,13 @@ from torch import Tensor
 from typing_extensions import Self, override
 
 from boltmesh.errors import UnsupportedError
-from boltmesh.strategies.context.exchange import ContextGroup, all_of, fetch
+from boltmesh.strategies.context.exchange import (
+    ContextGroup,
+    all_of,
+    fetch,
+    swap_to_heads,
+    swap_to_positions,
+)
 from boltmesh.strategies.context.positions import (
     Balance,
     Positions,
@@ -101,6 +107,8 @@ class CutTensor(Tensor):
     state: ContextState
     gathered: tuple[Tensor, int, bool] | None
     """Result of a gather, how often ``local`` was written by then, and if it has a graph."""
+    was_asked: bool
+    """Whether a single position of it was fetched."""
 
     @classmethod
     @override
@@ -218,6 +226,7 @@ def make_cut(
     made: CutTensor = make_wrapper(CutTensor, local, shape)
     made.local, made.cut_dim, made.positions, made.state = local, dim, positions, state
     made.num_outer, made.num_inner, made.gathered = num_outer, num_inner, None
+    made.was_asked = False
     return made
 
 
@@ -248,10 +257,9 @@ def make_whole(value: Any, why: str) -> Any:
     if not isinstance(value, CutTensor):
         return value
     state, local = value.state, value.local
-    version = times_written(local)
-    has_graph = local.requires_grad and torch.is_grad_enabled()
-    if value.gathered is not None and value.gathered[1:] == (version, has_graph):
-        return value.gathered[0]
+    known = value.gathered
+    if known is not None and known[1:] == _moment(local):
+        return known[0] if not isinstance(known[0], CutTensor) else make_whole(known[0], why)
     with subclasses_unasked():
         num_bytes = value.shape.numel() * local.element_size()
         if state.max_gather_bytes is not None and num_bytes > state.max_gather_bytes:
@@ -269,8 +277,54 @@ def make_whole(value: Any, why: str) -> Any:
             state.group,
             "gather",
         ).flatten(value.cut_dim, value.cut_dim + 2)
-    value.gathered = joined, version, has_graph
+    value.gathered = joined, *_moment(local)
     return joined
+
+
+def _moment(local: Tensor) -> tuple[int, bool]:
+    """Return how often a tensor was written, and whether it has a graph."""
+    return times_written(local), local.requires_grad and torch.is_grad_enabled()
+
+
+def by_channels(value: CutTensor) -> Tensor:
+    """Return all positions of this rank's channels of ``(batch, channels, positions, states)``.
+
+    As the state of a recurrence needs them, which a model computes position by position. All
+    channels of a tensor with other dims, or with fewer channels than ranks. Collective.
+    """
+    state, local = value.state, value.local
+    ranks = state.group.size
+    if value.ndim != 4 or value.cut_dim != 2 or not value.is_simple or value.shape[1] < ranks:
+        whole: Tensor = make_whole(value, "indexing position by position")
+        return whole
+    if value.gathered is not None and value.gathered[1:] == _moment(local):
+        return value.gathered[0]
+    channels = replace(divide(value.shape[1], ranks), are_channels=True)
+    heads = _heads_of(channels)
+    with subclasses_unasked():
+        made = swap_to_heads(local, value.positions, heads, state.group, "channels")
+    taken = make_cut(made, 1, channels, state)
+    value.gathered = taken, *_moment(local)
+    return taken
+
+
+def by_positions(value: CutTensor, like: CutTensor) -> CutTensor:
+    """Return channels divided as another tensor of that shape: by positions. Collective.
+
+    Args:
+        value: From :func:`by_channels`, ``(batch, channels, positions)``, maybe with a dim behind.
+        like: Its positions are the result's.
+    """
+    local, positions, state = value.local, like.positions, value.state
+    with subclasses_unasked():
+        rows = local.unsqueeze(-1) if local.ndim == 3 else local
+        heads = _heads_of(value.positions)
+        made = swap_to_positions(rows, positions, heads, state.group, "channels")
+        return like.like(made.squeeze(-1) if local.ndim == 3 else made)
+
+
+def _heads_of(channels: Positions) -> list[list[int]]:
+    return [[each for part in parts for each in range(*part)] for parts in channels.parts]
 
 
 def make_all_whole(tree: Any, why: str) -> Any:

@@ -17,6 +17,7 @@ from boltmesh.strategies.context import attention
 from boltmesh.strategies.context.ask import Answer, Call, ask
 from boltmesh.strategies.context.cut import (
     CutTensor,
+    by_positions,
     make_all_whole,
     make_cut,
     make_whole,
@@ -166,6 +167,8 @@ def run_by_answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         if not answer.gathers:
             return _run_local(call, cuts, answer)
         worst = max(answer.gathers)
+        if _brought_together(leaves, cuts):
+            continue
         if writes and leaves[worst] is first:
             raise UnsupportedError(
                 f"{name} writes in place into a tensor whose sequence is divided over ranks, and "
@@ -173,6 +176,19 @@ def run_by_answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
                 f"torch.where or torch.cat."
             )
         leaves[worst] = make_whole(leaves[worst], f"{name}, which {answer.gathers[worst]},")
+
+
+def _brought_together(leaves: list[Any], cuts: list[int]) -> bool:
+    """Divide by positions what is divided by channels, beside another tensor of its shape."""
+    others = [leaves[each] for each in cuts if not leaves[each].positions.are_channels]
+    for place in cuts:
+        value = leaves[place]
+        if value.positions.are_channels and value.cut_dim == 1 and value.is_simple:
+            for each in others:
+                if each.shape == value.shape and each.cut_dim == 2 and each.is_simple:
+                    leaves[place] = by_positions(value, each)
+                    return True
+    return False
 
 
 def _run_local(call: Call, cuts: list[int], answer: Answer) -> Any:

@@ -28,6 +28,8 @@ class Positions:
     length: int
     parts: tuple[Stretches, ...]
     """By rank of the context group; empty for a rank without positions."""
+    are_channels: bool = False
+    """Whether it divides channels, of which a rank has all positions, see ``by_channels``."""
 
     def count(self, rank: int) -> int:
         """Return how many positions a rank has."""

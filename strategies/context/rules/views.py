@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from boltmesh.strategies.context.cut import (
     CutTensor,
+    by_channels,
     make_all_whole,
     make_cut,
     make_whole,
@@ -172,6 +173,10 @@ def _sliced(value: CutTensor, index: list[Any]) -> Any:
     if isinstance(asked, int):
         if not -length <= asked < length:
             raise IndexError(f"index {asked} is out of bounds for a sequence of {length}")
+        if value.was_asked:  # a recurrence: position by position
+            index[place] = asked
+            return by_channels(value)[tuple(index)]
+        value.was_asked = True
         wants = [((asked % length, asked % length + 1),)] * state.group.size
         row = fetch(value.local, value.cut_dim, value.positions, wants, state.group, "select")
         index[place] = 0

@@ -279,8 +279,8 @@ class Trial(Protocol):
     ) -> TrialOutcome:
         """Run it once."""
 
-    def largest(self, number: float) -> float:
-        """Return the largest of the numbers of those ranks that have parts of the values."""
+    def largest(self, number: float, /) -> float:
+        """Return the largest one of ranks that have parts of the values."""
 
 
 class TailTrial:
@@ -319,6 +319,7 @@ class TailTrial:
         self._around = around
         self._seed = seed
         self._device = device
+        self.largest = plans.borders.largest
 
     def rows(self, numbers: Sequence[int]) -> Any:
         """Return some rows of the batch."""
@@ -346,19 +347,9 @@ class TailTrial:
         logged = {key: noted[-1] for key, noted in logs.noted().items()}
         return TrialOutcome(loss, logged | returned_numbers(0, result))
 
-    def largest(self, number: float) -> float:
-        """Return the largest of the numbers of those ranks that have parts of the values."""
-        return self._plans.borders.largest(number)
-
     def _tail(self, part: Any) -> Any:
-        tail = self._plans.tail(
-            "training_step",
-            part,
-            *self._args[1:],
-            kwargs=self._kwargs,
-            seed=self._seed,
-        )
-        return tail.end
+        plans, rest = self._plans, self._args[1:]
+        return plans.tail("training_step", part, *rest, kwargs=self._kwargs, seed=self._seed).end
 
     @contextmanager
     def _untraced(self) -> Iterator[None]:
@@ -458,8 +449,7 @@ def run_cuts(
     if not _has_loss(whole):
         return []
     gradients = gradients_of(whole.loss, whole.values)
-    is_finite = all(each is None or bool(each.isfinite().all()) for each in gradients)
-    if trial.largest(not is_finite):
+    if trial.largest(any(not each.isfinite().all() for each in gradients if each is not None)):
         return []
     live = sharpened(live, gradients)
     if is_between:
