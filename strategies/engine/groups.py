@@ -247,6 +247,10 @@ class RankMeshStrategy(ParallelStrategy):
         for axis in self.axes:
             for name, value in axis.cuda_variables.items():
                 os.environ.setdefault(name, value)
+        if sum(axis.size > 1 for axis in self.axes) > 1:
+            # Communicators of several axes start their kernels in the order of the calls, which is
+            # the same on all ranks. From NCCL 2.26 on.
+            os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
         if not any(name in os.environ for name in FLIGHT_RECORDER):
             os.environ[FLIGHT_RECORDER[0]] = str(NUM_RECORDED)
         refuse_devices(self.parallel_devices or [], torch.cuda.device_count, os.environ)

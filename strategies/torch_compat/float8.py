@@ -52,20 +52,25 @@ class _Products:
         return self._layer.bias
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return _linear(inputs, self.weight, self)
+        made: Tensor = _linear(inputs, self.weight, self)
+        return made
 
 
 def _operands(inputs: Tensor, weight: Tensor, products: _Products) -> tuple[Tensor, Tensor]:
     return inputs, weight
 
 
-@wrap_torch_function(_operands)  # the products within it are no functions that a mode knows
-def _linear(inputs: Tensor, weight: Tensor, products: Any) -> Tensor:
+def _multiply(inputs: Tensor, weight: Tensor, products: _Products) -> Tensor:
     if inputs.device.type == "cpu" and torch.is_autocast_enabled("cpu"):
         inputs = inputs.to(torch.get_autocast_dtype("cpu"))  # torchao reads CUDA's alone
     if not products.config.emulate:
         refuse_rows(inputs)
-    return Float8Linear.forward(products, inputs)
+    made: Tensor = Float8Linear.forward(products, inputs)
+    return made
+
+
+# The products within it are no functions of torch that a mode knows.
+_linear: Any = wrap_torch_function(_operands)(_multiply)
 
 
 def refuse_rows(inputs: Tensor) -> None:
