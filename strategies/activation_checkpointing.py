@@ -28,7 +28,7 @@ from boltmesh.errors import ConfigError
 from boltmesh.strategies.blocks import find_blocks
 from boltmesh.strategies.compiled_blocks import CompiledForward
 from boltmesh.strategies.offload.activations import ActivationOffload
-from boltmesh.strategies.torch_compat.tensors import COSTLY_OPERATORS, subclasses_asked
+from boltmesh.strategies.torch_compat.tensors import COSTLY_OPERATORS
 from boltmesh.telemetry.writer.null_recorder import NullRecorder
 from boltmesh.telemetry.writer.recorder import Recorder
 
@@ -179,10 +179,7 @@ def _run(
         forward = forward.choose((*args, *kwargs.values()))
 
     def call(*given: Any) -> Any:
-        # torch 2.11 reads what an inner checkpoint has kept, and by that runs the block again, with
-        # functions of tensor subclasses off.
-        with subclasses_asked():
-            return forward(*given[:-1], **given[-1])
+        return forward(*given[:-1], **given[-1])
 
     # torch restores the generators of the devices that it finds in positional arguments alone, and
     # names of the checkpoint's own arguments may be names of the block's.

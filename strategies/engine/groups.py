@@ -102,7 +102,7 @@ class RankMeshStrategy(ParallelStrategy):
         self._process_group_backend = process_group_backend
         self._start_method = start_method
 
-    @property  # type: ignore[explicit-override,override]
+    @property  # type: ignore[explicit-override]
     @override
     def _lightning_module(self) -> LightningModule | None:
         return self._module
