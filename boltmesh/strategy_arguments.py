@@ -21,6 +21,7 @@ SHARED = (
     "activation_checkpointing",
     "activation_offload",
     "compile_blocks",
+    "float8",
     "tile_logits",
     "process_group_backend",
 )

@@ -84,6 +84,7 @@ class ContextAxis(Axis):
     averages_gradients = True
     reasons = SEQUENCES
     can_compile = False
+    operand_divider = "context"
 
     def __init__(self, options: ContextOptions, size: int | None = None) -> None:
         self.options = options

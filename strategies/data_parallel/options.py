@@ -49,6 +49,11 @@ class ZeroOptions:
     key: str = "stage"
     """What the user calls the stage, for messages."""
 
+    @property
+    def operand_divider(self) -> str | None:
+        """The argument by which ranks run a layer's product on a part of its weight at a time."""
+        return None if self.tile_linear_bytes is None else "tile_linear_bytes"
+
     def __post_init__(self) -> None:
         if self.stage not in {1, 2, 3}:
             raise ConfigError(

@@ -103,7 +103,7 @@ class ZeroAxis(DataAxis):
     is_sharded = True
 
     def __init__(self, options: ZeroOptions) -> None:
-        self.options = options
+        self.options, self.operand_divider = options, options.operand_divider
         self.sharded: ShardedModel | None = None
         """None before a module was wrapped."""
         self._context: AxisContext | None = None

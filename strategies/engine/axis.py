@@ -70,6 +70,9 @@ class Axis:
     """Variables of the environment for CUDA on ranks of the axis, where they are not set."""
     can_compile = True
     """Whether blocks may be compiled: the compiler can trace what ranks exchange within them."""
+    operand_divider: str | None = None
+    """The argument by which ranks have parts of the operands of a layer's product: of its weight,
+    or of rows that belong together."""
     needs_values = False
     """Whether it looks at the model in a step on values, which all parameters then need."""
     coupled: ProcessGroup | None = None

@@ -12,19 +12,22 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
+from lightning.pytorch import LightningModule
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
+from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 from typing_extensions import override
 
-from boltmesh.errors import ConfigError
+from boltmesh.errors import ConfigError, UnsupportedError
 from boltmesh.strategies import lightning_compat as compat
 from boltmesh.strategies.engine.axis import Axis
 from boltmesh.strategies.engine.data_axis import DataAxis
 from boltmesh.strategies.lightning_compat.launchers import MultiProcessingLauncher, ScriptLauncher
+from boltmesh.strategies.lightning_compat.trainer import is_compiled_whole
 from boltmesh.strategies.mesh import AXES, MeshLayout, fit_layout
 from boltmesh.strategies.topology.cuda_devices import (
     CORES,
@@ -98,6 +101,24 @@ class RankMeshStrategy(ParallelStrategy):
         self._num_nodes = 1
         self._process_group_backend = process_group_backend
         self._start_method = start_method
+
+    @property  # type: ignore[explicit-override]
+    @override
+    def _lightning_module(self) -> LightningModule | None:
+        return self._module
+
+    @_lightning_module.setter
+    def _lightning_module(self, module: LightningModule | None) -> None:
+        # The Trainer sets it before its own check, which knows no way for this strategy.
+        if is_compiled_whole(module) and not isinstance(self, LightningDDPStrategy):
+            can_compile = all(axis.can_compile for axis in self.axes)
+            instead = ", and set compile_blocks=True" if can_compile else ""
+            raise UnsupportedError(
+                f"{type(module).__name__} was compiled as a whole by torch.compile, and "
+                f"{type(self).__name__} runs its layers by themselves. Pass the module as it "
+                f"is{instead}."
+            )
+        self._module = module
 
     # The axes.
 
@@ -247,6 +268,10 @@ class RankMeshStrategy(ParallelStrategy):
         for axis in self.axes:
             for name, value in axis.cuda_variables.items():
                 os.environ.setdefault(name, value)
+        if sum(axis.size > 1 for axis in self.axes) > 1:
+            # Communicators of several axes start their kernels in the order of the calls, which is
+            # the same on all ranks. From NCCL 2.26 on.
+            os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
         if not any(name in os.environ for name in FLIGHT_RECORDER):
             os.environ[FLIGHT_RECORDER[0]] = str(NUM_RECORDED)
         refuse_devices(self.parallel_devices or [], torch.cuda.device_count, os.environ)

@@ -43,6 +43,7 @@ from boltmesh.strategies.engine.loops import LoopStrategy
 from boltmesh.strategies.engine.replica_check import ReplicaCheck
 from boltmesh.strategies.engine.resume import ResumeManager
 from boltmesh.strategies.engine.weight_averaging import average_shards, gather_for_averages
+from boltmesh.strategies.float8 import Float8Products, Recipe
 from boltmesh.strategies.lightning_compat.trainer import (
     callbacks_of,
     forbid_inference_mode,
@@ -68,6 +69,7 @@ class MeshStrategy(LoopStrategy):
         telemetry: Record what ``boltmesh top`` shows.
         activation_checkpointing, activation_offload: As for ``ActivationCheckpointing``.
         compile_blocks: Compile each repeated block by ``torch.compile``, for training.
+        float8: As for ``Float8Products``: how matrix products of repeated blocks are scaled.
         tile_logits: As for ``LogitTiling``: positions whose logits exist at the same time.
         seed: Give every data rank a random stream of its own, derived from this number, once the
             model is built: dropout then differs between ranks and repeats between runs. With None
@@ -98,6 +100,7 @@ class MeshStrategy(LoopStrategy):
         activation_checkpointing: RecomputeShare | None = None,
         activation_offload: bool | str | Path = False,
         compile_blocks: bool = False,
+        float8: Recipe | None = None,
         tile_logits: int | None = None,
         seed: int | None = None,
         async_save: bool = False,
@@ -128,6 +131,7 @@ class MeshStrategy(LoopStrategy):
         self.telemetry = telemetry
         self.recomputation = ActivationCheckpointing(activation_checkpointing, activation_offload)
         self.compilation = CompiledBlocks(self.recomputation.kind, is_on=compile_blocks)
+        self.float8 = Float8Products(float8)
         self.logit_tiling = LogitTiling(tile_logits)
         self.seed = seed
         self.async_save = async_save
@@ -232,6 +236,8 @@ class MeshStrategy(LoopStrategy):
         assert module is not None
         for axis in self.axes:
             axis.refuse(trainer, module)
+        if self.is_fitting:
+            self.float8.refuse(self.root_device, self.axes)
         if self.shares_batches:
             self._share_randomness(trainer, module)
             if self.gradient_group.size() == 1:
@@ -271,6 +277,7 @@ class MeshStrategy(LoopStrategy):
             refuse_beside(trainer, self.checkpoint_io, keeps_state_on_disk=keeps_state_on_disk)
             self.checkpoints.open()
         assert self.model is not None
+        self.float8.put_on(self.model, self.root_device)
         self.compilation.put_on(self.model, self.root_device)
         self.recomputation.put_on(self.model, rank=self.global_rank, recorder=self.recorder)
         self.logit_tiling.put_on(self.model, is_divided=self.divides_layers)
@@ -342,9 +349,8 @@ class MeshStrategy(LoopStrategy):
 
         Empty under manual optimisation, where only the user knows how often gradients are made.
         """
-        if self.model is None or self.lightning_module is None:
-            return []
-        if not self.lightning_module.automatic_optimization:
+        module = self.lightning_module
+        if self.model is None or module is None or not module.automatic_optimization:
             return []
         return added_up(each for axis in self.axes for each in axis.expected_traffic(self.model))
 
@@ -482,15 +488,11 @@ class MeshStrategy(LoopStrategy):
         if self.sigterm is not None:
             self.sigterm.end()
             self.sigterm = None
-        for feature in (self.recomputation, self.compilation, self.logit_tiling):
+        for feature in (self.recomputation, self.compilation, self.float8, self.logit_tiling):
             feature.take_off()
         self.model = self.lightning_module
-        if (
-            self.model is not None
-            and self.is_fitting
-            and self._layer_sync is not None
-            and not self.data_axis.is_sharded  # whose shards know the modules that hold them
-        ):
+        is_whole = not self.data_axis.is_sharded  # shards know the modules that hold them
+        if self.model is not None and self.is_fitting and self._layer_sync is not None and is_whole:
             self.model = self._layer_sync.revert(self.model)
         self.forget_generation()
         try:

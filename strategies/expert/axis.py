@@ -70,6 +70,7 @@ class ExpertAxis(Axis):
     folds = "data"
     shares_batches = False
     can_compile = False
+    operand_divider = "expert"
     needs_values = True
 
     def __init__(

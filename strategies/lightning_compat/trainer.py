@@ -55,6 +55,11 @@ def parameter_dtype(plugin: Precision) -> torch.dtype:
     return next(plugin.convert_module(one).parameters()).dtype
 
 
+def is_compiled_whole(module: LightningModule | None) -> bool:
+    """Whether ``torch.compile`` was called on the LightningModule itself."""
+    return getattr(module, "_compiler_ctx", None) is not None
+
+
 def in_precision(plugin: Precision, module: Module) -> Module:
     """Convert a module to the precision of a run, unless an earlier run has.
 

@@ -72,6 +72,7 @@ class TensorAxis(Axis):
     name = "tensor"
     stores_shards = True
     defers_building = True
+    operand_divider = "tensor"
     reasons = LAYERS
 
     def __init__(self, options: TensorOptions, size: int | None = None) -> None:

@@ -69,7 +69,8 @@ def fit(world_size: int, strategy: Any, module: Any = None, **arguments: Any) ->
         logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, use_distributed_sampler=False, **arguments,
     )  # fmt: skip
-    trainer.fit(module or Stack(depth=4, optimizer="sgd"), token_data(48, 8))
+    module = Stack(depth=4, optimizer="sgd") if module is None else module
+    trainer.fit(module, token_data(48, 8))
     return watch
 
 
@@ -213,3 +214,20 @@ def test_a_missing_compiler_is_named(
 def test_axes_whose_layers_cannot_be_traced_refuse_the_option(door: Any) -> None:
     with pytest.raises(ConfigError, match="Leave compile_blocks or"):
         door(compile_blocks=True)
+
+
+@pytest.mark.parametrize(
+    ("door", "message"),
+    [
+        (partial(ZeROStrategy, stage=3), r"ZeROStrategy runs .* and set compile_blocks=True\. "),
+        (PipelineParallelStrategy, r"PipelineParallelStrategy runs .* set compile_blocks=True\. "),
+        (ContextParallelStrategy, r"ContextParallelStrategy .* Pass the module as it is\. "),
+    ],
+    ids=["zero", "pipeline", "context"],
+)
+def test_a_module_that_is_compiled_whole_is_refused_with_the_option(
+    door: Any, message: str
+) -> None:
+    module: Any = torch.compile(Stack(), backend="aot_eager")
+    with pytest.raises(UnsupportedError, match=f"Stack was compiled as a whole .* {message}"):
+        fit(1, door(), module)

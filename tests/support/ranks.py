@@ -304,12 +304,17 @@ def fork_server() -> "multiprocessing.context.ForkServerContext":
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     with _STARTING:
-        before = Path.cwd()
+        before, environment = Path.cwd(), dict(os.environ)
         os.chdir(ROOT)
+        if not Path("/proc/driver/nvidia").exists():
+            # A CUDA build without NVML counts devices by CUDA, after which no fork may use it.
+            os.environ.update(CUDA_VISIBLE_DEVICES="", PYTORCH_NVML_BASED_CUDA_CHECK="1")
         try:
             forkserver.ensure_running()
         finally:
             os.chdir(before)
+            os.environ.clear()
+            os.environ.update(environment)
     return context
 
 

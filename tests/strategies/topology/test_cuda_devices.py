@@ -6,9 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from lightning.fabric.plugins.environments import LightningEnvironment
 
 from boltmesh.errors import ConfigError
-from boltmesh.strategies import DDPStrategy, PipelineParallelStrategy
+from boltmesh.strategies import DDPStrategy, Parallel3DStrategy, PipelineParallelStrategy
 from boltmesh.strategies.topology import cuda_devices
 from boltmesh.strategies.topology.cuda_devices import (
     CoreBinding,
@@ -136,6 +137,16 @@ def test_a_pipeline_loads_all_kernels_before_a_receive_keeps_the_gpu_busy(
     strategy(parallel_devices=CUDA[:1])._prepare_cuda()
     assert os.environ.get("CUDA_MODULE_LOADING") == ("EAGER" if is_eager else None)
     assert int(os.environ["TORCH_FR_BUFFER_SIZE"]) > 0, "for the explanation of hangs"
+
+
+@pytest.mark.parametrize(("tensor", "order"), [(1, None), (2, "1")])
+def test_communicators_of_several_axes_start_in_the_order_of_calls(tensor, order, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.delenv("NCCL_LAUNCH_ORDER_IMPLICIT", raising=False)
+    strategy = Parallel3DStrategy(tensor=tensor, parallel_devices=CUDA)
+    strategy.cluster_environment = LightningEnvironment()
+    strategy._prepare_cuda()
+    assert os.environ.get("NCCL_LAUNCH_ORDER_IMPLICIT") == order
 
 
 def test_a_flight_recorder_that_the_user_has_set_stays_as_it_is(monkeypatch):

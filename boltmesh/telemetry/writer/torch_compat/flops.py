@@ -254,3 +254,8 @@ _FORMULAS: Final[dict[Any, Callable[..., tuple[int, float]]]] = {
     },
 }  # fmt: skip
 """Return the FLOPs of a call, and those of its backward pass as a multiple of them."""
+
+
+def count_as_linear(function: Callable[..., Any]) -> None:
+    """Count calls of a function that torch does not have by its inputs and weight."""
+    _FORMULAS[function] = _linear
