@@ -37,7 +37,7 @@ class DemoNvml:
         self._clock = clock
         self._begun = clock()
         self._counters: dict[tuple[str, int | tuple[int, int]], tuple[float, float]] = {}
-        """Of a GPU and a field: when it was read last, and what it was."""
+        """When the counter of a field was read last, and its value."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith(("nvmlDeviceGet", "nvmlGpm")):
