@@ -89,7 +89,7 @@ async def test_a_filter_is_typed_kept_changed_and_taken_away() -> None:
         assert [row.split()[0] for row in rows] == ["62", "63"]
         # While it is typed, keys are letters.
         await pilot.press("slash", "q", "1")
-        assert _view(pilot).filter == "rank>61q1"
+        assert _view(pilot).filter == "rank>61 q1"
         await pilot.press("backspace", "backspace", "escape")
         assert _view(pilot).filter == ""
         assert job_screen(pilot).page.tab.name == "ranks"

@@ -9,7 +9,9 @@ from boltmesh.telemetry.snapshot import PHASES, JobSnapshot, RankSnapshot
 from boltmesh.tui.demo import HEAD_START, STEP_S, DemoSource, Scenario, mesh_of, observe
 from boltmesh.tui.demo.job import MAX_STEPS, SimulatedJob
 from boltmesh.tui.demo.setup import DEFAULT_MESH, Blocks, Setup, normal, uniform
+from boltmesh.tui.metrics.figures import figures
 from boltmesh.tui.metrics.traffic import traffic_rows
+from boltmesh.tui.state import fold
 from tests.support.cpu_time import least_cpu_s
 from tests.tui.samples import NOW, demo
 
@@ -79,6 +81,25 @@ def test_every_mesh_and_scenario_holds_together(mesh: dict[str, int], scenario: 
             assert (group.axis in job.mesh and job.mesh[group.axis] == len(group.ranks)) or (
                 group.axis == "world" and len(group.ranks) == job.world_size
             )
+
+
+@pytest.mark.each_choice
+@pytest.mark.parametrize("mesh", [*MESHES, {"pipeline": 8}])
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_its_figures_are_possible_and_those_of_its_history(
+    mesh: dict[str, int], scenario: Scenario
+) -> None:
+    state = fold(None, demo(mesh=mesh, scenario=scenario, later_s=30))
+    found = figures(state)
+    assert found.mfu.latest is not None
+    assert 0.15 < found.mfu.latest < 0.8
+    for rank in state.job.ranks:
+        for way in rank.offload:
+            assert (way.seconds_per_step or 0.0) < (found.step_s.value or 0.0)
+    recorded = {point.name: point.value for point in state.job.trends}
+    for figure in ("step_s", "tokens_per_s", "bubble_ratio"):
+        shown = getattr(found, figure).latest or 0.0
+        assert recorded.get(figure, 0.0) == pytest.approx(shown, rel=0.1)
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -253,7 +274,9 @@ def test_a_crash_says_who_went_first_and_leaves_the_last_step() -> None:
     assert "rank 5 was killed by SIGKILL" in (job.cause or "")
     assert [rank.state for rank in job.ranks] == ["failed"] * 5 + ["dead"] + ["failed"] * 2
     assert job.updated < NOW + 1
-    assert job.samples_per_second is None
+    found = figures(fold(None, seen)).tokens_per_s
+    assert found.value is None
+    assert (found.last or 0.0) > 100_000
     assert {device.kind for device in seen.devices} == {"gpu", "host"}
     assert demo(scenario="crashed", later_s=-5).job.state == "running"
 

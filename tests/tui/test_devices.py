@@ -377,11 +377,16 @@ def test_rates_need_two_looks_and_survive_a_reset() -> None:
 
 def test_the_demo_reads_its_gpus_through_a_driver() -> None:
     clock = Clock()
-    source = NvmlDemoSource(clock=lambda: NOW, monotonic=clock)
-    plain = DemoSource(clock=lambda: NOW, scenario="straggler").read().devices
+
+    def wall() -> float:
+        return NOW + clock.now
+
+    source = NvmlDemoSource(clock=wall, monotonic=clock)
+    beside = DemoSource(clock=wall, scenario="straggler")
     source.read()
-    clock.now += 10
-    seen = source.read().devices
+    for _ in range(3):
+        clock.now += 1
+        seen, plain = source.read().devices, beside.read().devices
     assert len(seen) == len(plain)
     for ours, theirs in zip(seen, plain, strict=True):
         if ours.kind != "gpu":

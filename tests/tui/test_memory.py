@@ -160,7 +160,7 @@ def test_a_rank_that_does_not_split_its_memory_shows_it_whole() -> None:
 
 def test_nothing_known_is_said_too() -> None:
     nothing = job(ranks=(rank(0, memory=Memory(None, None, None, None)),))
-    assert "no rank has told of its memory yet" in _drawn(state(nothing))
+    assert "no rank has reported its memory yet" in _drawn(state(nothing))
 
 
 def test_the_kinds_can_be_sorted_by_every_column_and_filtered() -> None:

@@ -95,8 +95,8 @@ def test_it_is_filtered_by_words_and_columns() -> None:
     ("snapshot", "words"),
     [
         (job(), "its tensor axis has one rank"),
-        (planned(tensor_plan=None, global_step=0), "the plan is told once it is proven"),
-        (planned(tensor_plan=None), "the job has told no plan of it"),
+        (planned(tensor_plan=None, global_step=0), "the plan is shown once it is proven"),
+        (planned(tensor_plan=None), "the job has recorded no plan of it"),
         (planned(tensor_plan=TensorPlanTable(2, ())), "it names no parameter"),
     ],
 )

@@ -1,12 +1,14 @@
 """Text has no height: ``--once`` prints findings and reasons in full."""
 
+import msgspec
 import pytest
 
 from boltmesh.telemetry.snapshot import Event, operator_name
 from boltmesh.tui.commands.top import job_text
 from boltmesh.tui.render.style import ASCII, UNICODE, Style
+from boltmesh.tui.state import fold
 from tests.tui.loads import steady, team
-from tests.tui.samples import NOW, job, rank, state
+from tests.tui.samples import NOW, demo, job, rank, state
 
 PATH = "/var/lib/" + "/".join(f"checkpoints-{at}" for at in range(20)) + "/last.ckpt"
 
@@ -39,6 +41,20 @@ def test_a_stalled_job_keeps_its_evidence() -> None:
     )
     text = job_text(state(silent), 80, Style(ASCII, has_headings=False, has_signs=False))
     assert "at train.py:31" in text.split("samples/s")[0].replace("\n", " ")
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_events_and_formulas_are_printed_in_full(width: int) -> None:
+    seen = demo()
+    events = (Event(NOW - 9, 0, "warning", f"it wrote {PATH} and " + "more " * 5 + "than that"),)
+    seen = msgspec.structs.replace(seen, job=msgspec.structs.replace(seen.job, events=events))
+    text = job_text(fold(None, seen), width, Style(UNICODE, has_headings=False, has_signs=False))
+    assert PATH in text.replace("\n", "").replace(" ", "")
+    assert "than that" in text
+    in_one_line = " ".join(text.split())
+    for each in seen.job.expected:
+        assert each.why in in_one_line
+    assert all(len(line) <= width for line in text.splitlines())
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from boltmesh.errors import ConfigError
-from boltmesh.telemetry.snapshot import SCHEMA_VERSION, JobSnapshot
+from boltmesh.telemetry.snapshot import SCHEMA_VERSION, JobSnapshot, operator_name
 from boltmesh.tui import units
 from boltmesh.tui.commands import targets
 from boltmesh.tui.commands.console import (
@@ -37,7 +37,7 @@ from boltmesh.tui.metrics.traffic import traffic_rows
 from boltmesh.tui.panels.chart import newest_metrics
 from boltmesh.tui.panels.diagnosis import diagnosis_text
 from boltmesh.tui.panels.differences import differences, differences_report, draw_differences
-from boltmesh.tui.panels.events import draw_events
+from boltmesh.tui.panels.events import events_text
 from boltmesh.tui.panels.header import draw_header
 from boltmesh.tui.panels.jobs import draw_jobs
 from boltmesh.tui.panels.throughput import (
@@ -51,7 +51,7 @@ from boltmesh.tui.panels.throughput import (
 from boltmesh.tui.panels.traffic import draw_communication
 from boltmesh.tui.render.line import Line, to_ascii
 from boltmesh.tui.render.ranks import ranks_table
-from boltmesh.tui.render.style import Style, labelled, wrap_facts
+from boltmesh.tui.render.style import Style, labelled, sentence, wrap_facts
 from boltmesh.tui.render.table import Column, draw_table
 from boltmesh.tui.sanitize import clean_json
 from boltmesh.tui.sources.live import InterruptionError, Observation, Source
@@ -416,7 +416,7 @@ def job_text(state: State, width: int, look: Style) -> str:
         _phases(state, width, look),
         ranks_table(state, rank_rows(state), width, look),
         _communication(state, width, look),
-        draw_events(state, width, MAX_EVENTS, look),
+        events_text(state, width, MAX_EVENTS, look),
     ]
     return _join(blocks, look)
 
@@ -466,5 +466,13 @@ def _phases(state: State, width: int, look: Style) -> list[Line]:
 
 
 def _communication(state: State, width: int, look: Style) -> list[Line]:
-    num_rows = len(traffic_rows(state.job))
-    return draw_communication(state, width, num_rows + 2, look)
+    """The table, and below it each formula that has no room in it."""
+    rows = traffic_rows(state.job)
+    lines = draw_communication(state, width, len(rows) + 2, look)
+    shown = "\n".join(line.plain for line in lines)
+    for row in rows:
+        words = row.reason if row.is_wrong else row.why
+        if words and words not in shown:
+            text = f"{row.axis} {operator_name(row.operator)}: {words}"
+            lines += sentence(text, width, look, max_lines=None)
+    return lines

@@ -18,6 +18,7 @@ from boltmesh.telemetry.snapshot import (
     StepRecord,
 )
 from boltmesh.tui.demo.model import (
+    CONTEXT_BYTES,
     FIRST_PID,
     NAME,
     PEAK_FLOPS_PER_SECOND,
@@ -42,7 +43,7 @@ from boltmesh.tui.demo.setup import (
     Timeline,
     normal,
 )
-from boltmesh.tui.demo.traffic import Moment, collectives, expected, newest, peers
+from boltmesh.tui.demo.traffic import Moment, collectives, expected, moved, newest, peers
 from boltmesh.tui.sources.live import Observation
 
 MAX_STEPS = 20_000
@@ -57,22 +58,24 @@ def loss(step: int) -> float:
 
 
 def _trends(
-    step: int, tokens_per_s: float | None, *, moment: float, has_pipeline: bool
+    setup: Setup, timeline: Timeline, step: int, *, memory_bytes: int, moment: float
 ) -> tuple[MetricPoint, ...]:
     """Return what ranks record over the run, 250 points of each; ``moment`` is the last step's."""
+    seconds = timeline.period_s
+    sent = sum(item.payload_bytes for item in moved(setup, 0))
     every = max(1, step // 250)
     points = []
     for at in range(every, step + 1, every):
         share = 1 + 0.01 * normal(9, at)
         points += [
-            MetricPoint("step_s", at, STEP_S * share),
-            MetricPoint("tokens_per_s", at, (tokens_per_s or 0.0) / share),
-            MetricPoint("memory_bytes", at, 18.0 * 2**30 * min(1.0, 0.9 + at / 2000)),
-            MetricPoint("bytes_per_s", at, 3.2e10 / share),
-            MetricPoint("bubble_ratio", at, has_pipeline * 0.128 * share),
-            MetricPoint("wall_s", at, moment - (step - at) * STEP_S),
+            MetricPoint("step_s", at, seconds * share),
+            MetricPoint("tokens_per_s", at, setup.data * setup.tokens_per_step / seconds / share),
+            MetricPoint("memory_bytes", at, memory_bytes * min(1.0, 0.9 + at / 2000)),
+            MetricPoint("bytes_per_s", at, sent / seconds / share),
+            MetricPoint("bubble_ratio", at, timeline.bubble_ratio * share),
+            MetricPoint("wall_s", at, moment - (step - at) * seconds),
         ]
-    return tuple(point for point in points if point.value > 0)
+    return tuple(point for point in points if point.value > 1e-6)
 
 
 def logged(seed: int, place: int) -> tuple[MetricPoint, ...]:
@@ -290,8 +293,7 @@ class SimulatedJob:
         setup, step = self._setup, moment.step
         history = tuple(chain.from_iterable(self._logged.between(0, step // LOG_EVERY - 1)))
         ranks = self._look_at_ranks(moment, state)
-        rate = ranks[0].samples_per_second if state == "running" else None
-        tokens = ranks[0].tokens_per_second if state == "running" else None
+        rate, tokens = ranks[0].samples_per_second, ranks[0].tokens_per_second
         return JobSnapshot(
             schema=SCHEMA_VERSION,
             id="gpt-demo",
@@ -316,10 +318,11 @@ class SimulatedJob:
             epoch=step // STEPS_PER_EPOCH,
             global_step=step,
             trends=_trends(
+                setup,
+                self._timeline,
                 step,
-                None if tokens is None else tokens * setup.data,
+                memory_bytes=(ranks[0].memory.device_reserved_bytes or 0) + CONTEXT_BYTES,
                 moment=self._started + moment.seconds,
-                has_pipeline=setup.mesh["pipeline"] > 1,
             ),
             metrics={point.name: point.value for point in history},
             history=history,

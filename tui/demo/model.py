@@ -116,17 +116,18 @@ def offload(setup: Setup, rank: int, step: int) -> tuple[OffloadTotal, ...]:
     """Return what went to and came from the host and the disk, by the formulas of ZeRO-Offload.
 
     Of what is stepped on the host gradients come and parameters go, in float32; of what is on the
-    disk all state is read and written.
+    disk all state is read and written; the ranks of a host share its disks.
     """
     stage = setup.place(rank)["pipeline"]
     size = parameters(setup, stage)
     gradients = 4 * size * (_ON_HOST + _ON_DISK)
     state = _STATE_BYTES * size * _ON_DISK
+    disks = GPUS_PER_HOST / min(setup.world_size, GPUS_PER_HOST)
     ways = (
         ("host", "read", gradients, 21.3e9),
         ("host", "write", gradients, 20.8e9),
-        ("disk", "read", state, 6.4e9),
-        ("disk", "write", state, 4.9e9),
+        ("disk", "read", state, 9.6e9 * disks),
+        ("disk", "write", state, 7.4e9 * disks),
     )
     found = []
     for number, (place, direction, moved, bandwidth) in enumerate(ways):

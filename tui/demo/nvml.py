@@ -36,6 +36,8 @@ class DemoNvml:
         self._sampled = DeviceReading(kind="gpu", ranks=(), name="")
         self._clock = clock
         self._begun = clock()
+        self._counters: dict[tuple[str, int | tuple[int, int]], tuple[float, float]] = {}
+        """When the counter of a field was read last, and its value."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith(("nvmlDeviceGet", "nvmlGpm")):
@@ -138,12 +140,15 @@ class DemoNvml:
             pynvml.NVML_FI_DEV_PCIE_COUNT_TX_BYTES: (seen.pcie_sent_bytes_per_second, 1),
             pynvml.NVML_FI_DEV_PCIE_COUNT_RX_BYTES: (seen.pcie_received_bytes_per_second, 1),
         }
-        passed_s = self._clock() - self._begun
+        now = self._clock()
         found = []
         for field in fields:
             rate, scale = rates.get(field, (None, 1))
             code = UNSUPPORTED if rate is None else pynvml.NVML_SUCCESS
-            value = SimpleNamespace(ullVal=int((rate or 0.0) * passed_s / scale))
+            at, total = self._counters.get((gpu, field), (self._begun, 0.0))
+            total += (rate or 0.0) * (now - at)
+            self._counters[gpu, field] = (now, total)
+            value = SimpleNamespace(ullVal=int(total / scale))
             found.append(SimpleNamespace(nvmlReturn=code, value=value))
         return found
 

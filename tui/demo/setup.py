@@ -107,8 +107,8 @@ class Setup(msgspec.Struct, frozen=True):
 
     @property
     def microbatch_size(self) -> int:
-        """Samples."""
-        return 4 if self.pipeline > 1 else 16
+        """Samples: about the same work for a GPU in every mesh, as their steps take equal times."""
+        return max(1, 16 * self.tensor // self.num_microbatches)
 
     @property
     def samples_per_step(self) -> int:
@@ -281,6 +281,8 @@ class Timeline:
         self._data_s = _DATA_S + self._slow_s
         self.window_s = self._window(self._forward_s, is_hot=is_slow)
         self.period_s = STEP_S + self.window_s - _WINDOW_S + self._data_s - _DATA_S
+        calm, slow = (self._idle_share(is_hot=is_hot) for is_hot in (False, is_slow))
+        self.bubble_ratio = calm + (slow - calm) / setup.data
         self._hot = setup.place(setup.victim) if is_slow else None
 
     @property
@@ -419,6 +421,15 @@ class Timeline:
         if stage == self._setup.pipeline - 1:
             cost += _HEAD
         return cost / LAYERS_PER_STAGE * (1 if kind == "F" else 2)
+
+    def _idle_share(self, *, is_hot: bool) -> float:
+        """Return the bubble ratio of a pipeline, with the hot rank or without it."""
+        stages = range(self._setup.pipeline)
+        work = [sum(self._weight(stage, kind) for kind in "FB") for stage in stages]
+        if is_hot:
+            work[self._setup.place(self._setup.victim)["pipeline"]] *= _HOT
+        busy = self._setup.num_microbatches * self._forward_s * sum(work) / len(work)
+        return 1 - busy / self._window(self._forward_s, is_hot=is_hot)
 
     def _window(self, forward_s: float, *, is_hot: bool) -> float:
         hot_stage = self._setup.place(self._setup.victim)["pipeline"]

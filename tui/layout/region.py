@@ -59,7 +59,7 @@ class Item(NamedTuple):
     """Takes what nobody else wants."""
 
 
-LEAST_SPARE = 9
+LEAST_SPARE = 7
 """Lines from which on the rest of a page is of use."""
 
 

@@ -12,7 +12,7 @@ from boltmesh.tui.metrics.findings.diagnose import diagnose
 from boltmesh.tui.metrics.findings.finding import Finding, Kind
 from boltmesh.tui.metrics.status import Status, status
 from boltmesh.tui.render.line import Line, Role, fit
-from boltmesh.tui.render.style import Style
+from boltmesh.tui.render.style import Style, in_pieces
 from boltmesh.tui.state import State
 
 MAX_LINES = 3
@@ -37,7 +37,7 @@ def _wrap_status(found: Status, width: int, look: Style, *, most: int = MAX_LINE
     room = max(1, width - 2)
     rows = [""]
     words = Line(found.text).plain.split()
-    for word in words if most < UNCUT else _in_pieces(words, room):
+    for word in words if most < UNCUT else in_pieces(words, room):
         joined = f"{rows[-1]} {word}".strip()
         if Line(joined).width <= room:
             rows[-1] = joined
@@ -58,11 +58,11 @@ def _wrap_status(found: Status, width: int, look: Style, *, most: int = MAX_LINE
 MAX_FINDINGS = 3
 """More at once are consequences of each other more often than not."""
 
-LINES_OF_THE_WORST = 3
+LINES_OF_THE_WORST = 4
 NARROW = 100
 """In less than this the worst finding has a line more."""
-MORE_LINES_IF_BAD = 2
-"""How a run has ended, and the checkpoint to go on from, are not cut."""
+MORE_LINES_OF_AN_END = 2
+"""How a run has ended or what it waits for, and the checkpoint to go on from, are not cut."""
 
 _TOLD_BY_STATUS: frozenset[Kind] = frozenset({"crashed", "loss", "stalled"})
 
@@ -95,8 +95,8 @@ def draw_diagnosis(
 
 
 def _lines_of_worst(finding: Finding, width: int) -> int:
-    is_bad = finding.severity == "bad"
-    return LINES_OF_THE_WORST + (width < NARROW) + MORE_LINES_IF_BAD * is_bad
+    is_end = finding.severity == "bad" or finding.kind == "stalled"
+    return LINES_OF_THE_WORST + (width < NARROW) + MORE_LINES_OF_AN_END * is_end
 
 
 def diagnosis_text(state: State, width: int, look: Style) -> list[Line]:
@@ -113,9 +113,8 @@ def diagnosis_text(state: State, width: int, look: Style) -> list[Line]:
 
 def diagnosis_lines(state: State, width: int, look: Style) -> int:
     """How many lines the diagnosis needs."""
-    return len(
-        draw_diagnosis(state, width, MAX_FINDINGS * LINES_OF_THE_WORST + MORE_LINES_IF_BAD, look)
-    )
+    most = MAX_FINDINGS * LINES_OF_THE_WORST + MORE_LINES_OF_AN_END
+    return len(draw_diagnosis(state, width, most, look))
 
 
 def _status_lines(
@@ -124,7 +123,7 @@ def _status_lines(
     is_told = any(finding.kind in _TOLD_BY_STATUS for finding in findings)
     if status(state) is None or (is_told and state.lost is None):
         return []
-    return draw_status(state, width, LINES_OF_THE_WORST, look)
+    return draw_status(state, width, MAX_LINES, look)
 
 
 def _well(state: State, width: int, look: Style) -> Line:
@@ -150,8 +149,8 @@ def _draw_finding(
     room = max(1, width - cell_len(mark))
     ellipsis = look.glyphs.ellipsis
     if most == UNCUT:
-        words = [(part, role) for word, role in words for part in _in_pieces([word], room)]
-        cure = [(part, role) for word, role in cure for part in _in_pieces([word], room)]
+        words = [(part, role) for word, role in words for part in in_pieces([word], room)]
+        cure = [(part, role) for word, role in cure for part in in_pieces([word], room)]
     if most == 1:
         rows = _wrap([*words, *cure], room, 1, ellipsis)
     else:
@@ -163,18 +162,6 @@ def _draw_finding(
         Line(mark if place == 0 else " " * cell_len(mark), finding.severity).join(row).crop(width)
         for place, row in enumerate(rows)
     ]
-
-
-def _in_pieces(words: Iterable[str], width: int) -> Iterable[str]:
-    """Yield the words, those that are wider than a line in parts: a path must not be cut."""
-    for word in words:
-        rest = word
-        while cell_len(rest) > width:
-            piece = Line(rest).crop(width).plain.rstrip() or rest[0]
-            yield piece
-            rest = rest[len(piece) :]
-        if rest:
-            yield rest
 
 
 def _words(text: str) -> list[str]:

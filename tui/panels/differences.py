@@ -12,7 +12,7 @@ from boltmesh.tui.metrics.figures import figures
 from boltmesh.tui.metrics.traffic import traffic_rows
 from boltmesh.tui.panels.chart import value_at
 from boltmesh.tui.panels.texts import config_entries
-from boltmesh.tui.render.line import Line
+from boltmesh.tui.render.line import Line, fit
 from boltmesh.tui.render.style import Style, heading
 from boltmesh.tui.render.table import AS_IT_COMES, Column, browse
 from boltmesh.tui.state import State
@@ -137,12 +137,17 @@ def difference_words(row: Difference) -> str:
     return "same" if abs(row.ratio) < 5e-4 else f"{row.ratio:+.1%}"
 
 
+LABEL_WIDTH = 48
+"""Cells of a name and a difference; both values share the others."""
+
+
 def draw_differences(
     state: State, width: int, height: int, look: Style, *, table: TableView = AS_IT_COMES
 ) -> list[Line]:
     """A row for each figure and for each setting that differs."""
     shown = shown_differences(state, table)
     top = int(look.has_headings)
+    room = max(12, (width - LABEL_WIDTH) // 2)
     columns = [
         Column("what", shrinks_to=16),
         Column("this run", shrinks_to=12),
@@ -154,8 +159,8 @@ def draw_differences(
         shown,
         lambda row: [
             Line(row.what, "muted"),
-            row.this or units.UNKNOWN,
-            row.other or units.UNKNOWN,
+            fit(row.this or units.UNKNOWN, room, ellipsis=look.glyphs.ellipsis),
+            fit(row.other or units.UNKNOWN, room, ellipsis=look.glyphs.ellipsis),
             difference_words(row),
         ],
         width,

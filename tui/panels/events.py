@@ -393,13 +393,31 @@ def draw_events(state: State, width: int, height: int, look: Style) -> list[Line
     if not rows:
         return [*lines, Line("no events yet", "muted").crop(width)][:height]
     shown = rows[-room:] if room else ()
-    return [*lines, *(event_line(row, state, width, look) for row in shown)][:height]
+    ranks = max((len(who(row.ranks, state.job.world_size)) for row in shown), default=0)
+    return [*lines, *(event_line(row, state, width, look, ranks=ranks) for row in shown)][:height]
 
 
-def event_line(row: EventRow, state: State, width: int, look: Style) -> Line:
-    """Time, ranks, kind and message of one event."""
-    line = Line(clock(row.time, state.time), "muted").add("  ")
-    line.add(who(row.ranks, state.job.world_size).ljust(9), "muted")
-    line.add("  ").add(row.kind.ljust(10), KIND_ROLES.get(row.kind, "muted")).add("  ")
+def event_line(row: EventRow, state: State, width: int, look: Style, *, ranks: int = 0) -> Line:
+    """Time, ranks in a column of ``ranks`` cells, kind and message of one event."""
+    line = _event_head(row, state, ranks)
     room = max(0, width - line.width)
     return line.add(fit(row.message, room, ellipsis=look.glyphs.ellipsis)).crop(width)
+
+
+def events_text(state: State, width: int, most: int, look: Style) -> list[Line]:
+    """The newest events with their messages in full, for text that has no height."""
+    rows = timeline(state)[-most:]
+    ranks = max((len(who(row.ranks, state.job.world_size)) for row in rows), default=0)
+    return [
+        line
+        for row in rows
+        for line in sentence(
+            row.message, width, look, mark=_event_head(row, state, ranks).plain, max_lines=None
+        )
+    ] or [Line("no events yet", "muted")]
+
+
+def _event_head(row: EventRow, state: State, ranks: int) -> Line:
+    line = Line(clock(row.time, state.time), "muted").add("  ")
+    line.add(who(row.ranks, state.job.world_size).ljust(max(9, ranks)), "muted")
+    return line.add("  ").add(row.kind.ljust(10), KIND_ROLES.get(row.kind, "muted")).add("  ")

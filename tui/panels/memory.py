@@ -241,7 +241,7 @@ def draw_memory(
     figures = memory_figures(state)
     if not figures.rows:
         top = [heading("memory", width, look)] if look.has_headings else []
-        return [*top, Line("no rank has told of its memory yet", "muted").crop(width)][:height]
+        return [*top, Line("no rank has reported its memory yet", "muted").crop(width)][:height]
     rows = shown_memory(state, table)
     notes = _notes(figures, width, look)
     bars = _bars(figures, width, look)
@@ -324,7 +324,7 @@ def _cells(row: MemoryRow, look: Style) -> list[Cell]:
         _size(None if measured is None else measured.least),
         _size(None if measured is None else measured.median),
         _size(None if measured is None else measured.most),
-        Line("all alike" if is_one else f"rank {measured.fullest}" if measured else "", "muted"),
+        Line("all equal" if is_one else f"rank {measured.fullest}" if measured else "", "muted"),
         _size(row.predicted, "muted"),
         _difference(row, look),
     ]

@@ -126,9 +126,9 @@ def nothing_planned(job: JobSnapshot) -> list[str]:
         ]
     divided = f"The layers are divided over {size} ranks"
     if job.global_step == 0 and job.state == "running":
-        return [f"{divided}; the plan is told once it is proven, before the first step."]
+        return [f"{divided}; the plan is shown once it is proven, before the first step."]
     missing = "was started by another version, or its files were cleaned away"
-    return [f"{divided}, and the job has told no plan of it: it {missing}."]
+    return [f"{divided}, and the job has recorded no plan of it: it {missing}."]
 
 
 class _Shown(NamedTuple):

@@ -144,7 +144,7 @@ def draw_rank_traffic(rank: RankSnapshot, width: int, look: Style) -> list[Line]
 
 def _done(is_done: bool | None, look: Style) -> Line:
     if is_done is None:
-        return Line("not told", "muted")
+        return Line("not reported", "muted")
     if is_done:
         return Line(look.sign(look.glyphs.finished) + "done", "good")
     return Line(look.sign("!") + "inside", "warn")

@@ -160,4 +160,4 @@ def _cells(row: PlaceRow, shown: Heat, look: Style) -> list[Cell]:
 def _nothing(state: State) -> str:
     if all(size <= 1 for size in state.job.mesh.values()):
         return "one rank, one place"
-    return "nothing to compare: this figure is no number, or no rank has told it"
+    return "nothing to compare: this figure is no number, or no rank has reported it"

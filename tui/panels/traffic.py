@@ -220,7 +220,8 @@ def _share(share: float | None) -> str:
 def _spread(row: TrafficRow) -> Line:
     """Say which ranks the mean is of, and how far apart they are where they are."""
     if row.has_uneven_ranks and row.least is not None and row.most is not None:
-        return Line(f"{units.traffic(row.least[1])} to {units.traffic(row.most[1])}", "warn")
+        spread = f"{units.traffic(row.least[1])} to {units.traffic(row.most[1])}"
+        return Line(f"{units.count(row.num_ranks)}, {spread}", "warn")
     return Line(units.count(row.num_ranks), "muted")
 
 

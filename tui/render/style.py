@@ -7,11 +7,12 @@ Everything that has a colour also has a shape or a word, in both sets.
 Sentences in as many lines as they need.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from types import MappingProxyType
 from typing import Final
 
 import msgspec
+from rich.cells import cell_len
 
 from boltmesh.telemetry.snapshot import MEMORY_KINDS, PHASES
 from boltmesh.tui.render.line import Line, Role, fit
@@ -181,19 +182,38 @@ def spread(left: Line, right: Line, width: int) -> Line:
     return left.pad_to(width - right.width).join(right)
 
 
+def in_pieces(words: Iterable[str], width: int) -> Iterator[str]:
+    """Yield the words, those that are wider than a line in parts: a path must not be cut."""
+    for word in words:
+        rest = word
+        while cell_len(rest) > width:
+            piece = Line(rest).crop(width).plain.rstrip() or rest[0]
+            yield piece
+            rest = rest[len(piece) :]
+        if rest:
+            yield rest
+
+
 def sentence(
-    text: str, width: int, look: Style, *, mark: str = "", role: Role = "text", max_lines: int = 3
+    text: str,
+    width: int,
+    look: Style,
+    *,
+    mark: str = "",
+    role: Role = "text",
+    max_lines: int | None = 3,
 ) -> list[Line]:
     """Wrap ``text`` at its blanks; the lines after the first stand in from the mark.
 
-    What does not fit into ``max_lines`` is cut off, and the end shows that.
+    What does not fit into ``max_lines`` is cut off, and the end shows that. None: nothing is cut.
     """
-    if width < 1 or max_lines < 1:
+    if width < 1 or (max_lines is not None and max_lines < 1):
         return []
     indent = Line(mark).width
     room = max(1, width - indent)
     rows = [""]
-    for word in Line(text).plain.split():
+    words = Line(text).plain.split()
+    for word in in_pieces(words, room) if max_lines is None else words:
         joined = f"{rows[-1]} {word}" if rows[-1] else word
         # What is left over for the last line is cut there.
         if Line(joined).width <= room or len(rows) == max_lines:

@@ -223,8 +223,9 @@ class Prompt(Horizontal):
     @override
     def compose(self) -> ComposeResult:
         yield Label("/ ")
-        # Text of the keyboard is no markup, and must not be guessed at.
-        yield Input(self._words, compact=True, select_on_focus=False)
+        # Text of the keyboard is no markup, and must not be guessed at. It goes on with a new word.
+        words = f"{self._words} " if self._words else ""
+        yield Input(words, compact=True, select_on_focus=False)
 
     @staticmethod
     async def open(screen: Screen[None], words: str) -> None:
@@ -240,7 +241,7 @@ class Prompt(Horizontal):
     def on_input_changed(self, event: Input.Changed) -> None:
         """Pass on what was typed."""
         event.stop()
-        self.post_message(self.Typed(event.value))
+        self.post_message(self.Typed(event.value.strip()))
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
         """Keep the filter."""

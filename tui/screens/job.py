@@ -130,7 +130,7 @@ class JobScreen(NavigationScreen):
         except OSError as error:
             self.say(f"the screen was not written: {error.strerror or error}")
         else:
-            self.say(f"written: {name}.svg, {name}.txt")
+            self.say(f"written: {name}.svg and .txt")
 
     def action_scrub(self, by_s: float) -> None:
         """Move in the time of a recording."""

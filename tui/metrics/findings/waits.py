@@ -258,7 +258,7 @@ def find_uneven(state: State, typical: Balance) -> Finding | None:
     return Finding(
         kind="uneven",
         severity="warn",
-        headline=f"uneven steps: ranks wait {share:.0%} of a step for whoever comes last",
+        headline=f"uneven steps: ranks wait {share:.0%} of a step for the last one",
         evidence=(
             f"{units.seconds(typical.uneven_s)} of {units.seconds(typical.step_s)}",
             "no rank is late all the time",

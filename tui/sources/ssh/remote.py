@@ -215,8 +215,8 @@ def explain(host: str, exit_code: int | None, stderr: str) -> SshError:
 def _explain_ssh(host: str, lines: Sequence[str]) -> SshError:
     if _find(lines, _KEY_CHANGED):
         return SshError(
-            f"the key of {host} is not the one that you know: it was installed anew, or somebody "
-            f"is in between. Find out which; only then forget the old key with ssh-keygen -R.",
+            f"the key of {host} is not the one that you know: it was reinstalled, or another "
+            f"machine is in between. Find out which; only then forget it with ssh-keygen -R.",
             is_final=True,
         )
     if _find(lines, _KEY_UNKNOWN):
