@@ -6,6 +6,7 @@
 import json
 import shlex
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from boltmesh.advisor.layouts import PlannedLayout
 from boltmesh.advisor.machine import Hardware, of_cluster, of_this_machine
@@ -184,8 +185,19 @@ def search_config(
     nodes: int | None = None,
     network: str | None = None,
     again: bool = False,
+    memory_gib: float | None = None,
 ) -> ConfigSearch:
-    """Return the layouts of a config; ``again`` measures rates that are remembered.
+    """Return the layouts of a config.
+
+    Args:
+        config: Its name or path.
+        overrides: ``key=value`` of the command line.
+        gpu: Devices that are elsewhere; None: those that are here.
+        devices: Their number.
+        nodes: In which they are.
+        network: Between them.
+        again: Measure rates that are remembered.
+        memory_gib: That a rank may take; None: its share of the machine.
 
     Raises:
         ConfigError: For a config that cannot be planned, and options that contradict each other.
@@ -193,6 +205,8 @@ def search_config(
     hardware = _hardware(
         config, overrides, gpu=gpu, devices=devices, nodes=nodes, network=network, again=again
     )
+    if memory_gib is not None:
+        hardware = hardware.limited(memory_gib)
     source = str(find(config))
     return ConfigSearcher(config, list(overrides), source=source, hardware=hardware).search()
 
@@ -223,10 +237,12 @@ def _hardware(
                 f"{source}: plans for the devices that are here are of one machine without a "
                 f"launcher. For several nodes add --gpu NAME --devices N --nodes M."
             )
+        disk = loaded.strategy.get("offload_path") or "."
         return of_this_machine(
             placement.accelerator,
             placement.num_local_ranks,
             loaded.trainer.precision,
+            disk if Path(disk).is_dir() else ".",
             again=again,
         )
     if devices is None:

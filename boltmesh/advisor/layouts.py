@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from boltmesh.configs.advice import show
 from boltmesh.plan.strategy_options import as_mapping
@@ -10,6 +10,9 @@ from boltmesh.planner.layout import named_dimensions
 from boltmesh.strategies.cost_model.memory import MemoryEstimate
 from boltmesh.strategies.registry import STRATEGIES
 from boltmesh.strategy_arguments import accepted_arguments
+
+if TYPE_CHECKING:
+    from boltmesh.advisor.prediction import RankStep
 
 BATCH_KEY = "data.init_args.batch_size"
 """The key that a layout changes if it has another number of replicas, where the config has it."""
@@ -155,6 +158,8 @@ class PlannedLayout:
     """Places that have less memory than this needs."""
     is_tight: bool
     """Its memory is within the error of the prediction of the rank's memory."""
+    step: "RankStep"
+    """Work and traffic of its busiest rank."""
     is_measured: bool = False
     """The parts of ``time`` are predicted, their sum was measured by ``boltmesh tune``."""
 

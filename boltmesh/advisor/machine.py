@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -33,6 +34,8 @@ OPERATOR_US = 5.0
 """Time in which a GPU's operator is launched."""
 SHARE_OF_FP32 = {"highest": 1 / 16, "high": 1 / 2, "medium": 1.0}
 """Rates of products of fp32 over those of bf16, by torch's precision: fp32, TF32, bf16."""
+ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
+"""Variable of the settings of torch's allocator."""
 HOST_GB_S = 100.0
 """Memory of a host with a few channels, as the optimizer's step there uses it."""
 
@@ -51,10 +54,30 @@ class Hardware:
     measured: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """Seconds of a step by layout, for each config that was measured here."""
 
+    device_limit: Mapping[str, str] = field(default_factory=dict)
+    """Environment of a job whose ranks may not take all memory of a GPU."""
+
     @property
     def num_ranks(self) -> int:
         """Ranks of the job."""
         return self.ranks_per_node * self.num_nodes
+
+    def limited(self, gib: float) -> "Hardware":
+        """Return the same with so much memory of a rank.
+
+        Raises:
+            ConfigError: If there is less.
+        """
+        place = "host_gib" if self.is_cpu else "device_gib"
+        room = getattr(self.machine, place)
+        if gib > room:
+            raise ConfigError(
+                f"--memory {gib:g}: a rank has {room:.3g} GiB here, its share of the machine. "
+                f"Write less, or leave it out."
+            )
+        limit = {} if self.is_cpu else {ALLOCATOR: f"per_process_memory_fraction:{gib / room:.4f}"}
+        machine = replace(self.machine, **{place: gib})  # type: ignore[arg-type]
+        return replace(self, machine=machine, device_limit=limit)
 
 
 def of_cluster(cluster: Cluster, precision: str, matmul_precision: str) -> Hardware:
@@ -90,7 +113,7 @@ def of_cluster(cluster: Cluster, precision: str, matmul_precision: str) -> Hardw
 
 
 def of_this_machine(
-    accelerator: str, num_ranks: int, precision: str, *, again: bool = False
+    accelerator: str, num_ranks: int, precision: str, disk: str, *, again: bool = False
 ) -> Hardware:
     """Return the rates of the devices that are here: remembered ones, else measured now.
 
@@ -98,6 +121,7 @@ def of_this_machine(
         accelerator: ``cpu`` or ``cuda``.
         num_ranks: Ranks of this machine.
         precision: The Trainer's.
+        disk: A folder on the disk for what is offloaded.
         again: Measure although there are remembered rates.
     """
     path = rates_file(accelerator, num_ranks, precision)
@@ -106,30 +130,31 @@ def of_this_machine(
     if machine is not None:
         rates_from = f"rates of this machine: remembered by boltmesh tune in {path}"
     else:
-        machine = measure_here(accelerator, num_ranks, precision)
+        machine = measure_here(accelerator, num_ranks, precision, disk)
         rates_from = (
             "rates of this machine: measured just now, all ranks at once, in a few seconds; "
             "boltmesh tune measures whole steps"
         )
-    machine = replace(machine, **_memory(accelerator, num_ranks))
+    machine = replace(machine, **_memory(accelerator, num_ranks, disk))
     measured = {} if again else _read(steps_file(path)) or {}
     return Hardware(machine, num_ranks, 1, accelerator == "cpu", name, rates_from, measured)
 
 
-def measure_here(accelerator: str, num_ranks: int, precision: str) -> Machine:
+def measure_here(accelerator: str, num_ranks: int, precision: str, disk: str) -> Machine:
     """Run the ranks of ``microbenchmark`` and return their mean rates.
 
     Raises:
         ConfigError: If they cannot be started, or take too long.
     """
     dtype = "bfloat16" if "16" in precision and accelerator != "cpu" else "float32"
-    threads = str(max(1, len(os.sched_getaffinity(0)) // num_ranks))
+    cores = len(os.sched_getaffinity(0))
+    threads = str(max(1, cores // num_ranks))
     environment = {"OMP_NUM_THREADS": threads, **os.environ}
     program = [sys.executable, "-m", "boltmesh.advisor.microbenchmark"]
     with tempfile.TemporaryDirectory(prefix="boltmesh-rates-") as folder:
         ranks = [
             subprocess.Popen(  # noqa: S603 - a module of this very package
-                [*program, folder, str(rank), str(num_ranks), accelerator, dtype],
+                [*program, folder, disk, str(rank), str(num_ranks), accelerator, dtype],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
@@ -153,18 +178,38 @@ def measure_here(accelerator: str, num_ranks: int, precision: str) -> Machine:
         error = next(err for each, (_, err) in zip(ranks, said, strict=True) if each.returncode)
         last = (error.strip().splitlines() or ["it said nothing"])[-1]
         raise ConfigError(f"The rates of this machine could not be measured: {last}")
-    return Machine(**json.loads(said[0][0].strip().splitlines()[-1]), step_ms=STEP_MS)
+    rates = json.loads(said[0][0].strip().splitlines()[-1])
+    shared = num_ranks / cores if accelerator == "cpu" and num_ranks > cores else None
+    return replace(
+        Machine.of(rates, source="boltmesh.advisor.microbenchmark"),
+        **_links(rates.get("allreduce_s"), num_ranks),
+        ranks_per_core=shared,
+        step_ms=STEP_MS,
+    )
 
 
-def _memory(accelerator: str, num_ranks: int) -> dict[str, float]:
-    """Return the memory that each rank may take, in GiB."""
-    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / num_ranks / 2**30
+def _links(table: Mapping[str, Mapping[str, float]] | None, num_ranks: int) -> dict[str, Any]:
+    """Return latency and rate of a collective of all ranks, from the all-reduces."""
+    if table is None:
+        return {}
+    seconds = {int(size): each for size, each in table[str(num_ranks)].items()}
+    least, most = min(seconds), max(seconds)
+    sent = 2 * (num_ranks - 1) / num_ranks * most
+    moving = max(seconds[most] - seconds[least], seconds[most] / 10)
+    return {"collective_us": seconds[least] * 1e6, "network_gb_s": sent / moving / GB}
+
+
+def _memory(accelerator: str, num_ranks: int, disk: str) -> dict[str, Any]:
+    """Return the memory and the part of a disk that each rank may take, in GiB."""
+    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    found = {"host_gib": host, "disk_gib": shutil.disk_usage(disk).free}
+    sizes = {name: size / num_ranks / 2**30 for name, size in found.items()}
     if accelerator == "cpu":
-        return {"host_gib": host}
+        return sizes
     import torch
 
     device = torch.cuda.get_device_properties(0).total_memory - CONTEXT_BYTES
-    return {"host_gib": host, "device_gib": device / 2**30}
+    return {**sizes, "device_gib": device / 2**30}
 
 
 def rates_file(accelerator: str, num_ranks: int, precision: str) -> Path:

@@ -4,12 +4,17 @@ All ranks compute at the same time, as in training, so each gets its share of th
 prints the mean over the ranks as JSON, with the keys of ``cost_model.step_time.Machine``.
 """
 
+import contextlib
 import json
+import os
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,19 +23,21 @@ PRODUCT = 768
 """Rows and columns of the matrices."""
 NUMEL = 2**20
 """Elements that an elementwise operator reads: activations of a small model."""
-BUCKET = 2**20
-"""Elements of an all-reduce."""
+LARGE = 2**24
+"""Elements that no cache holds: a step of the optimizer on a host."""
+MESSAGES = {"cpu": (4, 2**16, 2**20, 2**24), "cuda": (4, 2**16, 2**20, 2**24, 2**27)}
+"""Bytes of all-reduces, by the kind of device."""
 CHAIN = 200
 """Operators of one element, with their backward passes."""
+FILE_BYTES = 2**26
 REPEATS = 5
 
 
-def measure(accelerator: str, dtype: torch.dtype, rank: int) -> dict[str, float]:
-    """Return the rates of this rank. Collective."""
+def measure(accelerator: str, dtype: torch.dtype, rank: int, folder: str) -> dict[str, Any]:
+    """Return the rates of this rank; its disk is that of a folder. Collective."""
     device = torch.device("cpu" if accelerator == "cpu" else f"cuda:{rank}")
     matrix = torch.randn(PRODUCT, PRODUCT, device=device).to(dtype)
     vector = torch.randn(NUMEL, device=device)
-    bucket = torch.zeros(BUCKET, device=device)
     one = torch.ones(1, device=device)
 
     def chain() -> None:
@@ -39,26 +46,71 @@ def measure(accelerator: str, dtype: torch.dtype, rank: int) -> dict[str, float]
             value = value * one
         value.sum().backward()  # type: ignore[no-untyped-call]
 
-    found = {
+    found: dict[str, Any] = {
         "device_tflops": 2 * PRODUCT**3 / _seconds(lambda: matrix @ matrix, device) / 1e12,
         "memory_gb_s": 3 * 4 * NUMEL / _seconds(lambda: vector + vector, device) / 1e9,
         "operator_us": _seconds(chain, device) / (2 * CHAIN) * 1e6,
     }
-    size = dist.get_world_size()
-    if size > 1:
-        latency = _seconds(lambda: dist.all_reduce(one), device)
-        moved = _seconds(lambda: dist.all_reduce(bucket), device)
-        sent = 2 * (size - 1) / size * 4 * BUCKET
-        found["collective_us"] = latency * 1e6
-        found["network_gb_s"] = sent / max(moved - latency, moved / 10) / 1e9
+    host = torch.ones(LARGE, pin_memory=accelerator != "cpu")
+    found["host_gb_s"] = 2 * 4 * LARGE / _seconds(lambda: host.add_(1.0), device) / 1e9
+    if accelerator != "cpu":
+        there = torch.empty(LARGE, device=device)
+        found["bus_gb_s"] = 4 * LARGE / _seconds(lambda: there.copy_(host), device) / 1e9
+    with contextlib.suppress(OSError):  # it may not be written to, or be full
+        found["disk_write_gb_s"], found["disk_read_gb_s"] = _disk_rates(folder)
+    if dist.get_world_size() > 1:
+        found["allreduce_s"] = _all_reduces(device)
     return found
 
 
-def _seconds(work: Callable[[], object], device: torch.device) -> float:
+def _all_reduces(device: torch.device) -> dict[int, dict[int, float]]:
+    """Return the seconds of all-reduces by ranks of a group and bytes; all groups run at once."""
+    world = dist.get_world_size()
+    found: dict[int, dict[int, float]] = {}
+    for size in (each for each in range(2, world + 1) if world % each == 0):
+        group = None
+        if size < world:
+            group = dist.new_subgroups(size)[0]  # type: ignore[no-untyped-call]
+        found[size] = {}
+        for num_bytes in MESSAGES[device.type]:
+            bucket = torch.zeros(num_bytes // 4, device=device)
+
+            def reduce(bucket: torch.Tensor = bucket, group: Any = group) -> None:
+                dist.all_reduce(bucket, group=group)
+
+            found[size][num_bytes] = _seconds(reduce, device)
+    return found
+
+
+def _disk_rates(folder: str) -> tuple[float, float]:
+    """Return 10^9 bytes per second that a file takes, and gives once it is in no cache."""
+    content = os.urandom(FILE_BYTES)
+    with tempfile.TemporaryDirectory(prefix=".boltmesh-rates-", dir=folder) as place:
+        path = Path(place, "rank")
+
+        def write() -> None:
+            with path.open("wb", buffering=0) as file:
+                file.write(content)
+                os.fsync(file.fileno())
+
+        def read() -> None:
+            with path.open("rb", buffering=0) as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+                while file.read(2**23):
+                    pass
+
+        rates = [
+            FILE_BYTES / _seconds(work, torch.device("cpu"), repeats=2) / 1e9
+            for work in (write, read)
+        ]
+    return rates[0], rates[1]
+
+
+def _seconds(work: Callable[[], object], device: torch.device, repeats: int = REPEATS) -> float:
     """Return the median time of some work, run by all ranks at once."""
     work()
     taken = []
-    for _ in range(REPEATS):
+    for _ in range(repeats):
         if dist.get_world_size() > 1:
             dist.barrier()
         _wait(device)
@@ -74,7 +126,15 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def main(folder: str, rank: str, size: str, accelerator: str, dtype: str) -> None:
+def _mean(values: list[Any]) -> Any:
+    """Return the mean of numbers, of mappings by key."""
+    if isinstance(values[0], dict):
+        shared = [key for key in values[0] if all(key in each for each in values)]
+        return {key: _mean([each[key] for each in values]) for key in shared}
+    return statistics.fmean(values)
+
+
+def main(folder: str, disk: str, rank: str, size: str, accelerator: str, dtype: str) -> None:
     """Join the other ranks by a file, measure, and print."""
     if accelerator != "cpu":
         torch.cuda.set_device(int(rank))
@@ -85,12 +145,11 @@ def main(folder: str, rank: str, size: str, accelerator: str, dtype: str) -> Non
         world_size=int(size),
         timeout=timedelta(seconds=60),
     )
-    own = measure(accelerator, getattr(torch, dtype), int(rank))
-    all_ranks: list[dict[str, float]] = [{} for _ in range(int(size))]
+    own = measure(accelerator, getattr(torch, dtype), int(rank), disk)
+    all_ranks: list[dict[str, Any]] = [{} for _ in range(int(size))]
     dist.all_gather_object(all_ranks, own)
     if int(rank) == 0:
-        mean = {key: statistics.fmean(each[key] for each in all_ranks) for key in own}
-        print(json.dumps(mean), flush=True)
+        print(json.dumps(_mean(all_ranks)), flush=True)
     dist.destroy_process_group()
 
 

@@ -20,6 +20,8 @@ OPTIMIZER_TENSORS = 3
 OPTIMIZER_OPERATORS = 12
 """Operators of Adam for each tensor, where it steps them one by one, as on a CPU."""
 
+ALL_REDUCES = ("allreduce", "all-reduce")
+
 TERMS = {
     "compute": "forward and backward passes",
     "bubble": "pipeline bubble",
@@ -92,7 +94,7 @@ def predict_step(step: RankStep, machine: Machine, *, is_cpu: bool) -> dict[str,
     compute = step.batches * passes
     found = dict.fromkeys(TERMS, 0.0)
     found["compute"] = compute
-    found["bubble"] = compute * step.bubble / (1 - step.bubble)
+    found["bubble"] = compute * _waiting(step.bubble, machine.ranks_per_core or 1.0)
     for axis in ("pipeline", "data", "tensor", "context"):
         moved = [each for each in step.traffic if each.axis == axis]
         found[axis] = sum(_seconds(each, step, machine) for each in moved)
@@ -107,20 +109,30 @@ def predict_step(step: RankStep, machine: Machine, *, is_cpu: bool) -> dict[str,
     return {name: value * (machine.calibration or 1.0) for name, value in found.items()}
 
 
+def _waiting(bubble: float, ranks_per_core: float) -> float:
+    """Return the time that a pipeline's ranks wait, over the time in which they compute.
+
+    Rates are those of ranks that compute all at once. Where they share cores, those that compute
+    while others wait are faster: cores idle only where fewer ranks compute than there are cores.
+    """
+    return max(0.0, 1 / ((1 - bubble) * ranks_per_core) - 1)
+
+
 def _seconds(each: Collective, step: RankStep, machine: Machine) -> float:
     """Return the time of collectives: their latency, and what a rank sends."""
     size = each.size or step.sizes.get(each.axis, 1)
     if size == 1 or each.operator == "recv":
         return 0.0
+    measured = _measured(each, size, machine)
+    if measured is not None:
+        return measured
     sent, reach = each.payload_bytes, step.sizes.get(each.axis, 1)
     if each.operator != "send":
-        is_all_reduce = each.operator in {"allreduce", "all-reduce"}
+        is_all_reduce = each.operator in ALL_REDUCES
         sent *= (size - 1) / size * (2 if is_all_reduce else 1)
         if not is_all_reduce:
             reach = size
-    calls = each.calls
-    if calls is None:
-        calls = ceil(each.payload_bytes / BUCKET_BYTES)
+    calls = _calls(each)
     inner = 1
     for axis in ("tensor", "context", "data", "pipeline"):
         if axis == each.axis:
@@ -130,3 +142,24 @@ def _seconds(each: Collective, step: RankStep, machine: Machine) -> float:
     rate = machine.link_gb_s if is_inside and machine.link_gb_s else machine.network_gb_s
     latency = (machine.collective_us or 0.0) * 1e-6
     return calls * latency + (sent / (rate * 1e9) if rate else 0.0)
+
+
+def _calls(each: Collective) -> float:
+    return ceil(each.payload_bytes / BUCKET_BYTES) if each.calls is None else each.calls
+
+
+def _measured(each: Collective, size: int, machine: Machine) -> float | None:
+    """Return the time of collectives from all-reduces of such groups; None without them.
+
+    A gather or a scatter moves half of what an all-reduce does, with as many messages.
+    """
+    calls = _calls(each)
+    if each.operator == "send" or not calls:
+        return None
+    seconds = machine.allreduce_seconds(size, each.payload_bytes / calls)
+    least = machine.allreduce_seconds(size, 0)
+    if seconds is None or least is None:
+        return None
+    if each.operator in ALL_REDUCES:
+        return calls * seconds
+    return calls * (least + (seconds - least) / 2)

@@ -108,6 +108,7 @@ def judged(
         memory,
         machine.places_too_small_for(memory.peak),
         is_tight=any(amount > TIGHT * room for amount, room in sizes),
+        step=step,
     )
 
 

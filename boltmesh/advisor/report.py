@@ -74,6 +74,9 @@ def report_lines(found: ConfigSearch, line: str, count: int) -> Iterator[str]:
         reason = _first_reason(found, each) if place == 1 else behind(chosen[0], each)
         yield f"   {'why   ' if place == 1 else 'behind'}  {reason}"
     yield ""
+    for what, best in found.changes.items():
+        same = chosen and best.layout.division == chosen[0].layout.division
+        yield f"With {what}: {'the same' if same else words(best)}, {best.seconds:.3f} s."
     yield from (f"not possible: {what}: {why}" for what, why in found.refused)
     if found.left_out:
         yield f"not planned: {found.left_out} divisions of layers into more parts."
@@ -172,6 +175,10 @@ def as_data(found: ConfigSearch, line: str, count: int) -> dict[str, Any]:
         "fit": len(found.fitting),
         "refused": [list(each) for each in found.refused],
         "notes": list(found.notes),
+        "changes": {
+            what: {"layout": words(each), "step_s": each.seconds}
+            for what, each in found.changes.items()
+        },
         "best": [
             {
                 "command": command_line(found, each, line),

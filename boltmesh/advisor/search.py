@@ -6,7 +6,7 @@ refused here.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
@@ -83,6 +83,8 @@ class ConfigSearch:
     notes: tuple[str, ...]
     enough_ranks: int | None = None
     """Ranks on which ZeRO-3 fits, where no layout fits on these."""
+    changes: Mapping[str, PlannedLayout] = field(default_factory=dict)
+    """The best layout by what else there would be, in words."""
 
     @property
     def fitting(self) -> list[PlannedLayout]:
@@ -152,6 +154,8 @@ class ConfigSearcher:
         self.hardware = hardware
         self.loaded = load(config, overrides)
         self._refused: list[tuple[str, str]] = []
+        self._scale = 1.0
+        """Tokens of a batch over those that the config has."""
 
     def search(self) -> ConfigSearch:
         """Return all layouts, those that fit first.
@@ -159,9 +163,9 @@ class ConfigSearcher:
         Raises:
             ConfigError: When the model cannot be built, or its step cannot be run without data.
         """
-        from boltmesh.plan.dry_model import keeping_batches
+        from boltmesh.plan.dry_model import keeping_models
 
-        with keeping_batches():
+        with keeping_models():
             return self._search()
 
     def _search(self) -> ConfigSearch:
@@ -205,7 +209,36 @@ class ConfigSearcher:
             self._batches,
             (*notes, *assumed),
             None if any(each.fits for each in found) else self._enough_ranks(model),
+            dict(self._changes(model, found)),
         )
+
+    def _changes(
+        self, model: ModelShape, found: Sequence[PlannedLayout]
+    ) -> Iterator[tuple[str, PlannedLayout]]:
+        """Yield the best layouts of a faster link, more devices and fewer tokens, that fit."""
+        machine = self.hardware.machine.with_faster_links(2)
+        faster = replace(self.hardware, machine=machine)
+        again = [judged(each.layout, each.memory, faster, each.step) for each in found]
+        what_if = {"links twice as fast": again}
+        own, refused = self.hardware, self._refused
+        self._refused = []  # what cannot be there is no news
+        self._scale = 0.5
+        what_if["half the tokens in each batch, without pipelines and groups"] = list(
+            self._replicated(model)
+        )
+        self._scale = 1.0
+        if not own.is_cpu:
+            more: dict[str, Any] = {"num_nodes": 2 * own.num_nodes}
+            if own.num_nodes == 1:
+                more = {"ranks_per_node": 2 * own.ranks_per_node}
+            self.hardware = replace(own, **more)
+            name = f"{self.hardware.num_ranks} devices, without pipelines and groups"
+            what_if[name] = list(self._replicated(model))
+        self.hardware, self._refused = own, refused
+        for name, layouts in what_if.items():
+            best = min(layouts, key=order, default=None)
+            if best is not None and best.fits:
+                yield name, best
 
     # Rows of a step.
 
@@ -317,6 +350,7 @@ class ConfigSearcher:
 
     def _replica(self, model: ModelShape, layout: ConfigLayout) -> PlannedLayout:
         scale = layout.batch / self._rows if layout.batch and self._rows else 1.0
+        scale *= self._scale
         job = JobShape(
             num_ranks=layout.sizes["data"],
             shard_size=layout.arguments.get("shard_size"),
@@ -413,6 +447,7 @@ class ConfigSearcher:
                 layout.arguments,
                 Machine(),
                 source=self.source,
+                is_brief=True,
             )
         except BoltMeshError as error:
             reason = str(error).removeprefix(f"{self.source}: ").removeprefix("strategy: ")

@@ -195,7 +195,7 @@ class AutoStrategy(MeshStrategy):
             room = total - CONTEXT_BYTES
         if self.max_memory_bytes is not None:
             room = self.max_memory_bytes
-        sizes = {"host_gib": host / 2**30}
+        sizes: dict[str, Any] = {"host_gib": host / 2**30}
         sizes["host_gib" if kind == "cpu" else "device_gib"] = room / 2**30
         machine = replace(machine, **sizes)
         return Hardware(machine, self.num_processes, self.num_nodes, kind == "cpu", kind, "")
@@ -241,13 +241,15 @@ def _describe(trainer: Trainer, module: LightningModule) -> tuple[ModelShape, st
     shape = ModelShape(
         type(module).__name__,
         shapes_of_units(
-            module, None, multiplied=measured.cast_names, is_autocast=types.is_autocast
+            module, None, multiplied=measured.counts.cast_names, is_autocast=types.is_autocast
         ),
         buffer_bytes=sum(each.numel() * each.element_size() for each in module.buffers()),
-        activations=Activations(measured.saved_bytes, measured.transient_bytes, "counted")
+        activations=Activations(
+            measured.counts.saved_bytes, measured.counts.transient_bytes, "counted"
+        )
         if known
         else None,
-        work=measured.work if known else StepWork(0, 0, 0),
+        work=measured.counts.work if known else StepWork(0, 0, 0),
         reads_gradients=module_reads_gradients(module),
         keeps_gradients=module_keeps_gradients(module),
     )

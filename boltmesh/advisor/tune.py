@@ -1,8 +1,9 @@
 """``boltmesh tune``: runs the best layouts for some steps each, and remembers the machine's rates.
 
 Each layout is a job of its own, started as ``boltmesh fit`` starts it and measured by its
-telemetry. They run in rounds that go back and forth, so that what else the machine does meets all
-of them. A layout that fails or runs out of memory is an answer too.
+telemetry; the memory that a rank may take is its limit. They run in rounds that go back and forth,
+so that what else the machine does meets all of them. A layout that fails or runs out of memory is
+an answer too.
 """
 
 import json
@@ -14,14 +15,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from boltmesh.advisor.command import search_config
+from boltmesh.advisor.command import room_gib, search_config
 from boltmesh.advisor.layouts import PlannedLayout
 from boltmesh.advisor.machine import key_of, rates_file, remember, remember_steps
-from boltmesh.advisor.report import command_line, head_lines, overrides_of, words
+from boltmesh.advisor.report import command_line, head_lines, memory_text, overrides_of, words
 from boltmesh.advisor.search import ConfigSearch
-from boltmesh.bench.running import run_variant
+from boltmesh.bench.running import OUT_OF_MEMORY, run_variant
 from boltmesh.bench.variant import PLANNED, Variant
 from boltmesh.errors import ConfigError
+from boltmesh.plan.text import size_text
 
 
 @dataclass
@@ -48,6 +50,7 @@ def tune(
     warmup: int,
     rounds: int,
     count: int,
+    memory_gib: float | None,
     as_json: bool,
 ) -> int:
     """Measure the best layouts, and print the fastest; return 1 if none has run.
@@ -59,12 +62,13 @@ def tune(
         warmup: Optimizer steps before them.
         rounds: Runs of each layout.
         count: Layouts that are measured.
+        memory_gib: That a rank may take. None: of the host its share, of a GPU all.
         as_json: Print JSON.
 
     Raises:
         ConfigError: For a config that cannot be planned.
     """
-    found = search_config(config, overrides, again=True)
+    found = search_config(config, overrides, again=True, memory_gib=memory_gib)
     measured = [Measured(each) for each in found.best(count)]
     for number in range(rounds):
         for each in measured if number % 2 == 0 else measured[::-1]:
@@ -75,6 +79,11 @@ def tune(
                     flush=True,
                 )
                 _run(found, each, config, overrides, steps=steps, warmup=warmup)
+    room = size_text(round(room_gib(found) * 2**30)).strip()
+    for each in measured:
+        if each.reason == OUT_OF_MEMORY:
+            need = memory_text(each.planned)
+            each.reason = f"{OUT_OF_MEMORY}: it was to need {need} of the {room} of a rank"
     line = shlex.join([config, *overrides])
     path = None
     ran = [each for each in measured if each.seconds is not None]
@@ -121,9 +130,21 @@ def _run(
 ) -> None:
     """Run a layout once more, and add its steps or why it ended."""
     planned = measured.planned
-    variant = Variant(label=words(planned), strategy=planned.layout.name)
+    variant = Variant(
+        label=words(planned),
+        strategy=planned.layout.name,
+        environment=found.hardware.device_limit,
+    )
     line = [*overrides, *overrides_of(found, planned), "strategy.telemetry=true"]
-    ended = run_variant(variant, config, line, steps=steps, warmup=warmup)
+    host = found.hardware.machine.host_gib
+    ended = run_variant(
+        variant,
+        config,
+        line,
+        steps=steps,
+        warmup=warmup,
+        host_bytes=round(host * 2**30) if found.hardware.is_cpu and host else None,
+    )
     if ended.run is not None:
         measured.step_s += ended.run.step_s
     measured.reason = ended.reason

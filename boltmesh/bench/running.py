@@ -2,6 +2,8 @@
 
 import contextlib
 import os
+import re
+import resource
 import signal
 import subprocess
 import sys
@@ -18,6 +20,14 @@ LOOK_S = 0.5
 _PREFIX = "boltmesh: "
 _STOP_S = 30.0
 """How long a job may take to stop when this command is stopped."""
+LIBRARIES_BYTES = 2**29
+"""For torch and Lightning in a process before there is a model; measured: 0.33 GiB."""
+OUT_OF_MEMORY = "out of memory"
+"""Reason of a job that had too little."""
+_OUT_OF_MEMORY = re.compile(
+    r"out of memory|can.t allocate memory|cannot allocate memory|MemoryError|bad_alloc",
+    re.IGNORECASE,
+)
 
 SHORT_RUN = (
     "trainer.max_epochs=null",
@@ -44,7 +54,13 @@ class Ended:
 
 
 def run_variant(
-    variant: Variant, config: str, overrides: Sequence[str], *, steps: int, warmup: int
+    variant: Variant,
+    config: str,
+    overrides: Sequence[str],
+    *,
+    steps: int,
+    warmup: int,
+    host_bytes: int | None = None,
 ) -> Ended:
     """Train for ``warmup + steps`` optimizer steps and measure the latter.
 
@@ -54,6 +70,7 @@ def run_variant(
         overrides: ``key=value``, those of the variant included.
         steps: Optimizer steps that count.
         warmup: Optimizer steps before them.
+        host_bytes: Host memory that each rank may allocate beside its libraries. None: any.
     """
     watch = JobWatch(job_id := new_job_id())
     with tempfile.TemporaryDirectory(prefix="boltmesh-bench-") as folder:
@@ -67,12 +84,14 @@ def run_variant(
         environment.pop(SWITCH_VARIABLE, None)
         errors = Path(folder, "stderr")
         with errors.open("wb") as stderr, watch.opened():
-            code = _watched(["fit", config, *line], environment, stderr.fileno(), watch)
+            arguments = ["fit", config, *line]
+            code = _watched(arguments, environment, stderr.fileno(), watch, host_bytes)
         said = errors.read_text(encoding="utf-8", errors="replace")
     if code == 128 + signal.SIGINT:
         raise KeyboardInterrupt
     if code != 0:
-        return Ended(None, _reason(said, code), is_refused=code == 2)
+        reason = _reason(said, code, is_limited=host_bytes is not None)
+        return Ended(None, reason, is_refused=code == 2)
     found = measure(watch, warmup=warmup)
     if found is None:
         return Ended(None, f"it ended before step {warmup + 1}, and nothing was measured")
@@ -83,7 +102,11 @@ def run_variant(
 
 
 def _watched(
-    arguments: Sequence[str], environment: dict[str, str], stderr: int, watch: JobWatch
+    arguments: Sequence[str],
+    environment: dict[str, str],
+    stderr: int,
+    watch: JobWatch,
+    host_bytes: int | None,
 ) -> int:
     process = subprocess.Popen(  # noqa: S603 - this very program
         [sys.executable, "-m", "boltmesh", *arguments],
@@ -92,6 +115,9 @@ def _watched(
         stdout=subprocess.DEVNULL,
         stderr=stderr,
     )
+    if host_bytes is not None:  # the ranks are its children, and each has the limit for itself
+        most = host_bytes + LIBRARIES_BYTES
+        resource.prlimit(process.pid, resource.RLIMIT_DATA, (most, most))
     try:
         while process.poll() is None:
             watch.look()
@@ -109,7 +135,10 @@ def _watched(
     return process.returncode
 
 
-def _reason(said: str, code: int) -> str:
+def _reason(said: str, code: int, *, is_limited: bool) -> str:
+    # Under a limit a thread has no room for its stack.
+    if _OUT_OF_MEMORY.search(said) or (is_limited and "Resource temporarily unavailable" in said):
+        return OUT_OF_MEMORY
     lines = [each for each in said.splitlines() if each.startswith(_PREFIX)]
     if lines:
         return lines[-1].removeprefix(_PREFIX)

@@ -149,6 +149,13 @@ def advise(config: str, overrides: tuple[str, ...], **given: Any) -> int:
     "--rounds", type=click.IntRange(min=1), default=3, help="Runs of each, back and forth. [3]"
 )
 @click.option("--top", "count", type=click.IntRange(1, 10), default=3, help="Layouts to run. [3]")
+@click.option(
+    "--memory",
+    "memory_gib",
+    type=click.FloatRange(min=0.0, min_open=True),
+    metavar="GIB",
+    help="That a rank may take. [its share of the host, all of a GPU]",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def tune(config: str, overrides: tuple[str, ...], **given: Any) -> int:
     """Run the best layouts of boltmesh plan auto for some steps each, and name the fastest.

@@ -6,10 +6,10 @@ own code, and its ``training_step`` shows what autograd would keep.
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
@@ -23,6 +23,7 @@ from boltmesh.configs.classes import build
 from boltmesh.errors import ConfigError
 from boltmesh.launch.log_filters import quiet_lightning
 from boltmesh.plan.dry_step import DryStep, one_line, put_stand_ins
+from boltmesh.plan.equal_blocks import equal_blocks
 from boltmesh.strategies.activation_checkpointing import ActivationCheckpointing, Recompute
 from boltmesh.strategies.cost_model.model import (
     Activations,
@@ -39,6 +40,8 @@ from boltmesh.strategies.lightning_compat.trainer import (
     module_reads_gradients,
 )
 from boltmesh.strategies.torch_compat.tensors import fake_tensors, tree_leaves, tree_map
+
+T = TypeVar("T")
 
 _DTYPES = {
     "16": torch.float16,
@@ -103,7 +106,7 @@ def describe_model(
     with fake_tensors() as mode, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of a module without a Trainer
         module, notes = build_fake(config, types, source)
-        measured = DryStep(keeps_costly=recompute == "selective")
+        measured = DryStep(keeps_costly=recompute == "selective", equal=equal_blocks(module))
         recomputation = ActivationCheckpointing(recompute)
         recomputation.put_on(module)
         blocks = {str(at): each for at, each in enumerate(recomputation.blocks)}
@@ -114,12 +117,12 @@ def describe_model(
         optimizer = own_optimizer(module)
     if complaint is None:
         how = "counted by running training_step on one batch of the data, without memory"
-        activations = Activations(measured.saved_bytes, measured.transient_bytes, how)
+        activations = Activations(measured.counts.saved_bytes, measured.counts.transient_bytes, how)
     else:
         activations = None
         notes.append(f"activations are not known: {complaint}")
     units = shapes_of_units(
-        module, options, multiplied=measured.cast_names, is_autocast=types.is_autocast
+        module, options, multiplied=measured.counts.cast_names, is_autocast=types.is_autocast
     )
     return (
         ModelShape(
@@ -127,8 +130,8 @@ def describe_model(
             units,
             buffer_bytes=sum(each.numel() * each.element_size() for each in module.buffers()),
             activations=activations,
-            forward_flops=measured.flops if activations is not None else None,
-            work=measured.work if activations is not None else None,
+            forward_flops=measured.counts.flops if activations is not None else None,
+            work=measured.counts.work if activations is not None else None,
             reads_gradients=module_reads_gradients(module),
             keeps_gradients=module_keeps_gradients(module),
         ),
@@ -176,7 +179,7 @@ def shapes_of_units(
     module: LightningModule,
     options: ZeroOptions | None,
     *,
-    multiplied: set[str],
+    multiplied: Collection[str],
     is_autocast: bool,
 ) -> tuple[UnitShape, ...]:
     """What is gathered together: the units that the strategy finds, then what is left."""
@@ -225,7 +228,7 @@ def _tiling_layers(module: LightningModule) -> dict[Parameter, tuple[str, ...]]:
 
 
 def _shape(
-    name: str, parameter: Parameter, multiplied: set[str], layers: tuple[str, ...]
+    name: str, parameter: Parameter, multiplied: Collection[str], layers: tuple[str, ...]
 ) -> TensorShape:
     return TensorShape(
         name,
@@ -264,12 +267,15 @@ def own_optimizer(module: LightningModule) -> Optimizer | None:
     return next((each for each in tree_leaves(made) if isinstance(each, Optimizer)), None)
 
 
-_kept: ContextVar[dict[str, tuple[Any, str | None]] | None] = ContextVar("batches", default=None)
+_kept: ContextVar[dict[Hashable, Any] | None] = ContextVar("batches and models", default=None)
 
 
 @contextlib.contextmanager
-def keeping_batches() -> Iterator[None]:
-    """Within, equal data give the same first batch, read once: for plans of many layouts."""
+def keeping_models() -> Iterator[None]:
+    """Within, equal data give the same first batch, read once, and ``kept`` makes things once.
+
+    For plans of many layouts.
+    """
     token = _kept.set({})
     try:
         yield
@@ -281,13 +287,27 @@ def first_batch(config: DictConfig, source: str) -> tuple[Any, str | None]:
     """One batch of the training data, or why there is none."""
     if config.data.class_path is None:
         return None, "data.class_path is not given, so there is no batch to run"
-    kept = _kept.get()
-    if kept is None:
-        return _read_batch(config, source)
-    key = OmegaConf.to_yaml(config.data, resolve=True)
-    if key not in kept:
-        kept[key] = _read_batch(config, source)
-    return kept[key]
+    found: tuple[Any, str | None] = kept(
+        ("batch", OmegaConf.to_yaml(config.data, resolve=True)),
+        lambda: _read_batch(config, source),
+    )
+    return found
+
+
+def kept(key: Hashable, make: Callable[[], T]) -> T:
+    """Return what was made under a key within ``keeping_models``, made now if it was not."""
+    found = _kept.get()
+    if found is None:
+        return make()
+    if key not in found:
+        found[key] = make()
+    made: T = found[key]
+    return made
+
+
+def is_keeping() -> bool:
+    """Whether others get what was made, so that it may not be changed."""
+    return _kept.get() is not None
 
 
 def _read_batch(config: DictConfig, source: str) -> tuple[Any, str | None]:

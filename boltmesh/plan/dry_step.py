@@ -4,7 +4,11 @@ Puts real tensors of almost no memory in the place of a model's fake ones.
 """
 
 import contextlib
+import copy
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from operator import sub
 from typing import Any
 
 import torch
@@ -15,6 +19,7 @@ from torch.nn import Module, Parameter
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from typing_extensions import override
 
+from boltmesh.plan.equal_blocks import EqualBlocks, equal_blocks
 from boltmesh.strategies.cost_model.model import StepWork
 from boltmesh.strategies.torch_compat.tensors import (
     CAST,
@@ -31,30 +36,60 @@ STEP = "training_step"
 """The method that plans are made of."""
 
 
+NO_WORK = StepWork(0, 0, 0)
+
+
+@dataclass(frozen=True)
+class StepCounts:
+    """Bytes, operators and casts of one forward and backward pass."""
+
+    saved_bytes: int = 0
+    transient_bytes: int = 0
+    flops: int = 0
+    """In the forward pass."""
+    work: StepWork = NO_WORK
+    cast_names: frozenset[str] = frozenset()
+    """Of parameters."""
+    saved_by: Mapping[str, int] = field(default_factory=dict)
+    """By module of ``attributing``, the bytes of ``saved_bytes`` that it was the first to save;
+    what is saved outside of them has no name."""
+
+    def added(self) -> tuple[int, ...]:
+        """Return what grows with the number of equal blocks."""
+        work = self.work
+        return self.saved_bytes, self.flops, work.flops, work.moved_bytes, work.operators
+
+    def extended(self, to: tuple[int, ...]) -> "StepCounts":
+        """Return the same with other values of ``added``."""
+        return replace(self, saved_bytes=to[0], flops=to[1], work=StepWork(*to[2:]))
+
+
 class DryStep:
     """What one forward and backward pass of a module without data shows.
+
+    [Note: Equal blocks]
+    Of many equal blocks in a list a step runs one, then two, then three. If the third adds what the
+    second has added, the others are counted as it; else the step runs with all of them.
 
     Args:
         keeps_costly: The modules of ``attributing`` are recomputed selectively, so that results of
             ``COSTLY_OPERATORS`` in them are kept beside what autograd saves.
+        equal: Blocks of the module that were equal before anything was put on them; None: none
+            were looked for.
     """
 
-    def __init__(self, *, keeps_costly: bool = False) -> None:
+    def __init__(self, *, keeps_costly: bool = False, equal: EqualBlocks | None = None) -> None:
         self._keeps_costly = keeps_costly
-        self.saved_bytes = 0
-        self.transient_bytes = 0
-        self.flops = 0
-        self.work = StepWork(0, 0, 0)
-        self.cast_names: set[str] = set()
-        self.saved_by: dict[str, int] = {}
-        """By module of ``attributing``, the bytes of ``saved_bytes`` that it was the first to save;
-        what is saved outside of them has no name."""
+        self._equal = equal
+        self.counts = StepCounts()
         self._inside: list[str] = []
+        self._attributed: Mapping[str, Module] = {}
 
     @contextlib.contextmanager
     def attributing(self, modules: Mapping[str, Module]) -> Iterator[None]:
         """Within, note which of these modules saves what; none holds another one."""
         handles = []
+        self._attributed = modules
         for name, module in modules.items():
             handles += [
                 module.register_forward_pre_hook(lambda *_, name=name: self._inside.append(name)),
@@ -71,12 +106,53 @@ class DryStep:
 
     def run(self, module: LightningModule, batch: Any, autocast: torch.dtype | None) -> str | None:
         """Run one training step; return why that is not possible, or None."""
+        module.train()
+        found = self._equal or equal_blocks(module)
+        if found is not None and self._run_fewer(found, module, batch, autocast):
+            return None
+        return self._run_once(module, batch, autocast)
+
+    def _run_fewer(
+        self, blocks: EqualBlocks, module: LightningModule, batch: Any, autocast: torch.dtype | None
+    ) -> bool:
+        """Count a step from steps with one to three of its equal blocks; return whether it can."""
+        several = []
+        for count in (1, 2, 3):
+            with blocks.first(count):
+                complaint = self._run_once(module, batch, autocast)
+                for each in module.parameters():
+                    each.grad = None  # that the next one would add to
+            if complaint is not None:
+                self._inside.clear()
+                return False
+            several.append(self.counts)
+        added = [each.added() for each in several]
+        steps = [tuple(map(sub, later, sooner)) for sooner, later in pairwise(added)]
+        _, two, three = several
+        if steps[0] != steps[1] or two.transient_bytes != three.transient_bytes:
+            return False
+        whole = tuple(
+            base + (blocks.count - 1) * step for base, step in zip(added[0], steps[0], strict=True)
+        )
+        names = {each: name for name, each in self._attributed.items()}
+        saved_by = dict(three.saved_by)
+        for other, like in blocks.others(2):
+            if other in names and names.get(like) in saved_by:
+                saved_by[names[other]] = saved_by[names[like]]
+        casts = blocks.names_in_all(three.cast_names)
+        self.counts = replace(three.extended(whole), saved_by=saved_by, cast_names=casts)
+        return True
+
+    def _run_once(
+        self, module: LightningModule, batch: Any, autocast: torch.dtype | None
+    ) -> str | None:
         names = {storage_key(each): name for name, each in module.named_parameters()}
         known = set(names) | {storage_key(each) for each in module.buffers()}
         shapes = {tuple(each.shape) for each in module.parameters()}
         watch = _Temporaries(names, known, shapes, self._inside if self._keeps_costly else ())
         flops = FlopCounterMode(display=False, custom_mapping={CPU_ATTENTION: _attention_flops})
         saved: dict[int, Tensor] = {}
+        saved_by: dict[str, int] = {}
 
         def keep(tensor: Tensor) -> Tensor:
             at = storage_key(tensor)
@@ -84,11 +160,10 @@ class DryStep:
                 if at not in saved and self._inside:
                     owner = self._inside[-1]
                     size = tensor.untyped_storage().nbytes()
-                    self.saved_by[owner] = self.saved_by.get(owner, 0) + size
+                    saved_by[owner] = saved_by.get(owner, 0) + size
                 saved.setdefault(at, tensor)
             return tensor
 
-        module.train()
         try:
             with computing_in(autocast), watch:
                 with flops, saved_tensors_hooks(keep, lambda each: each):
@@ -99,11 +174,14 @@ class DryStep:
                 loss.backward()
         except Exception as error:  # noqa: BLE001 - the rest of the plan needs no activations
             return f"training_step cannot run without a Trainer and data: {one_line(error)}"
-        self.saved_bytes = sum(each.untyped_storage().nbytes() for each in saved.values())
-        self.transient_bytes = watch.most_bytes
-        self.flops = flops.get_total_flops()
-        self.work = StepWork(watch.flops, watch.moved_bytes, watch.operators)
-        self.cast_names = set(watch.casts.values())
+        self.counts = StepCounts(
+            saved_bytes=sum(each.untyped_storage().nbytes() for each in saved.values()),
+            transient_bytes=watch.most_bytes,
+            flops=flops.get_total_flops(),
+            work=StepWork(watch.flops, watch.moved_bytes, watch.operators),
+            cast_names=frozenset(watch.casts.values()),
+            saved_by=saved_by,
+        )
         return None
 
 
@@ -229,6 +307,15 @@ def _stand_in(fake: Tensor) -> Tensor:
     if not isinstance(fake, Parameter):
         return torch.zeros(fake.shape, dtype=fake.dtype)
     return Parameter(_one_number(fake.shape, fake.dtype), requires_grad=fake.requires_grad)
+
+
+def copied(module: Module) -> Any:
+    """Return a copy of a module of stand-ins, whose parameters are again of one number."""
+    memo: dict[int, Any] = {
+        id(each): Parameter(_one_number(each.shape, each.dtype), requires_grad=each.requires_grad)
+        for each in module.parameters()
+    }
+    return copy.deepcopy(module, memo)
 
 
 def reshape_stand_in(parameter: Parameter, shape: Sequence[int]) -> None:

@@ -11,13 +11,14 @@ Of stand-ins for parameters, like ``mesh_rank.py``.
 
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
@@ -26,8 +27,24 @@ from torchmetrics import Metric
 from boltmesh.errors import ConfigError
 from boltmesh.launch.log_filters import quiet_lightning
 from boltmesh.plan.context_plan import entries_of
-from boltmesh.plan.dry_model import build_fake, faked, first_batch, own_optimizer
-from boltmesh.plan.dry_step import STEP, DryStep, computing_in, put_stand_ins, reshape_stand_in
+from boltmesh.plan.dry_model import (
+    NumberTypes,
+    build_fake,
+    faked,
+    first_batch,
+    is_keeping,
+    kept,
+    own_optimizer,
+)
+from boltmesh.plan.dry_step import (
+    STEP,
+    DryStep,
+    computing_in,
+    copied,
+    put_stand_ins,
+    reshape_stand_in,
+)
+from boltmesh.plan.equal_blocks import continued, equal_blocks
 from boltmesh.plan.mesh_rank import MeshJob, RankForecast, forecast_whole, over_layers
 from boltmesh.plan.stage_model import (
     CutModel,
@@ -269,11 +286,65 @@ class MeshModel:
     notes: tuple[str, ...]
 
 
-def describe_mesh(config: DictConfig, job: MeshJob, *, source: str) -> MeshModel:
+def describe_mesh(
+    config: DictConfig, job: MeshJob, *, source: str, is_brief: bool = False
+) -> MeshModel:
     """Divide a config's model as its strategy will.
+
+    Args:
+        config: The whole.
+        job: What is asked.
+        source: The config's file, for errors.
+        is_brief: The figures of the ranks are wanted alone. If a model has many equal blocks (see
+            ``equal_blocks``), each stage gets one and then two in place of its own, and the figures
+            are continued as a line; blocks that fill no round go to the first stages.
 
     Raises:
         ConfigError: When the model cannot be built or divided, or its data give no batch.
+    """
+    if not is_brief:
+        return _divide(config, job, source, None)[0]
+    least = 2 if job.layout.pipeline == 1 else 1  # one block alone would be no repeated one
+    fewer, times = _divide(config, job, source, least)
+    if times is None:
+        return fewer
+    more, _ = _divide(config, job, source, least + 1)
+    return _extended(fewer, more, times)
+
+
+def _extended(fewer: MeshModel, more: MeshModel, times: int) -> MeshModel:
+    """Return the model with so many more blocks for each stage than the first has."""
+    pipeline = None
+    if fewer.pipeline is not None and more.pipeline is not None:
+        stages = zip(fewer.pipeline.stages, more.pipeline.stages, strict=True)
+        pipeline = replace(
+            more.pipeline,
+            stages=tuple(
+                continued(replace(one, units=two.units), two, times) for one, two in stages
+            ),
+            ranks=continued(fewer.pipeline.ranks, more.pipeline.ranks, times),
+        )
+    ranks = []
+    for one, two in zip(fewer.ranks, more.ranks, strict=True):
+        like = replace(one.memory, peak_moment=two.memory.peak_moment)
+        made = continued(replace(one, memory=like), two, times)
+        ranks.append(replace(made, memory=made.memory.at_fullest_moment()))
+    return replace(
+        more,
+        numel=continued(fewer.numel, more.numel, times),
+        pipeline=pipeline,
+        tensor=None,
+        ranks=tuple(ranks),
+    )
+
+
+def _divide(
+    config: DictConfig, job: MeshJob, source: str, per_stage: int | None
+) -> tuple[MeshModel, int | None]:
+    """Divide a model, with all of its blocks or with so many for each stage.
+
+    Returns:
+        The model, and how many blocks more each stage has; None where it has all.
     """
     quiet_lightning()
     batch, complaint = first_batch(config, source)
@@ -287,19 +358,23 @@ def describe_mesh(config: DictConfig, job: MeshJob, *, source: str) -> MeshModel
         )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of a module without a Trainer
-        with fake_tensors() as mode:
-            module, notes = build_fake(config, types, source)
-            optimizer = own_optimizer(module)
-            part = tree_map(faked(mode, types.stored), parts[0])
-            num_logged = _count_logged(module, part, types.cast)
-        put_stand_ins(module)
+        key = "model", OmegaConf.to_yaml(config.model, resolve=True), types
+        made = kept(key, lambda: _build(config, types, parts[0], source))
+        module, optimizer, notes = made.module, made.optimizer, [*made.notes]
+        times = None
+        with ExitStack() as fewer:
+            if per_stage is not None:
+                context, job, times = _with_fewer_blocks(module, job, per_stage)
+                fewer.enter_context(context)
+            if is_keeping() or times is not None:
+                module = copied(module)
         numel = sum(each.numel() for each in module.parameters())
         copies, assumed = optimizer_copies(config, *class_of(optimizer))
         notes += assumed
         job = replace(
             job,
             state_copies=copies,
-            num_logged=num_logged,
+            num_logged=made.num_logged,
             args=(converted(batch, types.stored), *step_arguments(module, STEP)),
             parts=tuple(converted(each, types.stored) for each in parts),
         )
@@ -321,7 +396,52 @@ def describe_mesh(config: DictConfig, job: MeshJob, *, source: str) -> MeshModel
         ranks=tuple(ranks),
         state_copies=copies,
         notes=tuple(notes),
-    )
+    ), times
+
+
+@dataclass(frozen=True)
+class _BuiltModel:
+    """A config's model of stand-ins, its optimizer and the number of values that it logs."""
+
+    module: LightningModule
+    optimizer: Optimizer | None
+    notes: list[str]
+    num_logged: int
+
+
+def _build(config: DictConfig, types: NumberTypes, part: Any, source: str) -> _BuiltModel:
+    with fake_tensors() as mode:
+        module, notes = build_fake(config, types, source)
+        optimizer = own_optimizer(module)
+        num_logged = _count_logged(module, tree_map(faked(mode, types.stored), part), types.cast)
+    put_stand_ins(module)
+    return _BuiltModel(module, optimizer, notes, num_logged)
+
+
+def _with_fewer_blocks(
+    module: LightningModule, job: MeshJob, per_stage: int
+) -> tuple[AbstractContextManager[None], MeshJob, int | None]:
+    """Leave a module so many blocks for each stage, with the same borders between stages.
+
+    Returns:
+        Within what it has so few; the job of these; how many more each stage has, None where
+        no blocks can be left out.
+    """
+    found = equal_blocks(module)
+    size = job.layout.pipeline
+    stages = 1 if size == 1 else job.stages.num_stages(size)
+    if found is None or job.stages.split != "auto":
+        return nullcontext(), job, None
+    whole, rest = divmod(found.count, stages)
+    if whole <= per_stage + 1:
+        return nullcontext(), job, None
+    borders, first = [], 0
+    for stage in range(stages - 1):
+        first += per_stage + (stage < rest)
+        borders.append(f"{found.name}.{first}")
+    if borders:
+        job = replace(job, stages=replace(job.stages, split=borders))
+    return found.first(per_stage * stages + rest), job, whole - per_stage
 
 
 def _divide_layers(module: LightningModule, job: MeshJob, source: str) -> TensorSummary | None:

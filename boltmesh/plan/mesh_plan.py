@@ -139,6 +139,7 @@ def plan_mesh(
     machine: Machine,
     *,
     source: str,
+    is_brief: bool = False,
 ) -> MeshPlan:
     """Put a config's model on its mesh, and work out what that costs.
 
@@ -148,6 +149,7 @@ def plan_mesh(
         given: Of the strategy's section.
         machine: What its ranks have.
         source: The config's file, for errors.
+        is_brief: The figures of the ranks are wanted alone: see ``describe_mesh``.
 
     Raises:
         ConfigError: When model or data cannot be divided, or options do not fit.
@@ -156,7 +158,7 @@ def plan_mesh(
     from boltmesh.plan.mesh_model import describe_mesh
 
     job = _job_of(config, ranks_per_host, given, source)
-    made = describe_mesh(config, job, source=source)
+    made = describe_mesh(config, job, source=source, is_brief=is_brief)
     pipeline = None
     if made.pipeline is not None:
         pipeline = plan_of(made.pipeline, made.state_copies, ())

@@ -165,11 +165,13 @@ def _forecast_rank(
         complaint = measured.run(module, batch, job.types.cast)
     notes = [] if complaint is None else [f"activations are not known: {complaint}"]
     units = shapes_of_units(
-        module, job.shards, multiplied=measured.cast_names, is_autocast=job.types.is_autocast
+        module, job.shards, multiplied=measured.counts.cast_names, is_autocast=job.types.is_autocast
     )
     activations = None
     if complaint is None:
-        activations = Activations(measured.saved_bytes, measured.transient_bytes, "counted")
+        activations = Activations(
+            measured.counts.saved_bytes, measured.counts.transient_bytes, "counted"
+        )
     shape = ModelShape(
         type(module).__name__,
         units,

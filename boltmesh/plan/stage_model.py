@@ -22,6 +22,7 @@ from boltmesh.errors import ConfigError
 from boltmesh.launch.log_filters import quiet_lightning
 from boltmesh.plan.dry_model import NumberTypes, build_fake, faked, first_batch, own_optimizer
 from boltmesh.plan.dry_step import STEP, DryStep, computing_in, put_stand_ins
+from boltmesh.plan.equal_blocks import equal_blocks
 from boltmesh.strategies.activation_checkpointing import ActivationCheckpointing
 from boltmesh.strategies.lightning_compat.loops import step_arguments
 from boltmesh.strategies.pipeline.microbatch import MicrobatchSplitter
@@ -100,9 +101,9 @@ def describe_stages(
     parts, rows = MicrobatchSplitter().cut(batch, options.num_microbatches(num_ranks))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of a module without a Trainer
-        measured = DryStep()
         with fake_tensors() as mode:
             module, notes = build_fake(config, types, source)
+            measured = DryStep(equal=equal_blocks(module))
             made = own_optimizer(module)
             with measured.attributing(find_stage_units(module)):
                 part = tree_map(faked(mode, types.stored), parts[0])
@@ -115,7 +116,7 @@ def describe_stages(
     if complaint is not None:
         notes.append(f"activations are not known: {complaint}")
     stages = cut.division.stages
-    kept = [sum(measured.saved_by.get(unit.name, 0) for unit in each) for each in stages]
+    kept = [sum(measured.counts.saved_by.get(unit.name, 0) for unit in each) for each in stages]
     return pipeline_model(
         module,
         cut,

@@ -135,6 +135,13 @@ class MemoryEstimate:
         """Sum of everything that is kept."""
         return total(self.kept.values())
 
+    def at_fullest_moment(self) -> "MemoryEstimate":
+        """Return the same with the peak of its moments, where these have changed."""
+        moment = max(self.moments, key=lambda each: self.moments[each])
+        place = "device" if self.peak.device else "host"
+        peak = replace(self.peak, **{place: self.moments[moment]})
+        return replace(self, peak=peak, peak_moment=moment)
+
 
 def copied_bytes(kept: Mapping[str, Bytes], *, num_hosts: int, is_replica: bool = False) -> int:
     """Return the bytes of host memory that ``checkpoint_in_memory_every`` takes for a rank.

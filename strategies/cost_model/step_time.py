@@ -9,7 +9,7 @@ Bytes per parameter of a host's step: 4 come in, Adam reads four tensors and wri
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from boltmesh.errors import ConfigError
@@ -52,6 +52,10 @@ class Machine:
     """Host memory, reads and writes together, as Adam uses it."""
     disk_read_gb_s: float | None = None
     disk_write_gb_s: float | None = None
+    ranks_per_core: float | None = None
+    """Ranks on the CPU over the cores that they share, where there are more ranks than cores."""
+    allreduce_s: Mapping[int, Mapping[int, float]] | None = None
+    """Seconds of an all-reduce by ranks of the group and bytes of the message."""
 
     @classmethod
     def of(cls, given: Mapping[str, Any], *, source: str) -> "Machine":
@@ -61,6 +65,8 @@ class Machine:
             ConfigError: For an unknown key, or a value that is not a positive number.
         """
         known = [each.name for each in fields(cls)]
+        given = dict(given)
+        table = _table_of(given.pop("allreduce_s", None), source)
         for key, value in given.items():
             if key not in known:
                 raise ConfigError(f"{source}: unknown key '{key}'. Use {', '.join(known)}.")
@@ -69,7 +75,45 @@ class Machine:
                     f"{source}: {key}={value} is no measured number. Write one above 0, or leave "
                     f"the key out."
                 )
-        return cls(**{str(key): float(value) for key, value in given.items()})
+        numbers = {str(key): float(value) for key, value in given.items()}
+        return cls(**numbers, allreduce_s=table)
+
+    def allreduce_seconds(self, ranks: int, num_bytes: float) -> float | None:
+        """Return the time of an all-reduce from what was measured of such groups.
+
+        Between two measured sizes, and above the largest one, it is a line through the two next to
+        it.
+
+        Returns:
+            Seconds; None where no group of so many ranks was measured.
+        """
+        table = (self.allreduce_s or {}).get(ranks)
+        if table is None:
+            return None
+        sizes = sorted(table)
+        if num_bytes <= sizes[0]:
+            return table[sizes[0]]
+        above = next((at for at, each in enumerate(sizes) if each >= num_bytes), len(sizes) - 1)
+        low, high = sizes[above - 1], sizes[above]
+        slope = max(0.0, table[high] - table[low]) / (high - low)
+        return table[low] + slope * (num_bytes - low)
+
+    def with_faster_links(self, factor: float) -> "Machine":
+        """Return the same with links that move so many times the bytes, and equal latencies."""
+        table = None
+        if self.allreduce_s is not None:
+            table = {
+                ranks: {
+                    size: least + (seconds - least) / factor for size, seconds in of_group.items()
+                }
+                for ranks, of_group in self.allreduce_s.items()
+                for least in (min(of_group.values()),)
+            }
+        rates = {
+            name: None if (rate := getattr(self, name)) is None else factor * rate
+            for name in ("network_gb_s", "link_gb_s")
+        }
+        return replace(self, allreduce_s=table, **rates)
 
     def size_of(self, place: str) -> float | None:
         """Bytes available in a place."""
@@ -83,6 +127,32 @@ class Machine:
             for place, num_bytes in needed.items()
             if (room := self.size_of(place)) is not None and num_bytes > room
         )
+
+
+def _table_of(given: Any, source: str) -> Mapping[int, Mapping[int, float]] | None:
+    """Return seconds by ranks and bytes.
+
+    Raises:
+        ConfigError: For anything else, and for fewer than two sizes of a group.
+    """
+    if given is None:
+        return None
+    try:
+        table = {
+            int(ranks): {int(size): float(seconds) for size, seconds in of_group.items()}
+            for ranks, of_group in given.items()
+        }
+    except (AttributeError, TypeError, ValueError):
+        table = {}
+    if not table or any(
+        len(of_group) < 2 or min(of_group.values()) <= 0 for of_group in table.values()
+    ):
+        raise ConfigError(
+            f"{source}: allreduce_s has no measured numbers. Write seconds by ranks and bytes, at "
+            f"least two sizes of each group, as in {{2: {{4: 2.0e-5, 1048576: 8.0e-5}}}}, or leave "
+            f"the key out."
+        )
+    return table
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,11 @@ from boltmesh.advisor.machine import measure_here, rates_file, read_rates, remem
 from boltmesh.advisor.prediction import Collective, RankStep, predict_step
 from boltmesh.advisor.search import ConfigSearcher
 from boltmesh.bench.figures import BenchRun
-from boltmesh.bench.running import Ended
+from boltmesh.bench.running import OUT_OF_MEMORY, Ended, run_variant
 from boltmesh.bench.variant import Variant
 from boltmesh.cli import run_command
 from boltmesh.configs.load import load
+from boltmesh.errors import ConfigError
 from boltmesh.plan.dry_model import describe_model
 from boltmesh.strategies.cost_model.model import StepWork
 from boltmesh.strategies.cost_model.step_time import Machine
@@ -107,7 +108,7 @@ def test_an_all_reduce_of_two_ranks_sends_its_bytes_once() -> None:
 
 
 def test_rates_are_measured_in_processes_of_their_own() -> None:
-    found = measure_here("cpu", 2, "32-true")
+    found = measure_here("cpu", 2, "32-true", ".")
     measured = (found.device_tflops, found.memory_gb_s, found.operator_us)
     assert all(each is not None and each > 0 for each in measured)
     assert found.network_gb_s is not None
@@ -318,7 +319,8 @@ def test_tuning_runs_layouts_back_and_forth_so_that_a_burst_of_load_does_not_dec
     found = json.loads(capsys.readouterr().out)["layouts"]
     first, second, _ = ran[:3]
     assert ran[3:] == [second, first, first, second]
-    assert [each["reason"] for each in found].count("out of memory") == 1
+    (reason,) = (each["reason"] for each in found if each["reason"])
+    assert reason.startswith("out of memory: it was to need ")
     assert sorted(each["measured_s"] or 0.0 for each in found) == [0.0, 1.0, 2.0]
 
 
@@ -358,3 +360,44 @@ def test_tuning_measures_layouts_and_later_plans_remember(tmp_path, monkeypatch,
     planned = json.loads(capsys.readouterr().out)["best"]
     took = [each["step_s"] for each in planned if each["is_measured"]]
     assert took == pytest.approx([first["measured_s"]])
+
+
+@pytest.mark.slow(30)
+def test_a_job_that_needs_more_than_its_memory_ends_with_that_reason(tmp_path) -> None:
+    line = [*SMALL, "devices=1", "model.init_args.n_embd=4096"]  # 1.6 GB of parameters
+    variant = Variant(label="one", strategy="bolt_ddp")
+    ended = run_variant(variant, "ddp", line, steps=1, warmup=0, host_bytes=2**28)
+    assert ended.run is None
+    assert ended.reason == OUT_OF_MEMORY
+
+
+def test_all_reduces_are_remembered_by_ranks_and_bytes(tmp_path) -> None:
+    table = {2: {4: 1e-4, 2**20: 1e-3}, 8: {4: 2e-3, 2**20: 9e-3, 2**24: 1e-1}}
+    path = tmp_path / "rates.yaml"
+    remember(replace(RATES, allreduce_s=table, ranks_per_core=4.0), path)
+    found = read_rates(path)
+    assert found is not None
+    assert found.allreduce_s == table
+    assert found.allreduce_seconds(2, 1) == 1e-4
+    assert found.allreduce_seconds(8, 2**20) == pytest.approx(9e-3)
+    assert found.allreduce_seconds(8, 2**19) == pytest.approx((2e-3 + 9e-3) / 2, rel=1e-3)
+    assert found.allreduce_seconds(2, 2**21) == pytest.approx(1.9e-3, rel=1e-3)
+    assert found.allreduce_seconds(4, 4) is None
+    moved = predict_step(replace(STEP, sizes={"data": 2}), found, is_cpu=True)["data"]
+    assert moved == found.allreduce_seconds(2, 4e6)
+
+
+@pytest.mark.parametrize("table", ["3", "{2: {4: 0.1}}", "{2: {4: 0.1, 8: -1}}", "{a: {4: 1}}"])
+def test_a_table_of_all_reduces_that_cannot_be_is_refused(table, tmp_path) -> None:
+    path = tmp_path / "rates.yaml"
+    path.write_text(f"allreduce_s: {table}\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match="allreduce_s has no measured numbers"):
+        read_rates(path)
+
+
+def test_ranks_that_share_cores_wait_less_in_a_pipeline() -> None:
+    waiting = replace(STEP, bubble=0.5)
+    alone = predict_step(waiting, RATES, is_cpu=True)
+    shared = predict_step(waiting, replace(RATES, ranks_per_core=4.0), is_cpu=True)
+    assert alone["bubble"] == pytest.approx(alone["compute"])
+    assert shared["bubble"] == 0.0  # half of the ranks still fill all cores

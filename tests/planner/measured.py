@@ -64,7 +64,7 @@ def measure(name: str, folder: Path, *, rounds: int, steps: int) -> dict[str, An
     """Tune, plan, and measure all layouts of a model."""
     config = str(write_config(name, folder))
     start = time.monotonic()
-    tuned = _json(folder, "tune", config, "--steps", str(steps))
+    tuned = _json(folder, "tune", config, "--steps", str(steps), "--rounds", str(rounds))
     planned = _json(folder, "plan", "auto", config, "--top", "20")
     layouts = [each["overrides"] for each in planned["best"]]
     # Stages 1 and 2 are one kind of layout to the plan, which names the faster one.

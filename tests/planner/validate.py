@@ -12,7 +12,7 @@ fractions of 1.
 
 ``--calculon`` puts Calculon beside the left-out predictions, on the rows that it can do. FOLDER is
 a clone of https://github.com/calculon-ai/calculon, which no package index has. Memory is compared
-with accelerate's estimate.
+with the estimates of accelerate and, where it is installed, of DeepSpeed.
 """
 
 import argparse
@@ -274,24 +274,58 @@ def beside_calculon(found: Sequence[Prediction], folder: Path) -> list[str]:
     return lines
 
 
-def beside_accelerate(runs: Iterable[Run]) -> str:
-    """Return the memory error of accelerate's estimate, which knows one device and no layout."""
+def memory_peers(runs: Iterable[Run]) -> list[str]:
+    """Return the memory errors of the estimates of accelerate and DeepSpeed, and the planner's.
+
+    Accelerate's knows one device and no layout, DeepSpeed's ZeRO alone; neither has activations.
+    """
+    known = [run for run in runs if run.memory_gb is not None and not run.is_out_of_memory]
+    plain = [run for run in known if run.layout.tensor == run.layout.pipeline == 1]
+    zero = [run for run in plain if run.layout.zero in {2, 3} and run.layout.shard is None]
+    lines = ["", "memory, median factor by which estimates are off:"]
+    peers: list[tuple[str, list[Run], Callable[[Run], float]]] = [
+        ("accelerate", known, _accelerate_bytes),
+        ("deepspeed", zero, _deepspeed_bytes),
+    ]
+    for name, rows, estimate in peers:
+        try:
+            found = [(estimate(run), run.memory_gb or 0.0) for run in rows]
+        except ImportError:
+            lines.append(f"  {name:12} is not installed: pip install {name}")
+            continue
+        theirs = math.exp(_median([abs(math.log(a / (b * 2**30))) for a, b in found]) or 0.0)
+        ours = math.exp(_median(memory_errors(rows)) or 0.0)
+        lines.append(f"  {name:12} {len(rows):4} rows  {theirs:6.2f}  boltmesh {ours:5.2f}")
+    return lines
+
+
+def _accelerate_bytes(run: Run) -> float:
     from accelerate.commands.estimate import (  # type: ignore[import-untyped]
         estimate_training_usage,
     )
 
-    known = [run for run in runs if run.memory_gb is not None and not run.is_out_of_memory]
-    errors = []
-    for run in known:
-        usage = estimate_training_usage(4 * run.model.numel, "bfloat16")
-        assert run.memory_gb is not None
-        errors.append(abs(math.log(max(usage.values()) / (run.memory_gb * 2**30))))
-    ours = _percent(_median(memory_errors(known)))
-    factor = math.exp(_median(errors) or 0.0)
-    return (
-        f"memory of {len(known)} rows, medians: accelerate's estimate-memory is off by a factor of "
-        f"{factor:.1f}, boltmesh by {ours}"
-    )
+    return float(max(estimate_training_usage(4 * run.model.numel, "bfloat16").values()))
+
+
+def _deepspeed_bytes(run: Run) -> float:
+    from deepspeed.runtime.zero import stage3, stage_1_and_2
+
+    model, cluster = run.model, run.cluster
+    sizes = {"num_gpus_per_node": cluster.devices_per_node, "num_nodes": cluster.num_nodes}
+    is_offloaded = run.layout.offload != "none"
+    if run.layout.zero == 2:
+        found = stage_1_and_2.estimate_zero2_model_states_mem_needs(
+            model.numel, **sizes, cpu_offload=is_offloaded
+        )
+    else:
+        found = stage3.estimate_zero3_model_states_mem_needs(
+            model.numel,
+            model.vocab * model.hidden,
+            **sizes,
+            cpu_offload=is_offloaded,
+            cpu_offload_params=run.layout.offload == "all",
+        )
+    return float(found[1])
 
 
 def _calculon_seconds(run: Run, folder: Path) -> float | None:
@@ -416,7 +450,7 @@ def main() -> None:
             known = [run for run in timed(read_runs(given.rows)[0]) if run.source in unseen]
             found = predictions(known, lambda run: unseen[run.source])
             print("\n".join(beside_calculon(found, given.calculon)))
-            print(beside_accelerate(read_runs(given.rows)[0]))
+        print("\n".join(memory_peers(read_runs(given.rows)[0])))
         return
     for reason, count in result.get("reasons", {}).items():
         print(f"skipped {count}: {reason}", file=sys.stderr)

@@ -118,7 +118,7 @@ class KnownUnits:
         self._kinds: dict[str, int] = {}
         self._settings: dict[str, dict[Setting, Hashable]] = {}
         for name, unit in units.items():
-            kind, self._settings[name] = _describe(unit, forwards.get(name))
+            kind, self._settings[name] = describe_unit(unit, forwards.get(name))
             self._kinds[name] = numbers.setdefault(kind, len(numbers))
         self._counts = Counter(self._kinds.values())
         self._differing = _differing(self._kinds, self._settings)
@@ -185,8 +185,13 @@ class WatchedCall:
     saved: Any = None
 
 
-def _describe(unit: Module, forward: Any) -> tuple[Hashable, dict[Setting, Hashable]]:
-    """Return what units of a kind have in common, and the constants in which they may differ."""
+def describe_unit(unit: Module, forward: Any) -> tuple[Hashable, dict[Setting, Hashable]]:
+    """Return what units of a kind have in common, and the constants in which they may differ.
+
+    Args:
+        unit: The module.
+        forward: What it has as an attribute ``forward`` of its own.
+    """
     names = {module: name for name, module in unit.named_modules()}
     kind: list[Hashable] = []
     settings: dict[Setting, Hashable] = {}
