@@ -3,8 +3,9 @@
 Restores attributes and buffers of modules, and random states.
 """
 
+import re
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
 from typing import Any
@@ -13,11 +14,19 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.nn import Module
+from torch.overrides import TorchFunctionMode
+from typing_extensions import override
 
 from boltmesh.lightning_import import ROOTS
 from boltmesh.strategies.dry_run.metrics import MetricCall, MetricKind, answer, metrics_replaced
 from boltmesh.strategies.random_state import capture_random_state, restore_random_state
-from boltmesh.strategies.torch_compat.tensors import is_equal, times_written
+from boltmesh.strategies.torch_compat.tensors import (
+    is_equal,
+    local_tensor,
+    storage_key,
+    times_written,
+    tree_leaves,
+)
 
 CONTAINERS = (dict, list, set, OrderedDict, defaultdict, Counter, deque)
 
@@ -66,6 +75,57 @@ def modules_unchanged(modules: Iterable[Module]) -> Iterator[None]:
                     buffer.copy_(value)
                 elif not is_equal(buffer, value):
                     buffer.data.copy_(value)  # in the same way, so that no saved tensor is invalid
+
+
+_IN_PLACE = re.compile(
+    r"data\.__set__|__setitem__|__i(add|sub|mul|truediv|floordiv|mod|pow|and|or|xor)__"
+    r"|(?!requires_grad_|detach_|share_memory_)[a-z][a-z0-9_]*[a-z0-9]_"
+)
+
+
+def writes_to_first(name: str) -> bool:
+    """Whether a function of that name writes to its first argument, and gives it or nothing."""
+    return bool(_IN_PLACE.fullmatch(name))
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """Return how Python calls a function of torch; a property by its own name."""
+    name = getattr(function, "__name__", "")
+    if name in {"__get__", "__set__", "__delete__"}:
+        return f"{getattr(function.__self__, '__name__', name)}.{name}"  # type: ignore[attr-defined]
+    return name or type(function).__name__
+
+
+class ParametersUnchanged(TorchFunctionMode):
+    """Undoes at its end what functions of torch have written to parameters of a module.
+
+    A parameter is copied before the first write to it.
+    """
+
+    def __init__(self, module: Module) -> None:
+        super().__init__()
+        self._parameters = {storage_key(local_tensor(each)): each for each in module.parameters()}
+        self._before: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+
+    @override
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if args and writes_to_first(name_of(func).removeprefix("_foreach_")):
+            for each in filter(torch.is_tensor, tree_leaves(args[0])):
+                parameter = self._parameters.get(storage_key(local_tensor(each)))
+                if parameter is not None and id(parameter) not in self._before:
+                    memory = local_tensor(parameter).data
+                    self._before[id(parameter)] = parameter, memory, memory.clone()
+        return func(*args, **(kwargs or {}))
+
+    @override
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        for parameter, memory, value in self._before.values():
+            memory.copy_(value)  # of which there may be other tensors
+            if local_tensor(parameter) is parameter:
+                parameter.data = memory
 
 
 def _is_expanded(buffer: Tensor) -> bool:

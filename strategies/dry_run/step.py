@@ -30,6 +30,7 @@ from boltmesh.strategies.checkpoint.chunks import DimDivision
 from boltmesh.strategies.dry_run.fake_optimizers import manual_optimization_stub
 from boltmesh.strategies.dry_run.metrics import find_metrics
 from boltmesh.strategies.dry_run.no_side_effects import (
+    ParametersUnchanged,
     modules_unchanged,
     no_side_effects,
     patched_log,
@@ -150,6 +151,7 @@ class DryRun:
             stack.enter_context(no_side_effects(self.module, find_metrics(self.module)))
             stack.enter_context(without_dropout(self.module.modules()))
             stack.enter_context(_WithoutCollectives(type(self.module).__name__))
+            stack.enter_context(ParametersUnchanged(self.module))
             if not self.trains:  # for training Lightning leaves every module in its own mode
                 self.module.eval()
             yield

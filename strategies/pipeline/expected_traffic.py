@@ -35,12 +35,12 @@ from boltmesh.strategies.dry_run.no_side_effects import (
 )
 from boltmesh.strategies.pipeline.microbatch_runs import Around
 from boltmesh.strategies.pipeline.options import PipelineContext
-from boltmesh.strategies.pipeline.partition.placement import TRAINING, StagePlacement
+from boltmesh.strategies.pipeline.partition.placement import StagePlacement
 from boltmesh.strategies.pipeline.runtime.backward import StageGraph, backward
 from boltmesh.strategies.pipeline.runtime.handshake import handshake_size
 from boltmesh.strategies.pipeline.runtime.stage import ValueSpec
 from boltmesh.strategies.pipeline.schedules.actions import RankProgram, RankPrograms
-from boltmesh.strategies.pipeline.stage.plan_cache import batch_signature
+from boltmesh.strategies.pipeline.stage.plan_cache import TRAINING, batch_signature
 from boltmesh.strategies.pipeline.stage.stage_run import StageRun
 from boltmesh.strategies.pipeline.stage_params import StageParameters
 from boltmesh.strategies.pipeline.step_report import NUM_SIGNALS, LastStageBroadcast

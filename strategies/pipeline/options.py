@@ -190,17 +190,11 @@ def refuse_layout(options: PipelineOptions, layout: MeshLayout) -> None:
         ConfigError: With what to do instead.
     """
     options.num_stages(layout.pipeline)
-    is_weighed = options.schedule not in {AUTOMATIC_SCHEDULE, WHOLE_BATCH}
-    if layout.size("context") > 1 and is_weighed and options.num_microbatches(layout.pipeline) > 1:
-        raise ConfigError(
-            f"schedule={options.schedule!r} weighs the loss of each microbatch by what it was "
-            f"divided by, which is not read where ranks of a context axis divide the sequence "
-            f"({layout}). Use schedule={WHOLE_BATCH!r}, or microbatches=1."
-        )
-    if schedule_kind(options.first_schedule).is_asynchronous and layout.data > 1:
+    num_pipelines = layout.data * layout.size("context")
+    if schedule_kind(options.first_schedule).is_asynchronous and num_pipelines > 1:
         raise ConfigError(
             f"schedule={options.schedule!r} applies gradients a step late, and checkpoints keep "
-            f"those of one pipeline; {layout} would have {layout.data} pipelines. Use "
+            f"those of one pipeline; {layout} would have {num_pipelines} pipelines. Use "
             f"schedule='1f1b', or as many stages as there are ranks."
         )
 

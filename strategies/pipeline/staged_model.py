@@ -380,8 +380,6 @@ class StagedModel:
 
     def _find_problem(self, trial: Callable[[], Trial]) -> BatchLossError | None:
         """Return why no weights put the loss together. Collective over the pipeline."""
-        if self.context.borders is not None:
-            return BatchLossError("Each rank of the context axis has a part of the loss.")
         found: list[tuple[str, str] | None] = [None]
         with suppress(Exception):  # raised again within the step, on all ranks
             problem = self.proofs.find_problem(trial) if self.holds_last_stage else None

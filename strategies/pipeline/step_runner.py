@@ -34,7 +34,7 @@ from boltmesh.strategies.pipeline.runtime.step import StepOutcome
 from boltmesh.strategies.pipeline.schedules.actions import RankProgram, RankPrograms
 from boltmesh.strategies.pipeline.stage.rng import host_random_kept
 from boltmesh.strategies.pipeline.stage.stage_run import StageRun
-from boltmesh.strategies.pipeline.stage.trace import MetricTrace
+from boltmesh.strategies.pipeline.stage.trace import MetricTrace, refuse_writes
 from boltmesh.strategies.pipeline.stage_params import NonStageState, StageParameters
 from boltmesh.strategies.pipeline.step_report import (
     NUM_SIGNALS,
@@ -122,6 +122,8 @@ class StepRunner:
         try:
             with around():
                 runs = self._stage_runs(run)
+                if self.delayed is not None:
+                    refuse_writes(runs[0][0].plan.events, "with schedule='pipedream_2bw'")
                 count = len(run.parts) if joined is None else 1
                 metrics = self._metric_calls(run, [each[0].plan.metrics for each in runs], count)
         except Exception as error:  # noqa: BLE001 - told to all ranks and raised again
@@ -133,12 +135,13 @@ class StepRunner:
             tail = BatchTail(joined, around, logs.of_microbatch, finish)
             stages = self._joined_stages(run, runs, around, joined, tail)
         tell = partial(found, logs) if self._end in self._whole.stages else None
-        if self.delayed is None:
-            outcome = self._run(self._programs.of(len(run.parts)), stages, tell)
-        else:
-            with self.delayed.batch() as before:
-                program = self._programs.asynchronous(before, len(run.parts))
-                outcome = self._run(program, stages, tell)
+        with self._placement.plans.writes.of_batch():
+            if self.delayed is None:
+                outcome = self._run(self._programs.of(len(run.parts)), stages, tell)
+            else:
+                with self.delayed.batch() as before:
+                    program = self._programs.asynchronous(before, len(run.parts))
+                    outcome = self._run(program, stages, tell)
         self.glue_state.share((each[0].plan for each in runs), is_joined=joined is not None)
         return logs, outcome.told[:, NUM_SIGNALS:]
 

@@ -203,7 +203,7 @@ def differences(ranks: list[Outcome], alone: Outcome) -> dict[str, float]:
 
 def _largest(ranks: list[Outcome], alone: Outcome, what: str) -> float:
     expected: dict[str, Tensor] = getattr(alone, what)
-    gaps, names = [0.0], set()
+    gaps, names = [0.0], set[str]()
     for each in ranks:
         found: dict[str, Tensor] = getattr(each, what)
         names |= found.keys()

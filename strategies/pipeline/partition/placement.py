@@ -30,8 +30,8 @@ from boltmesh.strategies.pipeline.partition.choose import (
 from boltmesh.strategies.pipeline.partition.materialize import DeferredModel
 from boltmesh.strategies.pipeline.partition.split import UnitCost, refuse_too_few
 from boltmesh.strategies.pipeline.stage.cut import StageBorders
-from boltmesh.strategies.pipeline.stage.plan_cache import StagePlans
-from boltmesh.strategies.pipeline.stage.trace import StepTrace
+from boltmesh.strategies.pipeline.stage.plan_cache import TRAINING, StagePlans
+from boltmesh.strategies.pipeline.stage.trace import StepTrace, refuse_writes
 from boltmesh.strategies.pipeline.stage.trace_step import probe
 from boltmesh.strategies.pipeline.stage.units import find_stage_units
 from boltmesh.strategies.random_state import broadcast_from_rank0
@@ -71,9 +71,6 @@ class StageAssignment:
                 return self.rank_of_stage[stage]
         return self.rank_of_stage[-1]
 
-
-TRAINING = "training_step"
-"""The step that has to be cut into stages; the others run layer by layer where they cannot."""
 
 _DIVISIONS: "WeakKeyDictionary[Module, StageAssignment]" = WeakKeyDictionary()
 """Of modules that are divided already, of which this process has no more than its part."""
@@ -217,6 +214,7 @@ def divide(
         uses = units_in_model_order(units)  # a test of an encoder alone: the others stand as well
     seconds = None
     if split == "measured":
+        refuse_writes(trace.events if trace else [], "with split='measured'")
         seconds = measure_units(module, units, step, args, seed=seed, device=device, unmade=unmade)
     costs = {
         each.name: unit_cost(

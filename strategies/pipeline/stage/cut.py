@@ -3,6 +3,7 @@
 What one stage does at every event of a step.
 """
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from boltmesh.strategies.pipeline.stage.trace import (
     TraceEvent,
     UnitOutput,
     Value,
+    write_refused,
 )
 
 ANY_STAGE = -1
@@ -47,6 +49,10 @@ class StageBorders:
         """Return what a step returns with every tensor whole."""
         return result
 
+    def largest(self, number: float) -> float:
+        """Return the largest of the numbers of those ranks that have parts of one value."""
+        return number
+
 
 @dataclass
 class EventPlan:
@@ -60,6 +66,10 @@ class EventPlan:
     """Remembered tensors into which received values are written."""
     ends: bool = False
     """The stage's run is over when this event is."""
+    writes: tuple[str, int] | None = None
+    """The parameter that it writes to, and which of the step's writes to it this is."""
+    is_late: bool = False
+    """Whether it writes when all microbatches have run: earlier events use the parameter."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +142,12 @@ def plan_stages(
         ConfigError: When the step cannot be cut there.
     """
     cut = _StageCut(trace, stage_of_unit, weight_only, borders=borders)
-    return tuple(_StagePlanner(cut, stage, parameters_of_unit).plan() for stage in range(cut.count))
+    plans = [_StagePlanner(cut, stage, parameters_of_unit).plan() for stage in range(cut.count)]
+    for number, event in enumerate(trace.events):
+        users = [plan.stage for plan in plans if event.writes in plan.parameters]
+        if event.writes and cut.stage_of_event(number) > min(users, default=0):
+            raise write_refused(event.writes, event.place, "behind the stage that uses it")
+    return tuple(plans)
 
 
 def plan_tail(
@@ -359,6 +374,7 @@ class _StagePlanner:
                 self._at(value.made_at).keep[value.leaf] = numbers[id(value)]
         if self.cut.has_tail and self.stage == self.cut.count - 2:
             self._at(self.end - 1).ends = True
+        self._write()
         return StagePlan(
             stage=self.stage,
             num_stages=self.cut.count,
@@ -402,6 +418,35 @@ class _StagePlanner:
             self._at(value.made_at).receive[value.leaf] = slot
         if any(each >= self.begin for each in writes):
             self.copies.add(slot)
+
+    def _write(self) -> None:
+        """Plan the step's writes to parameters.
+
+        Raises:
+            ConfigError: When one lies between uses of its parameter.
+        """
+        counts: Counter[str] = Counter()
+        for number, event in enumerate(self.trace.events[: self.end]):
+            if not event.writes:
+                continue
+            uses = self._uses(event.writes)
+            is_late = any(use < number for use in uses)
+            if is_late and uses[-1] > number:
+                raise write_refused(event.writes, event.place, "between uses of it")
+            plan = self._at(number)
+            plan.writes, plan.is_late = (event.writes, counts[event.writes]), is_late
+            counts[event.writes] += 1
+
+    def _uses(self, parameter: str) -> list[int]:
+        """Return the events that use a parameter; -1 for one that uses an older value of it."""
+        uses = [
+            number
+            for number, event in enumerate(self.trace.events)
+            if parameter in event.parameters
+            or (event.is_unit and parameter in self.parameters_of_unit[event.name])
+        ]
+        is_stale = parameter in self.trace.stale_uses
+        return [NO_EVENT, *uses, len(self.trace.events)] if is_stale else uses
 
     def _written_outputs(self) -> frozenset[tuple[int, int]]:
         return frozenset(

@@ -51,14 +51,6 @@ def is_event(result: Any) -> bool:
     return result is None or isinstance(result, Tensor) or bool(tensors_in(result))
 
 
-def name_of(function: Callable[..., Any]) -> str:
-    """Return how Python calls a function of torch; a property by its own name."""
-    name = getattr(function, "__name__", "")
-    if name in {"__get__", "__set__", "__delete__"}:
-        return f"{getattr(function.__self__, '__name__', name)}.{name}"  # type: ignore[attr-defined]
-    return name or type(function).__name__
-
-
 def answer_of(result: Any) -> Hashable:
     """Return what was read, so that two readings can be compared."""
     return repr(result.tolist() if hasattr(result, "tolist") else result)

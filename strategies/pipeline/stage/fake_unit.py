@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from typing_extensions import override
 
 from boltmesh.errors import ConfigError, UnsupportedError
+from boltmesh.strategies.dry_run.no_side_effects import name_of
 from boltmesh.strategies.dry_run.unsupported import refuse_collective
 from boltmesh.strategies.pipeline.stage.data_dependent_ops import (
     READS,
@@ -20,7 +21,6 @@ from boltmesh.strategies.pipeline.stage.data_dependent_ops import (
     guess,
     is_expert_product,
     is_packing,
-    name_of,
     norm_of_one_value,
     packed,
     sees_one_value,

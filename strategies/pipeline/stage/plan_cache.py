@@ -19,8 +19,8 @@ from torch.nn import Module, Parameter
 from boltmesh.lightning_import import ROOTS
 from boltmesh.strategies.dry_run.unsupported import with_inner
 from boltmesh.strategies.pipeline.stage.cut import StageBorders, plan_stages, plan_tail
-from boltmesh.strategies.pipeline.stage.stage_run import StageRun, Tail
-from boltmesh.strategies.pipeline.stage.trace import StepTrace, UnitOutput
+from boltmesh.strategies.pipeline.stage.stage_run import ParameterWrites, StageRun, Tail
+from boltmesh.strategies.pipeline.stage.trace import StepTrace, UnitOutput, refuse_writes
 from boltmesh.strategies.pipeline.stage.trace_step import probe
 from boltmesh.strategies.pipeline.stage.units import unit_parameters
 from boltmesh.strategies.pytree import is_constant, take_apart
@@ -29,6 +29,9 @@ from boltmesh.strategies.torch_compat.modules import ParametersInPlace
 if TYPE_CHECKING:
     from boltmesh.strategies.pipeline.stage.cut import StagePlan
 
+
+TRAINING: Final = "training_step"
+"""The step that has to be cut into stages; the others run layer by layer where they cannot."""
 
 EPOCH: Final = "current_epoch"
 """By which steps add a term from some epoch on, or leave a layer out."""
@@ -143,7 +146,7 @@ class StagePlans:
             silent: Enters what a step is probed in: units communicate nothing there.
             borders: How values cross from one stage to the next.
         """
-        self._borders = borders
+        self.borders = borders or StageBorders()
         self._silent = silent
         self.root = root
         self.units = dict(units)
@@ -153,6 +156,8 @@ class StagePlans:
         self.weight_only = frozenset(
             name for name, unit in self.units.items() if type(unit) in WEIGHTS_ONLY
         )
+        self.writes = ParameterWrites()
+        """Does the step's writes to parameters."""
         self.check: Callable[[tuple[StagePlan, ...]], None] | None = None
         """Called with every new cut of a step; raises where this rank cannot run it."""
         self._known: OrderedDict[Hashable, _KnownSignature] = OrderedDict()
@@ -227,11 +232,11 @@ class StagePlans:
                 self.parameters_of_unit,
                 self.weight_only,
                 recomputed,
-                self._borders,
+                self.borders,
             )
             tail = tails[recomputed] = Tail(
-                last=StageRun(self.root, self.units, step, last, self._borders),
-                end=StageRun(self.root, self.units, step, end, self._borders),
+                last=self._run(step, last),
+                end=self._run(step, end),
                 draws_before=any(each < end.begin for each in trace.draws),
             )
         return tail
@@ -283,9 +288,14 @@ class StagePlans:
         return known, answers
 
     def _cut(self, step: str, trace: StepTrace) -> tuple[StageRun, ...]:
+        if step != TRAINING:
+            refuse_writes(trace.events, f"of {step}")
         plans = plan_stages(
-            trace, self.stage_of_unit, self.parameters_of_unit, self.weight_only, self._borders
+            trace, self.stage_of_unit, self.parameters_of_unit, self.weight_only, self.borders
         )
         if self.check is not None:
             self.check(plans)
-        return tuple(StageRun(self.root, self.units, step, each, self._borders) for each in plans)
+        return tuple(self._run(step, each) for each in plans)
+
+    def _run(self, step: str, plan: "StagePlan") -> StageRun:
+        return StageRun(self.root, self.units, step, plan, self.borders, self.writes)

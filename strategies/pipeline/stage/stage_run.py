@@ -22,7 +22,7 @@ they the same, so such a batch is not divided.
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -34,14 +34,14 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from boltmesh.errors import DivergenceError
+from boltmesh.strategies.dry_run.no_side_effects import name_of
 from boltmesh.strategies.pipeline.stage.cut import EventPlan, StageBorders, StagePlan
 from boltmesh.strategies.pipeline.stage.data_dependent_ops import (
     is_event,
-    name_of,
 )
 from boltmesh.strategies.pipeline.stage.rng import RandomStreams
 from boltmesh.strategies.pipeline.stage.trace import Argument, TensorSpec, line_of_step
-from boltmesh.strategies.pipeline.stage.units import ReplacedForwards
+from boltmesh.strategies.pipeline.stage.units import ReplacedForwards, is_absent
 from boltmesh.strategies.pytree import is_immutable, take_apart
 from boltmesh.strategies.torch_compat.modules import distributions_unchecked
 
@@ -61,6 +61,42 @@ def placeholder(spec: TensorSpec, *, is_written: bool) -> Tensor:
     return torch.full((), fill, dtype=spec.dtype, device=spec.device).expand(spec.shape)
 
 
+class ParameterWrites:
+    """The writes of a step to parameters, which each stage would do for each microbatch.
+
+    One that precedes all uses of its parameter is done by the first microbatch on each rank, one
+    behind them when all microbatches have run. Outside of ``of_batch`` they are left out.
+    """
+
+    def __init__(self) -> None:
+        self._done: set[tuple[str, int]] | None = None
+        self._late: list[Callable[[], Any]] = []
+
+    @contextmanager
+    def of_batch(self) -> Iterator[None]:
+        """Within it, microbatches of one batch run."""
+        self._done = set()
+        try:
+            yield
+            with torch.no_grad():
+                for write in self._late:
+                    write()
+        finally:
+            self._done = None
+            self._late = []
+
+    def do(self, plan: EventPlan, write: Callable[[], Any]) -> None:
+        """Do a write, once, as it was planned."""
+        assert plan.writes is not None
+        if self._done is None or plan.writes in self._done:
+            return
+        self._done.add(plan.writes)
+        if plan.is_late:
+            self._late.append(write)
+        else:
+            write()
+
+
 class BetweenUnitsReplay(TorchFunctionMode):
     """Counts functions of torch between units, and hands results of some of them to a stage.
 
@@ -68,10 +104,16 @@ class BetweenUnitsReplay(TorchFunctionMode):
     that has to be found, and never inside a unit.
     """
 
-    def __init__(self, plan: StagePlan, handle: Callable[[Any, EventPlan], Any]) -> None:
+    def __init__(
+        self,
+        plan: StagePlan,
+        handle: Callable[[Any, EventPlan], Any],
+        write: Callable[[EventPlan, Callable[[], Any]], None],
+    ) -> None:
         super().__init__()
         self.plan = plan
         self.handle = handle
+        self.write = write
         self.position = 0
         self.is_on = False
 
@@ -102,8 +144,13 @@ class BetweenUnitsReplay(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
         event = self.position
+        planned = self.plan.handling.get(event)
+        if planned is not None and planned.writes and name_of(func) == self.plan.events[event].name:
+            self.position = event + 1
+            self.write(planned, partial(func, *args, **(kwargs or {})))
+            return None if name_of(func) in {"data.__set__", "__setitem__"} else args[0]
+        result = func(*args, **(kwargs or {}))
         if event > self.plan.last_watched or not is_event(result):
             return result
         name, expected = name_of(func), self.plan.events[event]
@@ -159,6 +206,7 @@ class StageRun:
         step: str,
         plan: StagePlan,
         borders: StageBorders | None = None,
+        writes: ParameterWrites | None = None,
     ) -> None:
         """Prepare the stage.
 
@@ -168,8 +216,10 @@ class StageRun:
             step: The name of the method.
             plan: What the stage does.
             borders: How values cross from one stage to the next.
+            writes: Does the step's writes to parameters; by default they are left out.
         """
         self.borders = borders or StageBorders()
+        self.writes = writes or ParameterWrites()
         self.root = root
         self.units = units
         self.step = step
@@ -212,7 +262,9 @@ class StageRun:
         self.remaining: Iterator[_UnitCall] = iter(self.calls)
         self.is_inside = False
         self.watch = (
-            None if self.plan.last_watched < 0 else BetweenUnitsReplay(self.plan, self._handle)
+            None
+            if self.plan.last_watched < 0
+            else BetweenUnitsReplay(self.plan, self._handle, self._write)
         )
         self.streams = None if seed is None else self._streams(seed)
         try:
@@ -336,6 +388,11 @@ class StageRun:
         leaves, build = take_apart(result)
         made = self._handle_leaves(leaves, handling)
         return build(made) if handling.receive else result
+
+    def _write(self, planned: EventPlan, write: Callable[[], Any]) -> None:
+        assert planned.writes is not None
+        if not is_absent(self.root.get_parameter(planned.writes[0])):
+            self.writes.do(planned, write)
 
     def _handle_leaves(self, leaves: list[Any], handling: EventPlan) -> list[Any]:
         made = list(leaves)

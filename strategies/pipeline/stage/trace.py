@@ -8,7 +8,7 @@ import contextlib
 import inspect
 import os
 import traceback
-from collections.abc import Hashable, Sequence, Set
+from collections.abc import Hashable, Iterable, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Module
 
+from boltmesh.errors import ConfigError
 from boltmesh.strategies.pytree import Build, tensors_in
 from boltmesh.strategies.torch_compat.tensors import FakeTensorMode, is_fake, make_fake, storage_key
 
@@ -45,6 +46,16 @@ def place_of(error: BaseException) -> str:
     frames = list(traceback.extract_tb(error.__traceback__))
     own = [each for each in frames if not each.filename.startswith(MACHINERY)] or frames
     return f"{own[-1].filename}:{own[-1].lineno}, in {own[-1].name}"
+
+
+def write_refused(parameter: str, place: str, how: str) -> ConfigError:
+    """Return what is raised for a write to a parameter that stages cannot do once for a batch."""
+    return ConfigError(
+        f"{parameter!r} is written to in the step ({place}) {how}, and each stage of the pipeline "
+        f"runs the step for each microbatch. Write to it from itself alone, before all of its uses "
+        f"or behind them, or in a hook, such as on_train_batch_end, on all ranks inside of "
+        f"boltmesh.strategies.gathered_parameters(module, writes=True)."
+    )
 
 
 NO_EVENT = -1
@@ -115,6 +126,19 @@ class TraceEvent:
     of them before. Of a unit's call: parameters that its arguments were made of."""
     place: str = ""
     """The line of the step that caused it, for messages."""
+    writes: str = ""
+    """The parameter that it writes to, from that parameter's own values alone."""
+
+
+def refuse_writes(events: Iterable[TraceEvent], how: str) -> None:
+    """Refuse a step that writes to a parameter.
+
+    Raises:
+        ConfigError: Naming the parameter.
+    """
+    for event in events:
+        if event.writes:
+            raise write_refused(event.writes, event.place, how)
 
 
 @dataclass
@@ -155,6 +179,8 @@ class StepTrace:
     """What Python read out of the batch, in order: with other answers the run may differ."""
     parameter_reads: dict[int, frozenset[str]] = field(default_factory=dict)
     """Parameters that Python looked at, by the number of events before."""
+    stale_uses: dict[str, int] = field(default_factory=dict)
+    """By parameter, the first event that uses what was made of it before the step wrote to it."""
     metrics: list[MetricTrace] = field(default_factory=list)
     """The calls of metrics, in order."""
     parameters_out: frozenset[str] = frozenset()

@@ -10,6 +10,7 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from boltmesh.errors import ConfigError
+from boltmesh.strategies.dry_run.no_side_effects import name_of, writes_to_first
 from boltmesh.strategies.dry_run.unsupported import refuse_collective
 from boltmesh.strategies.pipeline.stage.data_dependent_ops import (
     RANDOM,
@@ -20,7 +21,6 @@ from boltmesh.strategies.pipeline.stage.data_dependent_ops import (
     guess,
     has_mask,
     is_event,
-    name_of,
     norm_of_one_value,
     resolve_masks,
     scores_of_ctc,
@@ -36,6 +36,7 @@ from boltmesh.strategies.pipeline.stage.trace import (
     Value,
     ValueRead,
     line_of_step,
+    write_refused,
 )
 from boltmesh.strategies.pipeline.stage.units import AbsentError, is_absent
 from boltmesh.strategies.pytree import replace_tensors, take_apart, tensors_in
@@ -79,6 +80,8 @@ class BetweenUnitsTracer(TorchFunctionMode):
         self.parameter_memory = {
             storage_key(local_tensor(each)): name for name, each in root.named_parameters()
         }
+        self.stale: dict[int, str] = {}
+        """By tensors that were made of a parameter before the step wrote to it, its name."""
         self.values: dict[int, Value] = {}
         self.made: dict[int, tuple[int, int]] = {}
         self.twins: dict[int, Tensor] = {}
@@ -115,9 +118,9 @@ class BetweenUnitsTracer(TorchFunctionMode):
             return self._read(name, func, args, kwargs, given)
         if name == "__format__" and has_fakes:
             return "0"  # printed, not decided by
+        if args and writes_to_first(name) and (parameter := self._parameter_behind(args[0])):
+            return self._note_parameter_write(name, parameter, args[0], given)
         before = [(each, _version(each)) for each in given]
-        if name == "data.__set__":
-            self._refuse_writes(given[:1])
         result = self._execute(name, func, args, kwargs, has_fakes=has_fakes)
         self._refuse_writes(each for each, version in before if _version(each) != version)
         if is_event(result):
@@ -240,16 +243,32 @@ class BetweenUnitsTracer(TorchFunctionMode):
             )
         count_write(tensor)
 
+    def _parameter_behind(self, tensor: Any) -> str | None:
+        """Return the parameter whose memory a tensor has."""
+        is_real = isinstance(tensor, Tensor) and not is_fake(tensor)
+        return self.parameter_memory.get(storage_key(local_tensor(tensor))) if is_real else None
+
+    def _note_parameter_write(
+        self, name: str, parameter: str, written: Tensor, given: list[Tensor]
+    ) -> Tensor | None:
+        """Note a write that stages do once for a batch; nothing is written here."""
+        trace, place = self.trace, line_of_step()
+        is_own = self._parameters_of(given) <= {parameter} and not any(map(is_fake, given))
+        if not is_own or self._follows_batch(given) or trace.draws or RANDOM.match(name):
+            raise write_refused(parameter, place, "with other values than its own")
+        if trace.answers or trace.readings:
+            raise write_refused(parameter, place, "after it has read numbers out of tensors")
+        made_before = [key for key, names in self.from_parameters.items() if parameter in names]
+        aliases = {id(each) for each in self.kept if self._parameter_behind(each) == parameter}
+        aliases.add(id(self.root.get_parameter(parameter)))
+        self.stale |= dict.fromkeys(set(made_before) - aliases, parameter)
+        trace.events.append(TraceEvent(name, False, place=place, writes=parameter))
+        return None if name in {"data.__set__", "__setitem__"} else written
+
     def _refuse_writes(self, written: Iterable[Tensor]) -> None:
         for each in written:
-            name = self.parameter_memory.get(storage_key(local_tensor(each)))
-            if name is not None:
-                raise ConfigError(
-                    f"{name!r} is written to in the step ({line_of_step()}), which each stage of "
-                    f"the pipeline runs for each microbatch, and only one of them holds it. Write "
-                    f"to it in a hook, such as on_train_batch_end, on all ranks inside of "
-                    f"boltmesh.strategies.gathered_parameters(module, writes=True)."
-                )
+            if name := self._parameter_behind(each):
+                raise write_refused(name, line_of_step(), "beside other tensors")
 
     def _read(
         self, name: str, func: Any, args: Any, kwargs: dict[str, Any], given: list[Tensor]
@@ -303,6 +322,9 @@ class BetweenUnitsTracer(TorchFunctionMode):
 
     def _parameters_of(self, given: list[Tensor]) -> frozenset[str]:
         found = [self.from_parameters.get(id(each), frozenset()) for each in given]
+        for each in given if self.stale else ():
+            if id(each) in self.stale:
+                self.trace.stale_uses.setdefault(self.stale[id(each)], len(self.trace.events))
         return frozenset().union(*found)
 
     def _add(self, event: TraceEvent, given: list[Tensor], before: list[tuple[Tensor, int]]) -> int:

@@ -267,33 +267,54 @@ class BufferWrite(Words):
         return super().body(x, batch) + memory
 
 
-class DataAssigned(Words):
-    """Moves a parameter as momentum encoders do; its memory is another's from then on."""
+class MomentumWeight(Words):
+    """Moves a weight towards another one, as momentum encoders do."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.write(self.blocks[1].mix.weight)
         return super().training_step(batch, batch_idx)
 
     def write(self, weight: Any) -> None:
-        weight.data = weight.data * 0.5
+        other: Any = self.blocks[2]
+        weight.data = weight.data * 0.5 + other.mix.weight.data * 0.5
 
 
-class DataWritten(DataAssigned):
-    def write(self, weight: Any) -> None:
-        weight.data.mul_(0.5)
+class WrittenByBatch(MomentumWeight):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        weight: Any = self.blocks[1].mix.weight
+        weight.data.mul_(batch.float().mean())
+        return Words.training_step(self, batch, batch_idx)
 
 
-class WrittenInPlace(DataAssigned):
+class WrittenWithOthers(MomentumWeight):
     @torch.no_grad()
     def write(self, weight: Any) -> None:
         torch._foreach_mul_([weight, self.positions], 0.5)
 
 
-_WRITTEN = r"'blocks.1.mix.weight' is written to in the step .*gathered_parameters"
+class WrittenBetweenUses(MomentumWeight):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        weight: Any = self.blocks[1].mix.weight
+        before = weight.sum()
+        weight.data.mul_(0.5)
+        return Words.training_step(self, batch, batch_idx) * before
+
+
+class WrittenTooLate(MomentumWeight):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = Words.training_step(self, batch, batch_idx)
+        weight: Any = self.blocks[0].mix.weight
+        weight.data.mul_(0.5)
+        return loss
+
+
+_WRITTEN = r"'blocks.1.mix.weight' is written to in the step \(.*\) "
 REFUSED = [
-    (DataAssigned, _WRITTEN),
-    (DataWritten, _WRITTEN),
-    (WrittenInPlace, _WRITTEN),
+    (MomentumWeight, f"{_WRITTEN}with other values than its own.*gathered_parameters"),
+    (WrittenByBatch, f"{_WRITTEN}with other values than its own"),
+    (WrittenWithOthers, f"{_WRITTEN}beside other tensors"),
+    (WrittenBetweenUses, f"{_WRITTEN}between uses of it"),
+    (WrittenTooLate, "'blocks.0.mix.weight' is written to .* behind the stage that uses it"),
     (CalledAgain, r"'blocks.0' is on stage 0 and the step calls it after 'blocks.5' of stage"),
     (ReadBetween, r"item\(\) of mean at .* of stage 0 that later stages do not have.*inside a la"),
     (SkipsByData, r"__bool__\(\) of gt at .* decides which layers the step runs"),
