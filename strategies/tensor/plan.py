@@ -212,9 +212,8 @@ class WholePoint:
 
     module: str
     argument: int | str
-    """Index or keyword of the sequence that it takes."""
     place: int | str | None
-    """Index or key of the one that it gives; None if the module returns one tensor."""
+    """As at ``ExitPoint``."""
     sums: bool = False
     """Whether each rank has a part of its input's gradient."""
 
@@ -239,7 +238,6 @@ class SequencePlan:
     fed: tuple[str, ...] = ()
     """Column modules fed by a gather: it sums their inputs' gradients, they do not."""
     whole: tuple[WholePoint, ...] = ()
-    """Modules whose routers see all tokens."""
     plain_partial: tuple[str, ...] = ()
     """``TensorPlan.partial`` of the same plan with whole sequences; so the next two."""
     plain_boundaries: tuple[str, ...] = ()

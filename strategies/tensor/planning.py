@@ -341,7 +341,7 @@ def _with_sequence(analysis: Analysis, choice: Selection, plan: TensorPlan) -> T
     """Divide the sequence between blocks too, with all consequences."""
     outputs = analysis.trace.module_outputs
     summed = {each.key for name in plan.boundaries for each in outputs.get(name, {}).values()}
-    # What a loss chooses once more, outside of blocks, is no mixture.
+    # A balancing loss may choose once more, outside of blocks.
     mixtures = {
         each.module: summed
         for each in routed_experts(analysis)

@@ -147,7 +147,10 @@ BESIDE: dict[str, tuple[str, int, int, dict[str, Any], dict[str, Any]]] = {
         4,
         2,
         {
-            **{"tensor": 2, "sequence_parallel": True, "zero_stage": 3, "expert": 2},
+            "tensor": 2,
+            "sequence_parallel": True,
+            "zero_stage": 3,
+            "expert": 2,
             "activation_checkpointing": "full",
         },
         {},
