@@ -69,6 +69,7 @@ class ExpertAxis(Axis):
     name = "expert"
     folds = "data"
     shares_batches = False
+    can_compile = False
     needs_values = True
 
     def __init__(
