@@ -220,11 +220,6 @@ class Parallel3DStrategy(MeshStrategy):
             rate = ZeroOptions(expert_bias=expert_bias, expert=expert).expert_bias_rate
             on_rows = on_positions if context > 1 else None
             axes.append(ExpertAxis(expert, expert_capacity, rate, on_rows))
-            if sequence_parallel:
-                raise ConfigError(
-                    f"sequence_parallel=True divides the rows between layers, and a router has to "
-                    f"see them all. Leave sequence_parallel or expert={expert!r} out."
-                )
         if context > 1:
             axes.append(ContextAxis(ContextOptions(context, **sequences), context))
         if self.pipeline_axis is not None:

@@ -3,7 +3,8 @@
 ``ExpertExchange.run`` is a forward pass of one layer's experts. Each rank has tokens of its own,
 and chooses experts for them that may be on other ranks:
 
-1. ``RoutePlan``: how many rows and choices go to each rank. The numbers are exchanged first.
+1. ``RoutePlan``: how many rows and choices go to each rank. The numbers are exchanged first, and
+   read by the host once, on a stream beside that of the computation; nothing else waits.
 2. ``_Dispatch``: a row goes to a rank once, however many of its experts are there, with the weight
    of each choice; in the backward pass their gradients come back.
 3. There every choice becomes a row, with one local expert and its weight.
@@ -218,20 +219,22 @@ class ExpertExchange:
         self.note(f"exchanged the rows of {self.name!r}")
         size, num_rows = self.group.size(), rows.shape[0]
         owner = experts // self.num_local
+        flat = owner.reshape(-1)
         wanted = torch.zeros(num_rows, size, dtype=torch.bool, device=experts.device)
         wanted.scatter_(1, owner, True)
-        to_rank, row = wanted.T.nonzero(as_tuple=True)
+        choices = flat.new_zeros(size).scatter_add_(0, flat, torch.ones_like(flat))
+        received, sizes = self._exchange_sizes(torch.stack((wanted.sum(0), choices), 1))
         # Which of the rows that go to its owner is a choice's.
         place = (wanted.cumsum(0).gather(1, owner) - 1).reshape(-1)
-        in_order = owner.reshape(-1).argsort(stable=True)
+        in_order = flat.argsort(stable=True)
         sent = torch.stack((place, experts.reshape(-1) % self.num_local), 1)[in_order]
-        plan = self._plan(
-            torch.bincount(to_rank, minlength=size),
-            torch.bincount(owner.reshape(-1), minlength=size),
-        )
+        (sent_rows, sent_choices), (received_rows, received_choices) = sizes()
+        plan = RoutePlan(self.group, sent_rows, received_rows, sent_choices, received_choices)
+        row = _rows_in_order(wanted, sum(sent_rows))
         came, weight = _Dispatch.apply(rows[row], weights.reshape(-1)[in_order], plan)  # type: ignore[no-untyped-call]
         place, local = plan.swap(sent, plan.sent_choices, plan.received_choices).unbind(1)
-        place = place + _first_rows(plan, place.device)
+        first = received[:, 0].cumsum(0) - received[:, 0]
+        place = place + first.repeat_interleave(received[:, 1], output_size=sum(received_choices))
         results = compute(came[place], local, weight)
         if not came.shape[0]:
             results = with_unused(results, (came, weight))
@@ -270,24 +273,56 @@ class ExpertExchange:
         results = torch.cat((back, back.new_zeros((1, back.shape[1]))))[place]
         return results.view(len(rows), num_choices, back.shape[1]).sum(1)
 
-    def _plan(self, rows: Tensor, choices: Tensor) -> RoutePlan:
-        """Exchange how many rows and choices go to each rank. Waits for the device, once."""
-        sent = torch.stack((rows, choices), 1)
+    def _exchange_sizes(self, sent: Tensor) -> tuple[Tensor, Callable[[], Any]]:
+        """Exchange how many rows and choices go to each rank. Collective.
+
+        Args:
+            sent: ``[n, 2]``.
+
+        Returns:
+            What came, ``[n, 2]``, and what waits for both on the host: ``[2][2][n]``.
+        """
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.group)
-        (sent_rows, sent_choices), (received_rows, received_choices) = (
-            torch.stack((sent, received)).transpose(1, 2).tolist()
-        )
-        return RoutePlan(self.group, sent_rows, received_rows, sent_choices, received_choices)
+        return received, _read_later(torch.stack((sent, received)).transpose(1, 2).contiguous())
 
 
-def _first_rows(plan: RoutePlan, device: torch.device) -> Tensor:
-    """Return for each choice that came where the rows of its rank begin."""
-    rows = torch.tensor(plan.received_rows, device=device)
-    choices = torch.tensor(plan.received_choices, device=device)
-    return (rows.cumsum(0) - rows).repeat_interleave(
-        choices, output_size=sum(plan.received_choices)
-    )
+def _rows_in_order(wanted: Tensor, count: int) -> Tensor:
+    """Return the rows that go to the first rank, to the second and so on.
+
+    Args:
+        wanted: ``[T, n]``, which rank a row goes to.
+        count: How often that is true; asking would wait for the device.
+    """
+    num_rows, size = wanted.shape
+    flat = wanted.T.reshape(-1)
+    place = torch.where(flat, flat.cumsum(0) - 1, count)
+    rows = torch.arange(num_rows, device=wanted.device).repeat(size)
+    return rows.new_empty(count + 1).scatter_(0, place, rows)[:count]
+
+
+def _read_later(numbers: Tensor) -> Callable[[], Any]:
+    """Copy numbers to the host beside the work that follows; return what waits for them."""
+    device = numbers.device
+    if device.type == "cpu":
+        return numbers.tolist
+    stream = _STREAMS.setdefault(device, torch.Stream(device))
+    stream.wait_stream(torch.accelerator.current_stream(device))
+    with stream:
+        host = torch.empty_like(numbers, device="cpu", pin_memory=True)
+        host.copy_(numbers, non_blocking=True)
+        event = stream.record_event()
+    numbers.record_stream(stream)
+
+    def wait() -> Any:
+        event.synchronize()
+        return host.tolist()
+
+    return wait
+
+
+_STREAMS: dict[torch.device, torch.Stream] = {}
+"""By device, for copies of sizes."""
 
 
 def _drop_uncounted(_: Tensor) -> None:

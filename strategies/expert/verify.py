@@ -5,10 +5,11 @@ with all experts there and with rows exchanged. The output, the gradients of row
 those of each rank's experts (summed over the ranks that sent rows) have to be equal. Ranks leave
 out another number of rows each, so that parts of different size are exchanged.
 
-An error in an author's code does not keep a rank from the exchange that the others wait in.
+An error in an author's code, in the forward or the backward pass, does not keep a rank from the
+exchange that the others wait in.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Module
+from typing_extensions import override
 
 from boltmesh.strategies.dry_run.no_side_effects import modules_unchanged
 from boltmesh.strategies.dry_run.step import without_dropout
@@ -211,12 +213,14 @@ def _raised_alone(
 
 def _guard(divided: DividedExperts) -> list[str]:
     """Let a rank whose experts raise go on with zeros; return where the reason will be."""
-    compute, raised = divided.compute, []
+    compute = divided.compute
+    raised: list[str] = []
 
     def guarded(*given: Any) -> Tensor:
         rows: Tensor = given[2]
         try:
-            result = compute(*given)
+            own = [each for each in divided.module.parameters() if not each.is_meta]
+            result: Tensor = _Apart.apply(compute, given, raised, rows, given[4], *own)  # type: ignore[no-untyped-call]
             if result.shape[0] == rows.shape[0]:
                 return result
             raised.append(f"gives {result.shape[0]} rows for {rows.shape[0]}")
@@ -226,6 +230,34 @@ def _guard(divided: DividedExperts) -> list[str]:
 
     divided.compute = guarded  # type: ignore[assignment,method-assign]
     return raised
+
+
+class _Apart(torch.autograd.Function):
+    """Experts with a backward pass of its own: zeros are its gradients where it raises."""
+
+    @staticmethod
+    @override
+    def forward(
+        ctx: Any, compute: Any, given: tuple[Any, ...], raised: list[str], *inputs: Tensor
+    ) -> Tensor:
+        rows, weights = (each.detach().requires_grad_() for each in inputs[:2])
+        with torch.enable_grad():
+            result: Tensor = compute(*given[:2], rows, given[3], weights)
+        ctx.result, ctx.raised, ctx.inputs = result, raised, (rows, weights, *inputs[2:])
+        return result.detach()
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        found: Sequence[Tensor] = [torch.zeros_like(each) for each in ctx.inputs]
+        try:
+            if ctx.result.requires_grad:
+                found = torch.autograd.grad(
+                    ctx.result, ctx.inputs, gradients, allow_unused=True, materialize_grads=True
+                )
+        except Exception as error:  # noqa: BLE001 - the author's code
+            ctx.raised.append(_raised(error))
+        return None, None, None, *found
 
 
 @contextmanager

@@ -207,6 +207,18 @@ class ExitPoint:
 
 
 @dataclass(frozen=True)
+class WholePoint:
+    """A module that runs on the whole sequence within a stack, such as a mixture of experts."""
+
+    module: str
+    argument: int | str
+    place: int | str | None
+    """As at ``ExitPoint``."""
+    sums: bool = False
+    """Whether each rank has a part of its input's gradient."""
+
+
+@dataclass(frozen=True)
 class SequencePlan:
     """Division of the sequence, from the entry of a stack of blocks to its exit.
 
@@ -225,6 +237,7 @@ class SequencePlan:
     """For each stack, the output of its last block that is gathered."""
     fed: tuple[str, ...] = ()
     """Column modules fed by a gather: it sums their inputs' gradients, they do not."""
+    whole: tuple[WholePoint, ...] = ()
     plain_partial: tuple[str, ...] = ()
     """``TensorPlan.partial`` of the same plan with whole sequences; so the next two."""
     plain_boundaries: tuple[str, ...] = ()

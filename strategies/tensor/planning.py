@@ -339,21 +339,22 @@ def make_plan(
 
 def _with_sequence(analysis: Analysis, choice: Selection, plan: TensorPlan) -> TensorPlan:
     """Divide the sequence between blocks too, with all consequences."""
-    experts = [each.module for each in routed_experts(analysis)]
-    if experts:
-        raise ConfigError(
-            f"sequence_parallel=True, but {experts[0]} routes tokens to experts, and its "
-            f"router has to see them all. Set sequence_parallel=False."
-        )
+    outputs = analysis.trace.module_outputs
+    summed = {each.key for name in plan.boundaries for each in outputs.get(name, {}).values()}
+    # A balancing loss may choose once more, outside of blocks.
+    mixtures = {
+        each.module: summed
+        for each in routed_experts(analysis)
+        if any(each.module.startswith(f"{block}.") for block in analysis.blocks)
+    }
     styles = {name: each.style for name, each in plan.sharded.items()}
     followed = {each.atom for each in choice.chosen if not each.is_vocabulary}
     try:
-        division = divide_sequence(analysis, styles, followed)
+        division = divide_sequence(analysis, styles, followed, mixtures)
     except NoSequence as why:
         raise ConfigError(
             f"sequence_parallel=True, but {why}. Set sequence_parallel=False."
         ) from None
-    outputs = analysis.trace.module_outputs
     gathered = {
         name
         for name in plan.boundaries

@@ -3,7 +3,8 @@
 Between a row-parallel product and the next column-parallel one, norms, dropouts and residual sums
 use one token at a time, so each rank may have some of the tokens. Before the columns the sequence
 is gathered, once per module if everything that the module computes from it is divided; after the
-rows it is scattered where it was summed.
+rows it is scattered where it was summed. A mixture of experts runs on the whole sequence: its
+router may compare tokens, and a loss that balances experts counts all of them.
 
 The gather sums its gradient over the ranks. So within it a replicated parameter has a part of its
 gradient, and nothing is summed a second time: neither before columns nor at boundaries.
@@ -28,7 +29,13 @@ from boltmesh.strategies.tensor.analysis.symbolic_dims import (
     representative,
 )
 from boltmesh.strategies.tensor.analysis.trace import Operand, OperatorRecord
-from boltmesh.strategies.tensor.plan import ExitPoint, GatherPoint, SequencePlan, Style
+from boltmesh.strategies.tensor.plan import (
+    ExitPoint,
+    GatherPoint,
+    SequencePlan,
+    Style,
+    WholePoint,
+)
 from boltmesh.strategies.tensor.propagation import PRODUCTS, axes_of
 
 
@@ -45,6 +52,7 @@ class Walk:
         fed: Column modules whose inputs are gathered activations.
         drawing: Modules that draw random numbers for some of the tokens.
         gathered: Keys of activations after a gather and before the rows.
+        whole: Modules that run on the whole sequence.
     """
 
     def __init__(
@@ -53,6 +61,7 @@ class Walk:
         styles: Mapping[str, Style],
         followed: Set[SymbolicDim],
         stack: "BlockStack",
+        mixtures: Mapping[str, Set[int]],
     ) -> None:
         self.trace = analysis.trace
         self.styles = styles
@@ -69,6 +78,8 @@ class Walk:
         self.fed: list[str] = []
         self.drawing: list[str] = []
         self.gathered: set[int] = set()
+        self.whole: dict[str, WholePoint] = {}
+        self._mixtures = mixtures
 
     def run(self) -> None:
         """Follow the sequence from the entry of the stack to its exit.
@@ -84,6 +95,11 @@ class Walk:
             raise NoSequence(f"{self.stack.blocks[-1]} gives no divided sequence")
 
     def _pass(self, step: OperatorRecord) -> None:
+        mixture = next((each for each in step.modules if each in self._mixtures), None)
+        if mixture is not None and any(each in step.modules for each in self.stack.blocks):
+            if mixture not in self.whole:
+                self.whole[mixture] = self._whole_point(mixture)
+            return
         divided = [each for each in step.inputs if self._is_divided(each, step)]
         points = [self._gather_points(each, step) for each in divided]
         gathered = any(each.key in self.gathered for each in step.inputs) or any(points)
@@ -109,6 +125,28 @@ class Walk:
             self.gathered |= {each.key for each in step.outputs}
             if step.operator in PRODUCTS and self._styles(step) and step.module not in self.fed:
                 self.fed.append(step.module)
+
+    def _whole_point(self, module: str) -> WholePoint:
+        """Return where a module takes the sequence, and where it gives it."""
+        taken = [
+            (place, each.key)
+            for place, each in self.trace.module_inputs.get(module, {}).items()
+            if each.key in self.divided
+        ]
+        given = [
+            (place, each.key)
+            for place, each in self.trace.module_outputs.get(module, {}).items()
+            if len(each.dims) > self.stack.dim
+            and {representative(atom) for atom in leaves(each.dims[self.stack.dim])} == self.tokens
+        ]
+        if len(taken) != 1 or len(given) != 1:
+            raise NoSequence(f"{module} does not take one sequence of tokens, and give one")
+        (argument, entered), (place, left) = taken[0], given[0]
+        sums = entered in self._mixtures[module]
+        if sums:
+            self.gathered.add(entered)
+        self.divided.add(left)
+        return WholePoint(module, argument, place, sums)
 
     def _styles(self, step: OperatorRecord) -> set[Style]:
         names = {each.parameter for each in step.inputs}
@@ -211,7 +249,10 @@ class SequenceDivision:
 
 
 def divide_sequence(
-    analysis: Analysis, styles: Mapping[str, Style], followed: Set[SymbolicDim]
+    analysis: Analysis,
+    styles: Mapping[str, Style],
+    followed: Set[SymbolicDim],
+    mixtures: Mapping[str, Set[int]],
 ) -> SequenceDivision:
     """Return the division of sequences, with its consequences.
 
@@ -219,6 +260,8 @@ def divide_sequence(
         analysis: Analysis of the model.
         styles: Style of each parameter that is divided.
         followed: Axes that activations have within blocks.
+        mixtures: Modules that have to see all tokens, with the keys of activations whose gradient
+            each rank has a part of.
 
     Raises:
         NoSequence: If a stack's cannot be divided.
@@ -228,7 +271,7 @@ def divide_sequence(
         raise NoSequence("no stack of blocks passes one activation on")
     if len({each.dim for each in stacks}) > 1:
         raise NoSequence("the sequence is another dimension in other stacks")
-    walks = [Walk(analysis, styles, followed, each) for each in stacks]
+    walks = [Walk(analysis, styles, followed, each, mixtures) for each in stacks]
     for each in walks:
         each.run()
     plan = SequencePlan(
@@ -238,6 +281,7 @@ def divide_sequence(
         entries=tuple(GatherPoint(each.blocks[0], each.argument) for each in stacks),
         exits=tuple(ExitPoint(each.blocks[-1], each.place) for each in stacks),
         fed=tuple(dict.fromkeys(name for each in walks for name in each.fed)),
+        whole=tuple(point for each in walks for point in each.whole.values()),
     )
     return SequenceDivision(
         plan,

@@ -135,6 +135,26 @@ BESIDE: dict[str, tuple[str, int, int, dict[str, Any], dict[str, Any]]] = {
         {"optimizer": "adamw"},
     ),
     "tensor 4, expert 2": ("qwen3_moe", 4, 1, {"tensor": 4, "zero_stage": 2, "expert": 2}, {}),
+    "tensor, sequence": (
+        "mixtral",
+        2,
+        1,
+        {"tensor": 2, "sequence_parallel": True, "zero_stage": 1},
+        {"optimizer": "adamw", "accumulate": 2},
+    ),
+    "tensor, sequence, shared experts, recomputed": (
+        "deepseek_v3",
+        4,
+        2,
+        {
+            "tensor": 2,
+            "sequence_parallel": True,
+            "zero_stage": 3,
+            "expert": 2,
+            "activation_checkpointing": "full",
+        },
+        {},
+    ),
     "context": (
         "mixtral",
         2,
@@ -167,6 +187,7 @@ BESIDE: dict[str, tuple[str, int, int, dict[str, Any], dict[str, Any]]] = {
     "context",
     "tensor, stage 1",
     "tensor, list",
+    "tensor, sequence",
     "data x tensor, expert 4",
     "shards of 2",
 )
@@ -228,7 +249,6 @@ def test_offloaded_experts_equal_one_process(case: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"tensor": 2, "sequence_parallel": True}, "Leave sequence_parallel or expert=2 out"),
         ({"zero_stage": 0, "offload_optimizer": "cpu"}, "is about shards"),
     ],
     ids=str,

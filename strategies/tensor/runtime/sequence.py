@@ -16,7 +16,7 @@ Source: Korthikanti et al. 2022, section 4.2, https://arxiv.org/abs/2205.05198
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 from weakref import WeakSet
@@ -28,7 +28,7 @@ from torch.nn import Module
 from typing_extensions import Self, override
 
 from boltmesh.errors import LayoutError
-from boltmesh.strategies.tensor.plan import ExitPoint, GatherPoint, TensorPlan
+from boltmesh.strategies.tensor.plan import ExitPoint, GatherPoint, TensorPlan, WholePoint
 from boltmesh.strategies.tensor.runtime.collectives import (
     TensorGroup,
     gather_parts,
@@ -220,10 +220,12 @@ class RunningStack:
     entry: GatherPoint
     exit: ExitPoint
     parts: SequenceParts
+    whole: tuple[str, ...] = ()
+    """Modules in blocks that run on the whole sequence."""
 
     def holds(self, name: str) -> bool:
-        """Whether a module or parameter lies in one of the blocks."""
-        return any(f"{name}.".startswith(f"{block}.") for block in self.blocks)
+        """Whether a module or parameter computes with parts of the sequence."""
+        return is_below(name, self.blocks) and not is_below(name, self.whole)
 
     def with_whole_sequence(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -256,6 +258,7 @@ class Stacks:
         self._root = root
         self._gathers: dict[str, list[int | str]] = defaultdict(list)
         self._fed: frozenset[str] = frozenset()
+        self._whole: list[tuple[WholePoint, SequenceParts]] = []
         self.all: list[RunningStack] = []
         if plan.sequence is None:
             return
@@ -269,7 +272,10 @@ class Stacks:
                 )
             blocks = tuple(_between(root, first, last))
             parts = SequenceParts(group, plan.sequence.dim)
-            self.all.append(RunningStack(blocks, entries[first], exits[last], parts))
+            points = [each for each in plan.sequence.whole if is_below(each.module, blocks)]
+            self._whole += [(each, parts) for each in points]
+            names = tuple(each.module for each in points)
+            self.all.append(RunningStack(blocks, entries[first], exits[last], parts, names))
         self._fed = frozenset(plan.sequence.fed)
         for point in plan.sequence.gathers:
             self._gathers[point.module].append(point.argument)
@@ -289,6 +295,8 @@ class Stacks:
             if stack is None:
                 raise LayoutError(f"The tensor plan gathers sequences for '{name}' in no stack.")
             changes.wrap(self._root.get_submodule(name), GatherSequence(stack.parts, arguments))
+        for point, parts in self._whole:
+            changes.wrap(self._root.get_submodule(point.module), OnWhole(parts, point))
         for stack in self.all:
             for name in stack.blocks:
                 entry = stack.entry if name == stack.entry.module else None
@@ -308,6 +316,20 @@ class GatherSequence:
         for argument in self._arguments:
             args, kwargs = _replaced(args, kwargs, argument, self._parts.gather)
         return forward(*args, **kwargs)
+
+
+class OnWhole:
+    """Around a module in a stack that takes the whole sequence, and gives it."""
+
+    def __init__(self, parts: SequenceParts, point: WholePoint) -> None:
+        self._parts, self._point = parts, point
+        self._exit = ExitPoint(point.module, point.place)
+
+    def __call__(self, forward: Around, *args: Any, **kwargs: Any) -> Any:
+        """Run the module. Collective over the group."""
+        join = self._parts.gather if self._point.sums else self._parts.join
+        args, kwargs = _replaced(args, kwargs, self._point.argument, join)
+        return _changed(forward(*args, **kwargs), self._exit, self._parts.take)
 
 
 class InStack:
@@ -331,6 +353,11 @@ class InStack:
         if self._exit is None:
             return output
         return _changed(output, self._exit, self._parts.join)
+
+
+def is_below(name: str, modules: Sequence[str]) -> bool:
+    """Whether a module or parameter is one of some modules, or lies in one."""
+    return any(f"{name}.".startswith(f"{each}.") for each in modules)
 
 
 def _changed(output: Any, point: ExitPoint, change: Callable[[Tensor], Tensor]) -> Any:

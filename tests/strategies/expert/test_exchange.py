@@ -6,6 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from typing_extensions import override
 
 from boltmesh.strategies.expert.divided import DividedExperts
 from boltmesh.strategies.expert.exchange import ExpertExchange
@@ -105,3 +107,43 @@ def test_expected_rows_of_published_layers() -> None:
     # Rows sent to other ranks for each token: Qwen3-30B-A3B and Mixtral, 8 ranks.
     assert expected_rows(1, 128, 8, 8) * 7 / 8 == pytest.approx(4.67, abs=0.01)
     assert expected_rows(1, 8, 2, 8) * 7 / 8 == pytest.approx(1.75)
+
+
+WAITS = ("tolist", "item", "nonzero", "bincount", "unique", "cpu", "numpy", "__bool__", "__int__")
+"""Functions that wait for a device; so does ``torch.tensor`` of numbers of the host there."""
+
+
+class Waits(TorchFunctionMode):
+    """Keeps what would wait for the device if tensors lay on one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    @override
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.__name__
+        if name in WAITS or (func is torch.tensor and (kwargs or {}).get("device") is not None):
+            self.names.append(name)
+        is_by_row = name == "repeat_interleave" and isinstance(args[1], Tensor)
+        if is_by_row and "output_size" not in (kwargs or {}):
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def waited(rank: int, world_size: int) -> list[list[str]]:
+    _, rows, chosen, weights = made("spread", rank)
+    assert dist.group.WORLD is not None
+    exchange = ExpertExchange("experts", EXPERTS, dist.group.WORLD)
+    exchange.capacity = 2
+    found = []
+    for run in (exchange.run, exchange.run_in_places):
+        with Waits() as waits:
+            given = rows.clone().requires_grad_(), chosen, weights.clone().requires_grad_()
+            run(*given, lambda rows, local, weight: rows * weight[:, None]).sum().backward()
+        found.append(waits.names)
+    return found
+
+
+def test_a_layer_waits_for_its_device_once_and_with_a_capacity_never() -> None:
+    assert run_ranks(waited, 2) == [[["tolist"], []]] * 2

@@ -93,12 +93,21 @@ def test_behind_a_gather_no_boundary_sums_a_second_time():
     assert "model.layers.0.self_attn.k_proj.weight" in plan.partial
 
 
+def test_mixtures_of_experts_run_on_the_whole_sequence():
+    sequence = planned("mixtral").sequence
+
+    assert [point.module for point in sequence.whole] == [
+        "model.layers.0.mlp",
+        "model.layers.1.mlp",
+    ]
+    assert {(point.argument, point.place) for point in sequence.whole} == {(0, None)}
+
+
 @pytest.mark.parametrize(
     ("name", "why"),
     [
         ("gpt_three_heads", "attention_for_cpu in blocks.0.attention looks at several tokens"),
         ("opt", "fc2 does not give the sequence in a dimension of its own"),
-        ("mixtral", "routes tokens to experts"),
         ("chain", "no stack of blocks"),
     ],
 )

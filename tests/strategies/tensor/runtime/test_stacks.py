@@ -263,7 +263,6 @@ def test_ranks_draw_their_own_for_their_parts_and_again_per_seed() -> None:
 REFUSED = {
     "gpt_three_heads": "looks at several tokens",  # attention stays whole
     "opt": "sequence",  # rows and positions become one dimension within a block
-    "mixtral": "routes tokens to experts",
     "chain": "no stack of blocks",
 }
 
