@@ -38,7 +38,7 @@ pytestmark = [
 ALONE = {"save_trainable_only": True}
 CASES = [
     ("zero3", {"use_dora": True}),
-    ("tensor", {"use_dora": True}),
+    ("tensor", {}),
     *(
         pytest.param(name, options, marks=pytest.mark.full)
         for name in STRATEGIES

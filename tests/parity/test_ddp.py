@@ -14,7 +14,7 @@ from boltmesh.strategies import DDPStrategy
 from tests.support.cases import SGD, differences, reference
 from tests.support.cases import Case as AnyCase
 from tests.support.models import Regression, TwoOptimizers, regression_data
-from tests.support.ranks import run_ranks
+from tests.support.ranks import reuse_ranks as run_ranks
 from tests.support.shard_runs import QUIET
 
 pytestmark = pytest.mark.ranks

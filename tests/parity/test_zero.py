@@ -10,7 +10,7 @@ from boltmesh.check.parity import trace_layout
 from boltmesh.strategies import ZeROStrategy
 from tests.support.cases import BF16, CLIP, ROUGH, SGD, Case, differences, reference
 from tests.support.models import Regression, TwoOptimizers
-from tests.support.ranks import run_ranks
+from tests.support.ranks import reuse_ranks as run_ranks
 
 pytestmark = pytest.mark.ranks
 

@@ -16,6 +16,7 @@ import multiprocessing
 import os
 import pickle
 import random
+import shutil
 import tempfile
 import threading
 import time
@@ -177,7 +178,7 @@ class _Standing:
     """
 
     def __init__(self, world_size: int) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
+        self._folder = tempfile.mkdtemp(prefix="ranks-")
         self._processes = _start(_stand, world_size)
         self.num_jobs = 0
 
@@ -194,10 +195,10 @@ class _Standing:
     ) -> "list[_Rank]":
         self.num_jobs += 1
         ranks = [_Rank(rank, *each) for rank, each in enumerate(self._processes)]
-        folder = self._folder.name
+        run_dir = _run_dir(self._folder)
         try:
             for each in ranks:
-                job = _Job(worker, each.rank, len(ranks), folder, _run_dir(folder), timeout_s)
+                job = _Job(worker, each.rank, len(ranks), self._folder, run_dir, timeout_s)
                 each.connection.send((job, args))
             _wait(ranks, timeout_s, grace_s)
         except BaseException:
@@ -207,7 +208,7 @@ class _Standing:
 
     def end(self) -> None:
         _end(self._processes)
-        self._folder.cleanup()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 _standing: dict[int, _Standing] = {}
