@@ -113,7 +113,10 @@ class ParametersUnchanged(TorchFunctionMode):
     ) -> Any:
         if args and writes_to_first(name_of(func).removeprefix("_foreach_")):
             for each in filter(torch.is_tensor, tree_leaves(args[0])):
-                parameter = self._parameters.get(storage_key(local_tensor(each)))
+                try:
+                    parameter = self._parameters.get(storage_key(local_tensor(each)))
+                except NotImplementedError:  # a tensor of vmap has no storage
+                    continue
                 if parameter is not None and id(parameter) not in self._before:
                     memory = local_tensor(parameter).data
                     self._before[id(parameter)] = parameter, memory, memory.clone()

@@ -295,7 +295,7 @@ class Classifier(nn.Module):
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
-        ("wrong rule", "computes something else than whole: it gives a value"),
+        ("wrong rule", "computes something else than whole: it gives"),
         ("reentrant", "Reentrant activation checkpointing hides"),
         ("compiled", "is compiled, which a divided sequence cannot pass through"),
         ("no sequence", "has no sequence that could be divided over 2 ranks"),

@@ -19,7 +19,6 @@ from boltmesh.strategies import (
     ZeROStrategy,
     compiled_blocks,
 )
-from boltmesh.strategies import float8 as module_under_test
 from boltmesh.strategies.float8 import Float8Products, convertible_layers, refuse_device
 from boltmesh.strategies.parameter_access import gathered_parameters
 from boltmesh.telemetry.writer.torch_compat.flops import FunctionFlops
@@ -87,7 +86,7 @@ def trained(strategy: Any, module: Stack, loader: DataLoader[Any], **arguments: 
 def by_ranks(rank: int, world_size: int, name: str, given: dict[str, Any]) -> dict[str, Tensor]:
     compiled_blocks.BACKEND = "aot_eager"
     rows, first = (8, 0) if name in STAGES else (4, 4 * rank)
-    batches = [range(start, start + rows) for start in range(first, 40, 8)]
+    batches = [list(range(start, start + rows)) for start in range(first, 40, 8)]
     loader = DataLoader(token_data(40, 1).dataset, batch_sampler=batches)
     return trained(STRATEGIES[name](**given), stack(), loader, devices=world_size).values
 
@@ -179,14 +178,14 @@ def test_the_cpus_autocast_casts_inputs_as_a_gpus_does() -> None:
     module = stack()
     Float8Products("rowwise").put_on(module, CPU)
     with torch.autocast("cpu", torch.bfloat16):
-        made = module.blocks[0].up(torch.randn(4, 16))
+        made = module.get_submodule("blocks.0.up")(torch.randn(4, 16))
     assert made.dtype == torch.bfloat16
 
 
 def test_flops_are_those_of_the_layers_as_they_are() -> None:
     module, counts = stack(), []
     for recipe in (None, "rowwise"):
-        Float8Products(recipe).put_on(module, CPU)  # type: ignore[arg-type]
+        Float8Products(recipe).put_on(module, CPU)
         calls = FunctionFlops(lambda: True)
         with calls:
             module(torch.zeros(2, 3, dtype=torch.long)).sum().backward()
@@ -250,6 +249,6 @@ def test_a_gpu_without_such_products_is_named(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_without_torchao_the_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module_under_test.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=r"torchao, which is not installed\. Install it"):
         Float8Products("rowwise").refuse(CPU, [])

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 
 from boltmesh.errors import ConfigError
 from boltmesh.strategies import DDPStrategy, Parallel3DStrategy, PipelineParallelStrategy
