@@ -15,7 +15,9 @@ def test_peer_to_peer_is_switched_off_in_the_processes_of_its_row_alone(monkeypa
     started: list[dict[str, str]] = []
     script = "import os, sys; sys.stderr.write('boltmesh: ' + os.getenv('NCCL_P2P_DISABLE', '0'))"
 
-    def start(arguments: Any, environment: dict[str, str], stderr: int, watch: Any) -> int:
+    def start(
+        arguments: Any, environment: dict[str, str], stderr: int, watch: Any, host_bytes: int | None
+    ) -> int:
         started.append(environment)
         command = [sys.executable, "-c", f"{script}; sys.exit(1)"]
         return subprocess.run(command, env=environment, stderr=stderr).returncode

@@ -47,7 +47,7 @@ def test_the_commands_and_their_options_are_these():
         "prune": {"--dry-run", "--telemetry-days"},
         "advise": {"--devices", "--gpu", "--nodes", "--network"},
         "report": {"--run-dir", "--output", "--replay"},
-        "tune": {"--top", "--warmup", "--steps", "--rounds", "--json"},
+        "tune": {"--top", "--warmup", "--steps", "--rounds", "--memory", "--json"},
     }  # fmt: skip
 
 

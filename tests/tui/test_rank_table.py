@@ -218,7 +218,7 @@ def test_a_rank_tells_what_it_moves_and_where_it_waits() -> None:
     )
     text = _detail(job(ranks=(busy,)), rank=0, width=80)
     assert _row_of(text, "data    0, 1")[3:] == ["1,841", "all_reduce", "!", "inside", "42s"]
-    assert _row_of(text, "tensor  -")[2:] == ["7", "all_gather", "not", "told", "-"]
+    assert _row_of(text, "tensor  -")[2:] == ["7", "all_gather", "not", "reported", "-"]
     assert "world" not in text
     assert _row_of(text, "data      all_reduce")[2:] == [
         "2",
