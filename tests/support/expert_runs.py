@@ -67,7 +67,7 @@ def _whole(strategy: Any, name: str, tensor: Any) -> Tensor:
     return made
 
 
-ALIKE = 6
+EVEN_STREAM = 6
 """Between ranks whose batches have the same size."""
 
 
@@ -136,7 +136,7 @@ def train(
         gradient_clip_val=0.5,
         **options,
     )
-    stream = watch.outcome.data_rank * (ALIKE if is_even else 1)
+    stream = watch.outcome.data_rank * (EVEN_STREAM if is_even else 1)
     run.fit(module, loader(stream, steps * accumulate))
     watch.outcome.parameters = whole_of(module)
     return watch.outcome
@@ -163,7 +163,7 @@ def train_alone(
         for part in range(accumulate):
             for rank in range(world_size):
                 with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed"):
-                    batch = tokens(step * accumulate + part, rank * (ALIKE if is_even else 1))
+                    batch = tokens(step * accumulate + part, rank * (EVEN_STREAM if is_even else 1))
                     loss = module.training_step(batch, 0)
                 (loss / world_size / accumulate).backward()
                 outcome.losses.append(float(loss.detach()))
