@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge, saved_tensors_hooks
 from torch.nn import Parameter
+from torch.utils import checkpoint
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
@@ -114,6 +115,10 @@ def unrecorded() -> Iterator[None]:
 def _same(value: Any) -> Any:
     return value
 
+
+CHECKPOINT_INPUTS: Any = getattr(checkpoint, "_NoopSaveInputs", None)
+"""The function by which torch 2.11 saves the inputs of what it is to run again; it computes nothing.
+None in later releases, which save them without one."""
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
