@@ -1,5 +1,6 @@
 """Private parts of autograd: gradient hooks, the running backward pass, the compiler."""
 
+import inspect
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -117,8 +118,14 @@ def _same(value: Any) -> Any:
 
 
 CHECKPOINT_INPUTS: Any = getattr(checkpoint, "_NoopSaveInputs", None)
-"""The function by which torch 2.11 saves the inputs of what it is to run again; it computes nothing.
-None in later releases, which save them without one."""
+"""The function by which torch 2.11 saves the inputs of what it is to run again. None in later
+releases, which save them without one."""
+
+CHECKPOINT_OPTIONS: dict[str, Any] = {"use_reentrant": False}
+"""Arguments of torch's checkpoint, which asks from torch 2.14 on whether hooks of others see what
+selective checkpointing keeps; before they did not."""
+if "respect_saved_tensors_hooks" in inspect.signature(checkpoint.checkpoint).parameters:
+    CHECKPOINT_OPTIONS["respect_saved_tensors_hooks"] = False
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
