@@ -122,8 +122,8 @@ CHECKPOINT_INPUTS: Any = getattr(checkpoint, "_NoopSaveInputs", None)
 releases, which save them without one."""
 
 CHECKPOINT_OPTIONS: dict[str, Any] = {"use_reentrant": False}
-"""Arguments of torch's checkpoint, which asks from torch 2.14 on whether hooks of others see what
-selective checkpointing keeps; before they did not."""
+"""Arguments of torch's checkpoint. From torch 2.14 on it warns unless they say whether hooks of
+others see what selective checkpointing keeps; before they did not."""
 if "respect_saved_tensors_hooks" in inspect.signature(checkpoint.checkpoint).parameters:
     CHECKPOINT_OPTIONS["respect_saved_tensors_hooks"] = False
 

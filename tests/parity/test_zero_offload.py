@@ -107,13 +107,14 @@ def parked(rank: int, world_size: int, case: Case, options: dict[str, Any]) -> l
             seen["reserved"] += num_bytes > 0
             reserve(self, num_bytes)
 
-        vars(fully_shard)["Staging"].park = noted_park
+        type.__setattr__(Staging, "park", noted_park)
         type.__setattr__(HostArena, "reserve", noted_reserve)
         try:
             strategy = ZeROStrategy(telemetry=False, **options)
             found.append((trace_layout(case.problem(), strategy, devices=world_size), seen))
         finally:
-            Staging.park, HostArena.reserve = park, reserve  # type: ignore[method-assign]
+            type.__setattr__(Staging, "park", park)
+            type.__setattr__(HostArena, "reserve", reserve)
     return found
 
 

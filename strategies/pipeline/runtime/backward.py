@@ -173,7 +173,7 @@ def backward_inputs(graph: StageGraph, grads: Grads) -> tuple[Grads, Later]:
         return (None,) * len(graph.inputs), _EmptyWeightsHalf()
     if not leaves:
         return (None,) * len(graph.inputs), _WholeLater(graph, grads)
-    walk = _Walk(
+    walk = _StageWalk(
         [edge.node for edge in edges], [get_gradient_edge(each).node for each in leaves.values()]
     )
     if not walk.path:
@@ -219,7 +219,7 @@ def _with_grads(
     return [edge for edge, _ in pairs], [grad for _, grad in pairs]
 
 
-class _Walk:
+class _StageWalk:
     """The operators behind some outputs, and which of them are on the path to the inputs.
 
     It keeps them all: the Python object of an operator that nobody holds is made anew each time.
@@ -271,7 +271,7 @@ class _Walk:
         return level
 
 
-def _group(walk: _Walk, apart: Sequence[_SplitPoint]) -> list[_SplitGroup]:
+def _group(walk: _StageWalk, apart: Sequence[_SplitPoint]) -> list[_SplitGroup]:
     """Put places together that share anything off the path; ``apart`` are outputs that are."""
     on_path = [_SplitPoint(node, is_on_path=True) for node in walk.places()]
     group_of: dict[Node, _SplitGroup] = {}
@@ -319,7 +319,7 @@ def _in_halves(groups: Iterable[_SplitGroup]) -> tuple[list[_SplitGroup], list[_
     return now, later
 
 
-def _in_few_calls(walk: _Walk, groups: Sequence[_SplitGroup]) -> list[_SplitGroup]:
+def _in_few_calls(walk: _StageWalk, groups: Sequence[_SplitGroup]) -> list[_SplitGroup]:
     """Join groups of which no place lies behind one of another."""
     on_path = {place.node for group in groups for place in group.places if place.is_on_path}
     level = walk.levels(on_path)

@@ -2,7 +2,7 @@
 
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -248,7 +248,7 @@ def count_calls(monkeypatch, run: Callable[[], object]) -> int:
     return len(calls)
 
 
-def attention_block(x: Tensor, norm: Tensor, weights: list[Tensor]) -> Tensor:
+def attention_block(x: Tensor, norm: Tensor, weights: Sequence[Tensor]) -> Tensor:
     normed = layer_norm(x, (4,), norm)
     q, k, v, o = weights
     return x + torch.softmax((normed @ q) @ (normed @ k).T, -1) @ (normed @ v) @ o
