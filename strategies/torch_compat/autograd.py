@@ -89,6 +89,14 @@ def is_given_gradient(leaf: Tensor) -> bool:
         return False
 
 
+def is_wanted(node: Node) -> bool:
+    """Whether the backward pass that this thread is within wants the gradients of a node."""
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # it is named
+        return True
+
+
 def goes_to_the_end() -> bool:
     """Whether the backward pass that this thread is within goes from its node to a graph's end.
 
