@@ -136,7 +136,7 @@ def reduce_gradient_beside(
 
 
 class _SumBeside:
-    """What the four nodes of one product share.
+    """State shared by the four nodes of one product.
 
     [Note: A sum beside a product]
     The gradient of a divided layer's input is summed over the ranks, which the gradient of its
