@@ -125,13 +125,13 @@ def reduce_gradient_beside(
             return None  # the copy of the weight that all microbatches share is autocast's own
         dtype = torch.get_autocast_dtype(kind)
     beside = _SumBeside(group)
-    awaited = _Await.apply(value, beside)  # type: ignore[no-untyped-call]
+    awaited = _AwaitSum.apply(value, beside)  # type: ignore[no-untyped-call]
     weight = weight.to(dtype)
     bias = None if bias is None else bias.to(dtype)
     handle = _WeightGradient.apply(weight, bias, beside)  # type: ignore[no-untyped-call]
-    given = _Start.apply(awaited, beside)  # type: ignore[no-untyped-call]
+    given = _StartSum.apply(awaited, beside)  # type: ignore[no-untyped-call]
     with torch.autocast(kind, enabled=False):
-        product = _Product.apply(given.to(dtype), handle, weight, bias, beside)  # type: ignore[no-untyped-call]
+        product = _InputGradient.apply(given.to(dtype), handle, weight, bias, beside)  # type: ignore[no-untyped-call]
     return given, product
 
 
@@ -154,7 +154,7 @@ class _SumBeside:
         """The gradient of the product, and its input."""
 
 
-class _Await(Function):
+class _AwaitSum(Function):
     @staticmethod
     @override
     def forward(ctx: Any, value: Tensor, beside: _SumBeside) -> Tensor:
@@ -186,7 +186,7 @@ class _WeightGradient(Function):
         return gradient.t() @ value, gradient.sum(0) if ctx.has_bias else None, None
 
 
-class _Start(Function):
+class _StartSum(Function):
     @staticmethod
     @override
     def forward(ctx: Any, value: Tensor, beside: _SumBeside) -> Tensor:
@@ -204,7 +204,7 @@ class _Start(Function):
         return total, None
 
 
-class _Product(Function):
+class _InputGradient(Function):
     @staticmethod
     @override
     def forward(
