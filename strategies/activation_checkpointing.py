@@ -28,6 +28,7 @@ from boltmesh.errors import ConfigError
 from boltmesh.strategies.blocks import find_blocks
 from boltmesh.strategies.compiled_blocks import CompiledForward
 from boltmesh.strategies.offload.activations import ActivationOffload
+from boltmesh.strategies.torch_compat.autograd import CHECKPOINT_OPTIONS
 from boltmesh.strategies.torch_compat.tensors import COSTLY_OPERATORS
 from boltmesh.telemetry.writer.null_recorder import NullRecorder
 from boltmesh.telemetry.writer.recorder import Recorder
@@ -185,7 +186,7 @@ def _run(
     # names of the checkpoint's own arguments may be names of the block's.
     with nullcontext() if offload is None else offload.saving((args, kwargs)):
         return checkpoint(
-            call, *args, kwargs, use_reentrant=False, context_fn=partial(contexts, block)
+            call, *args, kwargs, context_fn=partial(contexts, block), **CHECKPOINT_OPTIONS
         )
 
 

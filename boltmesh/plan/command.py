@@ -24,6 +24,7 @@ from boltmesh.plan.strategy_options import (
     PREFIX,
     as_mapping,
     copies_note,
+    float8_note,
     given_to,
     offload_error,
     optimizer_copies,
@@ -178,6 +179,7 @@ def make_plan(
     job = _job_of(loaded, per_node, shard_size, copies, source)
     if loaded.trainer.accelerator == "auto":
         notes += (AUTO_NOTE,)
+    notes += float8_note(given)
     if given.get("activation_checkpointing") is not None:
         notes += ("activations and work are those without activation_checkpointing",)
     if not _is_kept_in_fp32(model, widths):

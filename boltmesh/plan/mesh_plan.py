@@ -12,6 +12,7 @@ from boltmesh.plan.stage_plan import StagePlanSummary, plan_of
 from boltmesh.plan.strategy_options import (
     AUTO_NOTE,
     copies_note,
+    float8_note,
     offload_error,
     trainer_reads_gradients,
 )
@@ -165,6 +166,7 @@ def plan_mesh(
     notes = [*made.notes]
     if config.trainer.accelerator == "auto":
         notes.append(AUTO_NOTE)
+    notes += float8_note(given)
     if any(each.has_unknown_traffic for each in made.ranks):
         notes.append(
             "what the tensor or context axis moves is not known: layers cannot be run without ranks"

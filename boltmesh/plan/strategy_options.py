@@ -31,6 +31,17 @@ KEPT_KEYS = ("activation_checkpointing", "activation_offload", "timeout_s")
 """Of a config's strategy, what holds for any other one in its place."""
 
 
+def float8_note(given: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return what ``float8`` changes of bytes and times, as a note below a plan."""
+    if given.get("float8") is None:
+        return ()
+    note = (
+        "float8 changes no bytes: weights are gathered, and activations kept, in the type of "
+        "precision; in a cluster's file, device_tflops is then the speed of float8 products"
+    )
+    return (note,)
+
+
 def copies_note(
     config: "DictConfig",
     given: Mapping[str, Any],

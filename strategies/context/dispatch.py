@@ -30,6 +30,7 @@ from boltmesh.strategies.context.rules import convolutions, reductions, views
 from boltmesh.strategies.context.rules.table import CUT_RULES
 from boltmesh.strategies.tensor.runtime.collectives import Collective
 from boltmesh.strategies.tensor.runtime.vocab_tensor import VocabularyTensor, gathered
+from boltmesh.strategies.torch_compat.autograd import CHECKPOINT_INPUTS
 from boltmesh.strategies.torch_compat.tensors import (
     subclasses_asked,
     subclasses_unasked,
@@ -244,7 +245,7 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
     """``Function.apply``, which does not ask tensor subclasses."""
-    if not any(isinstance(each, CutTensor) for each in args):
+    if cls is CHECKPOINT_INPUTS or not any(isinstance(each, CutTensor) for each in args):
         return _apply(cls, *args, **kwargs)
     if cls.__name__ in {"CheckpointFunction", "CheckpointFunctionAttribute"}:
         raise UnsupportedError(

@@ -92,8 +92,7 @@ def offloaded_state(model: ModelShape, sharing: ShardingLayout, job: JobShape) -
     sizes = [numel * bucket.num_states for bucket, numel in arriving]
     places = plan_places(sizes, sharing.state_shares)
     state, numels = Bytes(), dict.fromkeys(ALIGNMENT, 0)
-    on_host: set[BucketShape] = set()
-    kept_on_device, on_disk = 0, []
+    on_disk = []
     for (bucket, numel), place in zip(arriving, places, strict=True):
         num_bytes = bucket.num_states * _stored(numel * FP32, place)
         state += Bytes.at(place, num_bytes)
@@ -101,18 +100,14 @@ def offloaded_state(model: ModelShape, sharing: ShardingLayout, job: JobShape) -
             on_disk.append(num_bytes)
         if bucket.num_states > 1:
             numels[place] += numel
-            if place == "device":
-                kept_on_device += numel
-            else:
-                on_host.add(bucket)
     state += Bytes.at("host", _ring(on_disk[::-1]))
     if job.is_on_host:
         # Gradients stay where they were reduced until their step, which ends within the step:
         # none of them is kept.
         return OffloadEstimate(state, Bytes(), numels)
-    # A gradient waits where its step happens; a bucket that is stepped in two places waits as one.
-    waiting = sum(sum(cut_chunks(each, job.num_shards)) for each in on_host)
-    gradients = Bytes(device=FP32 * kept_on_device, host=FP32 * waiting)
+    # A gradient waits where its step happens.
+    waiting = numels["host"] + numels["disk"]
+    gradients = Bytes(device=FP32 * numels["device"], host=FP32 * waiting)
     return OffloadEstimate(state, gradients, numels)
 
 

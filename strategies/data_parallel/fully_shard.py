@@ -48,7 +48,7 @@ from boltmesh.strategies.data_parallel.unsupported import (
 from boltmesh.strategies.deferred_initialization.materialize import prepare_unit
 from boltmesh.strategies.engine.data_axis import AxisContext
 from boltmesh.strategies.offload.bucket_layout import held_alone, held_unit
-from boltmesh.strategies.offload.state import StagingFile
+from boltmesh.strategies.offload.state import Staging
 from boltmesh.strategies.parameter_access import register_units
 from boltmesh.strategies.tiling.apply import TiledWeight, apply_tiling
 from boltmesh.strategies.torch_compat.fsdp import StepUnits, is_gathered, prepare_class
@@ -149,21 +149,26 @@ def _owns_shardable(module: Module) -> bool:
     return any(not isinstance(param, DTensor) for param in module.parameters(recurse=False))
 
 
-def open_parking(options: ZeroOptions, context: AxisContext) -> StagingFile | None:
+def open_parking(options: ZeroOptions, context: AxisContext) -> Staging | None:
     """Where shards wait for the offload engine; None where they wait on the device."""
-    if options.offload_parameters != "nvme":
+    is_on_disk = options.offload_parameters == "nvme"
+    if not is_on_disk and not (options.has_offload and waits_on_host(context.device)):
         return None
-    assert options.offload_path is not None
-    return StagingFile(
-        options.offload_path,
+    return Staging(
+        options.offload_path if is_on_disk else None,
         device=context.device,
         rank=dist.get_rank(),
         recorder=context.recorder,
     )
 
 
+def waits_on_host(device: torch.device) -> bool:
+    """Whether fp32 shards that the host is to keep would otherwise all be on a GPU at first."""
+    return device.type != "cpu"
+
+
 def park_unit(
-    parking: StagingFile | None,
+    parking: Staging | None,
     module: Module,
     unit: Module,
     tiled: Sequence[TiledWeight],

@@ -115,6 +115,16 @@ class Bucket:
             if stop > start
         ]
 
+    def host_offsets(self) -> dict[BucketChunk, int]:
+        """Return where gradients of chunks that are not kept on the device begin on the host."""
+        offsets: dict[BucketChunk, int] = {}
+        end = 0
+        for chunk in self.chunks:
+            if chunk.place != "device":
+                offsets[chunk] = end
+                end += chunk.numel
+        return offsets
+
     def chunks_of(self, slot: Slot) -> list[BucketChunk]:
         """The chunks that hold something of a parameter."""
         end = slot.offset + slot.numel

@@ -33,7 +33,7 @@ from boltmesh.strategies.offload.buckets import Bucket
 from boltmesh.strategies.offload.disk.preflight import DiskReport
 from boltmesh.strategies.offload.gradient_handler import Clipper, GradientHandler
 from boltmesh.strategies.offload.shard_tensor import OffloadedShard, ParameterSource, StepBarrier
-from boltmesh.strategies.offload.state import OffloadedState, StagingFile
+from boltmesh.strategies.offload.state import OffloadedState, Staging
 from boltmesh.strategies.offload.stepper import Stepper, worker_threads
 from boltmesh.strategies.offload.stores import OffloadPlan
 from boltmesh.strategies.offload.streams import CopyStream
@@ -155,6 +155,8 @@ class OffloadEngine(StepBarrier):
         )
         self._clipper = Clipper(self.kept, self._arrivals, self.device)
         self._take(optimizers)
+        for held in self._units.values():
+            self.kept.unpark(held)
         if never_clips:
             self._arrivals.step_early(self._modules, self._layers)
         self._optimizers = list(optimizers)
@@ -219,7 +221,7 @@ class OffloadEngine(StepBarrier):
             stepper.worker.close()
             arrivals.close()
 
-    def restore(self, parking: StagingFile | None = None) -> Exception | None:
+    def restore(self, parking: Staging | None = None) -> Exception | None:
         """``close``, and bring all parameters back to the device, or to where they are parked.
 
         Returns:

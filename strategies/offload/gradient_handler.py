@@ -158,9 +158,9 @@ class GradientHandler:
         for bucket in buckets:
             if self._kept.owner[bucket] is None:
                 continue
-            is_stepped_away = any(chunk.place != "device" for chunk in bucket.chunks)
-            if self._device.type != "cpu" and is_stepped_away:
-                self._host_gradients[bucket] = self._arena.take(bucket.numel, torch.float32)
+            host_numel = sum(chunk.numel for chunk in bucket.host_offsets())
+            if self._device.type != "cpu" and host_numel:
+                self._host_gradients[bucket] = self._arena.take(host_numel, torch.float32)
             if self._is_watching:
                 for slot in bucket.slots:
                     hook = partial(self._arrive, bucket, slot)

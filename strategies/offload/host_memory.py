@@ -182,21 +182,40 @@ ALIGNMENT_BYTES = 64
 """A cache line: no two parts share one."""
 
 
+def copy_to_host(value: Tensor, into: Tensor, page_locked: Tensor) -> None:
+    """Copy a flat tensor of a GPU into host memory that is not page-locked, at full speed.
+
+    Args:
+        value: What to copy, shape ``(numel,)``.
+        into: As many elements of the same dtype.
+        page_locked: Memory of ``allocate_host`` that the copy passes through, part by part.
+    """
+    passing = page_locked.view(value.dtype)
+    for part, target in zip(
+        torch.split(value, passing.numel()), torch.split(into, passing.numel()), strict=True
+    ):
+        target.copy_(passing[: part.numel()].copy_(part))
+
+
 class HostArena:
-    """Hands out memory of an ``allocate_host`` that was made for all of it.
+    """Hands out parts of memory that ``allocate_host`` made for several of them.
 
     Args:
         device: Where the data is computed with.
-        num_bytes: What will be taken, as ``bytes_of`` counts it. More is allocated as it is asked
-            for.
+        num_bytes: What is reserved at once.
     """
 
     def __init__(self, device: torch.device, num_bytes: int = 0) -> None:
         self.device = device
+        self.num_bytes = 0
         self._rest: Tensor | None = None
+        self.reserve(num_bytes)
+
+    def reserve(self, num_bytes: int) -> None:
+        """Allocate what will be taken next, as ``bytes_of`` counts it; more comes as asked for."""
         if num_bytes > 0:
-            self._rest = allocate_host(num_bytes, device=device)
-        self.num_bytes = num_bytes
+            self._rest = allocate_host(num_bytes, device=self.device)
+            self.num_bytes += num_bytes
 
     @staticmethod
     def bytes_of(num_bytes: int) -> int:
@@ -208,8 +227,8 @@ class HostArena:
         wanted = numel * dtype.itemsize
         taken = self.bytes_of(wanted)
         if self._rest is None or self._rest.numel() < taken:
-            self._rest = allocate_host(taken, device=self.device)
-            self.num_bytes += taken
+            self.reserve(taken)
+        assert self._rest is not None
         part, self._rest = self._rest[:wanted], self._rest[taken:]
         return part.view(dtype)
 

@@ -54,15 +54,18 @@ class _MemoryStore(StateStore):
 class HostStore(_MemoryStore):
     """Optimizer state in host memory."""
 
-    def __init__(self, device: torch.device, num_bytes: int = 0) -> None:
+    def __init__(self, device: torch.device) -> None:
         """Keep state for steps on the host.
 
         Args:
             device: Where the model is computed. On CUDA the memory is locked for copies to it.
-            num_bytes: What is to be stored, by ``bytes_of``.
         """
         super().__init__()
-        self._arena = HostArena(device, num_bytes)
+        self._arena = HostArena(device)
+
+    def reserve(self, num_bytes: int) -> None:
+        """Allocate for the chunks that are created next, by ``bytes_of``."""
+        self._arena.reserve(num_bytes)
 
     @staticmethod
     def bytes_of(numel: int, num_tensors: int) -> int:
@@ -204,7 +207,6 @@ class HostParameterStore(MemoryParameterStore):
 
     Args:
         device: Where the model is computed.
-        num_bytes: What is to be stored, as ``HostArena.bytes_of`` counts it.
         ring_bytes: Device memory for shards that are copied there. A shard that is needed while
             the ring is full gets memory of its own.
         is_current: Whether a shard has been through the last step: others are not read ahead.
@@ -214,13 +216,12 @@ class HostParameterStore(MemoryParameterStore):
     def __init__(
         self,
         device: torch.device,
-        num_bytes: int = 0,
         *,
         ring_bytes: int = 0,
         is_current: Callable[[int], bool] = lambda _: True,
         recorder: Recorder | NullRecorder | None = None,
     ) -> None:
-        self._arena = HostArena(device, num_bytes)
+        self._arena = HostArena(device)
         self._device = device
         self._is_on_host = device.type == "cpu"
         self._is_current = is_current
@@ -234,6 +235,10 @@ class HostParameterStore(MemoryParameterStore):
         self._ring_bytes = ring_bytes
         self._ring: DeviceRing | None = None
         self._lock = threading.Lock()
+
+    def reserve(self, num_bytes: int) -> None:
+        """Allocate for the shards that are created next, as ``HostArena.bytes_of`` counts them."""
+        self._arena.reserve(num_bytes)
 
     @override
     def create(self, index: int, value: Tensor) -> None:

@@ -1,8 +1,9 @@
 """The state that the engine keeps: made from parameters and optimizers, shown as DTensors.
 
 A model that is built unit by unit never is in memory as a whole: each unit's shards leave it before
-the next unit is made. ``StagingFile`` keeps them on the disk until there are optimizers, which say
-how to keep them; they are read back bucket by bucket when ``OffloadedState`` takes them over.
+the next unit is made. ``Staging`` keeps them on the disk, or those of a GPU in host memory, until
+there are optimizers, which say how to keep them; they are read back bucket by bucket when
+``OffloadedState`` takes them over.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,8 +21,8 @@ from boltmesh.strategies.grad_norm import NormShare
 from boltmesh.strategies.offload import stores
 from boltmesh.strategies.offload.bucket_layout import ShardedParam, build_buckets
 from boltmesh.strategies.offload.buckets import Bucket, BucketChunk, Slot
-from boltmesh.strategies.offload.disk.swap_file import Swap
-from boltmesh.strategies.offload.host_memory import allocate_host
+from boltmesh.strategies.offload.disk.swap_file import Extent, Swap
+from boltmesh.strategies.offload.host_memory import allocate_host, copy_to_host
 from boltmesh.strategies.offload.memory_stores import ParameterCopies
 from boltmesh.strategies.offload.shard_tensor import (
     GatheredSource,
@@ -46,11 +47,15 @@ NUM_THREADS = 2
 """For each direction: each takes a stack, beside those of the file that follows."""
 
 
-class StagingFile:
-    """A file for shards that no step needs yet. It goes with the last shard that is parked in it.
+LOCKED_BYTES = 32 << 20
+"""Page-locked memory that shards of a GPU pass on their way to the host."""
+
+
+class Staging:
+    """Keeps shards that no step needs yet. Its memory, or file, goes with the last of them.
 
     Args:
-        folder: Where to make the file. It grows with what is parked.
+        folder: Where to make a file, which grows with what is parked; None: in host memory.
         device: Where the model is computed.
         rank: Whose file it is, for messages.
         recorder: Counts transfers.
@@ -58,17 +63,21 @@ class StagingFile:
 
     def __init__(
         self,
-        folder: Path | str,
+        folder: Path | str | None,
         *,
         device: torch.device,
         rank: int = 0,
         recorder: Recorder | NullRecorder | None = None,
     ) -> None:
         self._device = device
-        self._swap = Swap(folder, rank=rank, recorder=recorder, num_threads=NUM_THREADS)
+        self._swap: Swap | None = None
+        if folder is not None:
+            self._swap = Swap(folder, rank=rank, recorder=recorder, num_threads=NUM_THREADS)
+        locked_bytes = 0 if device.type == "cpu" else LOCKED_BYTES
+        self._page_locked = allocate_host(locked_bytes, device=device)
 
     def park(self, held: Sequence[ShardedParam]) -> None:
-        """Write shards to the disk and let something without memory stand for them.
+        """Move shards away and let something without memory stand for them.
 
         Small ones stay where they are.
 
@@ -79,7 +88,7 @@ class StagingFile:
             if each.padded_numel < max(1, stores.SMALL_NUMEL):
                 continue
             value = each.value()
-            source = _StagedSource(self._swap, each, value.dtype, self._device)
+            source = _StagedSource(self._swap, each, value.dtype, self._device, self._page_locked)
             source.write(value)
             local = local_tensor(each.parameter)
             shard = OffloadedShard.of(source, tuple(local.shape), value.dtype, self._device)
@@ -90,17 +99,28 @@ class _StagedSource(GatheredSource):
     """One parked shard."""
 
     def __init__(
-        self, swap: Swap, held: ShardedParam, dtype: torch.dtype, device: torch.device
+        self,
+        swap: Swap | None,
+        held: ShardedParam,
+        dtype: torch.dtype,
+        device: torch.device,
+        page_locked: Tensor,
     ) -> None:
         self.name = held.name
         self._swap = swap
+        self._page_locked = page_locked
         self._shape = tuple(local_tensor(held.parameter).shape)
         self._padded_shape = held.padded_shape
         self._dtype = dtype
         self._compute_dtype = held.compute_dtype
         self._device = device
         num_bytes = self._numel * dtype.itemsize
-        self._extent = swap.allocate(f"the parked {held.name}", num_bytes)
+        self._extent: Extent | None = None
+        self._memory: Tensor | None = None
+        if swap is None:
+            self._memory = allocate_host(num_bytes, device=CPU)
+        else:
+            self._extent = swap.allocate(f"the parked {held.name}", num_bytes)
 
     @property
     def _numel(self) -> int:
@@ -108,15 +128,27 @@ class _StagedSource(GatheredSource):
 
     @override
     def read(self) -> Tensor:
+        if self._memory is not None:
+            return self._cut(self._memory).view(self._shape)
+        assert self._swap is not None
+        assert self._extent is not None
         buffer = allocate_host(self._extent.num_bytes, device=CPU)
         self._swap.read(self._extent, buffer).wait()
         return self._cut(buffer).view(self._shape)
 
     @override
     def write(self, value: Tensor) -> None:
-        buffer = allocate_host(self._extent.num_bytes, device=CPU)
-        self._cut(buffer).copy_(value.detach().reshape(-1))
-        self._swap.write(self._extent, buffer).wait()
+        buffer = self._memory
+        if buffer is None:
+            assert self._extent is not None
+            buffer = allocate_host(self._extent.num_bytes, device=CPU)
+        value = value.detach().reshape(-1)
+        if value.device.type == "cpu":
+            self._cut(buffer).copy_(value)
+        else:
+            copy_to_host(value.to(self._dtype), self._cut(buffer), self._page_locked)
+        if self._swap is not None and self._extent is not None:
+            self._swap.write(self._extent, buffer).wait()
 
     @override
     def fetch(self) -> Tensor:
@@ -228,6 +260,7 @@ class OffloadedState:
         self.copies.stores.update(opened.of_slot)
         for bucket, owner, held in made:
             self.owner[bucket] = owner
+            opened.reserve(bucket, counts[bucket])
             self._fill(bucket, owner, held)
         for each in opened.states.values():
             each.flush()
@@ -291,16 +324,25 @@ class OffloadedState:
             held = self._held[slot]
             del self._held[slot]
             del self.place[slot.parameter]
-            shown = _shown(held.parameter)
-            if not isinstance(shown.source, ParameterSource):
-                continue  # it is parked
-            value = shown.read()
-            padded = torch.zeros(slot.padded_numel, device=self._device)
-            padded[: slot.numel].copy_(value.reshape(-1))
-            held.replace(padded[: slot.numel].view(slot.shape), padded)
+            if isinstance(_shown(held.parameter).source, ParameterSource):  # it is not parked
+                self._to_device(held)
         self.buckets.remove(bucket)
 
-    def restore(self, parking: StagingFile | None = None) -> None:
+    def unpark(self, held: Sequence[ShardedParam]) -> None:
+        """Give back to the device what has been parked and was not taken: no optimizer steps it."""
+        for each in held:
+            local = local_tensor(each.parameter)
+            if isinstance(local, OffloadedShard) and isinstance(local.source, _StagedSource):
+                self._to_device(each)
+
+    def _to_device(self, held: ShardedParam) -> None:
+        value = held.value()
+        shape = tuple(local_tensor(held.parameter).shape)
+        padded = torch.zeros(held.padded_numel, dtype=value.dtype, device=self._device)
+        padded[: value.numel()].copy_(value)
+        held.replace(padded[: value.numel()].view(shape), padded)
+
+    def restore(self, parking: Staging | None = None) -> None:
         """Give all parameters back, to the device or what is large to ``parking``, and let go."""
         if parking is not None:
             parking.park(list(self._held.values()))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from boltmesh.strategies.grad_norm import tensor_norm
-from boltmesh.strategies.offload.buckets import Bucket, BucketChunk, Slot
+from boltmesh.strategies.offload.buckets import Bucket, BucketChunk, Piece, Slot
 from boltmesh.strategies.offload.memory_stores import ParameterCopies
 from boltmesh.strategies.offload.store_api import CHUNK_NUMEL
 from boltmesh.strategies.offload.streams import CopyStream, own_stream, use_device
@@ -29,13 +29,13 @@ from boltmesh.strategies.torch_compat.tensors import event_on_stream
 class BucketGradients:
     """What has arrived for one step of one bucket.
 
-    On the CPU gradients stay where FSDP2 made them. From an accelerator they are copied to
-    ``host``, laid out as the bucket is, and their norm is computed before they leave.
+    On the CPU gradients stay where FSDP2 made them. From an accelerator those of chunks that are
+    not kept there are copied to ``host``, and their norm is computed before they leave.
 
     Args:
         bucket: Whose they are.
         device: Where they arrive.
-        host: Flat memory for a copy, None on the CPU.
+        host: Flat memory for a copy, laid out as ``Bucket.host_offsets`` says; None on the CPU.
         lane: Where copies run.
     """
 
@@ -45,6 +45,7 @@ class BucketGradients:
         self.bucket = bucket
         self._device = device
         self._host = host
+        self._host_offsets = {} if host is None else bucket.host_offsets()
         self._lane = lane
         self._held: dict[Slot, Tensor] = {}
         self._copied: torch.Event | None = None
@@ -83,11 +84,15 @@ class BucketGradients:
             norms = torch.stack([tensor_norm(each) for each in self.tensors()])
             self._norms = torch.empty(norms.shape, dtype=norms.dtype, pin_memory=True)
             self._norms.copy_(norms, non_blocking=True)
-            if self._host is not None and any(c.place != "device" for c in self.bucket.chunks):
-                num_bytes = sum(each.nbytes for each in self._held.values())
-                with self._lane.meter.copy("write", num_bytes):
-                    for slot, gradient in self._held.items():
-                        into = self._host[slot.offset : slot.offset + slot.numel]
+            copies = [
+                (self._on_host(chunk, piece), _part(self._held[piece.slot], piece))
+                for chunk in self._host_offsets
+                for piece in chunk.pieces()
+                if piece.slot in self._held
+            ]
+            if copies:
+                with self._lane.meter.copy("write", sum(each.nbytes for _, each in copies)):
+                    for into, gradient in copies:
                         into.copy_(gradient, non_blocking=True)
             self._copied = event_on_stream(self._device)
 
@@ -96,8 +101,11 @@ class BucketGradients:
         if self._copied is not None:
             self._copied.synchronize()
             self._copied = None
-            if all(chunk.place != "device" for chunk in self.bucket.chunks):
-                self._held = {slot: self._on_host(slot) for slot in self._held}
+            if self._host is not None and len(self._host_offsets) == len(self.bucket.chunks):
+                # All of them are there, as they lie in the bucket.
+                self._held = {
+                    slot: self._host[slot.offset : slot.offset + slot.numel] for slot in self._held
+                }
                 self._is_on_host = True
 
     def square(self) -> float:
@@ -138,19 +146,25 @@ class BucketGradients:
 
     def pieces(self, chunk: BucketChunk) -> list[PieceGradient]:
         """The gradients of a chunk, on the device of its state."""
-        found = []
-        for piece in chunk.pieces():
-            slot = piece.slot
-            if slot in self._held:
-                on_host = chunk.place != "device" and self._host is not None
-                whole = self._on_host(slot) if on_host else self._held[slot]
-                part = whole[piece.start - slot.offset : piece.stop - slot.offset]
-                found.append(PieceGradient(piece, part))
-        return found
+        return [
+            PieceGradient(
+                piece,
+                self._on_host(chunk, piece)
+                if chunk in self._host_offsets
+                else _part(self._held[piece.slot], piece),
+            )
+            for piece in chunk.pieces()
+            if piece.slot in self._held
+        ]
 
-    def _on_host(self, slot: Slot) -> Tensor:
+    def _on_host(self, chunk: BucketChunk, piece: Piece) -> Tensor:
         assert self._host is not None
-        return self._host[slot.offset : slot.offset + slot.numel]
+        begin = self._host_offsets[chunk] - chunk.start
+        return self._host[begin + piece.start : begin + piece.stop]
+
+
+def _part(of_slot: Tensor, piece: Piece) -> Tensor:
+    return of_slot[piece.start - piece.slot.offset : piece.stop - piece.slot.offset]
 
 
 def _is_same_storage(one: Tensor, other: Tensor) -> bool:

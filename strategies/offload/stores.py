@@ -56,6 +56,21 @@ class OpenStores:
     swap: Swap | None = None
     disk: DiskReport | None = None
 
+    def reserve(self, bucket: Bucket, num_tensors: int) -> None:
+        """Allocate host memory for what a bucket puts there.
+
+        Bucket by bucket, as they leave where they were: the host never has all of it twice.
+        """
+        state = self.states.get("host")
+        if isinstance(state, HostStore):
+            on_host = [chunk for chunk in bucket.chunks if chunk.store is state]
+            state.reserve(sum(HostStore.bytes_of(each.numel, num_tensors) for each in on_host))
+        for store in self.parameters:
+            if isinstance(store, HostParameterStore):
+                slots = [slot for slot in bucket.slots if self.of_slot[slot] is store]
+                sizes = [slot.padded_numel * slot.dtype.itemsize for slot in slots]
+                store.reserve(sum(map(HostArena.bytes_of, sizes)))
+
     def close(self) -> None:
         """Close all of them."""
         for state in self.states.values():
@@ -134,8 +149,7 @@ def open_stores(
         )
         stores.disk = measure_disk(stores.swap, load)
     if sizes["host"]:
-        num_bytes = sum(HostStore.bytes_of(*size) for size in sizes["host"])
-        stores.states["host"] = HostStore(device, num_bytes)
+        stores.states["host"] = HostStore(device)
     if sizes["device"]:
         stores.states["device"] = DeviceStore(device)
     if sizes["disk"]:
@@ -168,7 +182,6 @@ def open_stores(
         units = [sum(map(aligned, each)) for each in sizes_of]
         away = HostParameterStore(
             device,
-            sum(HostArena.bytes_of(each) for of_unit in sizes_of for each in of_unit),
             ring_bytes=min(sum(units), RING_UNITS * max(units)),
             is_current=is_current,
             recorder=recorder,

@@ -1,5 +1,6 @@
 """Private parts of autograd: gradient hooks, the running backward pass, the compiler."""
 
+import inspect
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge, saved_tensors_hooks
 from torch.nn import Parameter
+from torch.utils import checkpoint
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
@@ -87,6 +89,14 @@ def is_given_gradient(leaf: Tensor) -> bool:
         return False
 
 
+def is_wanted(node: Node) -> bool:
+    """Whether the backward pass that this thread is within wants the gradients of a node."""
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # it is named
+        return True
+
+
 def goes_to_the_end() -> bool:
     """Whether the backward pass that this thread is within goes from its node to a graph's end.
 
@@ -114,6 +124,16 @@ def unrecorded() -> Iterator[None]:
 def _same(value: Any) -> Any:
     return value
 
+
+CHECKPOINT_INPUTS: Any = getattr(checkpoint, "_NoopSaveInputs", None)
+"""The function by which torch 2.11 saves the inputs of what it is to run again. None in later
+releases, which save them without one."""
+
+CHECKPOINT_OPTIONS: dict[str, Any] = {"use_reentrant": False}
+"""Arguments of torch's checkpoint. From torch 2.14 on it warns unless they say whether hooks of
+others see what selective checkpointing keeps; before they did not."""
+if "respect_saved_tensors_hooks" in inspect.signature(checkpoint.checkpoint).parameters:
+    CHECKPOINT_OPTIONS["respect_saved_tensors_hooks"] = False
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 

@@ -137,6 +137,13 @@ def test_offload_is_left_out_where_weights_are_not_fp32(workplace, capsys):
     ]
 
 
+def test_float8_is_said_to_change_no_bytes(workplace, capsys):
+    plain, float8 = (data(capsys, "zero3", *given) for given in ((), ("strategy.float8=rowwise",)))
+    assert float8["strategies"] == plain["strategies"]
+    (note,) = set(float8["notes"]) - set(plain["notes"])
+    assert note.startswith("float8 changes no bytes: ")
+
+
 def test_large_layers_are_planned_in_tiles(workplace, capsys):
     whole = data(capsys, *LARGE)
     tiled = data(capsys, *LARGE, f"strategy.tile_linear_bytes={64 << 20}")

@@ -80,6 +80,7 @@ def test_tied_tensors_share_their_storage_again(tmp_path: Path) -> None:
     assert all(torch.equal(each, weight) for each in found.values())
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")  # of torch 2.11
 def test_what_is_no_plain_tensor_is_what_it_was(tmp_path: Path) -> None:
     dense = torch.eye(4)
     content = OrderedDict(

@@ -5,10 +5,13 @@ from typing import Any
 
 import pytest
 
-from boltmesh.check.differences import Trace, find_differences
+from boltmesh.check.differences import Tolerance, Trace, find_differences
 from boltmesh.check.parity import trace_layout
 from boltmesh.strategies import ZeROStrategy
+from boltmesh.strategies.data_parallel import fully_shard
 from boltmesh.strategies.offload import stores
+from boltmesh.strategies.offload.host_memory import HostArena
+from boltmesh.strategies.offload.state import Staging
 from tests.support.cases import BF16, CLIP, SGD, Case, one_process
 from tests.support.models import Regression, TwoOptimizers
 from tests.support.ranks import run_ranks
@@ -85,6 +88,51 @@ def test_every_layout_equals_one_process(case: Case, names: list[str], tmp_path:
 @pytest.mark.parametrize("case", SHORT_CASES, ids=lambda case: case.name)
 def test_some_layouts_equal_one_process(case: Case, tmp_path: Path) -> None:
     check(case, list(SHORT), tmp_path)
+
+
+def parked(rank: int, world_size: int, case: Case, options: dict[str, Any]) -> list[Any]:
+    """Train as shards of a GPU do, which wait in host memory, and as those of the CPU do."""
+    stores.SMALL_NUMEL = 0
+    found = []
+    for waits in (True, False):
+        vars(fully_shard)["waits_on_host"] = lambda _, waits=waits: waits
+        seen: dict[str, int] = {"parked": 0, "reserved": 0}
+        park, reserve = Staging.park, HostArena.reserve
+
+        def noted_park(self: Any, held: Any, seen=seen, park=park) -> None:
+            seen["parked"] += len(held)
+            park(self, held)
+
+        def noted_reserve(self: Any, num_bytes: int, seen=seen, reserve=reserve) -> None:
+            seen["reserved"] += num_bytes > 0
+            reserve(self, num_bytes)
+
+        type.__setattr__(Staging, "park", noted_park)
+        type.__setattr__(HostArena, "reserve", noted_reserve)
+        try:
+            strategy = ZeROStrategy(telemetry=False, **options)
+            found.append((trace_layout(case.problem(), strategy, devices=world_size), seen))
+        finally:
+            type.__setattr__(Staging, "park", park)
+            type.__setattr__(HostArena, "reserve", reserve)
+    return found
+
+
+@pytest.mark.parametrize(
+    "case",
+    [Case("frozen layers", model={"freezes": True}, trainer=BF16), Case("sgd", model=SGD)],
+    ids=lambda case: case.name,
+)
+@pytest.mark.parametrize("parameters", [None, "cpu"])
+def test_shards_that_wait_on_the_host_train_to_the_same_bits(
+    case: Case, parameters: str | None
+) -> None:
+    """And host memory is taken unit by unit, as their waiting place becomes free."""
+    options = {"stage": 3, **CPU, "offload_parameters": parameters}
+    for (waited, seen), (plain, others) in run_ranks(parked, case.ranks, case, options):
+        assert find_differences(plain, waited, Tolerance(0.0, 0.0, 0.0)) == []
+        assert seen["parked"] > 0 == others["parked"]
+        assert seen["reserved"] >= 3
 
 
 def check(case: Case, names: list[str], folder: Path) -> None:

@@ -8,8 +8,13 @@ notes the gradients that arrive where something leaves that path towards a param
 half starts there. An operator that is at such a place runs in both halves; each time it computes
 only what it was asked for.
 
-Places that share what is off the path (a weight that is used twice, a cast of one) are
-differentiated together. One then lies behind another, and autograd carries gradients on from the
+Each call of autograd goes through the graph behind its roots, so few calls are made. Parameters of
+one dim, as of norms, get their gradients in the first half, unless a matrix is with them. Places
+of which none lies behind another are differentiated together: queries, keys and values. In a call
+with two of which one does lie behind the other, autograd would compute the path between them again.
+
+Places that share what is off the path (a weight that is used twice, a cast of one) have to be
+differentiated together. One may then lie behind another, and autograd carries gradients on from the
 first to the second once more; the second is held to what it had received in the first half.
 
 The halves of ``torch.distributed.pipelining`` lose the gradients of parameters that reach an output
@@ -64,15 +69,15 @@ class _SplitPoint:
 
 @dataclass
 class _SplitGroup:
-    """Places that share what is off the path, and the leaves that they lead to."""
+    """Places that are differentiated together, and the leaves that they lead to."""
 
     places: list[_SplitPoint]
     leaves: list[Tensor]
+    is_shared: bool = False
+    """Whether several places on the path share what is off it."""
 
     def backward(self) -> None:
         """Add to the leaves' gradients, with all of their hooks."""
-        on_path = [place for place in self.places if place.is_on_path]
-        is_shared = len(on_path) > 1
         edges = [
             (GradientEdge(place.node, index), grad)
             for place in self.places
@@ -83,14 +88,15 @@ class _SplitGroup:
             return
         handles = []
         try:
-            if is_shared:
-                for place in on_path:
-                    kept = tuple(place.grads)
-                    handles.append(place.node.register_prehook(lambda _, kept=kept: kept))
+            if self.is_shared:
+                for place in self.places:
+                    if place.is_on_path:
+                        kept = tuple(place.grads)
+                        handles.append(place.node.register_prehook(lambda _, kept=kept: kept))
             torch.autograd.backward(
                 [edge for edge, _ in edges],
                 [grad for _, grad in edges],
-                retain_graph=is_shared,
+                retain_graph=self.is_shared,
                 inputs=self.leaves,
             )
         finally:
@@ -103,7 +109,7 @@ class WeightsHalf:
 
     def __init__(self, groups: list[_SplitGroup]) -> None:
         # What is shared passes through the places of others, whose memory has to be there yet.
-        self._groups = sorted(groups, key=lambda group: len(group.places), reverse=True)
+        self._groups = sorted(groups, key=lambda group: group.is_shared, reverse=True)
 
     def run(self) -> None:
         """Add to the parameters' gradients and let the graph go."""
@@ -154,7 +160,9 @@ def backward(graph: StageGraph, grads: Grads) -> Grads:
 
 
 def backward_inputs(graph: StageGraph, grads: Grads) -> tuple[Grads, Later]:
-    """Differentiate a stage's inputs alone. See [Note: Two halves of a backward pass].
+    """Differentiate a stage's inputs, before its matrices.
+
+    See [Note: Two halves of a backward pass].
 
     Returns:
         The gradient of each input, as of ``backward``, and what is left to be done.
@@ -165,38 +173,39 @@ def backward_inputs(graph: StageGraph, grads: Grads) -> tuple[Grads, Later]:
         return (None,) * len(graph.inputs), _EmptyWeightsHalf()
     if not leaves:
         return (None,) * len(graph.inputs), _WholeLater(graph, grads)
-    reached = _Reached(
+    walk = _StageWalk(
         [edge.node for edge in edges], [get_gradient_edge(each).node for each in leaves.values()]
     )
-    if not reached.path:
+    if not walk.path:
         return (None,) * len(graph.inputs), _WholeLater(graph, grads)
-    if any(node.name() == _REENTRANT_CHECKPOINT for node in reached.nodes):
+    if any(node.name() == _REENTRANT_CHECKPOINT for node in walk.following):
         return backward(graph, grads), _EmptyWeightsHalf()
 
-    places = [_SplitPoint(node, is_on_path=True) for node in reached.places()]
-    handles = [place.node.register_prehook(place.hold) for place in places]
+    apart = [
+        _SplitPoint(edge.node, is_on_path=False, grads=[None] * edge.output_nr + [grad])
+        for edge, grad in zip(edges, known, strict=True)
+        if edge.node not in walk.path
+    ]
+    now, later = _in_halves(_group(walk, apart))
+    places = [each for group in later for each in group.places if each.is_on_path]
+    handles = [each.node.register_prehook(each.hold) for each in places]
     on_path = [
-        (edge, grad) for edge, grad in zip(edges, known, strict=True) if edge.node in reached.path
+        (edge, grad) for edge, grad in zip(edges, known, strict=True) if edge.node in walk.path
     ]
     try:
-        found = torch.autograd.grad(
+        torch.autograd.backward(
             [edge for edge, _ in on_path],
-            list(leaves.values()),
             [grad for _, grad in on_path],
             retain_graph=True,
-            allow_unused=True,
+            inputs=[*leaves.values(), *(leaf for group in now for leaf in group.leaves)],
         )
     finally:
         for handle in handles:
             handle.remove()
-    for edge, grad in zip(edges, known, strict=True):
-        if edge.node not in reached.path:
-            place = _SplitPoint(edge.node, is_on_path=False)
-            place.grads = [None] * edge.output_nr + [grad]
-            places.append(place)
-    by_index = dict(zip(leaves, found, strict=True))
-    groups = _group(places, reached.path)
-    return tuple(by_index.get(index) for index in range(len(graph.inputs))), WeightsHalf(groups)
+    found = tuple(each.grad if each.requires_grad else None for each in graph.inputs)
+    for each in graph.inputs:
+        each.grad = None
+    return found, WeightsHalf(_in_few_calls(walk, later))
 
 
 def _with_grads(
@@ -210,53 +219,68 @@ def _with_grads(
     return [edge for edge, _ in pairs], [grad for _, grad in pairs]
 
 
-class _Reached:
+class _StageWalk:
     """The operators behind some outputs, and which of them are on the path to the inputs.
 
     It keeps them all: the Python object of an operator that nobody holds is made anew each time.
     """
 
     def __init__(self, roots: Sequence[Node], inputs: Sequence[Node]) -> None:
-        before: dict[Node, list[Node]] = {node: [] for node in roots}
-        waiting = list(before)
+        self.following: dict[Node, list[Node]] = {}
+        self._before: dict[Node, list[Node]] = {node: [] for node in roots}
+        waiting = list(self._before)
         while waiting:
             node = waiting.pop()
-            for following in _following(node):
-                if following not in before:
-                    before[following] = []
-                    waiting.append(following)
-                before[following].append(node)
-        self.nodes = tuple(before)
+            following = [each for each, _ in node.next_functions if each is not None]
+            self.following[node] = following
+            for each in following:
+                if each not in self._before:
+                    self._before[each] = []
+                    waiting.append(each)
+                self._before[each].append(node)
         self.path: set[Node] = set()
-        waiting = [node for node in inputs if node in before]
+        waiting = [node for node in inputs if node in self._before]
         while waiting:
             node = waiting.pop()
             if node not in self.path:
                 self.path.add(node)
-                waiting += before[node]
+                waiting += self._before[node]
+
+    def off_path(self, node: Node) -> list[Node]:
+        """Return what follows an operator off the path."""
+        return [each for each in self.following[node] if each not in self.path]
 
     def places(self) -> list[Node]:
         """Return the operators on the path that something off the path follows."""
-        return [
-            node
-            for node in self.nodes
-            if node in self.path and any(each not in self.path for each in _following(node))
-        ]
+        return [node for node in self._before if node in self.path and self.off_path(node)]
+
+    def levels(self, places: set[Node]) -> dict[Node, int]:
+        """Return the most places that lie before each operator of the path, on one way to it."""
+        level = dict.fromkeys(self.path, 0)
+        left = {node: len(self._before[node]) for node in self.path}
+        ready = [node for node, count in left.items() if not count]
+        while ready:
+            node = ready.pop()
+            behind = level[node] + (node in places)
+            for each in self.following[node]:
+                if each in left:
+                    level[each] = max(level[each], behind)
+                    left[each] -= 1
+                    if not left[each]:
+                        ready.append(each)
+        return level
 
 
-def _following(node: Node) -> list[Node]:
-    return [each for each, _ in node.next_functions if each is not None]
-
-
-def _group(places: list[_SplitPoint], path: set[Node]) -> list[_SplitGroup]:
-    """Put places together that share anything off the path."""
+def _group(walk: _StageWalk, apart: Sequence[_SplitPoint]) -> list[_SplitGroup]:
+    """Put places together that share anything off the path; ``apart`` are outputs that are."""
+    on_path = [_SplitPoint(node, is_on_path=True) for node in walk.places()]
     group_of: dict[Node, _SplitGroup] = {}
     groups: list[_SplitGroup] = []
-    for place in places:
+    for place in [*on_path, *apart]:
         mine = _SplitGroup([place], [])
         groups.append(mine)
         seen: set[Node] = set()
-        waiting = [place.node] if not place.is_on_path else _off_path(place.node, path)
+        waiting = walk.off_path(place.node) if place.is_on_path else [place.node]
         while waiting:
             node = waiting.pop()
             if node in seen:
@@ -271,17 +295,39 @@ def _group(places: list[_SplitPoint], path: set[Node]) -> list[_SplitGroup]:
                 leaf = getattr(node, "variable", None)
                 if leaf is not None:
                     mine.leaves.append(leaf)
-                waiting += _off_path(node, path)
+                waiting += walk.off_path(node)
     return [group for group in groups if group.leaves]
-
-
-def _off_path(node: Node, path: set[Node]) -> list[Node]:
-    return [each for each in _following(node) if each not in path]
 
 
 def _merge(into: _SplitGroup, other: _SplitGroup, group_of: dict[Node, _SplitGroup]) -> None:
     into.places += other.places
     into.leaves += other.leaves
+    into.is_shared = sum(place.is_on_path for place in into.places) > 1
     for node, group in group_of.items():
         if group is other:
             group_of[node] = into
+
+
+def _in_halves(groups: Iterable[_SplitGroup]) -> tuple[list[_SplitGroup], list[_SplitGroup]]:
+    """Return which groups are differentiated with the inputs, and which later."""
+    now: list[_SplitGroup] = []
+    later: list[_SplitGroup] = []
+    for group in groups:
+        is_small = all(leaf.dim() <= 1 for leaf in group.leaves)
+        is_reached = all(place.is_on_path for place in group.places)
+        (now if is_small and is_reached else later).append(group)
+    return now, later
+
+
+def _in_few_calls(walk: _StageWalk, groups: Sequence[_SplitGroup]) -> list[_SplitGroup]:
+    """Join groups of which no place lies behind one of another."""
+    on_path = {place.node for group in groups for place in group.places if place.is_on_path}
+    level = walk.levels(on_path)
+    joined: dict[int, _SplitGroup] = {}
+    for group in groups:
+        if not group.is_shared:
+            key = max(level.get(place.node, 0) for place in group.places)
+            call = joined.setdefault(key, _SplitGroup([], []))
+            call.places += group.places
+            call.leaves += group.leaves
+    return [*(group for group in groups if group.is_shared), *joined.values()]

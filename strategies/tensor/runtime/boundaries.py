@@ -7,7 +7,12 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from boltmesh.strategies.tensor.runtime.collectives import TensorGroup, reduce_gradient, reduce_sum
+from boltmesh.strategies.tensor.runtime.collectives import (
+    TensorGroup,
+    reduce_gradient,
+    reduce_gradient_beside,
+    reduce_sum,
+)
 from boltmesh.strategies.tensor.runtime.sequence import SequenceParts
 from boltmesh.strategies.torch_compat.tensors import times_written
 
@@ -21,6 +26,10 @@ class BlockBoundary(ABC):
     @abstractmethod
     def enter(self, value: Tensor) -> Tensor:
         """Give a value to a computation that is divided."""
+
+    def enter_linear(self, value: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+        """Give a value to ``F.linear`` and return its product, or None to use ``enter``."""
+        return None
 
     @abstractmethod
     def leave(self, part: Tensor) -> Tensor:
@@ -52,13 +61,31 @@ class ReplicatedBoundary(BlockBoundary):
         """Return the value with the sum of the gradients in its backward."""
         if not (value.requires_grad and torch.is_grad_enabled()):
             return value
+        entered = self._as_before(value)
+        if entered is None:
+            entered = reduce_gradient(value, self.group)
+            self._entered = value, times_written(value), entered
+        return entered
+
+    @override
+    def enter_linear(self, value: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+        """Compute the product that the sum of gradients runs beside, if it is the first one."""
+        if self._as_before(value) is not None:
+            return None
+        found = reduce_gradient_beside(value, weight, bias, self.group)
+        if found is None:
+            return None
+        entered, product = found
+        self._entered = value, times_written(value), entered
+        return product
+
+    def _as_before(self, value: Tensor) -> Tensor | None:
+        """As what a value has entered, unless it was written since."""
         if self._entered is not None:
             earlier, version, entered = self._entered
             if earlier is value and version == times_written(value):
                 return entered
-        entered = reduce_gradient(value, self.group)
-        self._entered = value, times_written(value), entered
-        return entered
+        return None
 
     @override
     def leave(self, part: Tensor) -> Tensor:

@@ -36,10 +36,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
+from torch.compiler import is_compiling
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional as F
 from typing_extensions import Self, override
 
+from boltmesh.strategies.torch_compat.autograd import is_wanted
 from boltmesh.strategies.torch_compat.communication import all_gather_single, reduce_scatter_single
 
 
@@ -102,6 +105,127 @@ def reduce_gradient(value: Tensor, group: TensorGroup) -> Tensor:
 def shared_gradient(value: Tensor, group: TensorGroup) -> Tensor:
     """Keep a value whose gradient is alike; each rank passes on an equal part of it. Local."""
     return differentiable(group, value, _kept, lambda gradient: gradient / group.size)
+
+
+def reduce_gradient_beside(
+    value: Tensor, weight: Tensor, bias: Tensor | None, group: TensorGroup
+) -> tuple[Tensor, Tensor] | None:
+    """``reduce_gradient``, and ``F.linear`` of what it returns; see [Note: A sum beside a product].
+
+    Returns:
+        The value for further computations that differ by rank, and the product; None where the sum
+        cannot run beside it.
+    """
+    is_plain = type(value) is Tensor and value.requires_grad and weight.requires_grad
+    if group.size == 1 or not is_plain or not torch.is_grad_enabled() or is_compiling():
+        return None
+    kind, dtype = value.device.type, value.dtype
+    if torch.is_autocast_enabled(kind):
+        if torch.is_autocast_cache_enabled() or dtype is torch.float64:
+            return None  # the copy of the weight that all microbatches share is autocast's own
+        dtype = torch.get_autocast_dtype(kind)
+    beside = _SumBeside(group)
+    awaited = _AwaitSum.apply(value, beside)  # type: ignore[no-untyped-call]
+    weight = weight.to(dtype)
+    bias = None if bias is None else bias.to(dtype)
+    handle = _WeightGradient.apply(weight, bias, beside)  # type: ignore[no-untyped-call]
+    given = _StartSum.apply(awaited, beside)  # type: ignore[no-untyped-call]
+    with torch.autocast(kind, enabled=False):
+        product = _InputGradient.apply(given.to(dtype), handle, weight, bias, beside)  # type: ignore[no-untyped-call]
+    return given, product
+
+
+class _SumBeside:
+    """State shared by the four nodes of one product.
+
+    [Note: A sum beside a product]
+    The gradient of a divided layer's input is summed over the ranks, which the gradient of its
+    weight need not wait for (Megatron-LM computes it while the sum runs). Autograd runs what is
+    ready in the reverse order of the forward pass. So the forward pass makes four nodes in the
+    order await, weight's gradient, start, product; backward, the product computes the gradient of
+    its input alone, the sum starts once the other layers that take the value have added theirs,
+    the weight's gradient is computed, and the sum is waited for. What is computed is the same.
+    """
+
+    def __init__(self, group: TensorGroup) -> None:
+        self.group = group
+        self.work: dist.Work | None = None
+        self.operands: tuple[Tensor, Tensor] | None = None
+        """The gradient of the product, and its input."""
+
+
+class _AwaitSum(Function):
+    @staticmethod
+    @override
+    def forward(ctx: Any, value: Tensor, beside: _SumBeside) -> Tensor:
+        ctx.beside = beside
+        return _kept(value)
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        work, ctx.beside.work = ctx.beside.work, None
+        if work is not None:
+            work.wait()
+        return gradient, None
+
+
+class _WeightGradient(Function):
+    @staticmethod
+    @override
+    def forward(ctx: Any, weight: Tensor, bias: Tensor | None, beside: _SumBeside) -> Tensor:
+        ctx.beside, ctx.has_bias = beside, bias is not None and bias.requires_grad
+        return weight.new_empty(0)
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        operands, ctx.beside.operands = ctx.beside.operands, None
+        assert operands is not None
+        gradient, value = (each.reshape(-1, each.shape[-1]) for each in operands)
+        return gradient.t() @ value, gradient.sum(0) if ctx.has_bias else None, None
+
+
+class _StartSum(Function):
+    @staticmethod
+    @override
+    def forward(ctx: Any, value: Tensor, beside: _SumBeside) -> Tensor:
+        ctx.beside = beside
+        return _kept(value)
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        group = ctx.beside.group
+        if torch.is_grad_enabled():  # it is differentiated once more
+            return reduce_sum(gradient, group), None
+        total = gradient.clone(memory_format=torch.contiguous_format)
+        ctx.beside.work = dist.all_reduce(total, group=group.process_group, async_op=True)
+        return total, None
+
+
+class _InputGradient(Function):
+    @staticmethod
+    @override
+    def forward(
+        ctx: Any,
+        value: Tensor,
+        handle: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        beside: _SumBeside,
+    ) -> Tensor:
+        ctx.save_for_backward(value, weight)
+        ctx.beside = beside
+        return F.linear(value, weight, bias)
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor, None, None, None]:
+        value, weight = ctx.saved_tensors
+        ctx.beside.operands = gradient, value
+        of_value = gradient @ weight if is_wanted(ctx.next_functions[0][0]) else None
+        return of_value, gradient.new_zeros(0), None, None, None
 
 
 def reduce_sum(part: Tensor, group: TensorGroup) -> Tensor:

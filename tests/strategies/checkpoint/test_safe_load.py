@@ -244,6 +244,7 @@ def test_a_class_of_the_user_is_named_and_can_be_allowed(tmp_path: Path) -> None
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.s:FutureWarning")  # from torch 2.14 on
 def test_what_is_no_checkpoint_is_said_without_advice_of_torch(tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
     torch.jit.save(torch.jit.script(torch.nn.Linear(2, 2)), path)

@@ -19,8 +19,14 @@ from boltmesh.strategies.offload.store_api import StateStore
 CPU = torch.device("cpu")
 
 
+def reserved(num_bytes: int) -> HostStore:
+    store = HostStore(CPU)
+    store.reserve(num_bytes)
+    return store
+
+
 def state_stores() -> list[StateStore]:
-    return [HostStore(CPU), HostStore(CPU, HostStore.bytes_of(7, 3) * 2), DeviceStore(CPU)]
+    return [HostStore(CPU), reserved(HostStore.bytes_of(7, 3) * 2), DeviceStore(CPU)]
 
 
 @pytest.mark.parametrize("store", state_stores(), ids=["grown", "sized", "device"])
@@ -44,7 +50,7 @@ def test_chunks_keep_what_is_written_to_them(store: StateStore) -> None:
 
 
 def test_a_sized_store_takes_what_it_was_sized_for_and_no_more() -> None:
-    store = HostStore(CPU, sum(HostStore.bytes_of(n, 3) for n in (7, 100)))
+    store = reserved(sum(HostStore.bytes_of(n, 3) for n in (7, 100)))
     before = store.bytes_by_place()
     for chunk, numel in enumerate((7, 100)):
         store.create(chunk, [torch.zeros(numel)] * 3)

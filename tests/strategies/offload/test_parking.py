@@ -8,7 +8,7 @@ import torch
 from boltmesh.strategies.offload import stores
 from boltmesh.strategies.offload.bucket_layout import collect_sharded_params
 from boltmesh.strategies.offload.shard_tensor import OffloadedShard
-from boltmesh.strategies.offload.state import StagingFile
+from boltmesh.strategies.offload.state import Staging
 from boltmesh.strategies.torch_compat.tensors import local_tensor
 from tests.support.offloaded import WIDTH, full, sharded_net
 from tests.support.ranks import run_ranks
@@ -21,7 +21,7 @@ def _park(rank: int, world_size: int, folder: Path) -> None:
     stores.SMALL_NUMEL = WIDTH + 1
     net, units = sharded_net()
     other, _ = sharded_net()
-    lot = StagingFile(folder, device=CPU, rank=rank)
+    lot = Staging(folder, device=CPU, rank=rank)
     for held in collect_sharded_params(net, units, {}).values():
         lot.park(held)
     x = torch.randn(4, WIDTH)

@@ -1,7 +1,7 @@
 """What is submitted to which stream of a GPU, by recorded fakes of streams and events."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest.mock import create_autospec
 
@@ -11,13 +11,14 @@ from torch.nn import Parameter
 
 from boltmesh.strategies.offload import memory_stores, stepper
 from boltmesh.strategies.offload.buckets import Bucket, Slot
+from boltmesh.strategies.offload.host_memory import copy_to_host
 from boltmesh.strategies.offload.memory_stores import (
     HostParameterStore,
     MemoryParameterStore,
     ParameterCopies,
 )
-from boltmesh.strategies.offload.stepper import Worker, WorkerTask
-from boltmesh.strategies.offload.streams import DeviceRing, aligned
+from boltmesh.strategies.offload.stepper import BucketGradients, Worker, WorkerTask
+from boltmesh.strategies.offload.streams import CopyMeter, DeviceRing, aligned
 from boltmesh.strategies.offload.update_rule import PieceGradient
 
 CPU = torch.device("cpu")
@@ -208,3 +209,46 @@ def test_a_worker_computes_on_a_stream_of_its_own_after_what_was_submitted(
     task.wait()
     worker.close()
     assert log == [("after", submitted), "step", "done"], "who waits for a task reads its result"
+
+
+def test_gradients_of_chunks_that_stay_on_the_gpu_take_no_host_memory(monkeypatch):
+    monkeypatch.setattr(stepper, "event_on_stream", lambda _: FakeEvent())
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *a, pin_memory, **k: empty(*a, **k))
+    slots = [
+        Slot(i, str(i), Parameter(torch.zeros(())), (n,), (n,), torch.float32)
+        for i, n in enumerate((5, 3, 9))
+    ]
+    bucket = Bucket("unit", slots)
+    bucket.cut(0, 6)
+    assert [(each.start, each.stop) for each in bucket.chunks] == [
+        (0, 5),
+        (5, 8),
+        (8, 14),
+        (14, 17),
+    ]
+    for chunk, place in zip(bucket.chunks, ("device", "host", "device", "host"), strict=True):
+        chunk.place = place
+    assert list(bucket.host_offsets().values()) == [0, 3]
+    host = torch.zeros(6)
+    lane: Any = FakeLane()
+    lane.meter = create_autospec(CopyMeter, instance=True)
+    lane.meter.copy.return_value = nullcontext()
+    gradients = BucketGradients(bucket, torch.device("cuda"), host, lane)
+    for slot in slots:
+        gradients.add(slot, torch.arange(slot.offset, slot.offset + slot.numel).float())
+    gradients.send()
+    lane.meter.copy.assert_called_once_with("write", 4 * 6)
+    gradients.wait()
+    assert host.tolist() == [5, 6, 7, 14, 15, 16]
+    for chunk in bucket.chunks:
+        parts = [each.gradient for each in gradients.pieces(chunk)]
+        assert torch.cat(parts).tolist() == list(range(chunk.start, chunk.stop))
+        is_in_host = {each.untyped_storage().data_ptr() == host.data_ptr() for each in parts}
+        assert is_in_host == {chunk.place == "host"}
+
+
+def test_a_copy_to_the_host_passes_page_locked_memory_part_by_part():
+    value, into = torch.arange(11.0), torch.zeros(11)
+    copy_to_host(value, into, torch.zeros(16, dtype=torch.uint8))
+    assert torch.equal(value, into)

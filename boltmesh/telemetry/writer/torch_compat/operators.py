@@ -31,6 +31,8 @@ PAYLOAD: Final[dict[str, int | None]] = {
 
 None where nothing but a signal moves.
 """
+if hasattr(torch.ops.c10d, "gather_into_tensor_"):  # from torch 2.14 on
+    PAYLOAD["gather_into_tensor_"] = 1
 
 PEER_ARGUMENTS: Final[dict[str, str | None]] = {
     "send": "dst",

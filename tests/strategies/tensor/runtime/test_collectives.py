@@ -1,12 +1,18 @@
 """Each border of the tensor axis against the sum over ranks written out in one process."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
+from boltmesh.strategies.pipeline.runtime.backward import StageGraph, backward_inputs
 from boltmesh.strategies.tensor.runtime import collectives
+from boltmesh.strategies.tensor.runtime.boundaries import ReplicatedBoundary
+from boltmesh.strategies.tensor.runtime.plain_shards import Column
 from tests.support.ranks import run_ranks
 from tests.support.tensor_runs import world
 
@@ -109,3 +115,100 @@ def test_gradients_of_gradients_pass_the_borders() -> None:
     parts = run_ranks(_penalty, 2)
     torch.testing.assert_close(torch.cat([each[0] for each in parts]), column)
     torch.testing.assert_close(torch.cat([each[1] for each in parts]), row)
+
+
+def _layers(bias: bool) -> tuple[Tensor, list[nn.Linear]]:
+    torch.manual_seed(dist.get_rank())
+    return torch.randn(2, 3, 8), [nn.Linear(8, 4, bias=bias) for _ in range(3)]
+
+
+def _attended(value: Tensor, layers: list[nn.Linear], *, is_beside: bool) -> Tensor:
+    """Let three layers take a value as queries, keys and values do."""
+    border, columns = ReplicatedBoundary(world()), []
+    for each in layers:
+        around: Any = Column(border) if is_beside else None
+        given = value if is_beside else border.enter(value)
+        columns.append(around(each.forward, given) if is_beside else each(given))
+    q, k, v = columns
+    return torch.softmax(q @ k.mT, -1) @ v
+
+
+class _Noted:
+    """A sum in flight, which notes what is done before it is waited for."""
+
+    def __init__(self, work: Any, log: list[str]) -> None:
+        self._work, self._log = work, log
+
+    def wait(self) -> None:
+        self._log.append("wait")
+        self._work.wait()
+
+
+def _both_ways(rank: int, size: int, bias: bool, autocast: bool, again: bool) -> list[str]:
+    log: list[str] = []
+    all_reduce: Any = dist.all_reduce
+
+    def noted(tensor: Tensor, *args: Any, async_op: bool = False, **kwargs: Any) -> Any:
+        log.append("sum" if async_op else "waited sum")
+        work = all_reduce(tensor, *args, async_op=async_op, **kwargs)
+        return _Noted(work, log) if async_op else work
+
+    found = []
+    for is_beside in (False, True):
+        value, layers = _layers(bias)
+        value.requires_grad_()
+        parameters = [each for layer in layers for each in layer.parameters()]
+        names = [
+            name for name, layer in zip("qkv", layers, strict=True) for _ in layer.parameters()
+        ]
+        for name, each in zip(names, parameters, strict=True):
+            each.register_post_accumulate_grad_hook(lambda _, name=name: log.append(name))
+        log.clear()
+        dist.all_reduce = noted
+        try:
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast, cache_enabled=False):
+                out = _attended(value * 1, layers, is_beside=is_beside)
+            loss = out.float().square().sum()
+            if again:
+                (first,) = torch.autograd.grad(loss, value, create_graph=True)
+                loss = first.square().sum()
+            loss.backward()
+        finally:
+            dist.all_reduce = all_reduce
+        found.append([out.detach(), value.grad, *(each.grad for each in parameters)])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other), (one - other).abs().max()
+    return log
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_weight_gets_its_gradient_while_that_of_its_input_is_summed(
+    bias: bool, autocast: bool
+) -> None:
+    """To the bit what it gets before the sum. Keys and values have theirs by then."""
+    for log in run_ranks(_both_ways, 2, bias, autocast, False):
+        assert sorted(log[: 2 * (1 + bias)]) == sorted("kv" * (1 + bias))
+        assert log[2 * (1 + bias) :] == ["sum", *"q" * (1 + bias), "wait"]
+
+
+def test_a_gradient_of_a_gradient_goes_through_the_sum_and_the_product() -> None:
+    for log in run_ranks(_both_ways, 2, True, False, True):
+        assert "waited sum" in log
+
+
+def _halves(rank: int, size: int) -> tuple[int, int, bool]:
+    value, (layer, *_) = _layers(bias=True)
+    value.requires_grad_()
+    out = Column(ReplicatedBoundary(world()))(layer.forward, value * 1)
+    graph, seed = StageGraph.of((value,), (out,)), torch.ones_like(out)
+    with FlopCounterMode(display=False) as first:
+        _, later = backward_inputs(graph, (seed,))
+    with FlopCounterMode(display=False) as second:
+        later.run()
+    return first.get_total_flops(), second.get_total_flops(), layer.weight.grad is not None
+
+
+def test_halves_of_a_backward_pass_compute_each_product_once() -> None:
+    one = 2 * 2 * 3 * 8 * 4
+    assert run_ranks(_halves, 2) == [(one, one, True)] * 2

@@ -7,7 +7,7 @@ import torch
 
 from tests.support.ranks import run_ranks
 from tests.support.tensor_layers import MODELS
-from tests.support.tensor_models import BY_HAND, HUGGING_FACE
+from tests.support.tensor_models import BY_HAND, HUGGING_FACE, NO_DTENSOR_RULES
 from tests.support.tensor_runs import Difference, matrix
 
 pytestmark = pytest.mark.ranks
@@ -63,6 +63,8 @@ def test_a_model_of_hugging_face_equals_itself(
     families: dict[tuple[str, str], Difference | str], name: str, backend: str
 ) -> None:
     found = families[name, backend]
+    if backend == "region" and name in NO_DTENSOR_RULES:
+        pytest.skip(f"DTensor of torch {torch.__version__} has no rules for its code: {found}")
     if isinstance(found, str):
         assert backend == "local", found
         assert name in FAMILIES_THAT_NAME_WHOLE_SIZES, found
