@@ -64,7 +64,10 @@ def plan_replicas(
     sharing = sharing_of(layout.name, STRATEGIES[layout.name], layout.arguments)
     shards = job.num_shards if sharing.stage else 1
     parts = estimate_step_time(model, sharing, job, hardware.machine)
-    offload = max(each or 0.0 for each in (parts.bus_s, parts.host_s, parts.disk_s))
+    bus, host, disk = (each or 0.0 for each in (parts.bus_s, parts.host_s, parts.disk_s))
+    has_parameters = sharing.parameter_place == "device"
+    outside = 1.0 if not has_parameters else layout.arguments.get("offload_fraction", 1.0)
+    on_device = 1.0 - outside if sharing.has_engine else 1.0
     step = RankStep(
         work=scaled(model.work, scale),
         batches=layout.accumulate,
@@ -75,11 +78,12 @@ def plan_replicas(
             Collective("data", each.operator, each.calls, each.whole_bytes, _group(each, job))
             for each in estimate_traffic(model, sharing, job)
         ),
-        stepped_numel=0 if sharing.has_engine else model.trained_numel / shards,
+        is_gathering=sharing.stage == 3,
+        stepped_numel=on_device * model.trained_numel / shards,
         stepped_tensors=sum(len(each.tensors) for each in model.units),
         state_copies=job.state_copies,
-        offload_s=offload if sharing.has_engine else 0.0,
-        devices_per_node=hardware.ranks_per_node,
+        transfer_s=0.0 if has_parameters else bus,
+        outside_s=max(host, disk, bus if has_parameters else 0.0),
     )
     return judged(layout, estimate_memory(model, sharing, job), hardware, step)
 
@@ -104,7 +108,7 @@ def judged(
     ]
     return PlannedLayout(
         layout,
-        predict_step(step, machine, is_cpu=hardware.is_cpu),
+        predict_step(step, hardware).terms(),
         memory,
         machine.places_too_small_for(memory.peak),
         is_tight=any(amount > TIGHT * room for amount, room in sizes),
@@ -120,7 +124,14 @@ def order(planned: PlannedLayout) -> tuple[bool, bool, float]:
 
 def scaled(work: StepWork, scale: float) -> StepWork:
     """Return the work of a batch of another size."""
-    return StepWork(ceil(work.flops * scale), ceil(work.moved_bytes * scale), work.operators)
+    products = {shape: count * scale for shape, count in work.products.items()}
+    return StepWork(
+        ceil(work.flops * scale),
+        ceil(work.moved_bytes * scale),
+        work.operators,
+        products,
+        ceil(work.product_bytes * scale),
+    )
 
 
 def between(model: ModelShape, again: ModelShape, part: float) -> ModelShape:
@@ -149,6 +160,11 @@ def between(model: ModelShape, again: ModelShape, part: float) -> ModelShape:
             mean(model.work.flops, again.work.flops),
             mean(model.work.moved_bytes, again.work.moved_bytes),
             mean(model.work.operators, again.work.operators),
+            {
+                shape: (1 - part) * model.work.products.get(shape, 0) + part * count
+                for shape, count in again.work.products.items()
+            },
+            mean(model.work.product_bytes, again.work.product_bytes),
         ),
     )
 

@@ -218,6 +218,10 @@ class ConfigSearcher:
         """Yield the best layouts of a faster link, more devices and fewer tokens, that fit."""
         machine = self.hardware.machine.with_faster_links(2)
         faster = replace(self.hardware, machine=machine)
+        if (cluster := self.hardware.cluster) is not None:
+            device = replace(cluster.accelerator, link_rate=2 * cluster.accelerator.link_rate)
+            cluster = replace(cluster, accelerator=device, network_rate=2 * cluster.network_rate)
+            faster = replace(faster, cluster=cluster)
         again = [judged(each.layout, each.memory, faster, each.step) for each in found]
         what_if = {"links twice as fast": again}
         own, refused = self.hardware, self._refused
@@ -232,6 +236,11 @@ class ConfigSearcher:
             if own.num_nodes == 1:
                 more = {"ranks_per_node": 2 * own.ranks_per_node}
             self.hardware = replace(own, **more)
+            if own.cluster is not None:
+                cluster = replace(own.cluster, num_devices=2 * own.num_ranks)
+                if own.num_nodes == 1:
+                    cluster = replace(cluster, devices_per_node=2 * own.num_ranks)
+                self.hardware = replace(self.hardware, cluster=cluster)
             name = f"{self.hardware.num_ranks} devices, without pipelines and groups"
             what_if[name] = list(self._replicated(model))
         self.hardware, self._refused = own, refused
@@ -473,12 +482,11 @@ class ConfigSearcher:
                     Collective(each.axis, each.operator, each.calls, each.payload_bytes)
                     for each in busiest.traffic
                 ),
+                is_gathering=plan.zero_stage == 3 and plan.pipeline is None,
                 stepped_numel=max(each.parameters for each in plan.places) / shards,
                 stepped_tensors=sum(len(each.tensors) for each in self._whole.units)
                 // layout.sizes["pipeline"],
                 state_copies=self._copies,
-                offload_s=0.0,
-                devices_per_node=self.hardware.ranks_per_node,
             ),
         )
 

@@ -200,6 +200,10 @@ class StepWork:
     moved_bytes: int
     """Read and written by all operators that are no views."""
     operators: int
+    products: Mapping[tuple[int, int, int], float] = field(default_factory=dict)
+    """How many matrix products of (rows, inner) times (inner, columns) there are."""
+    product_bytes: int = 0
+    """Read and written by these products, a part of ``moved_bytes``."""
 
 
 @dataclass(frozen=True)
