@@ -55,7 +55,7 @@ class Hardware:
     """Seconds of a step by layout, for each config that was measured here."""
 
     cluster: Cluster | None = None
-    """Of devices that are elsewhere; None: rates were measured."""
+    """The devices that are elsewhere; None: rates were measured."""
     device_limit: Mapping[str, str] = field(default_factory=dict)
     """Environment of a job whose ranks may not take all memory of a GPU."""
 

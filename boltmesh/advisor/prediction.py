@@ -30,6 +30,7 @@ OPTIMIZER_TENSORS = 3
 """Value and gradient read, value written; beside them the state, read and written."""
 OPTIMIZER_OPERATORS = 12
 """Operators of Adam for each tensor, where it steps them one by one, as on a CPU."""
+EXCHANGE = "all-to-all"
 ALL_REDUCES = ("allreduce", "all-reduce")
 FORWARD = 1 / 3
 """Part of the work of a step that is its forward pass."""
@@ -48,7 +49,7 @@ class Collective:
 
     @property
     def num_calls(self) -> float:
-        """Of the step."""
+        """Calls in a step."""
         return ceil(self.payload_bytes / BUCKET_BYTES) if self.calls is None else self.calls
 
 
@@ -68,6 +69,8 @@ class RankStep:
         stepped_tensors: Tensors that it updates.
         state_copies: Tensors of state for each.
         transfer_s: Time in which parameters and gradients go from and to the host in each pass.
+        repeated: Share of the forward pass that runs again in the backward pass, where ``work``
+            has it once.
         outside_s: Time of the step on the host or the disk, which begins when gradients are there.
     """
 
@@ -83,6 +86,7 @@ class RankStep:
     state_copies: int
     transfer_s: float = 0.0
     outside_s: float = 0.0
+    repeated: float = 0.0
 
 
 def predict_step(step: RankStep, hardware: Hardware) -> PredictedStepTime:
@@ -105,7 +109,7 @@ def predict_step(step: RankStep, hardware: Hardware) -> PredictedStepTime:
     found = RankSeconds(
         forward=FORWARD * compute,
         backward=(1 - FORWARD) * compute,
-        recompute=0.0,
+        recompute=step.repeated * FORWARD * compute,
         tensor=spent["tensor"],
         context=spent["context"],
         expert=spent["expert"],
@@ -171,11 +175,15 @@ def _seconds(each: Collective, step: RankStep, hardware: Hardware) -> float:
         if axis == each.axis:
             break
         inner *= step.sizes.get(axis, 1)
+    else:
+        inner = 1  # neighbours, whatever axis they are of
     inner *= max(1, reach // size)  # copies lie apart by the ranks of one of them
     in_node = min(size, max(1, hardware.ranks_per_node // inner))
     links, group = ClusterLinks(hardware.cluster, default_rates()), AxisGroup(size, in_node)
     if each.operator == "send":
         return calls * links.message(group, num_bytes)
+    if each.operator == EXCHANGE:
+        return calls * links.exchange(group, num_bytes / size)
     if each.operator in ALL_REDUCES:
         return calls * links.all_reduce(group, num_bytes)
     return calls * links.ring(group, num_bytes)

@@ -15,12 +15,14 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn import Module, Parameter
+from torch.nn import Module, Parameter, functional
+from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from typing_extensions import override
 
 from boltmesh.plan.equal_blocks import EqualBlocks, equal_blocks
 from boltmesh.strategies.cost_model.model import StepWork
+from boltmesh.strategies.expert.find import WidthMode
 from boltmesh.strategies.torch_compat.tensors import (
     CAST,
     COSTLY_OPERATORS,
@@ -55,6 +57,7 @@ class StepCounts:
     flops: int = 0
     """In the forward pass."""
     work: StepWork = NO_WORK
+    chosen_widths: frozenset[int] = frozenset()
     cast_names: frozenset[str] = frozenset()
     """Of parameters."""
     saved_by: Mapping[str, int] = field(default_factory=dict)
@@ -172,6 +175,7 @@ class DryStep:
         flops = FlopCounterMode(display=False, custom_mapping={CPU_ATTENTION: _attention_flops})
         saved: dict[int, Tensor] = {}
         saved_by: dict[str, int] = {}
+        widths = WidthMode()
 
         def keep(tensor: Tensor) -> Tensor:
             at = storage_key(tensor)
@@ -184,7 +188,7 @@ class DryStep:
             return tensor
 
         try:
-            with computing_in(autocast), watch:
+            with computing_in(autocast), watch, widths, _EqualExperts():
                 with flops, saved_tensors_hooks(keep, lambda each: each):
                     output = module.training_step(batch, 0)
                 loss: Any = output["loss"] if isinstance(output, Mapping) else output
@@ -204,6 +208,7 @@ class DryStep:
                 dict(watch.products),
                 watch.product_bytes,
             ),
+            chosen_widths=frozenset(widths.widths),
             cast_names=frozenset(watch.casts.values()),
             saved_by=saved_by,
         )
@@ -289,6 +294,27 @@ class _Temporaries(DispatchMode):  # type: ignore[no-untyped-call]
             self.flops += 5 * _attention_flops(query, key, value, *args[6:8]) // 2
         elif kind in flop_registry:
             self.flops += flop_registry[kind](*args, **kwargs, out_val=made)
+
+
+class _EqualExperts(TorchFunctionMode):
+    """Multiplies the rows of a mixture by one product, as if each expert had equally many.
+
+    How many it has is not known without data, and torch runs its own kernel without data in bf16
+    alone.
+    """
+
+    @override
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        is_grouped = "grouped_mm" in getattr(func, "__name__", "")
+        if not is_grouped or args[0].ndim != 2 or args[1].ndim != 3:
+            return func(*args, **(kwargs or {}))
+        rows, weights = args[:2]
+        missing = -len(rows) % len(weights)
+        padded = functional.pad(rows, (0, 0, 0, missing)) if missing else rows
+        dealt = padded.view(len(weights), -1, rows.shape[-1])
+        return torch.bmm(dealt, weights).view(-1, weights.shape[-1])[: len(rows)]
 
 
 def _attention_flops(

@@ -99,9 +99,9 @@ class PredictedStepTime:
 
 @dataclass(frozen=True)
 class RankSeconds:
-    """What the busiest rank of a layout has to do in a step, before anything is hidden.
+    """The work of a layout's busiest rank in a step, in seconds, before anything is hidden.
 
-    Of all microbatches together, in seconds. It comes from the sizes of a transformer, or from the
+    All microbatches are counted together. It comes from the sizes of a transformer, or from the
     counts of a module's own step; what follows from it is the same.
     """
 

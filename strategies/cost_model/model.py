@@ -220,6 +220,8 @@ class ModelShape:
     """Matrix products of one microbatch on one rank, forward only."""
     work: StepWork | None = None
     """None if its step could not be run."""
+    chosen_widths: frozenset[int] = frozenset()
+    """Among how many its step chooses: if it has experts, their number is one of these."""
     reads_gradients: bool = False
     """Whether its hooks may read gradients between backward pass and step."""
     keeps_gradients: bool = False

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from boltmesh.advisor.layouts import splits
+from boltmesh.advisor.layouts import PlannedLayout, splits
 from boltmesh.advisor.machine import Hardware, measure_here, rates_file, read_rates, remember
 from boltmesh.advisor.prediction import Collective, RankStep, predict_step
 from boltmesh.advisor.search import ConfigSearcher
@@ -424,3 +424,36 @@ def test_a_config_and_its_sizes_are_predicted_alike_on_a_cluster(capsys, monkeyp
     of_sizes = StepTimeModel(model, cluster_of_one, default_rates()).predict(layout)
     assert module["step_s"] == pytest.approx(of_sizes.seconds, rel=0.3)
     assert module["time_s"].keys() == of_sizes.terms().keys()
+
+
+def test_experts_are_divided_with_the_memory_and_bytes_that_their_own_plan_states(capsys) -> None:
+    small = ["model.init_args.config.num_hidden_layers=1", "trainer.precision=32-true"]
+    assert run_command(["plan", "expert_hf", *small, "--devices", "2", "--json"]) == 0
+    stated = json.loads(capsys.readouterr().out)["expert"]
+    hardware = Hardware(RATES, 2, 1, True, "", "")
+    found = ConfigSearcher("expert_hf", small, source="expert_hf", hardware=hardware).search()
+    (divided,) = (each for each in found.candidates if each.layout.name == "bolt_expert")
+    experts = sum(each["whole_bytes"] for each in stated["experts"])
+    kept = divided.memory.kept["parameters"]
+    assert kept.host == pytest.approx(experts / 2 + stated["other_bytes"] / 2, rel=0.01)
+    moved = sum(each.payload_bytes for each in divided.step.traffic if each.axis == "expert")
+    assert moved == sum(each["sent_bytes"] for each in stated["experts"])
+    assert divided.layout.dimensions["operator"] == "experts over 2 ranks"
+    assert found.own == divided
+
+
+def test_a_pipeline_without_room_runs_a_part_of_its_blocks_again(monkeypatch) -> None:
+    monkeypatch.setattr("boltmesh.advisor.search.MOST_DIVISIONS", 2)
+
+    def planned(gib: float) -> list[PlannedLayout]:
+        hardware = Hardware(replace(RATES, host_gib=gib), 2, 1, True, "", "")
+        found = ConfigSearcher("ddp", [*SMALL], source="ddp", hardware=hardware).search()
+        return [each for each in found.candidates if each.layout.sizes["pipeline"] == 2]
+
+    (whole, *_) = planned(64.0)
+    room = 0.99 * whole.memory.peak.host / 2**30
+    again = [each for each in planned(room) if "activation_checkpointing" in each.layout.arguments]
+    (half,) = again
+    assert half.layout.arguments["activation_checkpointing"] == {"full": 0.5}
+    assert half.fits
+    assert half.time["recompute"] == pytest.approx(half.time["compute"] / 6)
