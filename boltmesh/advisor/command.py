@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from boltmesh.advisor.layouts import PlannedLayout
+from boltmesh.advisor.layouts import ConfigSearch, PlannedLayout
 from boltmesh.advisor.machine import Hardware, of_cluster, of_this_machine
 from boltmesh.advisor.report import (
     as_data,
@@ -19,7 +19,7 @@ from boltmesh.advisor.report import (
     report_lines,
     words,
 )
-from boltmesh.advisor.search import ConfigSearch, ConfigSearcher
+from boltmesh.advisor.search import ConfigSearcher
 from boltmesh.configs.load import find, load
 from boltmesh.errors import ConfigError
 from boltmesh.plan.text import size_text

@@ -1,4 +1,4 @@
-"""One layout of a config: its strategy, and what is written to start it."""
+"""Layouts of a config: strategies, what is written to start them, and which were found."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -8,16 +8,19 @@ from boltmesh.configs.advice import show
 from boltmesh.plan.strategy_options import as_mapping
 from boltmesh.planner.layout import named_dimensions
 from boltmesh.strategies.cost_model.memory import MemoryEstimate
+from boltmesh.strategies.cost_model.model import ModelShape
 from boltmesh.strategies.registry import STRATEGIES
 from boltmesh.strategy_arguments import accepted_arguments
 
 if TYPE_CHECKING:
+    from boltmesh.advisor.machine import Hardware
     from boltmesh.advisor.prediction import RankStep
 
 BATCH_KEY = "data.init_args.batch_size"
 """The key that a layout changes if it has another number of replicas, where the config has it."""
 KEPT = ("timeout_s", "telemetry", "seed", "process_group_backend")
 """Arguments of the config's strategy that say nothing of its layout."""
+DIVIDED = "bolt_3d"
 AXES = ("pipeline", "data", "context", "tensor")
 
 
@@ -47,7 +50,8 @@ class ConfigLayout:
     def division(self) -> tuple[object, ...]:
         """A key that two layouts share if they differ in tuning alone."""
         kind = self.name.replace("zero2", "zero1")
-        return kind, self.arguments.get("shard_size"), *sorted(self.sizes.items())
+        tuned = self.arguments.get("shard_size"), self.arguments.get("expert")
+        return kind, *tuned, *sorted(self.sizes.items())
 
     @property
     def is_divided(self) -> bool:
@@ -178,6 +182,84 @@ class PlannedLayout:
     def fits(self) -> bool:
         """Whether every place is large enough."""
         return not self.too_small
+
+
+@dataclass(frozen=True)
+class ConfigSearch:
+    """The layouts of one config on some devices."""
+
+    config: Any
+    """The whole, as it was loaded."""
+    model: ModelShape
+    hardware: "Hardware"
+    candidates: tuple[PlannedLayout, ...]
+    """All, those that fit first, the fastest first."""
+    refused: tuple[tuple[str, str], ...]
+    """Layouts that cannot run, with the reason."""
+    left_out: int
+    """Divisions that were not planned."""
+    rows: int | None
+    """Rows of an optimizer step, over all replicas; None where they are not known."""
+    batches: int
+    """Batches of an optimizer step, over all replicas, as the config has them."""
+    notes: tuple[str, ...]
+    enough_ranks: int | None = None
+    """Ranks on which ZeRO-3 fits, where no layout fits on these."""
+    changes: Mapping[str, PlannedLayout] = field(default_factory=dict)
+    """The best layout by what else there would be, in words."""
+
+    @property
+    def fitting(self) -> list[PlannedLayout]:
+        """Those that fit."""
+        return [each for each in self.candidates if each.fits]
+
+    @property
+    def own(self) -> PlannedLayout | None:
+        """The layout of the config itself; None if it was not predicted."""
+        given = as_mapping(self.config.strategy)
+        name = given["name"]
+        same = [
+            each
+            for each in self.candidates
+            if each.layout.name == name and each.layout.batch is None
+        ]
+        kind = given.get("activation_checkpointing")
+        if (size := given.get("expert")) is not None:
+            size = self.hardware.ranks_per_node if size == "node" else size
+            same = [each for each in same if each.layout.arguments.get("expert") == size]
+        if name == DIVIDED:
+            sizes = {axis: given.get(axis, 1) for axis in AXES if axis != "data"}
+            same = [
+                each
+                for each in same
+                if all(each.layout.sizes.get(axis, 1) == size for axis, size in sizes.items())
+            ]
+        return next(
+            (
+                each
+                for each in same
+                if each.layout.arguments.get("activation_checkpointing") == kind
+            ),
+            None,
+        )
+
+    def smallest(self, count: int) -> list[PlannedLayout]:
+        """Return the layouts that need least memory, of different kinds."""
+        chosen: dict[object, PlannedLayout] = {}
+        for each in sorted(self.candidates, key=self._memory):
+            chosen.setdefault(each.layout.division, each)
+        return list(chosen.values())[:count]
+
+    def _memory(self, planned: PlannedLayout) -> int:
+        peak = planned.memory.peak
+        return peak.host if self.hardware.is_cpu else peak.device
+
+    def best(self, count: int = 3) -> list[PlannedLayout]:
+        """Return the fastest that fit and differ in kind."""
+        chosen: dict[object, PlannedLayout] = {}
+        for each in self.fitting:
+            chosen.setdefault(each.layout.division, each)
+        return list(chosen.values())[:count]
 
 
 def splits(batches: int, rows: int | None, replicas: int) -> tuple[int | None, int] | None:

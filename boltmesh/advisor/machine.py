@@ -22,9 +22,9 @@ from omegaconf import OmegaConf
 
 from boltmesh.errors import ConfigError
 from boltmesh.planner.layout_memory import CONTEXT_BYTES
+from boltmesh.planner.links import LINK_LATENCY
 from boltmesh.planner.machine import DISK_BYTES, DISK_RATE, GB, Cluster
 from boltmesh.planner.rates import default_rates
-from boltmesh.planner.step_time import LINK_LATENCY
 from boltmesh.strategies.cost_model.step_time import Machine
 
 TIMEOUT_S = 120.0
@@ -54,6 +54,8 @@ class Hardware:
     measured: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """Seconds of a step by layout, for each config that was measured here."""
 
+    cluster: Cluster | None = None
+    """The devices that are elsewhere; None: rates were measured."""
     device_limit: Mapping[str, str] = field(default_factory=dict)
     """Environment of a job whose ranks may not take all memory of a GPU."""
 
@@ -108,7 +110,13 @@ def of_cluster(cluster: Cluster, precision: str, matmul_precision: str) -> Hardw
     )
     rates_from = f"rates of {device.name}: data sheet, and shares that published runs reach"
     return Hardware(
-        machine, cluster.devices_per_node, cluster.num_nodes, False, device.name, rates_from
+        machine,
+        cluster.devices_per_node,
+        cluster.num_nodes,
+        False,
+        device.name,
+        rates_from,
+        cluster=cluster,
     )
 
 

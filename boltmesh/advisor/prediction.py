@@ -1,17 +1,28 @@
-"""Predicts the time of a step of a config's own model, from counts of its dry run.
+"""The step of a config's own model in seconds, from counts of its dry run.
 
 Work is what the operators of a step compute and move, traffic what the strategy itself says of its
-collectives. A CPU runs operators and collectives one after the other; a GPU launches them beside
-its products and hides a part of the data axis's traffic.
+collectives. What follows from their seconds, and how a cluster moves and multiplies, is
+``planner/step_time.py``'s, as for plans by sizes. A CPU runs operators and collectives one after
+the other; a GPU launches them beside its products.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil
 
-from boltmesh.planner.step_time import NOT_DIVIDED, OVERLAP
+from boltmesh.advisor.machine import Hardware
+from boltmesh.planner.layout import AxisGroup
+from boltmesh.planner.links import ClusterLinks
+from boltmesh.planner.rates import default_rates
+from boltmesh.planner.step_time import (
+    NOT_DIVIDED,
+    OVERLAP,
+    PredictedStepTime,
+    RankSeconds,
+    factor_of,
+    product_time,
+)
 from boltmesh.strategies.cost_model.model import StepWork
-from boltmesh.strategies.cost_model.step_time import Machine
 
 BUCKET_BYTES = 25 * 2**20
 """Bytes of an all-reduce of which the number is not known, as of DDP."""
@@ -19,20 +30,10 @@ OPTIMIZER_TENSORS = 3
 """Value and gradient read, value written; beside them the state, read and written."""
 OPTIMIZER_OPERATORS = 12
 """Operators of Adam for each tensor, where it steps them one by one, as on a CPU."""
-
+EXCHANGE = "all-to-all"
 ALL_REDUCES = ("allreduce", "all-reduce")
-
-TERMS = {
-    "compute": "forward and backward passes",
-    "bubble": "pipeline bubble",
-    "pipeline": "messages between stages",
-    "tensor": "collectives of the tensor axis",
-    "context": "collectives of the context axis",
-    "data": "collectives of the data axis not hidden",
-    "optimizer": "optimizer step",
-    "offload": "host and disk not hidden",
-    "fixed": "fixed",
-}
+FORWARD = 1 / 3
+"""Part of the work of a step that is its forward pass."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,11 @@ class Collective:
     size: int | None = None
     """Ranks of a group that is a part of the axis: neighbours, or copies for an all-reduce."""
 
+    @property
+    def num_calls(self) -> float:
+        """Calls in a step."""
+        return ceil(self.payload_bytes / BUCKET_BYTES) if self.calls is None else self.calls
+
 
 @dataclass(frozen=True)
 class RankStep:
@@ -58,11 +64,14 @@ class RankStep:
         microbatches: Parts of a batch; 1 without a pipeline.
         bubble: Idle share of the pipeline's ranks.
         traffic: Collectives of the busiest rank.
+        is_gathering: The data axis gathers and reduces in each pass, as ZeRO-3 does.
         stepped_numel: Elements that a rank updates on its device.
         stepped_tensors: Tensors that it updates.
         state_copies: Tensors of state for each.
-        offload_s: Time of transfers and of the step on the host.
-        devices_per_node: Ranks that the faster link joins.
+        transfer_s: Time in which parameters and gradients go from and to the host in each pass.
+        repeated: Share of the forward pass that runs again in the backward pass, where ``work``
+            has it once.
+        outside_s: Time of the step on the host or the disk, which begins when gradients are there.
     """
 
     work: StepWork
@@ -71,42 +80,74 @@ class RankStep:
     microbatches: int
     bubble: float
     traffic: tuple[Collective, ...]
+    is_gathering: bool
     stepped_numel: float
     stepped_tensors: int
     state_copies: int
-    offload_s: float
-    devices_per_node: int
+    transfer_s: float = 0.0
+    outside_s: float = 0.0
+    repeated: float = 0.0
 
 
-def predict_step(step: RankStep, machine: Machine, *, is_cpu: bool) -> dict[str, float]:
-    """Return the seconds of each part of a step; the parts exclude each other."""
-    assert machine.device_tflops is not None
+def predict_step(step: RankStep, hardware: Hardware) -> PredictedStepTime:
+    """Return the time of a step."""
+    machine, is_cpu = hardware.machine, hardware.is_cpu
     assert machine.memory_gb_s is not None
-    pipeline, tensor = step.sizes.get("pipeline", 1), step.sizes.get("tensor", 1)
-    repeated = NOT_DIVIDED + (1 - NOT_DIVIDED) / tensor
-    kernels = (
-        step.work.flops / tensor / (machine.device_tflops * 1e12)
-        + step.work.moved_bytes * repeated / (machine.memory_gb_s * 1e9)
-    ) / (pipeline * step.sizes.get("context", 1))
     operator = (machine.operator_us or 0.0) * 1e-6
-    launches = operator * step.work.operators * step.microbatches / pipeline
+    launches = operator * step.work.operators * step.microbatches / step.sizes.get("pipeline", 1)
+    kernels = _kernels(step, hardware)
     passes = kernels + launches if is_cpu else max(kernels, launches)
     compute = step.batches * passes
-    found = dict.fromkeys(TERMS, 0.0)
-    found["compute"] = compute
-    found["bubble"] = compute * _waiting(step.bubble, machine.ranks_per_core or 1.0)
-    for axis in ("pipeline", "data", "tensor", "context"):
-        moved = [each for each in step.traffic if each.axis == axis]
-        found[axis] = sum(_seconds(each, step, machine) for each in moved)
-    if not is_cpu:
-        found["data"] -= OVERLAP * min(found["data"], 2 / 3 * compute)
-    copies = OPTIMIZER_TENSORS + 2 * step.state_copies
-    found["optimizer"] = step.stepped_numel * 4 * copies / (machine.memory_gb_s * 1e9)
+    spent = dict.fromkeys(("pipeline", "data", "tensor", "context", "expert"), 0.0)
+    for each in step.traffic:
+        spent[each.axis] = spent.get(each.axis, 0.0) + _seconds(each, step, hardware)
+    optimizer = step.stepped_numel * 4 * (OPTIMIZER_TENSORS + 2 * step.state_copies)
+    optimizer /= machine.memory_gb_s * 1e9
     if is_cpu:
-        found["optimizer"] += operator * OPTIMIZER_OPERATORS * step.stepped_tensors
-    found["offload"] = max(0.0, step.offload_s - 2 / 3 * compute)  # beside the backward pass
-    found["fixed"] = (machine.step_ms or 0.0) * 1e-3
-    return {name: value * (machine.calibration or 1.0) for name, value in found.items()}
+        optimizer += operator * OPTIMIZER_OPERATORS * step.stepped_tensors
+    waiting = compute * _waiting(step.bubble, machine.ranks_per_core or 1.0)
+    found = RankSeconds(
+        forward=FORWARD * compute,
+        backward=(1 - FORWARD) * compute,
+        recompute=step.repeated * FORWARD * compute,
+        tensor=spent["tensor"],
+        context=spent["context"],
+        expert=spent["expert"],
+        gather=spent["data"] if step.is_gathering else 0.0,
+        transfer=step.transfer_s,
+        reduction=0.0 if step.is_gathering else spent["data"],
+        bubble=waiting + spent["pipeline"],
+        optimizer=max(optimizer, step.outside_s),
+        fixed=(machine.step_ms or 0.0) * 1e-3,
+        microbatches=step.batches * step.microbatches,
+    )
+    factor = machine.calibration or 1.0
+    if hardware.cluster is not None:
+        factor *= factor_of(hardware.cluster, default_rates())
+    return found.predicted(overlap=0.0 if is_cpu else OVERLAP, factor=factor)
+
+
+def _kernels(step: RankStep, hardware: Hardware) -> float:
+    """Return the seconds of a batch's operators on a rank, whatever launches them."""
+    machine, work = hardware.machine, step.work
+    assert machine.device_tflops is not None
+    assert machine.memory_gb_s is not None
+    tensor = step.sizes.get("tensor", 1)
+    rate, memory = machine.device_tflops * 1e12, machine.memory_gb_s * 1e9
+    moved = work.moved_bytes
+    if hardware.cluster is None:
+        products = work.flops / rate
+    else:
+        moved -= work.product_bytes
+        units = hardware.cluster.accelerator.units
+        counted = sum(2.0 * rows * k * n * count for (rows, k, n), count in work.products.items())
+        products = max(0.0, work.flops - counted) / rate + sum(
+            count * product_time(rows, k, n, rate, units, memory)
+            for (rows, k, n), count in work.products.items()
+        )
+    repeated = NOT_DIVIDED + (1 - NOT_DIVIDED) / tensor
+    divided = step.sizes.get("pipeline", 1) * step.sizes.get("context", 1)
+    return (products / tensor + moved * repeated / memory) / divided
 
 
 def _waiting(bubble: float, ranks_per_core: float) -> float:
@@ -118,48 +159,50 @@ def _waiting(bubble: float, ranks_per_core: float) -> float:
     return max(0.0, 1 / ((1 - bubble) * ranks_per_core) - 1)
 
 
-def _seconds(each: Collective, step: RankStep, machine: Machine) -> float:
-    """Return the time of collectives: their latency, and what a rank sends."""
-    size = each.size or step.sizes.get(each.axis, 1)
-    if size == 1 or each.operator == "recv":
+def _seconds(each: Collective, step: RankStep, hardware: Hardware) -> float:
+    """Return the time of collectives of one kind."""
+    size, calls = each.size or step.sizes.get(each.axis, 1), each.num_calls
+    if size == 1 or each.operator == "recv" or not calls:
         return 0.0
-    measured = _measured(each, size, machine)
-    if measured is not None:
-        return measured
-    sent, reach = each.payload_bytes, step.sizes.get(each.axis, 1)
-    if each.operator != "send":
-        is_all_reduce = each.operator in ALL_REDUCES
-        sent *= (size - 1) / size * (2 if is_all_reduce else 1)
-        if not is_all_reduce:
-            reach = size
-    calls = _calls(each)
+    num_bytes = each.payload_bytes / calls
+    if hardware.cluster is None:
+        return calls * _measured(each.operator, size, num_bytes, hardware)
+    reach = step.sizes.get(each.axis, 1)
+    if each.operator not in {*ALL_REDUCES, "send"}:
+        reach = size
     inner = 1
     for axis in ("tensor", "context", "data", "pipeline"):
         if axis == each.axis:
             break
         inner *= step.sizes.get(axis, 1)
-    is_inside = inner * reach <= step.devices_per_node
-    rate = machine.link_gb_s if is_inside and machine.link_gb_s else machine.network_gb_s
-    latency = (machine.collective_us or 0.0) * 1e-6
-    return calls * latency + (sent / (rate * 1e9) if rate else 0.0)
+    else:
+        inner = 1  # neighbours, whatever axis they are of
+    inner *= max(1, reach // size)  # copies lie apart by the ranks of one of them
+    in_node = min(size, max(1, hardware.ranks_per_node // inner))
+    links, group = ClusterLinks(hardware.cluster, default_rates()), AxisGroup(size, in_node)
+    if each.operator == "send":
+        return calls * links.message(group, num_bytes)
+    if each.operator == EXCHANGE:
+        return calls * links.exchange(group, num_bytes / size)
+    if each.operator in ALL_REDUCES:
+        return calls * links.all_reduce(group, num_bytes)
+    return calls * links.ring(group, num_bytes)
 
 
-def _calls(each: Collective) -> float:
-    return ceil(each.payload_bytes / BUCKET_BYTES) if each.calls is None else each.calls
-
-
-def _measured(each: Collective, size: int, machine: Machine) -> float | None:
-    """Return the time of collectives from all-reduces of such groups; None without them.
+def _measured(operator: str, size: int, num_bytes: float, hardware: Hardware) -> float:
+    """Return the time of one call, from all-reduces of such groups or from a rate and a latency.
 
     A gather or a scatter moves half of what an all-reduce does, with as many messages.
     """
-    calls = _calls(each)
-    if each.operator == "send" or not calls:
-        return None
-    seconds = machine.allreduce_seconds(size, each.payload_bytes / calls)
-    least = machine.allreduce_seconds(size, 0)
-    if seconds is None or least is None:
-        return None
-    if each.operator in ALL_REDUCES:
-        return calls * seconds
-    return calls * (least + (seconds - least) / 2)
+    machine = hardware.machine
+    seconds, least = (machine.allreduce_seconds(size, each) for each in (num_bytes, 0))
+    if operator != "send" and seconds is not None and least is not None:
+        return seconds if operator in ALL_REDUCES else least + (seconds - least) / 2
+    sent = num_bytes
+    if operator != "send":
+        sent *= (size - 1) / size * (2 if operator in ALL_REDUCES else 1)
+    latency = (machine.collective_us or 0.0) * 1e-6
+    rate = machine.network_gb_s
+    if machine.link_gb_s and size <= hardware.ranks_per_node:
+        rate = machine.link_gb_s
+    return latency + (sent / (rate * 1e9) if rate else 0.0)

@@ -1,6 +1,6 @@
 """Predicts layouts of whole models: replicas, ZeRO stages and offload to the host."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import ceil
 
 from boltmesh.advisor.layouts import ConfigLayout, PlannedLayout
@@ -12,7 +12,9 @@ from boltmesh.strategies.cost_model.model import (
     Activations,
     JobShape,
     ModelShape,
+    ShardingLayout,
     StepWork,
+    UnitShape,
     Widths,
 )
 from boltmesh.strategies.cost_model.offload import FP32
@@ -20,6 +22,7 @@ from boltmesh.strategies.cost_model.step_time import estimate_step_time
 from boltmesh.strategies.cost_model.traffic import OperatorBytes, estimate_traffic
 from boltmesh.strategies.registry import STRATEGIES
 
+REPLICA = ShardingLayout("replicas", 0)
 REPLICATED = ("bolt_ddp", "bolt_zero1", "bolt_zero2", "bolt_zero3")
 OFFLOADED = ("bolt_zero1_cpu", "bolt_zero3_cpu")
 ON_DISK = "bolt_zero3_nvme"
@@ -39,6 +42,7 @@ def plan_replicas(
     hardware: Hardware,
     *,
     scale: float = 1.0,
+    experts: "OwnedExperts | None" = None,
 ) -> PlannedLayout:
     """Return what a layout without pipeline and tensor axis needs.
 
@@ -48,6 +52,7 @@ def plan_replicas(
         job: Ranks and batches of the layout.
         hardware: What it is for.
         scale: Rows of the layout's batch over those of the model's.
+        experts: Those that are divided over ranks.
     """
     assert model.work is not None
     activations = model.activations and Activations(
@@ -61,12 +66,25 @@ def plan_replicas(
         forward_flops=ceil((model.forward_flops or 0) * scale),
     )
     assert model.work is not None
+    whole = model
+    if experts is not None:
+        model, owned = experts.split(model)
     sharing = sharing_of(layout.name, STRATEGIES[layout.name], layout.arguments)
     shards = job.num_shards if sharing.stage else 1
     parts = estimate_step_time(model, sharing, job, hardware.machine)
-    offload = max(each or 0.0 for each in (parts.bus_s, parts.host_s, parts.disk_s))
+    bus, host, disk = (each or 0.0 for each in (parts.bus_s, parts.host_s, parts.disk_s))
+    has_parameters = sharing.parameter_place == "device"
+    outside = 1.0 if not has_parameters else layout.arguments.get("offload_fraction", 1.0)
+    on_device = 1.0 - outside if sharing.has_engine else 1.0
+    memory, stepped = estimate_memory(model, sharing, job), 0.0
+    exchanged: tuple[Collective, ...] = ()
+    assert whole.work is not None
+    if experts is not None:
+        of_owned = estimate_memory(owned, REPLICA, replace(job, num_ranks=experts.num_copies))
+        memory = memory.beside(of_owned)
+        exchanged, stepped = experts.traffic, owned.trained_numel
     step = RankStep(
-        work=scaled(model.work, scale),
+        work=scaled(whole.work, scale),
         batches=layout.accumulate,
         sizes=layout.sizes,
         microbatches=1,
@@ -74,14 +92,47 @@ def plan_replicas(
         traffic=tuple(
             Collective("data", each.operator, each.calls, each.whole_bytes, _group(each, job))
             for each in estimate_traffic(model, sharing, job)
-        ),
-        stepped_numel=0 if sharing.has_engine else model.trained_numel / shards,
-        stepped_tensors=sum(len(each.tensors) for each in model.units),
+        )
+        + exchanged,
+        is_gathering=sharing.stage == 3,
+        stepped_numel=on_device * model.trained_numel / shards + stepped,
+        stepped_tensors=sum(len(each.tensors) for each in whole.units),
         state_copies=job.state_copies,
-        offload_s=offload if sharing.has_engine else 0.0,
-        devices_per_node=hardware.ranks_per_node,
+        transfer_s=0.0 if has_parameters else bus,
+        outside_s=max(host, disk, bus if has_parameters else 0.0),
     )
-    return judged(layout, estimate_memory(model, sharing, job), hardware, step)
+    return judged(layout, memory, hardware, step)
+
+
+@dataclass(frozen=True)
+class OwnedExperts:
+    """Experts that are divided over ranks, each of which keeps its own whole.
+
+    Attributes:
+        names: Their parameters.
+        size: Ranks that have all of them together.
+        num_copies: Ranks that have the same ones.
+        traffic: Exchanges of rows, and sums of gradients over the copies.
+    """
+
+    names: frozenset[str]
+    size: int
+    num_copies: int
+    traffic: tuple[Collective, ...]
+
+    def split(self, model: ModelShape) -> tuple[ModelShape, ModelShape]:
+        """Return the model without its experts, and the experts of one rank."""
+        rest, owned = [], []
+        for unit in model.units:
+            others = tuple(each for each in unit.tensors if each.name not in self.names)
+            rest.append(replace(unit, tensors=others))
+            owned += [
+                replace(each, shape=(ceil(each.shape[0] / self.size), *each.shape[1:]))
+                for each in unit.tensors
+                if each.name in self.names
+            ]
+        units = (UnitShape("experts", tuple(owned)),)
+        return replace(model, units=tuple(rest)), ModelShape("experts", units)
 
 
 def _group(moved: OperatorBytes, job: JobShape) -> int:
@@ -104,7 +155,7 @@ def judged(
     ]
     return PlannedLayout(
         layout,
-        predict_step(step, machine, is_cpu=hardware.is_cpu),
+        predict_step(step, hardware).terms(),
         memory,
         machine.places_too_small_for(memory.peak),
         is_tight=any(amount > TIGHT * room for amount, room in sizes),
@@ -120,7 +171,14 @@ def order(planned: PlannedLayout) -> tuple[bool, bool, float]:
 
 def scaled(work: StepWork, scale: float) -> StepWork:
     """Return the work of a batch of another size."""
-    return StepWork(ceil(work.flops * scale), ceil(work.moved_bytes * scale), work.operators)
+    products = {shape: count * scale for shape, count in work.products.items()}
+    return StepWork(
+        ceil(work.flops * scale),
+        ceil(work.moved_bytes * scale),
+        work.operators,
+        products,
+        ceil(work.product_bytes * scale),
+    )
 
 
 def between(model: ModelShape, again: ModelShape, part: float) -> ModelShape:
@@ -149,6 +207,11 @@ def between(model: ModelShape, again: ModelShape, part: float) -> ModelShape:
             mean(model.work.flops, again.work.flops),
             mean(model.work.moved_bytes, again.work.moved_bytes),
             mean(model.work.operators, again.work.operators),
+            {
+                shape: (1 - part) * model.work.products.get(shape, 0) + part * count
+                for shape, count in again.work.products.items()
+            },
+            mean(model.work.product_bytes, again.work.product_bytes),
         ),
     )
 

@@ -4,10 +4,9 @@ import shlex
 from collections.abc import Iterator
 from typing import Any
 
-from boltmesh.advisor.layouts import PlannedLayout
-from boltmesh.advisor.prediction import TERMS
-from boltmesh.advisor.search import ConfigSearch
+from boltmesh.advisor.layouts import ConfigSearch, PlannedLayout
 from boltmesh.plan.text import size_text
+from boltmesh.planner.step_time import TERMS
 
 SHOWN_TERMS = 0.01
 """Terms below this share of a step are not printed."""

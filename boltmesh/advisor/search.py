@@ -6,7 +6,7 @@ refused here.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
@@ -14,19 +14,22 @@ from omegaconf import OmegaConf
 from boltmesh.advisor.layouts import (
     AXES,
     BATCH_KEY,
+    DIVIDED,
     ConfigLayout,
+    ConfigSearch,
     PlannedLayout,
     smaller_batches,
     splits,
 )
 from boltmesh.advisor.machine import Hardware, key_of
-from boltmesh.advisor.prediction import Collective, RankStep
+from boltmesh.advisor.prediction import EXCHANGE, Collective, RankStep
 from boltmesh.advisor.replicas import (
     OFFLOADED,
     ON_DISK,
     PARTS,
     REPLICATED,
     TILES,
+    OwnedExperts,
     between,
     judged,
     keeps_fp32,
@@ -52,89 +55,19 @@ from boltmesh.strategies.registry import STRATEGIES
 if TYPE_CHECKING:
     from boltmesh.strategies.activation_checkpointing import Recompute, RecomputeShare
 
-DIVIDED = "bolt_3d"
 MOST_RANKS = 4096
 """Larger jobs are not looked at where the one that was asked for is too small."""
 MOST_DIVISIONS = 12
 """Divisions of layers that are planned, those into fewest parts first."""
 SCHEDULES = ("interleaved_1f1b", "zero_bubble", "zbv")
 """Those that are tried beside 1F1B."""
+MOST_FLOPS = 10**12
+"""A larger forward pass is not run on the CPU to find experts."""
+MOST_EXPERTS = 1024
+"""A step that chooses among more chooses tokens."""
+EXCHANGES = 7
+"""Collectives of a layer of experts for each batch: rows there and back and their weights."""
 TRIED = ("schedule", "microbatches")
-
-
-@dataclass(frozen=True)
-class ConfigSearch:
-    """The layouts of one config on some devices."""
-
-    config: Any
-    """The whole, as it was loaded."""
-    model: ModelShape
-    hardware: Hardware
-    candidates: tuple[PlannedLayout, ...]
-    """All, those that fit first, the fastest first."""
-    refused: tuple[tuple[str, str], ...]
-    """Layouts that cannot run, with the reason."""
-    left_out: int
-    """Divisions that were not planned."""
-    rows: int | None
-    """Rows of an optimizer step, over all replicas; None where they are not known."""
-    batches: int
-    """Batches of an optimizer step, over all replicas, as the config has them."""
-    notes: tuple[str, ...]
-    enough_ranks: int | None = None
-    """Ranks on which ZeRO-3 fits, where no layout fits on these."""
-    changes: Mapping[str, PlannedLayout] = field(default_factory=dict)
-    """The best layout by what else there would be, in words."""
-
-    @property
-    def fitting(self) -> list[PlannedLayout]:
-        """Those that fit."""
-        return [each for each in self.candidates if each.fits]
-
-    @property
-    def own(self) -> PlannedLayout | None:
-        """The layout of the config itself; None if it was not predicted."""
-        given = as_mapping(self.config.strategy)
-        name = given["name"]
-        same = [
-            each
-            for each in self.candidates
-            if each.layout.name == name and each.layout.batch is None
-        ]
-        kind = given.get("activation_checkpointing")
-        if name == DIVIDED:
-            sizes = {axis: given.get(axis, 1) for axis in AXES if axis != "data"}
-            same = [
-                each
-                for each in same
-                if all(each.layout.sizes.get(axis, 1) == size for axis, size in sizes.items())
-            ]
-        return next(
-            (
-                each
-                for each in same
-                if each.layout.arguments.get("activation_checkpointing") == kind
-            ),
-            None,
-        )
-
-    def smallest(self, count: int) -> list[PlannedLayout]:
-        """Return the layouts that need least memory, of different kinds."""
-        chosen: dict[object, PlannedLayout] = {}
-        for each in sorted(self.candidates, key=self._memory):
-            chosen.setdefault(each.layout.division, each)
-        return list(chosen.values())[:count]
-
-    def _memory(self, planned: PlannedLayout) -> int:
-        peak = planned.memory.peak
-        return peak.host if self.hardware.is_cpu else peak.device
-
-    def best(self, count: int = 3) -> list[PlannedLayout]:
-        """Return the fastest that fit and differ in kind."""
-        chosen: dict[object, PlannedLayout] = {}
-        for each in self.fitting:
-            chosen.setdefault(each.layout.division, each)
-        return list(chosen.values())[:count]
 
 
 class ConfigSearcher:
@@ -186,6 +119,7 @@ class ConfigSearcher:
         found = list(self._replicated(model))
         if not any(each.fits and each.layout.name in REPLICATED for each in found):
             found += self._recomputed(model)
+        found += self._with_experts(model)
         divisions = list(self._divisions(sum(1 for each in model.units if each.name)))
         for sizes in divisions[:MOST_DIVISIONS]:
             found += self._divided(sizes)
@@ -218,6 +152,10 @@ class ConfigSearcher:
         """Yield the best layouts of a faster link, more devices and fewer tokens, that fit."""
         machine = self.hardware.machine.with_faster_links(2)
         faster = replace(self.hardware, machine=machine)
+        if (cluster := self.hardware.cluster) is not None:
+            device = replace(cluster.accelerator, link_rate=2 * cluster.accelerator.link_rate)
+            cluster = replace(cluster, accelerator=device, network_rate=2 * cluster.network_rate)
+            faster = replace(faster, cluster=cluster)
         again = [judged(each.layout, each.memory, faster, each.step) for each in found]
         what_if = {"links twice as fast": again}
         own, refused = self.hardware, self._refused
@@ -232,6 +170,11 @@ class ConfigSearcher:
             if own.num_nodes == 1:
                 more = {"ranks_per_node": 2 * own.ranks_per_node}
             self.hardware = replace(own, **more)
+            if own.cluster is not None:
+                cluster = replace(own.cluster, num_devices=2 * own.num_ranks)
+                if own.num_nodes == 1:
+                    cluster = replace(cluster, devices_per_node=2 * own.num_ranks)
+                self.hardware = replace(self.hardware, cluster=cluster)
             name = f"{self.hardware.num_ranks} devices, without pipelines and groups"
             what_if[name] = list(self._replicated(model))
         self.hardware, self._refused = own, refused
@@ -348,7 +291,9 @@ class ConfigSearcher:
                 yield ON_DISK, {}
                 yield ON_DISK, TILES
 
-    def _replica(self, model: ModelShape, layout: ConfigLayout) -> PlannedLayout:
+    def _replica(
+        self, model: ModelShape, layout: ConfigLayout, experts: OwnedExperts | None = None
+    ) -> PlannedLayout:
         scale = layout.batch / self._rows if layout.batch and self._rows else 1.0
         scale *= self._scale
         job = JobShape(
@@ -360,7 +305,49 @@ class ConfigSearcher:
             reads_gradients=trainer_reads_gradients(self.loaded),
             is_on_host=self.hardware.is_cpu,
         )
-        return plan_replicas(model, layout, job, self.hardware, scale=scale)
+        return plan_replicas(model, layout, job, self.hardware, scale=scale, experts=experts)
+
+    # Experts.
+
+    def _with_experts(self, model: ModelShape) -> Iterator[PlannedLayout]:
+        """Yield ZeRO with the experts of each layer divided over ranks of a node."""
+        hardware, ranks = self.hardware, self.hardware.num_ranks
+        dealt = splits(self._batches, self._rows, ranks)
+        if dealt is None or not model.chosen_widths or hardware.ranks_per_node == 1:
+            return
+        if (model.forward_flops or 0) > MOST_FLOPS:
+            if min(model.chosen_widths) < MOST_EXPERTS:
+                why = "they are found by running a step, and this one has too many operations"
+                self._refused.append(("experts", why))
+            return
+        from boltmesh.plan.expert_plan import plan_expert, watch_experts
+
+        config = load(self.name, [*self.overrides, f"trainer.num_nodes={hardware.num_nodes}"])
+        found = watch_experts(config, self.source)
+        self._refused += [(f"experts of {name}", why) for name, why in found.whole.items()]
+        names = frozenset(name for each, _ in found.shapes for name in each.parameters)
+        for size in _divisors(hardware.ranks_per_node)[1:] if names else ():
+            given: dict[str, Any] = {"expert": size, "stage": 1}
+            try:
+                plan = plan_expert(config, hardware.ranks_per_node, given, source=self.source)
+            except BoltMeshError as error:
+                reason = str(error).removeprefix(f"{self.source}: ")
+                self._refused.append((f"experts over {size} ranks", reason))
+                continue
+            sizes = {"pipeline": 1, "data": ranks, "tensor": 1}
+            layout = ConfigLayout("bolt_expert", sizes, given, *dealt)
+            part = layout.batch / self._rows if layout.batch and self._rows else 1.0
+            sent = layout.accumulate * part * sum(each.sent_bytes for each in plan.experts)
+            calls = EXCHANGES * len(plan.experts) * layout.accumulate
+            summed = Collective("data", "all-reduce", None, plan.expert_bytes / size, ranks // size)
+            exchanged = Collective("expert", EXCHANGE, calls, sent, size)
+            experts = OwnedExperts(names, size, ranks // size, (summed, exchanged))
+            for stage in (1, 3):
+                arguments = {**given, "stage": stage}
+                made = self._replica(model, replace(layout, arguments=arguments), experts)
+                yield made
+                if made.fits:
+                    break
 
     # Pipelines and tensor groups.
 
@@ -404,15 +391,43 @@ class ConfigSearcher:
         if made is None:
             return
         yield made
-        if made.fits or replicas == 1 or pipeline > 1:
+        if made.fits:
+            return
+        if pipeline > 1:
+            yield from self._recomputed_stages(made)
+        if replicas == 1 or pipeline > 1:
             return
         fuller = replace(layout, arguments={**arguments, "zero_stage": 3})
         if (again := self._planned(fuller)) is not None:
             yield again
 
+    def _recomputed_stages(self, made: PlannedLayout) -> Iterator[PlannedLayout]:
+        """Yield a pipeline with the smallest part of its blocks run again that leaves room."""
+        given = made.layout.arguments
+
+        def layout(kind: "RecomputeShare") -> ConfigLayout:
+            return replace(made.layout, arguments={**given, "activation_checkpointing": kind})
+
+        full = self._planned(layout("full"))
+        if full is None:
+            return
+        for part in PARTS:
+            memory = made.memory.between(full.memory, part)
+            step = replace(full.step, repeated=part)
+            less = judged(layout({"full": part}), memory, self.hardware, step)
+            if less.fits and not less.is_tight:
+                yield less
+                return
+        yield full
+
     def _scheduled(self, found: Sequence[PlannedLayout]) -> Iterator[PlannedLayout]:
         """Plan the fastest pipeline with other schedules and numbers of microbatches."""
-        pipelines = [each for each in found if each.layout.sizes["pipeline"] > 1]
+        pipelines = [
+            each
+            for each in found
+            if each.layout.sizes["pipeline"] > 1
+            and "activation_checkpointing" not in each.layout.arguments
+        ]
         if not pipelines:
             return
         first, best = min(pipelines, key=order), min(found, key=order)
@@ -440,6 +455,10 @@ class ConfigSearcher:
         changes.append(f"trainer.accelerator={'cpu' if self.hardware.is_cpu else 'cuda'}")
         config = load(self.name, [*self.overrides, *changes])
         config.trainer.num_nodes = self.hardware.num_nodes
+        kind = layout.arguments.get("activation_checkpointing")
+        if kind is not None:
+            key = "strategy.activation_checkpointing"
+            OmegaConf.update(config, key, kind, merge=False, force_add=True)
         try:
             plan = plan_mesh(
                 config,
@@ -473,12 +492,12 @@ class ConfigSearcher:
                     Collective(each.axis, each.operator, each.calls, each.payload_bytes)
                     for each in busiest.traffic
                 ),
+                is_gathering=plan.zero_stage == 3 and plan.pipeline is None,
+                repeated=float(kind == "full"),
                 stepped_numel=max(each.parameters for each in plan.places) / shards,
                 stepped_tensors=sum(len(each.tensors) for each in self._whole.units)
                 // layout.sizes["pipeline"],
                 state_copies=self._copies,
-                offload_s=0.0,
-                devices_per_node=self.hardware.ranks_per_node,
             ),
         )
 

@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from boltmesh.advisor.command import room_gib, search_config
-from boltmesh.advisor.layouts import PlannedLayout
+from boltmesh.advisor.layouts import ConfigSearch, PlannedLayout
 from boltmesh.advisor.machine import key_of, rates_file, remember, remember_steps
 from boltmesh.advisor.report import command_line, head_lines, memory_text, overrides_of, words
-from boltmesh.advisor.search import ConfigSearch
 from boltmesh.bench.running import OUT_OF_MEMORY, run_variant
 from boltmesh.bench.variant import PLANNED, Variant
 from boltmesh.errors import ConfigError

@@ -132,6 +132,7 @@ def describe_model(
             activations=activations,
             forward_flops=measured.counts.flops if activations is not None else None,
             work=measured.counts.work if activations is not None else None,
+            chosen_widths=measured.counts.chosen_widths,
             reads_gradients=module_reads_gradients(module),
             keeps_gradients=module_keeps_gradients(module),
         ),

@@ -5,22 +5,24 @@ Puts real tensors of almost no memory in the place of a model's fake ones.
 
 import contextlib
 import copy
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from operator import sub
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn import Module, Parameter
+from torch.nn import Module, Parameter, functional
+from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from typing_extensions import override
 
 from boltmesh.plan.equal_blocks import EqualBlocks, equal_blocks
 from boltmesh.strategies.cost_model.model import StepWork
+from boltmesh.strategies.expert.find import WidthMode
 from boltmesh.strategies.torch_compat.tensors import (
     CAST,
     COSTLY_OPERATORS,
@@ -32,6 +34,13 @@ from boltmesh.strategies.torch_compat.tensors import (
     tree_leaves,
 )
 
+PRODUCTS = (
+    torch.ops.aten.mm,
+    torch.ops.aten.addmm,
+    torch.ops.aten.bmm,
+    torch.ops.aten.baddbmm,
+)
+"""Operators whose last two tensors are multiplied."""
 STEP = "training_step"
 """The method that plans are made of."""
 
@@ -48,20 +57,29 @@ class StepCounts:
     flops: int = 0
     """In the forward pass."""
     work: StepWork = NO_WORK
+    chosen_widths: frozenset[int] = frozenset()
     cast_names: frozenset[str] = frozenset()
     """Of parameters."""
     saved_by: Mapping[str, int] = field(default_factory=dict)
     """By module of ``attributing``, the bytes of ``saved_bytes`` that it was the first to save;
     what is saved outside of them has no name."""
 
-    def added(self) -> tuple[int, ...]:
+    def added(self) -> dict[Any, Any]:
         """Return what grows with the number of equal blocks."""
-        work = self.work
-        return self.saved_bytes, self.flops, work.flops, work.moved_bytes, work.operators
+        counts: dict[Any, Any] = dict(self.work.products)
+        counts |= {name: each for name, each in vars(self.work).items() if name != "products"}
+        return counts | {"saved_bytes": self.saved_bytes, "forward": self.flops}
 
-    def extended(self, to: tuple[int, ...]) -> "StepCounts":
+    def extended(self, to: Mapping[Any, int]) -> "StepCounts":
         """Return the same with other values of ``added``."""
-        return replace(self, saved_bytes=to[0], flops=to[1], work=StepWork(*to[2:]))
+        work = {name: to[name] for name in vars(self.work) if name != "products"}
+        products = {shape: count for shape, count in to.items() if isinstance(shape, tuple)}
+        return replace(
+            self,
+            saved_bytes=to["saved_bytes"],
+            flops=to["forward"],
+            work=StepWork(**work, products=products),
+        )
 
 
 class DryStep:
@@ -127,13 +145,17 @@ class DryStep:
                 return False
             several.append(self.counts)
         added = [each.added() for each in several]
-        steps = [tuple(map(sub, later, sooner)) for sooner, later in pairwise(added)]
+        steps = [
+            {key: count - sooner.get(key, 0) for key, count in later.items()}
+            for sooner, later in pairwise(added)
+        ]
         _, two, three = several
         if steps[0] != steps[1] or two.transient_bytes != three.transient_bytes:
             return False
-        whole = tuple(
-            base + (blocks.count - 1) * step for base, step in zip(added[0], steps[0], strict=True)
-        )
+        whole = {
+            key: count + (blocks.count - 1) * steps[0].get(key, 0)
+            for key, count in {**dict.fromkeys(steps[0], 0), **added[0]}.items()
+        }
         names = {each: name for name, each in self._attributed.items()}
         saved_by = dict(three.saved_by)
         for other, like in blocks.others(2):
@@ -153,6 +175,7 @@ class DryStep:
         flops = FlopCounterMode(display=False, custom_mapping={CPU_ATTENTION: _attention_flops})
         saved: dict[int, Tensor] = {}
         saved_by: dict[str, int] = {}
+        widths = WidthMode()
 
         def keep(tensor: Tensor) -> Tensor:
             at = storage_key(tensor)
@@ -165,7 +188,7 @@ class DryStep:
             return tensor
 
         try:
-            with computing_in(autocast), watch:
+            with computing_in(autocast), watch, widths, _EqualExperts():
                 with flops, saved_tensors_hooks(keep, lambda each: each):
                     output = module.training_step(batch, 0)
                 loss: Any = output["loss"] if isinstance(output, Mapping) else output
@@ -178,7 +201,14 @@ class DryStep:
             saved_bytes=sum(each.untyped_storage().nbytes() for each in saved.values()),
             transient_bytes=watch.most_bytes,
             flops=flops.get_total_flops(),
-            work=StepWork(watch.flops, watch.moved_bytes, watch.operators),
+            work=StepWork(
+                watch.flops,
+                watch.moved_bytes,
+                watch.operators,
+                dict(watch.products),
+                watch.product_bytes,
+            ),
+            chosen_widths=frozenset(widths.widths),
             cast_names=frozenset(watch.casts.values()),
             saved_by=saved_by,
         )
@@ -205,7 +235,8 @@ class _Temporaries(DispatchMode):  # type: ignore[no-untyped-call]
         """Results that selective recomputation keeps."""
         self._recomputed = recomputed
         self.most_bytes = 0
-        self.flops = self.moved_bytes = self.operators = 0
+        self.flops = self.moved_bytes = self.operators = self.product_bytes = 0
+        self.products: Counter[tuple[int, int, int]] = Counter()
         # Gradients of parameters are counted by who reduces them; those of weights come transposed.
         self._gradient_shapes = shapes | {each[::-1] for each in shapes}
         self._saved: set[int] | None = None
@@ -242,12 +273,19 @@ class _Temporaries(DispatchMode):  # type: ignore[no-untyped-call]
     def _count(
         self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], made: Any
     ) -> None:
-        if getattr(func, "is_view", False):
-            return
+        is_question = not any(isinstance(each, Tensor) for each in tree_leaves(made))
+        if is_question or getattr(func, "is_view", False):
+            return  # it reads a tensor's device or shape, or names a part of it
         self.operators += 1
         tensors = [each for each in tree_leaves((args, kwargs, made)) if isinstance(each, Tensor)]
-        self.moved_bytes += sum(each.numel() * each.element_size() for each in tensors)
+        moved = sum(each.numel() * each.element_size() for each in tensors)
+        self.moved_bytes += moved
         kind = getattr(func, "overloadpacket", func)
+        if kind in PRODUCTS:
+            left, right = (each for each in tensors[-3:-1])
+            rows = left.numel() // left.shape[-1]
+            self.products[rows, left.shape[-1], right.shape[-1]] += 1
+            self.product_bytes += moved
         if kind is CPU_ATTENTION:
             query, key, value = (each.shape for each in args[:3])
             self.flops += _attention_flops(query, key, value, *args[3:], **kwargs)
@@ -256,6 +294,27 @@ class _Temporaries(DispatchMode):  # type: ignore[no-untyped-call]
             self.flops += 5 * _attention_flops(query, key, value, *args[6:8]) // 2
         elif kind in flop_registry:
             self.flops += flop_registry[kind](*args, **kwargs, out_val=made)
+
+
+class _EqualExperts(TorchFunctionMode):
+    """Multiplies the rows of a mixture by one product, as if each expert had equally many.
+
+    How many it has is not known without data, and torch runs its own kernel without data in bf16
+    alone.
+    """
+
+    @override
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        is_grouped = "grouped_mm" in getattr(func, "__name__", "")
+        if not is_grouped or args[0].ndim != 2 or args[1].ndim != 3:
+            return func(*args, **(kwargs or {}))
+        rows, weights = args[:2]
+        missing = -len(rows) % len(weights)
+        padded = functional.pad(rows, (0, 0, 0, missing)) if missing else rows
+        dealt = padded.view(len(weights), -1, rows.shape[-1])
+        return torch.bmm(dealt, weights).view(-1, weights.shape[-1])[: len(rows)]
 
 
 def _attention_flops(

@@ -10,18 +10,18 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from boltmesh.errors import ConfigError
-from boltmesh.plan.dry_model import stand_in_model
+from boltmesh.plan.dry_model import kept, stand_in_model
 from boltmesh.plan.dry_step import STEP
 from boltmesh.plan.text import align, size_text
 from boltmesh.strategies.dry_run.step import DryRun
 from boltmesh.strategies.expert.expected_traffic import ExchangeShape
-from boltmesh.strategies.expert.find import find_experts
+from boltmesh.strategies.expert.find import Experts, find_experts
 from boltmesh.strategies.lightning_compat.loops import step_arguments
 
 _WIDTH = 96
@@ -68,6 +68,45 @@ class ExpertSummary:
         return {"schema": 1, "expert": asdict(self)}
 
 
+@dataclass(frozen=True)
+class WatchedExperts:
+    """The experts of a config's model, as a batch of its data showed them."""
+
+    model: str
+    shapes: tuple[tuple[Experts, ExchangeShape], ...]
+    sizes: Mapping[str, int]
+    """Bytes of all parameters by name."""
+    whole: Mapping[str, str]
+    """Why modules that look like experts stay whole, by name."""
+    notes: tuple[str, ...]
+
+
+def watch_experts(config: DictConfig, source: str) -> WatchedExperts:
+    """Find the experts of a config's model by running one batch of its data.
+
+    Raises:
+        ConfigError: When model or data cannot be built.
+    """
+    of_model, of_data = (OmegaConf.to_yaml(each) for each in (config.model, config.data))
+    key = ("experts", of_model, of_data, config.trainer.precision)
+    return kept(key, lambda: _watch(config, source))
+
+
+def _watch(config: DictConfig, source: str) -> WatchedExperts:
+    with stand_in_model(config, source, needs="experts are found") as made:
+        module, batch = made.module, made.batch
+        run = DryRun(module, STEP, (batch, *step_arguments(module, STEP)), torch.device("cpu"))
+        with _DenseWeights():
+            found = find_experts(module, lambda: run.run(has_backward=False))
+    return WatchedExperts(
+        type(module).__name__,
+        tuple((each, ExchangeShape.of(each, found.calls[each.name])) for each in found.experts),
+        {name: each.numel() * each.element_size() for name, each in module.named_parameters()},
+        found.whole,
+        tuple(made.notes),
+    )
+
+
 def plan_expert(
     config: DictConfig, ranks_per_node: int, given: Mapping[str, Any], *, source: str
 ) -> ExpertSummary:
@@ -90,20 +129,15 @@ def plan_expert(
             f"{source}: strategy.expert={size} does not divide the {num_ranks} ranks of the plan. "
             f"Plan for other ranks with --devices, or set strategy.expert."
         )
-    with stand_in_model(config, source, needs="experts are found") as made:
-        module, batch = made.module, made.batch
-        run = DryRun(module, STEP, (batch, *step_arguments(module, STEP)), torch.device("cpu"))
-        with _DenseWeights():
-            found = find_experts(module, lambda: run.run(has_backward=False))
-    sizes = {name: each.numel() * each.element_size() for name, each in module.named_parameters()}
+    found = watch_experts(config, source)
+    sizes = dict(found.sizes)
     experts = []
-    for each in found.experts:
+    for each, shape in found.shapes:
         if each.num_experts % size:
             raise ConfigError(
                 f"{source}: strategy.expert={size} does not divide the {each.num_experts} experts "
                 f"of {each.name!r}."
             )
-        shape = ExchangeShape.of(each, found.calls[each.name])
         sent = shape.expected(size, is_recomputed=False).payload
         whole = sum(sizes.pop(name) for name in each.parameters)
         experts.append(
@@ -112,18 +146,18 @@ def plan_expert(
     if not experts:
         reasons = "; ".join(f"{name!r}: {why}" for name, why in found.whole.items())
         raise ConfigError(
-            f"{source}: no experts of {type(module).__name__} can be divided"
+            f"{source}: no experts of {found.model} can be divided"
             f"{': ' + reasons if reasons else ', for training_step calls none'}."
         )
     return ExpertSummary(
-        type(module).__name__,
+        found.model,
         size,
         num_ranks,
         int(given.get("stage") or 1),
         tuple(experts),
         sum(sizes.values()),
         found.whole,
-        tuple(made.notes),
+        found.notes,
     )
 
 

@@ -12,7 +12,7 @@ from boltmesh.errors import ConfigError
 from boltmesh.planner.layout import Layout
 from boltmesh.planner.machine import GB, accelerator_named, build_cluster, parse_network
 from boltmesh.planner.search import Candidate, Search, division, search, smallest_cluster
-from boltmesh.planner.step_time import model_flops_utilization
+from boltmesh.planner.step_time import TERMS, model_flops_utilization
 from boltmesh.planner.transformer import transformer_named
 
 EXPECTED_ERROR = (
@@ -22,19 +22,6 @@ EXPECTED_ERROR = (
 )
 SHOWN_TERMS = 0.01
 """Terms below this share of a step are not printed."""
-
-TERMS = {
-    "compute": "forward and backward passes",
-    "recompute": "recomputation",
-    "tensor": "collectives of the tensor axis",
-    "context": "collectives of the context axis",
-    "expert": "exchanges of the expert axis",
-    "gather": "ZeRO-3 gathers and host transfers not hidden",
-    "bubble": "pipeline bubble",
-    "data": "reduction of gradients not hidden",
-    "optimizer": "optimizer step",
-    "fixed": "fixed",
-}
 
 
 def best(found: Search, count: int = 3) -> list[Candidate]:

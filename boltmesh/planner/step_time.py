@@ -9,9 +9,10 @@ Shapes: T tokens of a microbatch on a rank, H width, S sequence length, t ranks 
 
 from dataclasses import dataclass, replace
 from functools import cache
-from math import ceil, comb, log2, sqrt
+from math import ceil, comb, log2
 
 from boltmesh.planner.layout import AxisGroup, Layout, groups_of
+from boltmesh.planner.links import ClusterLinks
 from boltmesh.planner.machine import DISK_RATE, Accelerator, Cluster
 from boltmesh.planner.rates import Rates
 from boltmesh.planner.transformer import Transformer
@@ -25,10 +26,6 @@ STATE_BYTES = 12
 """State of Adam for each parameter in fp32, value and two moments: a disk reads and writes it."""
 HOST_OPTIMIZER_RATE = 100e9 / 28
 """Parameters that Adam on a host updates in a second, of the memory rate of a host per device."""
-LINK_LATENCY = 6.4e-6
-NETWORK_LATENCY = 34e-6
-"""Seconds of a step of a collective within a node, and between nodes: all-reduces of 1 MiB over 8
-and over 32 ranks, planner_micro.csv M26 and M27."""
 TILES = ((256, 128, 1.0), (128, 128, 0.92), (64, 128, 0.75), (64, 64, 0.6))
 """Rows and columns of a tile that one unit of an accelerator computes, and the share of the rate
 that it reaches: a smaller tile loads more bytes for each operation."""
@@ -52,6 +49,20 @@ HIDDEN_BY_ASYNC = 0.7
 """Share of the tensor axis's collectives that run beside products, where they are cut in parts."""
 BUBBLE_OF_SCHEDULE = {"zero_bubble": 0.42, "zbv": 0.03}
 """Bubbles of schedules over that of 1F1B."""
+
+
+TERMS = {
+    "compute": "forward and backward passes",
+    "recompute": "recomputation",
+    "tensor": "collectives of the tensor axis",
+    "context": "collectives of the context axis",
+    "expert": "exchanges of the expert axis",
+    "gather": "ZeRO-3 gathers and host transfers not hidden",
+    "bubble": "pipeline bubble",
+    "data": "reduction of gradients not hidden",
+    "optimizer": "optimizer step",
+    "fixed": "fixed",
+}
 
 
 @dataclass(frozen=True)
@@ -84,6 +95,57 @@ class PredictedStepTime:
     def scaled(self, factor: float) -> "PredictedStepTime":
         """Return the same with every part multiplied."""
         return replace(self, **{name: factor * value for name, value in self.terms().items()})
+
+
+@dataclass(frozen=True)
+class RankSeconds:
+    """The work of a layout's busiest rank in a step, in seconds, before anything is hidden.
+
+    All microbatches are counted together. It comes from the sizes of a transformer, or from the
+    counts of a module's own step; what follows from it is the same.
+    """
+
+    forward: float
+    backward: float
+    recompute: float
+    tensor: float
+    context: float
+    expert: float
+    gather: float
+    """Gathers and reductions of ZeRO-3, in each pass."""
+    transfer: float
+    """Parameters and gradients between device, host and disk, in each pass."""
+    reduction: float
+    """Gradients of a step, and parameters that are gathered once."""
+    bubble: float
+    optimizer: float
+    fixed: float
+    microbatches: int
+    """The backward pass of the last one may hide the reduction."""
+
+    def predicted(self, *, overlap: float, factor: float) -> "PredictedStepTime":
+        """Return the time of a step.
+
+        Args:
+            overlap: Share of what may be hidden behind computation that is.
+            factor: On everything.
+        """
+        computing = self.forward + self.backward + self.recompute
+        gather = self.gather - min(self.gather, computing) * overlap
+        gather += max(0.0, self.transfer - computing)
+        behind = self.backward / self.microbatches
+        return PredictedStepTime(
+            compute=self.forward + self.backward,
+            recompute=self.recompute,
+            tensor=self.tensor,
+            context=self.context,
+            expert=self.expert,
+            gather=gather,
+            bubble=self.bubble,
+            data=self.reduction - min(self.reduction, behind) * overlap,
+            optimizer=self.optimizer,
+            fixed=self.fixed,
+        ).scaled(factor)
 
 
 @dataclass(frozen=True)
@@ -123,6 +185,7 @@ class StepTimeModel:
         self.model = model
         self.cluster = cluster
         self.rates = rates
+        self.links = ClusterLinks(cluster, rates)
 
     def predict(self, layout: Layout) -> PredictedStepTime:
         """Return the time of one step."""
@@ -133,22 +196,25 @@ class StepTimeModel:
         message = self._message(layout, groups["pipeline"])
         bubble = self._bubble(layout, slowest.seconds, message)
         parameters = parameters_of_rank(self.model, layout)
-        gather = self._gather(layout, groups["replicas"], busy) if layout.zero == 3 else 0.0
-        gather += self._transfer(layout, parameters, busy)
-        found = PredictedStepTime(
-            compute=busy.forward + busy.backward,
+        gather = self._gather(layout, groups["replicas"]) if layout.zero == 3 else 0.0
+        step = RankSeconds(
+            forward=busy.forward,
+            backward=busy.backward,
             recompute=busy.recompute,
             tensor=busy.tensor,
             context=busy.context,
             expert=busy.expert,
             gather=gather,
+            transfer=self._transfer(layout, parameters),
+            reduction=self._reduction(layout, groups["replicas"], parameters),
             bubble=bubble,
-            data=self._reduction(layout, groups["replicas"], parameters, busy),
             optimizer=self._optimizer(layout, parameters),
             fixed=rates.step_ms * 1e-3,
+            microbatches=layout.num_microbatches,
         )
-        waiting = 1.0 + rates.straggler * log2(max(1, self.cluster.num_nodes))
-        return found.scaled(waiting * rates.calibration)
+        return step.predicted(
+            overlap=OVERLAP if layout.has_overlap else 0.0, factor=factor_of(self.cluster, rates)
+        )
 
     def stage_times(self, layout: Layout) -> tuple[tuple[float, float], float]:
         """Return the seconds of a stage's forward and backward pass, and of a message."""
@@ -216,13 +282,13 @@ class StepTimeModel:
         again = layout.recompute_share if layout.recompute == "full" else 0.0
         reduced = 4 + 2 * again
         activation = HALF * tokens * width
-        tensor = reduced * self._all_reduce(groups["tensor"], activation)
+        tensor = reduced * self.links.all_reduce(groups["tensor"], activation)
         if layout.has_async_tensor:
             tensor *= 1 - HIDDEN_BY_ASYNC
         context = 0.0
         if layout.context > 1:  # keys and values of the sequence, and their gradients
             keys = HALF * 2 * tokens * layout.context * model.kv_width / ranks
-            context = (3 + again) * self._ring(groups["context"], keys)
+            context = (3 + again) * self.links.ring(groups["context"], keys)
             if layout.has_context_overlap:
                 context = max(0.0, context - 0.5 * 3.5 * attention)
         expert = (2 + again) * self._exchange(layout, groups, tokens / whole)
@@ -239,16 +305,14 @@ class StepTimeModel:
         elsewhere = model.experts - model.experts // group.size
         arrives = 1 - comb(elsewhere, model.active) / comb(model.experts, model.active)
         row = HALF * model.hidden * tokens * arrives
-        inside = row * (group.in_node - 1) / self.cluster.accelerator.link_rate
-        across = row * (group.size - group.in_node) / self._network_rate()
-        return 2 * (self._latency(group) * log2(group.size) + max(inside, across))
+        return 2 * self.links.exchange(group, row)
 
     def _logits(self, layout: Layout, groups: dict[str, AxisGroup]) -> _Pass:
         model, device = self.model, self.cluster.accelerator
         tokens, columns = self._tokens(layout), model.vocab / layout.tensor
         forward, backward = self._product("bf16", tokens, model.hidden, columns)
         softmax = 12.0 * tokens * columns / device.memory_rate
-        tensor = 2 * self._all_reduce(groups["tensor"], HALF * tokens * model.hidden)
+        tensor = 2 * self.links.all_reduce(groups["tensor"], HALF * tokens * model.hidden)
         backward += softmax + self._accumulation(layout, model.hidden * columns)
         return _Pass(forward + softmax, backward, 0.0, tensor, 0.0, 0.0)
 
@@ -258,9 +322,9 @@ class StepTimeModel:
         """Return the seconds of (rows, inner) times (inner, columns), forward and backward."""
         device = self.cluster.accelerator
         machine = (device.matmul_rate(dtype) * self.rates.matmul, device.units, device.memory_rate)
-        forward = _product_time(rows, inner, columns, *machine)
-        of_input = _product_time(rows, columns, inner, *machine)
-        backward = of_input + _product_time(inner, rows, columns, *machine)
+        forward = product_time(rows, inner, columns, *machine)
+        of_input = product_time(rows, columns, inner, *machine)
+        backward = of_input + product_time(inner, rows, columns, *machine)
         if dtype != "bf16":  # both factors of each product are scaled to the narrow type
             forward += CAST_BYTES * (rows * inner + inner * columns) / device.memory_rate
             backward += CAST_BYTES * rows * columns / device.memory_rate
@@ -290,44 +354,10 @@ class StepTimeModel:
 
     # Communication.
 
-    def _network_rate(self) -> float:
-        """Return bytes per second between nodes, of one device, as collectives reach it."""
-        rates, cluster = self.rates, self.cluster
-        return cluster.network_rate * (rates.onload_network if cluster.is_onload else rates.network)
-
-    def _ring(self, group: AxisGroup, num_bytes: float) -> float:
-        """Return the seconds of an all-gather, or of a reduce-scatter, of so many bytes in all."""
-        if group.size == 1:
-            return 0.0
-        latency = self._latency(group) * log2(group.size)
-        inside = (
-            (group.in_node - 1) / group.in_node * num_bytes / (self.cluster.accelerator.link_rate)
-        )
-        across = 0.0
-        if group.num_nodes > 1:
-            # Each rank of a node moves its part of what the node exchanges.
-            share = num_bytes / group.in_node * (group.num_nodes - 1) / group.num_nodes
-            across = share / (self._network_rate())
-        moving = max(inside, across)
-        # A pipelined ring fills and drains: a message of a medium size reaches half of the rate
-        # of a large one (planner_micro.csv M22 to M27).
-        return latency + moving + sqrt(latency * moving)
-
-    @staticmethod
-    def _latency(group: AxisGroup) -> float:
-        """Return the seconds of one step of a collective, however small."""
-        return LINK_LATENCY if group.num_nodes == 1 else NETWORK_LATENCY
-
-    def _all_reduce(self, group: AxisGroup, num_bytes: float) -> float:
-        return 2.0 * self._ring(group, num_bytes)
-
     def _message(self, layout: Layout, group: AxisGroup) -> float:
         """Return the seconds of a message from a stage to the next."""
-        if group.size == 1:
-            return 0.0
         num_bytes = HALF * self._tokens(layout) * self.model.hidden / layout.tensor
-        rate = self.cluster.accelerator.link_rate if group.num_nodes == 1 else self._network_rate()
-        return self._latency(group) + num_bytes / rate
+        return self.links.message(group, num_bytes)
 
     def _bubble(self, layout: Layout, stage: float, message: float) -> float:
         if layout.pipeline == 1:
@@ -338,43 +368,37 @@ class StepTimeModel:
         exposed = layout.num_microbatches * (layout.stages_per_rank - 1) * message
         return waiting + exposed
 
-    def _gather(self, layout: Layout, group: AxisGroup, busy: _Pass) -> float:
-        """Return what of the gathers and scatters of ZeRO-3 is not hidden."""
+    def _gather(self, layout: Layout, group: AxisGroup) -> float:
+        """Return the seconds of the gathers and scatters of ZeRO-3."""
         blocks, _ = blocks_of_rank(self.model.layers, layout)
         shards = layout.num_shards
         sharing = AxisGroup(shards, min(shards, group.in_node))
         num_bytes = HALF * blocks * sharded_numel(self.model, layout) / layout.tensor
         passes = 1 if layout.pipeline > 1 else layout.num_microbatches
-        moved = 3 * passes * self._ring(sharing, num_bytes)
+        moved = 3 * passes * self.links.ring(sharing, num_bytes)
         gathers = blocks
         if layout.tile_bytes is not None:
             gathers = blocks * ceil(4 * sharded_numel(self.model, layout) / layout.tile_bytes)
-        moved += 3 * passes * (gathers - 1) * self._latency(sharing) * log2(max(2, shards))
-        computing = busy.forward + busy.backward + busy.recompute
-        hidden = min(moved, computing) * self._overlap(layout)
-        return moved - hidden
+        return moved + 3 * passes * (gathers - 1) * self.links.latency(sharing) * log2(
+            max(2, shards)
+        )
 
-    def _reduction(self, layout: Layout, group: AxisGroup, parameters: float, busy: _Pass) -> float:
+    def _reduction(self, layout: Layout, group: AxisGroup, parameters: float) -> float:
         if group.size == 1:
             return 0.0
         width = 4 if layout.has_fp32_gradients else HALF
         if layout.zero == 3:
             replicas = group.size // layout.num_shards
             across = AxisGroup(replicas, max(1, group.in_node // layout.num_shards))
-            moved = self._all_reduce(across, width * parameters / layout.num_shards)
+            moved = self.links.all_reduce(across, width * parameters / layout.num_shards)
         else:
-            moved = self._all_reduce(group, width * parameters)
+            moved = self.links.all_reduce(group, width * parameters)
         if layout.expert > 1:
             copies = layout.data * layout.tensor // layout.expert
             in_node = group.in_node * layout.tensor // layout.expert
             same = AxisGroup(copies, max(1, in_node))
-            moved += self._all_reduce(same, width * experts_of_rank(self.model, layout))
-        hidden = min(moved, busy.backward / layout.num_microbatches) * self._overlap(layout)
-        return moved - hidden
-
-    @staticmethod
-    def _overlap(layout: Layout) -> float:
-        return OVERLAP if layout.has_overlap else 0.0
+            moved += self.links.all_reduce(same, width * experts_of_rank(self.model, layout))
+        return moved
 
     def _optimizer(self, layout: Layout, parameters: float) -> float:
         updated = parameters / layout.num_shards + experts_of_rank(self.model, layout)
@@ -385,8 +409,8 @@ class StepTimeModel:
             moved = max(moved, STATE_BYTES * outside / DISK_RATE)
         return max(on_device, moved, outside / HOST_OPTIMIZER_RATE)
 
-    def _transfer(self, layout: Layout, parameters: float, busy: _Pass) -> float:
-        """Return what of the transfers of parameters and gradients from and to the host shows."""
+    def _transfer(self, layout: Layout, parameters: float) -> float:
+        """Return the seconds of transfers of parameters and gradients from and to the host."""
         if layout.offload != "all":
             return 0.0
         num_bytes = (2 * HALF + 4) * parameters / layout.num_shards
@@ -394,7 +418,12 @@ class StepTimeModel:
         if layout.tier == "nvme":  # read for the forward and for the backward pass
             shards = 2 * HALF * parameters / layout.num_shards
             moved = max(moved, layout.num_microbatches * shards / DISK_RATE)
-        return max(0.0, moved - (busy.forward + busy.backward + busy.recompute))
+        return moved
+
+
+def factor_of(cluster: Cluster, rates: Rates) -> float:
+    """Return what a step takes longer on several nodes, and on the software of a cluster."""
+    return (1.0 + rates.straggler * log2(max(1, cluster.num_nodes))) * rates.calibration
 
 
 def elementwise_bytes(model: Transformer, *, is_fused: bool) -> float:
@@ -411,7 +440,7 @@ def elementwise_bytes(model: Transformer, *, is_fused: bool) -> float:
 
 
 @cache
-def _product_time(
+def product_time(
     rows: float, inner: float, columns: float, rate: float, units: int, memory_rate: float
 ) -> float:
     """Return the seconds of one matrix product on an accelerator of so many units.

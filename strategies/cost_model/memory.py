@@ -21,6 +21,7 @@ flight follows the order of allocations in ``fully_shard``.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from math import ceil
 
 from boltmesh.strategies.cost_model.model import (
     Activations,
@@ -134,6 +135,33 @@ class MemoryEstimate:
     def between_steps(self) -> Bytes:
         """Sum of everything that is kept."""
         return total(self.kept.values())
+
+    def beside(self, other: "MemoryEstimate") -> "MemoryEstimate":
+        """Return both together, with what ``other`` needs at its peak throughout."""
+        kinds = {**self.kept, **other.kept}
+        most = total((other.peak,))
+        return MemoryEstimate(
+            {kind: self.kept.get(kind, Bytes()) + other.kept.get(kind, Bytes()) for kind in kinds},
+            self.peak + most,
+            self.peak_moment,
+            {name: size + most.device + most.host for name, size in self.moments.items()},
+        )
+
+    def between(self, other: "MemoryEstimate", part: float) -> "MemoryEstimate":
+        """Return the mean of both, of which ``other`` has the weight ``part``."""
+
+        def mean(one: int, two: int) -> int:
+            return ceil((1 - part) * one + part * two)
+
+        peaks = zip(self.peak.items(), other.peak.items(), strict=True)
+        return replace(
+            other,
+            peak=Bytes(*(mean(one, two) for (_, one), (_, two) in peaks)),
+            moments={
+                name: mean(self.moments.get(name, size), size)
+                for name, size in other.moments.items()
+            },
+        )
 
     def at_fullest_moment(self) -> "MemoryEstimate":
         """Return the same with the peak of its moments, where these have changed."""

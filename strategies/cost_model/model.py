@@ -200,6 +200,10 @@ class StepWork:
     moved_bytes: int
     """Read and written by all operators that are no views."""
     operators: int
+    products: Mapping[tuple[int, int, int], float] = field(default_factory=dict)
+    """How many matrix products of (rows, inner) times (inner, columns) there are."""
+    product_bytes: int = 0
+    """Read and written by these products, a part of ``moved_bytes``."""
 
 
 @dataclass(frozen=True)
@@ -216,6 +220,8 @@ class ModelShape:
     """Matrix products of one microbatch on one rank, forward only."""
     work: StepWork | None = None
     """None if its step could not be run."""
+    chosen_widths: frozenset[int] = frozenset()
+    """Among how many its step chooses: if it has experts, their number is one of these."""
     reads_gradients: bool = False
     """Whether its hooks may read gradients between backward pass and step."""
     keeps_gradients: bool = False

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from boltmesh.advisor.layouts import splits
-from boltmesh.advisor.machine import measure_here, rates_file, read_rates, remember
+from boltmesh.advisor.layouts import PlannedLayout, splits
+from boltmesh.advisor.machine import Hardware, measure_here, rates_file, read_rates, remember
 from boltmesh.advisor.prediction import Collective, RankStep, predict_step
 from boltmesh.advisor.search import ConfigSearcher
 from boltmesh.bench.figures import BenchRun
@@ -19,6 +19,11 @@ from boltmesh.cli import run_command
 from boltmesh.configs.load import load
 from boltmesh.errors import ConfigError
 from boltmesh.plan.dry_model import describe_model
+from boltmesh.planner.layout import Layout
+from boltmesh.planner.machine import accelerator_named, build_cluster
+from boltmesh.planner.rates import default_rates
+from boltmesh.planner.step_time import StepTimeModel
+from boltmesh.planner.transformer import transformer_named
 from boltmesh.strategies.cost_model.model import StepWork
 from boltmesh.strategies.cost_model.step_time import Machine
 from boltmesh.strategies.registry import STRATEGIES
@@ -72,12 +77,16 @@ STEP = RankStep(
     microbatches=1,
     bubble=0.0,
     traffic=(Collective("data", "all-reduce", None, 4e6),),
+    is_gathering=False,
     stepped_numel=1e6,
     stepped_tensors=20,
     state_copies=2,
-    offload_s=0.0,
-    devices_per_node=2,
 )
+
+
+def terms(step: RankStep, machine: Machine = RATES) -> dict[str, float]:
+    """Return the parts of a step on two CPU ranks."""
+    return predict_step(step, Hardware(machine, 2, 1, True, "", "")).terms()
 
 
 @pytest.mark.parametrize(
@@ -91,20 +100,17 @@ STEP = RankStep(
         {"traffic": (Collective("data", "all-reduce", 10, 4e6),)},
         {"traffic": (Collective("data", "all-reduce", None, 8e6),)},
         {"stepped_numel": 2e6},
-        {"offload_s": 1.0},
+        {"transfer_s": 1.0},
+        {"outside_s": 1.0},
     ],
     ids=str,
 )
 def test_more_of_anything_is_predicted_to_take_longer(change) -> None:
-    def seconds(step: RankStep) -> float:
-        return sum(predict_step(step, RATES, is_cpu=True).values())
-
-    assert seconds(replace(STEP, **change)) > seconds(STEP)
+    assert sum(terms(replace(STEP, **change)).values()) > sum(terms(STEP).values())
 
 
 def test_an_all_reduce_of_two_ranks_sends_its_bytes_once() -> None:
-    found = predict_step(STEP, RATES, is_cpu=True)
-    assert found["data"] == pytest.approx(4e6 / 1e9 + 100e-6)
+    assert terms(STEP)["data"] == pytest.approx(4e6 / 1e9 + 100e-6)
 
 
 def test_rates_are_measured_in_processes_of_their_own() -> None:
@@ -383,7 +389,7 @@ def test_all_reduces_are_remembered_by_ranks_and_bytes(tmp_path) -> None:
     assert found.allreduce_seconds(8, 2**19) == pytest.approx((2e-3 + 9e-3) / 2, rel=1e-3)
     assert found.allreduce_seconds(2, 2**21) == pytest.approx(1.9e-3, rel=1e-3)
     assert found.allreduce_seconds(4, 4) is None
-    moved = predict_step(replace(STEP, sizes={"data": 2}), found, is_cpu=True)["data"]
+    moved = terms(replace(STEP, sizes={"data": 2}), found)["data"]
     assert moved == found.allreduce_seconds(2, 4e6)
 
 
@@ -397,7 +403,57 @@ def test_a_table_of_all_reduces_that_cannot_be_is_refused(table, tmp_path) -> No
 
 def test_ranks_that_share_cores_wait_less_in_a_pipeline() -> None:
     waiting = replace(STEP, bubble=0.5)
-    alone = predict_step(waiting, RATES, is_cpu=True)
-    shared = predict_step(waiting, replace(RATES, ranks_per_core=4.0), is_cpu=True)
+    alone, shared = terms(waiting), terms(waiting, replace(RATES, ranks_per_core=4.0))
     assert alone["bubble"] == pytest.approx(alone["compute"])
     assert shared["bubble"] == 0.0  # half of the ranks still fill all cores
+
+
+def test_a_config_and_its_sizes_are_predicted_alike_on_a_cluster(capsys, monkeypatch) -> None:
+    monkeypatch.setattr("boltmesh.advisor.search.MOST_DIVISIONS", 0)
+    sizes = {"n_layer": 8, "n_embd": 4096, "n_head": 32, "vocab_size": 50257, "block_size": 2048}
+    line = [f"model.init_args.{key}={value}" for key, value in sizes.items()]
+    cluster = ["--gpu", "h100", "--devices", "8", "--json", "--top", "20"]
+    line += ["data.init_args.batch_size=1", "precision=bf16-mixed"]
+    assert run_command(["plan", "auto", "ddp", *line, *cluster]) == 0
+    by_module = json.loads(capsys.readouterr().out)["best"]
+    module = next(each for each in by_module if each["overrides"][0] == "strategy.name=bolt_zero3")
+    model = transformer_named("layers=8 hidden=4096 heads=32 vocab=50257 seq=2048")
+    layout = Layout(data=8, microbatch=1, sequences=8, zero=3)
+    device = accelerator_named("h100")
+    cluster_of_one = build_cluster(device, num_devices=8, num_nodes=1, network_rate=None)
+    of_sizes = StepTimeModel(model, cluster_of_one, default_rates()).predict(layout)
+    assert module["step_s"] == pytest.approx(of_sizes.seconds, rel=0.3)
+    assert module["time_s"].keys() == of_sizes.terms().keys()
+
+
+def test_experts_are_divided_with_the_memory_and_bytes_that_their_own_plan_states(capsys) -> None:
+    small = ["model.init_args.config.num_hidden_layers=1", "trainer.precision=32-true"]
+    assert run_command(["plan", "expert_hf", *small, "--devices", "2", "--json"]) == 0
+    stated = json.loads(capsys.readouterr().out)["expert"]
+    hardware = Hardware(RATES, 2, 1, True, "", "")
+    found = ConfigSearcher("expert_hf", small, source="expert_hf", hardware=hardware).search()
+    (divided,) = (each for each in found.candidates if each.layout.name == "bolt_expert")
+    experts = sum(each["whole_bytes"] for each in stated["experts"])
+    kept = divided.memory.kept["parameters"]
+    assert kept.host == pytest.approx(experts / 2 + stated["other_bytes"] / 2, rel=0.01)
+    moved = sum(each.payload_bytes for each in divided.step.traffic if each.axis == "expert")
+    assert moved == sum(each["sent_bytes"] for each in stated["experts"])
+    assert divided.layout.dimensions["operator"] == "experts over 2 ranks"
+    assert found.own == divided
+
+
+def test_a_pipeline_without_room_runs_a_part_of_its_blocks_again(monkeypatch) -> None:
+    monkeypatch.setattr("boltmesh.advisor.search.MOST_DIVISIONS", 2)
+
+    def planned(gib: float) -> list[PlannedLayout]:
+        hardware = Hardware(replace(RATES, host_gib=gib), 2, 1, True, "", "")
+        found = ConfigSearcher("ddp", [*SMALL], source="ddp", hardware=hardware).search()
+        return [each for each in found.candidates if each.layout.sizes["pipeline"] == 2]
+
+    (whole, *_) = planned(64.0)
+    room = 0.99 * whole.memory.peak.host / 2**30
+    again = [each for each in planned(room) if "activation_checkpointing" in each.layout.arguments]
+    (half,) = again
+    assert half.layout.arguments["activation_checkpointing"] == {"full": 0.5}
+    assert half.fits
+    assert half.time["recompute"] == pytest.approx(half.time["compute"] / 6)
