@@ -38,7 +38,7 @@ LATE_AT_LEAST_S = 0.001
 """What a busy host adds to any step."""
 
 PHASE_SHARE = 0.3
-"""Of the excess. A slow device loses a share of it in each phase, the most in the backward pass; a
+"""Share of the excess. A slow device loses time in each phase, most in the backward pass; a
 process that is stopped at times loses it in another phase each time, and in no typical one."""
 
 FEW_PEERS = 16
