@@ -2,8 +2,8 @@
 
     python docs/screenshot.py [FILE.svg] [--screen NAME] [--size 120x40] [--job JOB]
 
-The clock and the seed are fixed, so the picture changes only when the dashboard does. Where
-``rsvg-convert`` is installed, a PNG for looking at is written beside it with ``--png``.
+The clock and the seed are fixed, so the picture changes only when the dashboard does. ``--png``
+writes a PNG for looking at beside it, by Chromium: other converters ignore the lengths of texts.
 """
 
 import argparse
@@ -52,7 +52,7 @@ def main() -> int:
     parser.add_argument("--screen", choices=list(PAGES), default="overview", help="which one")
     parser.add_argument("--size", type=_size, default=SIZE, help="columns x lines")
     parser.add_argument("--job", help="a job of yours instead of the demo, by name or id")
-    parser.add_argument("--png", action="store_true", help="also write a PNG, by rsvg-convert")
+    parser.add_argument("--png", action="store_true", help="also write a PNG, by Chromium")
     options = parser.parse_args()
 
     os.environ["TZ"] = "UTC"
@@ -63,13 +63,16 @@ def main() -> int:
     options.file.write_text(svg, encoding="utf-8")
     sys.stdout.write(f"{options.file}\n")
     if options.png:
-        converter = shutil.which("rsvg-convert")
-        if converter is None:
-            sys.stderr.write("screenshot: no rsvg-convert (Debian: librsvg2-bin), so no PNG\n")
+        browser = shutil.which("chromium")
+        if browser is None:
+            sys.stderr.write("screenshot: no chromium, so no PNG\n")
             return 1
         target = options.file.with_suffix(".png")
-        command = [converter, "--width", "1600", "--output", str(target), str(options.file)]
-        subprocess.run(command, check=True)  # noqa: S603 (both paths are the caller's own)
+        width, height = map(float, svg.partition('viewBox="0 0 ')[2].partition('"')[0].split())
+        command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
+                   f"--window-size={width:.0f},{height:.0f}", f"--screenshot={target}",
+                   options.file.resolve().as_uri()]  # fmt: skip
+        subprocess.run(command, check=True, stderr=subprocess.DEVNULL)  # noqa: S603 (both paths are the caller's own)
         sys.stdout.write(f"{target}\n")
     return 0
 

@@ -117,6 +117,20 @@ def test_one_rank_that_waits_for_data_is_a_straggler_and_no_input_bound_job(size
     assert found["straggler"].cost == pytest.approx(0.25 / (STEP_S + 0.25))
 
 
+def test_a_rank_that_is_stopped_in_another_phase_each_time_is_late_in_none_of_them() -> None:
+    phases = ("forward", "backward", "optimizer", "data")
+
+    def stopped(index: int) -> dict[str, float]:
+        phase = phases[index % len(phases)]
+        return HEALTHY | {phase: HEALTHY[phase] + 0.25}
+
+    waiting = steady(communication=HEALTHY["communication"] + 0.25)
+    found = _findings(team(waiting, stopped))["straggler"]
+    assert found.headline == "straggler rank 1: 250 ms a step late in several phases"
+    assert "its peers" not in found.evidence[0]
+    assert found.advice.startswith("look at its clocks, heat and other processes")
+
+
 def test_waiting_for_a_late_rank_is_not_called_communication() -> None:
     assert set(_findings(team(*waiting_for(0.2, size=8)))) == {"straggler"}
 

@@ -159,8 +159,17 @@ def test_a_slow_stage_is_named(slow: float, *, is_found: bool) -> None:
         assert "move a block from stage 2" in late.advice
     for found in (each for each in findings if each.kind == "bubble"):
         assert found.ranks == (2,)
-        assert "stage 2 on rank 2 works 50% longer than the median" in found.evidence
+        assert "stage 2 on rank 2 works 50% longer than the others" in found.evidence
         assert "move a block from stage 2 to stage" in found.advice
+
+
+def test_one_of_two_stages_is_compared_with_the_other() -> None:
+    (found,) = (
+        each
+        for each in diagnose(state(_pipeline(stages=2, microbatches=24, slow=3.0)))
+        if each.kind == "bubble"
+    )
+    assert "stage 1 on rank 1 works 200% longer than the others" in found.evidence
 
 
 @pytest.mark.parametrize(("pause", "is_found"), [(0.3, False), (3.0, True)])

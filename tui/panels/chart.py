@@ -30,7 +30,7 @@ class Scale(msgspec.Struct, frozen=True):
     low: float
     high: float
     step: float
-    """The distance of the ticks; a narrow range may hold only one of them."""
+    """The distance of the ticks."""
     ticks: tuple[float, ...]
 
 
@@ -326,14 +326,14 @@ def nice_scale(low: float, high: float, *, ticks: int) -> Scale:
         low, high = low - margin, high + margin
     rough = (high - low) / max(1, ticks)
     magnitude = 10.0 ** math.floor(math.log10(rough))
-    step = next(
-        (factor * magnitude for factor in (1, 2, 5) if factor * magnitude >= rough),
-        10 * magnitude,
-    )
-    first, last = math.ceil(low / step), math.floor(high / step)
-    return Scale(
-        low=low, high=high, step=step, ticks=tuple(step * n for n in range(first, last + 1))
-    )
+    steps = [factor * magnitude for factor in (0.5, 1, 2, 5, 10)]
+    place = sum(step < rough for step in steps[:-1])
+    # A step longer than asked for may have only one multiple in the range.
+    for step in (steps[place], steps[place - 1]):
+        found = tuple(step * n for n in range(math.ceil(low / step), math.floor(high / step) + 1))
+        if len(found) >= 2:
+            break
+    return Scale(low=low, high=high, step=step, ticks=found)
 
 
 def log_scale(low: float, high: float, *, ticks: int) -> Scale:
@@ -361,24 +361,25 @@ def log_scale(low: float, high: float, *, ticks: int) -> Scale:
 def _labels(scale: Scale, height: int, *, is_log: bool) -> list[str]:
     """Return a label, or nothing, for each line; the top of the scale is the first line."""
     labels = [""] * height
+    largest = max(map(abs, scale.ticks), default=0.0)
     for tick in scale.ticks:
         place = round((scale.high - tick) / (scale.high - scale.low) * (height - 1))
-        labels[place] = f"{10.0**tick:.3g}" if is_log else _label(tick, scale.step)
+        labels[place] = f"{10.0**tick:.3g}" if is_log else _label(tick, scale.step, largest)
     return labels
 
 
 _THOUSANDS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
-def _label(value: float, step: float) -> str:
-    """Return ``value`` with just the decimals that tell it from its neighbour."""
-    size = max(abs(value), step)
+def _label(value: float, step: float, largest: float) -> str:
+    """Return ``value`` in the unit of ``largest``, with the decimals that tell it from others."""
+    size = max(largest, step)
     if size >= 1e15 or step < 1e-4:
         digits = max(2, 1 + math.floor(math.log10(size)) - math.floor(math.log10(step) + 1e-9))
         return f"{value:.{digits}g}" if value else "0"
     if size >= 1e5:
         unit, letter = next(each for each in _THOUSANDS if size >= each[0])
-        return _label(value / unit, step / unit) + letter
+        return _label(value / unit, step / unit, largest / unit) + letter if value else "0"
     decimals = max(0, -math.floor(math.log10(step) + 1e-9))
     return f"{value:.{decimals}f}"
 

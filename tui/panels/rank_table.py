@@ -113,8 +113,10 @@ def cause_words(row: RankRow) -> str | None:
     if row.error:
         return row.error
     late = row.lateness
-    if late is None or not late.is_late or late.phase is None:
+    if late is None or not late.is_late:
         return None
+    if late.phase is None:
+        return f"several phases +{units.seconds(late.excess_s)}"
     return f"{late.phase} +{units.seconds(late.phase_s - late.phase_peers_s)}"
 
 

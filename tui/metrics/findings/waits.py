@@ -50,8 +50,7 @@ def find_straggler(state: State) -> Finding | None:
         return None
     worst = late[0]
     ranks = tuple(sorted(found.rank for found in late))
-    # A late rank has a phase by definition.
-    phase = worst.phase or "other"
+    phase = worst.phase or "several phases"
     who = f"straggler {units.ranks([worst.rank])}"
     if worst.stage is not None:
         who += f", stage {worst.stage}"
@@ -62,20 +61,18 @@ def find_straggler(state: State) -> Finding | None:
         kind="straggler",
         severity="warn",
         headline=f"{who}: {units.seconds(worst.excess_s)} a step late in {phase}",
-        evidence=(*_tell_late(state.job, worst, phase, ranks), *device),
+        evidence=(*_tell_late(state.job, worst, ranks), *device),
         advice=cure or _relieve(phase, is_one=len(late) == 1, stage=worst.stage),
         ranks=ranks,
         cost=max(0.0, min(1.0, worst.excess_s / worst.step_s)),
     )
 
 
-def _tell_late(
-    job: JobSnapshot, worst: Lateness, phase: str, ranks: tuple[int, ...]
-) -> tuple[str, ...]:
-    evidence = [
-        f"{phase} {units.seconds(worst.phase_s)}, its peers {units.seconds(worst.phase_peers_s)}",
-        f"{worst.share:+.0%} compute time",
-    ]
+def _tell_late(job: JobSnapshot, worst: Lateness, ranks: tuple[int, ...]) -> tuple[str, ...]:
+    evidence = [f"{worst.share:+.0%} compute time"]
+    if worst.phase is not None:
+        own, peers = units.seconds(worst.phase_s), units.seconds(worst.phase_peers_s)
+        evidence.insert(0, f"{worst.phase} {own}, its peers {peers}")
     if worst.peers_wait_s > worst.wait_s:
         evidence.append(
             f"waits {units.seconds(worst.wait_s)}, its peers {units.seconds(worst.peers_wait_s)}"
@@ -325,7 +322,7 @@ def find_bubble(state: State, typical: Balance) -> Finding | None:
     evidence = [f"{name} {part:.0%}" for name, part in parts.items()]
     if slow is not None:
         row, by = slow
-        evidence.append(f"{_stages(row)} on rank {row.rank} works {by:.0%} longer than the median")
+        evidence.append(f"{_stages(row)} on rank {row.rank} works {by:.0%} longer than the others")
     if found.plan is not None:
         evidence.append(f"{found.plan.schedule}, {found.plan.num_microbatches} microbatches")
     return Finding(
@@ -340,11 +337,11 @@ def find_bubble(state: State, typical: Balance) -> Finding | None:
 
 
 def _slowest(found: Bubble) -> tuple[BubbleRow, float] | None:
-    """Return the rank that works longest, and by how much more than the median."""
+    """Return the rank that works longest, and by how much more than the median of the others."""
     if len(found.rows) < 2:
         return None
     row = min(found.rows, key=lambda row: row.parts.measured)
-    typical = middle(1 - each.parts.measured for each in found.rows)
+    typical = middle(1 - each.parts.measured for each in found.rows if each is not row)
     if typical <= 0:
         return None
     return row, (1 - row.parts.measured) / typical - 1
