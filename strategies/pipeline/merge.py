@@ -1,7 +1,8 @@
 """Merges what microbatches gave into what the whole batch would have given.
 
 ``merge`` is for what a step returned, ``join`` for the values that its tail begins with;
-``BatchTail`` runs the end of a step once on the joined values.
+``BatchTail`` runs the end of a step once on the joined values. ``RowCheck`` refuses layers whose
+outputs cannot be merged, as a row's depends on others.
 
 [Note: The loss of a whole batch]
 A loss over the whole batch (contrastive, a ratio of sums) is no sum over microbatches. With a
@@ -16,7 +17,9 @@ other ranks wait while the end of the step runs on the batch.
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,11 +27,17 @@ from torch import Tensor
 from typing_extensions import override
 
 from boltmesh.errors import ConfigError, PipelineError
+from boltmesh.strategies.dry_run.metrics import find_metrics
+from boltmesh.strategies.dry_run.no_side_effects import modules_unchanged, no_side_effects
+from boltmesh.strategies.pipeline.microbatch import PAIR, Rows, batch_norms, pick
 from boltmesh.strategies.pipeline.microbatch_runs import Around, During, Finish, MicrobatchRun
+from boltmesh.strategies.pipeline.options import WHOLE_BATCH
 from boltmesh.strategies.pipeline.runtime.stage import ValueSpec
 from boltmesh.strategies.pipeline.stage.cut import StagePlan
 from boltmesh.strategies.pipeline.stage.plan_cache import StagePlans
+from boltmesh.strategies.pipeline.stage.rng import host_random_kept
 from boltmesh.strategies.pipeline.stage.stage_run import StageRun, Tail
+from boltmesh.strategies.pytree import tensors_in
 from boltmesh.strategies.torch_compat.tensors import scalar_on
 
 Joints = tuple[int | None, ...]
@@ -353,6 +362,139 @@ class _JoinedOutputs(torch.autograd.Function):
     def backward(ctx: Any, *_: Tensor) -> Any:
         tail, ctx.tail = ctx.tail, None
         return None, None, *tail.take_grads(ctx.number)
+
+
+class RowCheck:
+    """Refuses layers that mix the rows of a batch, of which each microbatch has some.
+
+    Each stage runs its layers twice, without gradients, on the rows of its first microbatch (of the
+    first two where they have one row each): as they are, and with copies of the first row in the
+    place of the second half. Shapes and random numbers are equal, so the first half is equal too.
+    Batch norms use their running moments, as microbatches are known to have moments of their own.
+
+    Args:
+        plans: Stages of the model.
+        run: The first batch of a run, in several microbatches.
+        rows: Rows of that batch.
+    """
+
+    def __init__(self, plans: StagePlans, run: MicrobatchRun, rows: Rows) -> None:
+        self._plans = plans
+        self._run = run
+        self._rows = rows
+        self._end = max(plans.stage_of_unit.values())
+        self._received: dict[int, list[tuple[Tensor, ...]]] = {}
+
+    def see(self, stage: int, number: int, received: tuple[Tensor, ...], around: Around) -> None:
+        """Look at what a stage is about to compute.
+
+        Args:
+            stage: A stage of this rank.
+            number: Number of the microbatch; they come in order.
+            received: Values from the stage before.
+            around: Precision.
+
+        Raises:
+            ConfigError: When a layer mixes rows.
+        """
+        sizes = self._run.sizes
+        if sum(sizes[:number]) >= PAIR:
+            return
+        known = self._received.setdefault(stage, [])
+        known.append(tuple(each.detach().clone() for each in received))
+        if sum(sizes[: number + 1]) < PAIR:
+            return
+        module: Any = self._plans.root
+        with ExitStack() as stack:
+            stack.enter_context(around())
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(host_random_kept())
+            stack.enter_context(modules_unchanged(module.modules()))
+            stack.enter_context(no_side_effects(module, find_metrics(module)))
+            for each in batch_norms(module):
+                each.training = False
+            try:
+                mixed = self._mixed(stage, self._received.pop(stage))
+            except Exception:  # noqa: BLE001 - layers may refuse such rows, which proves nothing
+                mixed = None
+        if mixed is not None:
+            raise ConfigError(
+                f"For a row of a batch, {mixed} depends on other rows, and each microbatch of a "
+                f"pipeline has some rows alone. Use microbatches=1, or do it behind the last "
+                f"layer, where schedule={WHOLE_BATCH!r} joins the microbatches."
+            )
+
+    def _mixed(self, stage: int, received: Sequence[tuple[Tensor, ...]]) -> str | None:
+        """Return what depends on other rows; None also where it cannot be seen."""
+        run = self._run
+        whole = self._stage(stage, run.batch).plan
+        parts = [self._stage(stage, each).plan for each in run.parts]
+        joints = find_joints(whole, parts, run.sizes)
+        if isinstance(joints, NoJoints):
+            return None
+        count = sum(run.sizes[: len(received)])
+        kept = count - count // 2
+        values = join(received, joints, whole.values_in)
+        numbers = [*range(kept), *[0] * (count - kept)]
+        others = [
+            each if dim is None else each.index_select(dim, torch.tensor(numbers).to(each.device))
+            for each, dim in zip(values, joints, strict=True)
+        ]
+        pairs = zip(
+            self._outputs(stage, range(count), values),
+            self._outputs(stage, numbers, others),
+            strict=True,
+        )
+        for (name, one), (_, other) in pairs:
+            if not _has_equal_rows(one, other, count, kept):
+                return name
+        return None
+
+    def _stage(self, stage: int, batch: Any) -> StageRun:
+        run = self._run
+        args = (run.step, batch, *run.rest)
+        if stage == self._end:  # up to its last unit
+            return self._plans.tail(*args, kwargs=run.kwargs, seed=run.seeds[0]).last
+        return self._plans.stages(*args, kwargs=run.kwargs, seed=run.seeds[0])[stage]
+
+    def _outputs(
+        self, stage: int, numbers: Sequence[int], values: Sequence[Tensor]
+    ) -> list[tuple[str, Tensor]]:
+        """Return what the units of a stage and the stage itself give for some rows."""
+        run = self._run
+        part = pick(run.batch, self._rows, numbers)
+        planned = self._stage(stage, part)
+        plan = planned.plan
+        calls = zip(plan.unit_events, plan.stage_of_call, strict=True)
+        names = {plan.events[event].name for event, at in calls if at == stage}
+        found: list[tuple[str, Tensor]] = []
+
+        def keep(name: str, module: Any, args: Any, output: Any) -> None:
+            found.extend((f"the output of {name!r}", each) for each in tensors_in(output))
+
+        with ExitStack() as stack:
+            for name in sorted(names):
+                hook = planned.units[name].register_forward_hook(partial(keep, name))
+                stack.callback(hook.remove)
+            given = tuple(each.clone() for each in values)
+            sent = planned.forward(given, (part, *run.rest), run.kwargs, seed=run.seeds[0])
+        return found + [
+            (spec.origin, each) for spec, each in zip(plan.values_out, sent, strict=True)
+        ]
+
+
+def _has_equal_rows(one: Tensor, other: Tensor, count: int, kept: int) -> bool:
+    """Whether the first rows are equal, along a dimension that may hold all of them in order."""
+    dims = [dim for dim, size in enumerate(one.shape) if size and size % count == 0]
+    if not dims or not one.is_floating_point():
+        return True
+    tolerance = (1e-3 if one.dtype.itemsize > PAIR else 5e-2) * float(one.abs().max())
+    for dim in dims:
+        length = one.shape[dim] // count * kept
+        pair = (each.narrow(dim, 0, length) for each in (one, other))
+        if torch.allclose(*pair, rtol=0.0, atol=tolerance, equal_nan=True):
+            return True
+    return False
 
 
 def whole_run(run: MicrobatchRun) -> MicrobatchRun:
