@@ -48,7 +48,8 @@ class ContextParallelStrategy(MeshStrategy):
         balance: ``"contiguous"`` gives each rank one stretch of positions; ``"zigzag"`` two, one
             from each end, so that causal attention is even work; ``"documents"`` as many as make
             it even within the documents of each batch, which positions that begin again show.
-        max_gather_bytes: A tensor that would be larger when gathered is refused by name.
+        max_gather_bytes: A tensor that would be larger when gathered is refused by name. Keys of
+            attention are fetched for as many heads at a time as fit.
         dims: The sequence by a name or place of the batch and a dim, such as ``{"input_ids": 1}``:
             axes of that length are cut. None: it is found by what looks along it.
         tile_tokens: Positions that modules in which no position meets another, such as MLPs, run

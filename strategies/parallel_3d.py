@@ -57,7 +57,7 @@ class Parallel3DStrategy(MeshStrategy):
             shards over ``data x context``.
         expert: As for ``ZeROStrategy``, over ``data x context x tensor`` ranks: experts are whole
             also where ``tensor`` divides all else, and each rank of a tensor group sends its part
-            of the rows.
+            of the rows. Beside ``pipeline`` the experts of each stage are divided.
         zero_stage: What is sharded over the data axis: 0 nothing (replicas), 1 the optimizer state,
             2 also the gradients, 3 also the parameters.
         offload_optimizer: As for ``ZeROStrategy``, like the arguments below.
@@ -197,6 +197,12 @@ class Parallel3DStrategy(MeshStrategy):
                 f"schedule={schedule!r} computes with two versions of the weights, and offload "
                 f"keeps one. Use schedule='1f1b', or leave offload_optimizer out."
             )
+        if pipeline > 1 and expert is not None and kind.is_asynchronous:
+            raise ConfigError(
+                f"schedule={schedule!r} computes with two versions of the weights, and with "
+                f"expert={expert!r} each rank has rows of one. Use schedule='1f1b', or leave "
+                f"expert out."
+            )
         if data == 1:
             _refuse_idle({"shard_size": shard_size}, ZeroOptions(), "data", data)
         self.options = TensorOptions(tensor, plan, sequence_parallel, loss_parallel)
@@ -271,7 +277,7 @@ def _data_axis(stage: int, shards: Mapping[str, Any], pipeline: int, tensor: int
         others = {name: each for name, each in shards.items() if name not in of_experts}
         for name, value in _changed(others, ZeroOptions()).items():
             raise _about_shards(name, value)
-        return ZeroAxis(ZeroOptions(stage=1, key="zero_stage", **{**shards, "shard_size": 1}))
+        shards, stage = {**shards, "shard_size": 1}, 1
     if stage:
         options = ZeroOptions(stage=stage, key="zero_stage", **shards)
         return PipelineZeroAxis(options) if pipeline > 1 else ZeroAxis(options)

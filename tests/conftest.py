@@ -4,6 +4,7 @@ Under pytest-xdist, too: tests share no folder, port or process, and one that me
 machine to itself.
 """
 
+import gc
 import os
 import signal
 import sys
@@ -20,6 +21,9 @@ FIGURE = "figure"
 
 # Before torch is imported, here or in a rank: several ranks share few cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# What is imported and collected stays until the end: see pytest_collection_finish.
+gc.disable()
 
 # A shell gives what it starts in the background an ignored Ctrl-C, which processes inherit.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -105,6 +109,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if needs_a_device and not _has_cuda():
         for item in needs_a_device:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    """Leave a million objects of modules and tests out of every later search for garbage."""
+    gc.freeze()
+    gc.enable()
 
 
 def _slow_seconds(item: pytest.Item) -> float:

@@ -22,8 +22,8 @@ from tests.support.forked_python import BOLTMESH, run_python
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 FEW_BATCHES = "limit_val_batches=1 limit_predict_batches=1"
-FEW_STEPS = f"max_steps=2 {FEW_BATCHES}"
 SMALL = "model.init_args.n_layer=2 model.init_args.n_embd=32 data.init_args.batch_size=4"
+FEW_STEPS = f"max_steps=2 {FEW_BATCHES} {SMALL}"
 
 SHORTENED: list[tuple[str, Callable[[str], str]]] = [
     # A target of the Makefile would install from the network: make says what it would do. The
@@ -40,7 +40,7 @@ SHORTENED: list[tuple[str, Callable[[str], str]]] = [
     (r"boltmesh plan .*", lambda line: line),
     (r"boltmesh (record|export-metrics)\b.*", lambda line: line),
     (r"boltmesh check .*", lambda line: f"{line} --steps 2 {FEW_BATCHES} {SMALL}"),
-    # Two optimizer steps, and one batch of everything else.
+    # Two optimizer steps of a small model, and one batch of everything else.
     (r"boltmesh (fit|validate|predict) .*", lambda line: f"{line} {FEW_STEPS}"),
     (r"torchrun .* -m boltmesh fit .*", lambda line: f"{line} {FEW_STEPS}"),
     (r"python examples/\d\d_\w+\.py", lambda line: f"{line} --max-steps 2"),

@@ -2,13 +2,15 @@
 
 import gc
 import os
+import signal
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests.support import ranks
-from tests.support.ranks import JOINS, PRELOAD, RankFailure, run_ranks
+from tests.support.ranks import JOINS, PRELOAD, RankFailure, reuse_ranks, run_ranks
+from tests.support.scripts import wait_until_gone
 
 pytestmark = pytest.mark.ranks
 
@@ -59,3 +61,29 @@ def test_ranks_that_gloo_cannot_connect_are_started_again(times, monkeypatch):
     else:
         with pytest.raises(RankFailure, match="connectFullMesh failed"):
             run_ranks(own_rank, 2)
+
+
+def sets_a_variable(rank, world_size, value):
+    before = os.environ.get("LEFT_BY_A_TEST")
+    os.environ["LEFT_BY_A_TEST"] = value
+    return os.getpid(), before
+
+
+def test_ranks_that_stay_take_one_worker_after_the_other_with_the_environment_of_the_first():
+    first, second = (reuse_ranks(sets_a_variable, 2, each) for each in "ab")
+    assert first == second
+    assert {before for _, before in second} == {None}
+
+
+def test_a_failure_ends_ranks_that_stay_and_the_next_call_starts_others():
+    before = {pid for pid, _ in reuse_ranks(sets_a_variable, 2, "a")}
+    with pytest.raises(RankFailure, match=r"^rank 1: (?s:.*)ValueError: planted"):
+        reuse_ranks(fail_or_wait, 2)
+    assert before.isdisjoint(pid for pid, _ in reuse_ranks(sets_a_variable, 2, "b"))
+
+
+def test_so_does_a_rank_that_was_killed_meanwhile():
+    before = [pid for pid, _ in reuse_ranks(sets_a_variable, 2, "a")]
+    os.kill(before[1], signal.SIGKILL)
+    assert wait_until_gone(before[1], 20)
+    assert set(before).isdisjoint(pid for pid, _ in reuse_ranks(sets_a_variable, 2, "b"))

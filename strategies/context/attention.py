@@ -11,12 +11,14 @@ DeepSpeed-Ulysses, Jacobs et al. 2023, https://arxiv.org/abs/2309.14509; ring at
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention.bias import CausalBias, causal_lower_right
+from torch.utils.checkpoint import checkpoint
 
 from boltmesh.errors import UnsupportedError
 from boltmesh.strategies.context.cut import ContextState, CutTensor, make_whole, taken_along
@@ -114,8 +116,7 @@ class _Attention:
                 return self._by_heads()
             if way == "ring":
                 return self._by_ring()
-            keys, values = fetch_keys(key, value, wants)
-            return self._rows(keys, values, wants[self.group.rank])
+            return self._by_keys(wants)
 
     def _way(self) -> tuple[str, Sequence[Stretches]]:
         """Choose a mechanism, and tell which keys each rank wants. The same on all ranks."""
@@ -270,6 +271,63 @@ class _Attention:
         if not mask.requires_grad:
             self.state.parts[key] = mask, taken
         return taken
+
+    def _by_keys(self, wants: Sequence[Stretches]) -> Tensor:
+        """Attend to fetched keys: of all heads, or of as many at a time as may be gathered.
+
+        Those of some heads are fetched again in the backward pass, where a rank then holds no
+        others.
+        """
+        num_heads: int = self.key.shape[1] if self.key.ndim == 4 else 1
+        together = self._num_heads_together(wants, num_heads)
+        if together == num_heads:
+            keys, values = fetch_keys(self.key, self.value, wants)
+            return self._rows(keys, values, wants[self.group.rank])
+        repeat = self.query.shape[1] // num_heads
+        found = []
+        for first in range(0, num_heads, together):
+            own = slice(first, first + together)
+            queries = slice(own.start * repeat, own.stop * repeat)
+            mask = self.mask
+            if mask is not None and mask.ndim == 4 and mask.shape[1] > 1:
+                mask = mask[:, queries]
+            found.append(
+                checkpoint(
+                    partial(self._of_heads, mask=mask, wants=wants),
+                    self.query.local[:, queries],
+                    self.key.local[:, own],
+                    self.value.local[:, own],
+                    use_reentrant=False,
+                )
+            )
+        return torch.cat(found, 1)
+
+    def _num_heads_together(self, wants: Sequence[Stretches], num_heads: int) -> int:
+        """Return of how many heads keys are fetched at once; the same on all ranks."""
+        most, key = self.state.max_gather_bytes, self.key
+        if most is None or num_heads == 1 or self.query.shape[1] % num_heads:
+            return num_heads
+        channels = key.shape[-1] + self.value.shape[-1]
+        length = max(map(num_positions, wants))
+        num_bytes: int = key.shape[0] * length * channels * key.element_size()
+        return min(max(most // max(num_bytes, 1), 1), num_heads)
+
+    def _of_heads(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        wants: Sequence[Stretches],
+    ) -> Tensor:
+        """Attend with this rank's queries of some heads."""
+        cut = self.query.like(query), self.key.like(key), self.value.like(value)
+        options = dict(self.options)
+        has_groups = bool(options.pop("enable_gqa"))
+        with subclasses_unasked():
+            own = _Attention(*cut, mask, self.is_causal, has_groups, options)
+            keys, values = fetch_keys(own.key, own.value, wants)
+            return own._rows(keys, values, wants[self.group.rank])
 
     def _by_heads(self) -> Tensor:
         query, key, value, group = self.query, self.key, self.value, self.group

@@ -5,6 +5,7 @@ placed; during a step the entries cut, and results are made whole. Gradients are
 it averages over ``data x context``.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -489,3 +490,9 @@ class _SequenceBorders(StageBorders):
     @override
     def whole(self, result: Any) -> Any:
         return make_all_whole(result, "what the step returns")
+
+    @override
+    def largest(self, number: float) -> float:
+        found = torch.tensor(number if number == number else math.inf, dtype=torch.float64)
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._axis.sharing_group)
+        return float(found)

@@ -218,7 +218,12 @@ def _wrapped(result: Tensor, found: Any, lead: dict[int, Positions], state: Any)
     return make_cut(result, found.dim, positions, state, found.num_outer, found.num_inner)
 
 
-_apply = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
+_APPLY: Any = vars(torch.autograd.Function)["apply"]
+
+
+def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    """``Function.apply`` as torch has it, which is a function of Python or of C."""
+    return _APPLY.__get__(None, cls)(*args, **kwargs)
 
 
 def _applied(cls: Any, *args: Any, **kwargs: Any) -> Any:

@@ -25,6 +25,7 @@ from boltmesh.strategies.tensor.analysis.symbolic_dims import (
     representative,
 )
 from boltmesh.strategies.torch_compat.autograd import is_in_backward
+from boltmesh.strategies.torch_compat.tensors import functions_unwatched
 
 _LOSSES = ("nll_loss", "mse_loss", "smooth_l1", "huber", "binary_cross")
 _ENTRIES = (nn.Embedding, nn.Linear)
@@ -218,7 +219,8 @@ class Entries:
             if self._on_length is not None:
                 self._on_length(value.shape[entry.dim])
                 return None
-            taken = cut(value, entry.dim, self._state)
+            with functions_unwatched():  # a pipeline counts the functions between its units
+                taken = cut(value, entry.dim, self._state)
             if isinstance(place, int):
                 given[place] = taken
             else:

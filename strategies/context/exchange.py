@@ -15,6 +15,7 @@ of other ranks' positions.
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -70,6 +71,14 @@ class ContextGroup(TensorGroup):
         )
         return [each.view(dtype) for each in got.split(sizes)]  # type: ignore[no-untyped-call]
 
+    def on_all_ranks(
+        self, device: torch.device, flags: Sequence[Tensor | bool]
+    ) -> tuple[Tensor, ...]:
+        """Return whether each flag is set on all ranks; collective."""
+        both = torch.stack([torch.as_tensor(each, device=device).to(torch.uint8) for each in flags])
+        dist.all_reduce(both, dist.ReduceOp.MIN, group=self.process_group)
+        return tuple(both.bool())
+
 
 class _LinearMap(Function):
     """A linear function by its forward pass, and by the differentiable one of its gradient."""
@@ -98,16 +107,38 @@ def _mapped(
     return result
 
 
-def total(value: Tensor, group: ContextGroup) -> Tensor:
-    """Return the sum over the ranks; so is the gradient."""
+class SumOverRanks(Function):
+    """The sum over the ranks; so is the gradient.
 
-    def run(part: Tensor) -> Tensor:
-        whole = part.clone(memory_format=torch.contiguous_format)
+    A pipeline reads through its node what a loss was divided by.
+    """
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, value: Tensor, group: ContextGroup, num_summed: int) -> Tensor:
+        ctx.group, ctx.num_summed = group, num_summed
+        ctx.on_all_ranks = partial(group.on_all_ranks, value.device)
+        whole = value.detach().clone(memory_format=torch.contiguous_format)
         group.sent["sums"] += whole.nbytes
         dist.all_reduce(whole, group=group.process_group)
         return whole
 
-    return _mapped(value, run, lambda gradient: total(gradient, group))
+    @staticmethod
+    @override
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return total(gradient, ctx.group), None, None
+
+
+def total(value: Tensor, group: ContextGroup, num_summed: int = 1) -> Tensor:
+    """Return the sum over the ranks; so is the gradient.
+
+    Args:
+        value: This rank's part.
+        group: The ranks.
+        num_summed: Elements of all ranks that an element of the result is the sum of.
+    """
+    result: Tensor = SumOverRanks.apply(value, group, num_summed)  # type: ignore[no-untyped-call]
+    return result
 
 
 @dataclass(frozen=True)

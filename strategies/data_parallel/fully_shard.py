@@ -375,7 +375,7 @@ def shard_model(
     )
     gathers = _gathers_of(sharded, tiled, context.compute_dtype, is_freed=is_freed)
     for exchange in () if context.owned is None else context.owned.exchanges:
-        gathers[exchange.module] = UnitGather(lambda: True, exchange.attend)
+        gathers[exchange.module] = UnitGather(exchange.is_on, exchange.attend)
     joined_gathers = JoinedGathers(gathers, context.group, context.device)
     writes = GatheredWrites(sharded.values(), refuse_lost_write)
 

@@ -49,11 +49,9 @@ class OwnedModulesParams(PlainInStep):
         num_batches: int,
         cut: Callable[[Parameter], Parameter],
     ) -> None:
-        super().__init__()
+        super().__init__(owned.replicas, num_batches)
         self._modules, self._cut = modules, cut
         self.group: ProcessGroup = owned.group
-        self.replicas: ProcessGroup = owned.replicas
-        self.num_batches = num_batches
         self._num_local = len(modules.modules) // owned.group.size()
         self._is_out = False
 

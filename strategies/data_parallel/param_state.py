@@ -64,9 +64,15 @@ def scalars_of(module: Module) -> set[Parameter]:
 
 
 class PlainInStep(ABC):
-    """Parameters that no unit gathers: DTensors between steps, plain tensors within."""
+    """Parameters that no unit gathers: DTensors between steps, plain tensors within.
 
-    def __init__(self) -> None:
+    Args:
+        replicas: The ranks with the same values, which add up their gradients.
+        num_batches: Batches of all ranks in a step, over which gradients are averaged.
+    """
+
+    def __init__(self, replicas: ProcessGroup, num_batches: int) -> None:
+        self.replicas, self.num_batches = replicas, num_batches
         self._places: list[tuple[Module, str, Parameter]] = []
         self._plain: dict[Parameter, Tensor] = {}
         """By the DTensor, what was last put in its place."""
@@ -87,9 +93,17 @@ class PlainInStep(ABC):
             owner.register_load_state_dict_pre_hook(self._put_back_hook)  # type: ignore[no-untyped-call]
         self.put_back()
 
-    @abstractmethod
     def _plain_of(self, parameter: Parameter) -> Tensor:
         """Return this rank's values as a plain tensor, from which gradients come back."""
+        plain: Tensor = _Plain.apply(parameter, self)  # type: ignore[no-untyped-call]
+        return plain
+
+    def averaged(self, gradient: Tensor) -> Tensor:
+        """Return what a gradient of plain values adds to the average. Collective over replicas."""
+        gradient = gradient / self.num_batches
+        if self.replicas.size() > 1:
+            dist.all_reduce(gradient, group=self.replicas)
+        return gradient
 
     @abstractmethod
     def expected_traffic(self, *, num_batches: int) -> Iterable[ExpectedTraffic]:
@@ -105,10 +119,13 @@ class PlainInStep(ABC):
         self._write_back()
         for parameter in self.parameters:
             self._plain[parameter] = plain = self._plain_of(parameter)
-            if isinstance(local_tensor(parameter), OffloadedShard):
-                self._copied[parameter] = storage_key(plain), plain._version  # noqa: SLF001
+            self._note_copy(parameter, plain)
         for owner, name, parameter in self._places:
             set_parameter(owner, name, self._plain[parameter])
+
+    def _note_copy(self, parameter: Parameter, plain: Tensor) -> None:
+        if isinstance(local_tensor(parameter), OffloadedShard):
+            self._copied[parameter] = storage_key(plain), plain._version  # noqa: SLF001
 
     @torch.no_grad()
     def _write_back(self) -> None:
@@ -155,21 +172,15 @@ class ScalarParams(PlainInStep):
         *,
         absent: Set[Parameter] = frozenset(),
     ) -> None:
-        super().__init__()
-        self._group = group
+        super().__init__(group, group.size())
         self._replace(
             module, {param: _replicate(param, mesh) for param in scalars_of(module) - absent}
         )
 
     @override
-    def _plain_of(self, parameter: Parameter) -> Tensor:
-        plain: Tensor = _Plain.apply(parameter, self._group, self._group.size())  # type: ignore[no-untyped-call]
-        return plain
-
-    @override
     def expected_traffic(self, *, num_batches: int) -> Iterable[ExpectedTraffic]:
         trained = [param for param in self.parameters if param.requires_grad]
-        if trained and self._group.size() > 1:
+        if trained and self.replicas.size() > 1:
             moved = num_batches * sum(param.element_size() for param in trained)
             calls = num_batches * len(trained)
             why = "gradients of parameters without rows, once per batch"
@@ -189,8 +200,8 @@ class OwnedParams(PlainInStep):
     """
 
     def __init__(self, owned: OwnedRows, device: torch.device, num_batches: int) -> None:
-        super().__init__()
-        self._owned, self._num_batches = owned, num_batches
+        super().__init__(owned.replicas, num_batches)
+        self._owned = owned
         self._mesh: DeviceMesh
         self._placements: list[Placement] = [Shard(0)]
         if owned.replicas.size() == 1:
@@ -227,38 +238,30 @@ class OwnedParams(PlainInStep):
         return Parameter(value, requires_grad=parameter.requires_grad)
 
     @override
-    def _plain_of(self, parameter: Parameter) -> Tensor:
-        replicas = self._owned.replicas
-        plain: Tensor = _Plain.apply(parameter, replicas, self._num_batches)  # type: ignore[no-untyped-call]
-        return plain
-
-    @override
     def expected_traffic(self, *, num_batches: int) -> Iterable[ExpectedTraffic]:
         trained = [param for param in self.parameters if param.requires_grad]
-        if trained and self._owned.replicas.size() > 1:
+        if trained and self.replicas.size() > 1:
             moved = num_batches * sum(local_tensor(param).nbytes for param in trained)
             why = "gradients of experts, over the ranks that have the same ones, once per batch"
             yield ExpectedTraffic("data", "allreduce", moved, num_batches * len(trained), why)
 
 
 class _Plain(torch.autograd.Function):
-    """The local values; the gradient is summed over a group and divided by a number."""
+    """The local values; the gradient is averaged."""
 
     @staticmethod
     @override
-    def forward(ctx: Any, parameter: Tensor, group: ProcessGroup, divisor: int) -> Tensor:
-        ctx.group, ctx.divisor, ctx.like = group, divisor, parameter
+    def forward(ctx: Any, parameter: Tensor, of: PlainInStep) -> Tensor:
+        ctx.of, ctx.like = of, parameter
         plain = local_values(parameter)
         return plain.view_as(plain)
 
     @staticmethod
     @override
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        gradient = gradients[0] / ctx.divisor
-        if ctx.group.size() > 1:
-            dist.all_reduce(gradient, group=ctx.group)
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        gradient = ctx.of.averaged(gradients[0])
         mesh, placements = ctx.like.device_mesh, ctx.like.placements
-        return DTensor.from_local(gradient, mesh, placements, run_check=False), None, None
+        return DTensor.from_local(gradient, mesh, placements, run_check=False), None
 
 
 def local_values(parameter: Tensor) -> Tensor:

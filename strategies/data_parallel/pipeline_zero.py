@@ -14,7 +14,7 @@ more, and stage 3 each parameter also.
 
 Source: ZeRO, Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054
 
-Parameters without rows where gradients come all at once: whole on every rank, averaged once.
+Parameters without rows, and experts, where gradients come all at once: averaged once.
 
 Puts ``fully_shard`` on what a rank of a pipeline holds, without its hooks.
 
@@ -27,9 +27,8 @@ around the blocks, which nobody calls: FSDP2 keeps the shards, and gathers and r
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import fully_shard
@@ -49,10 +48,17 @@ from boltmesh.strategies.data_parallel.fully_shard import (
     precision_policy,
 )
 from boltmesh.strategies.data_parallel.options import ZeroOptions
-from boltmesh.strategies.data_parallel.param_state import BufferSync, ParamRemap, ScalarParams
+from boltmesh.strategies.data_parallel.param_state import (
+    BufferSync,
+    OwnedParams,
+    ParamRemap,
+    PlainInStep,
+    ScalarParams,
+    local_values,
+)
 from boltmesh.strategies.data_parallel.pipeline_ddp import agree_on_gradients, share_state
 from boltmesh.strategies.data_parallel.shard_mesh import ShardMesh
-from boltmesh.strategies.data_parallel.uneven_inputs import JoinedGathers
+from boltmesh.strategies.data_parallel.uneven_inputs import JoinedGathers, UnitGather
 from boltmesh.strategies.data_parallel.units import find_units
 from boltmesh.strategies.data_parallel.unsupported import (
     refuse_lost_write,
@@ -73,44 +79,69 @@ from boltmesh.strategies.torch_compat.fsdp import (
 from boltmesh.strategies.torch_compat.fsdp_hooks import observe_waits
 from boltmesh.strategies.torch_compat.gathered_writes import GatheredWrites
 from boltmesh.strategies.torch_compat.modules import set_parameter
-from boltmesh.strategies.torch_compat.tensors import dtensor_like, local_tensor
+from boltmesh.strategies.torch_compat.tensors import dtensor_like
 from boltmesh.strategies.whole_steps import add_whole_steps
 from boltmesh.telemetry.snapshot import MemoryKind
-from boltmesh.telemetry.traffic import ExpectedTraffic
+from boltmesh.telemetry.traffic import ExpectedTraffic, added_up
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
-class PipelineScalarParams(ScalarParams):
-    """Replicated between steps, and within them plain parameters over the same memory."""
+class LateParams(PlainInStep):
+    """DTensors between steps, and within them plain parameters over the same memory.
+
+    Offloaded values are copied, again whenever something may have changed them.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._gradients: dict[Parameter, Tensor | None] = {}
+        """Gradients of copies that were dropped."""
+        super().__init__(*args, **kwargs)
+
+    @override
+    def _write_back(self) -> None:
+        for parameter in self._copied:
+            self._gradients[parameter] = self._plain[parameter].grad
+        super()._write_back()
 
     @override
     def take_out(self) -> None:
         self._write_back()
         for owner, name, parameter in self._places:
             if parameter not in self._plain:
-                value = local_tensor(parameter.detach())
-                plain = Parameter(value, requires_grad=parameter.requires_grad)
+                plain = Parameter(local_values(parameter.detach()), parameter.requires_grad)
+                plain.grad = self._gradients.pop(parameter, None)
                 share_gradient_hooks(parameter, plain)
                 self._plain[parameter] = plain
+                self._note_copy(parameter, plain)
             set_parameter(owner, name, self._plain[parameter])
 
     def average(self) -> None:
-        """Hand averages of the gradients over to the replicated ones, and put these in place.
+        """Hand averages of the gradients over to the DTensors, and put these in place.
 
-        Collective over the axis; all ranks have gradients of the same ones.
+        Collective over the replicas; all of them have gradients of the same ones.
         """
-        for parameter, plain in self._plain.items():
-            if plain.grad is None:
-                continue
-            gradient = plain.grad / self._group.size()
-            dist.all_reduce(gradient, group=self._group)
-            made = dtensor_like(gradient, parameter)
-            parameter.grad = made if parameter.grad is None else parameter.grad + made
+        gradients = {each: plain.grad for each, plain in self._plain.items()}
+        for parameter in self.parameters:  # in the same order on all ranks
+            gradient = gradients.get(parameter, self._gradients.get(parameter))
+            if gradient is not None:
+                made = dtensor_like(self.averaged(gradient), parameter)
+                parameter.grad = made if parameter.grad is None else parameter.grad + made
         self.forget()
 
     def forget(self) -> None:
-        """Put the replicated ones in place, and let go of gradients."""
+        """Put the DTensors in place, and let go of gradients."""
         self.put_back()
-        self._plain = {}
+        self._plain, self._gradients = {}, {}
+
+
+class LateScalarParams(LateParams, ScalarParams):
+    """The scalars of a rank's stages."""
+
+
+class LateOwnedParams(LateParams, OwnedParams):
+    """This rank's rows of the experts in its stages."""
 
 
 class _Holder(Module):
@@ -135,6 +166,10 @@ def shard_late(module: LightningModule, options: ZeroOptions, context: AxisConte
     absent = frozenset(each for each in module.parameters() if each not in held)
     # What the holders outside of one are not to shard.
     taken: set[Parameter] = {*absent, *(each for each in held if each.dim() == 0)}
+    owned: list[LateOwnedParams] = []
+    if context.owned is not None:
+        owned.append(LateOwnedParams(context.owned, context.device, context.group.size()))
+        taken |= context.owned.parameters
     found: dict[str, Module] = {}
     successors = ParamRemap()
     for name, unit in reversed(find_units(module, options.blocks).items()):  # from the inside out
@@ -148,18 +183,22 @@ def shard_late(module: LightningModule, options: ZeroOptions, context: AxisConte
     root = RootModule(module, found.values())
     with successors.of_parameters(module):
         found[""] = _shard(root, mesh, taken)
-        scalars = PipelineScalarParams(module, mesh.mesh, context.group, absent=absent)
+        for each in owned:
+            each.cut(module)
+        scalars = LateScalarParams(module, mesh.mesh, context.group, absent=absent)
     successors.take_places(module)
     # What the optimizer steps first is gathered first; offload steps in the order of the model.
     units = as_units(reversed(found.items()))
     register_units(units.values())
+    exchanges = () if context.owned is None else context.owned.exchanges
+    gathers = {each.module: UnitGather(each.is_on, each.attend) for each in exchanges}
     return ShardedModel(
         module,
         root,
         units,
         set(),
         mesh,
-        JoinedGathers({}, context.group, context.device),
+        JoinedGathers(gathers, context.group, context.device),
         buffers,
         [],
         scalars,
@@ -170,6 +209,7 @@ def shard_late(module: LightningModule, options: ZeroOptions, context: AxisConte
             units.values(), context.device, takes_gradients_away=options.has_offload
         ),
         absent,
+        owned,
     )
 
 
@@ -198,7 +238,8 @@ class PipelineZeroAxis(PipelineDataAxis, ZeroAxis):
         else:
             # The run before may have ended by an error.
             forget_step(self.sharded.root_unit)
-            self._scalars.forget()
+            for each in self._late:
+                each.forget()
         self.sharded.mesh.name_groups(context.recorder)
         observe_waits(self.sharded.units.values(), context.recorder.device_wait)
         self._follow_scaler(context)
@@ -223,7 +264,7 @@ class PipelineZeroAxis(PipelineDataAxis, ZeroAxis):
         model = self._model
         gather_units(model.root_unit, model.units.values())
         model.step_units.follow_shards()
-        model.scalars.take_out()
+        model.take_out()
 
     @override
     def _finish(self, *, has_loss: bool) -> bool:
@@ -235,15 +276,14 @@ class PipelineZeroAxis(PipelineDataAxis, ZeroAxis):
         agree_on_gradients(self._trained(), context.group, context.device, has_loss=has_loss)
         model.root_unit.set_reshard_after_backward(is_last or stage == 3)
         reduce_gradients(model.root_unit)
-        self._scalars.average()
+        for each in self._late:
+            each.average()
         # Of an earlier batch of a window shards add up, and are looked at when all have.
         return is_last
 
     @property
-    def _scalars(self) -> PipelineScalarParams:
-        scalars = self._model.scalars
-        assert isinstance(scalars, PipelineScalarParams)
-        return scalars
+    def _late(self) -> list[LateParams]:
+        return [each for each in self._model.plain if isinstance(each, LateParams)]
 
     def _trained(self) -> list[Parameter]:
         """Return what gets gradients: whole parameters within a batch, shards outside of it."""
@@ -261,22 +301,26 @@ class PipelineZeroAxis(PipelineDataAxis, ZeroAxis):
 
     @override
     def begin_evaluation(self, num_batches: float, *, draws_batches: bool) -> None:
-        self._model.buffers.send()
+        model = self._model
+        model.buffers.send()
         self._gather()
+        if model.owned:  # nothing else is exchanged for a single batch
+            model.joined_gathers.begin(num_batches, draws_batches=draws_batches)
 
     @override
     def evaluation_batch(self, is_last: Callable[[], bool]) -> AbstractContextManager[None]:
         self._gather()  # nothing, unless somebody has saved a checkpoint since
-        return nullcontext()
+        return self._model.joined_gathers.batch(is_last) if self._model.owned else nullcontext()
 
     @override
     def run_out_of_batches(self, num_served: int) -> None:
-        pass  # nothing is gathered for a single batch
+        if self._model.owned:
+            self._model.joined_gathers.run_out(num_served)
 
     @override
     def run_generation(self, run: Callable[[], Any]) -> Any:
         self._gather()  # nothing in an evaluation
-        return run()
+        return self._model.joined_gathers.generate(run) if self._model.owned else run()
 
     # What is to be expected.
 
@@ -297,7 +341,12 @@ class PipelineZeroAxis(PipelineDataAxis, ZeroAxis):
 
     @override
     def expected_traffic(self, module: Module) -> list[ExpectedTraffic]:
-        return add_whole_steps(self.describe_traffic().expected(), self._whole_steps, self.name)
+        assert self._context is not None
+        expected = self.describe_traffic().expected()
+        num_reductions = 1 if self.options.stage == 1 else self._context.num_microbatches
+        for each in self._model.owned:
+            expected += each.expected_traffic(num_batches=num_reductions)
+        return add_whole_steps(added_up(expected), self._whole_steps, self.name)
 
     def describe_traffic(self) -> PipelineZeroTraffic:
         """What the axis moves in an optimizer step, and what it would in another stage."""

@@ -72,6 +72,10 @@ class Axis:
     """Whether blocks may be compiled: the compiler can trace what ranks exchange within them."""
     needs_values = False
     """Whether it looks at the model in a step on values, which all parameters then need."""
+    coupled: ProcessGroup | None = None
+    """Ranks of other batches that layers compute together with, in a group on the CPU."""
+    parts_per_batch = 1
+    """In how many parts a batch goes through the layers."""
     reasons: Reasons | None = None
     """Why ranks of the axis cannot do separately what one process does, for error messages."""
 

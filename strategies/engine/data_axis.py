@@ -48,6 +48,10 @@ class OwnerExchange(Protocol):
     note: Callable[[str], None]
     """Called before each exchange with what this rank is about to do; to be replaced."""
 
+    def is_on(self) -> bool:
+        """Whether the module's forward exchanges, and does not run on this rank alone."""
+        ...
+
     def attend(self) -> None:
         """Take part in an exchange of the others. Collective."""
 

@@ -333,6 +333,11 @@ class RankMeshStrategy(ParallelStrategy):
         )
 
     @property
+    def coupled(self) -> ProcessGroup | None:
+        """Ranks of other batches that layers compute together with, in a group on the CPU."""
+        return next((axis.coupled for axis in self.axes if axis.coupled is not None), None)
+
+    @property
     def gradient_group(self) -> ProcessGroup:
         """The ranks that average gradients with this one. Loaders and logs divide by ``data``."""
         return self.groups["data"] if self._joint_group is None else self._joint_group

@@ -1,16 +1,17 @@
 """The expert axis: divides the experts of a model over ranks that have batches of their own.
 
 It folds the ranks of a stage, those of the data, context and tensor axes: groups of neighbours have
-all experts together, and ranks at the same place of such groups have the same ones. Everything else
-of the model is what the other axes make of it. Ranks of a context group have positions of their
-own, and send the rows of these. Ranks of a tensor group have the same rows; each sends
-its part of them, and experts are whole.
+all experts together, and ranks at the same place of such groups have the same ones. Beside a
+pipeline these are the experts of a stage, and rows are exchanged for each microbatch. Everything
+else of the model is what the other axes make of it. Ranks of a context group have positions of
+their own, and send the rows of these. Ranks of a tensor group have the same rows; each sends its
+part of them, and experts are whole.
 """
 
 import math
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -31,7 +32,7 @@ from boltmesh.strategies.engine.axis import Axis
 from boltmesh.strategies.engine.data_axis import OwnedRows
 from boltmesh.strategies.expert.divided import by_rows
 from boltmesh.strategies.expert.exchange import EqualRows
-from boltmesh.strategies.expert.expected_traffic import expected_bytes
+from boltmesh.strategies.expert.expected_traffic import ExchangeShape, expected_bytes
 from boltmesh.strategies.expert.find import Experts, Findings, find_biases, find_experts
 from boltmesh.strategies.expert.module_list import DividedList, divide
 from boltmesh.strategies.expert.verify import prove
@@ -40,7 +41,7 @@ from boltmesh.strategies.lightning_compat.trainer import autocast_dtype
 from boltmesh.strategies.mesh import MeshLayout
 from boltmesh.strategies.torch_compat.autograd import is_in_backward
 from boltmesh.strategies.torch_compat.modules import is_compiled
-from boltmesh.telemetry.traffic import ExpectedTraffic
+from boltmesh.telemetry.traffic import CONTROL, ExpectedTraffic
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -96,7 +97,7 @@ class ExpertAxis(Axis):
 
     def __getstate__(self) -> dict[str, Any]:
         # Spawned ranks make their own groups.
-        return {**vars(self), "_replicas": None}
+        return {**vars(self), "_replicas": None, "coupled": None}
 
     # Set-up.
 
@@ -116,12 +117,6 @@ class ExpertAxis(Axis):
         size = self._size_in(layout)
         sizes = {name: layout.size(name) for name in _FOLDED}
         num_ranks = math.prod(sizes.values())
-        if size > 1 and layout.pipeline > 1:
-            raise LayoutError(
-                f"expert={self.asked!r} is not possible beside pipeline={layout.pipeline}: "
-                f"exchanges of rows are not part of its schedules yet. Set pipeline=1, or leave "
-                f"expert out."
-            )
         if num_ranks % size:
             fitting = [each for each in range(1, num_ranks + 1) if num_ranks % each == 0]
             several = {n: s for n, s in sizes.items() if s > 1 or n == "data"}
@@ -165,6 +160,10 @@ class ExpertAxis(Axis):
                 self.strategy.groups[self.name] = group
             else:
                 self._replicas = group
+        if self.size > 1 and self.strategy.layout.pipeline > 1:
+            self.coupled, _ = dist.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
+                self._groups(), timeout=timeout, backend="gloo", group_desc="expert control"
+            )
 
     @override
     def refuse(self, trainer: Trainer, module: LightningModule) -> None:
@@ -234,6 +233,8 @@ class ExpertAxis(Axis):
         assert module is not None
         assert self._replicas is not None
         strategy.recorder.name_group(self._replicas, "data")
+        if self.coupled is not None:
+            strategy.recorder.name_group(self.coupled, CONTROL)
         if self.size == 1 or self._module is module:
             return
         for each in self._found[0]:
@@ -245,13 +246,13 @@ class ExpertAxis(Axis):
     @override
     @contextmanager
     def silenced(self) -> Iterator[None]:
-        for each in self.divided.values():
-            each.take_off()
-        try:
-            yield
-        finally:
+        # Authors' code runs on whole parameters, also when this rank has no more than its rows.
+        with ExitStack() as stack:
             for each in self.divided.values():
-                each.put_on()
+                each.take_off()
+                stack.callback(each.put_on)
+                stack.enter_context(each.whole_shapes())
+            yield
 
     def _agreed(self, found: Findings) -> list[Experts]:
         """Return the experts that one rank has found and none contradicts. Collective.
@@ -308,6 +309,8 @@ class ExpertAxis(Axis):
             kind = _kind(part, each)
             if strategy.layout.size("context") > 1 and each.kind != "routed":
                 faults[kind] = "it needs whole sequences, which the context axis divides"
+            if strategy.layout.pipeline > 1 and each.kind == "list":
+                faults[kind] = "experts of a list are whole for a batch, not for its microbatches"
             if kind not in faults:
                 fault = prove(
                     part,
@@ -356,10 +359,29 @@ class ExpertAxis(Axis):
         """Return the rows that an expert takes of each rank's batch. Collective."""
         assert self.capacity is not None
         layout = self.strategy.layout
-        shape = divided.shape.part(layout.size("context")).part(layout.tensor)
+        shape = self._part(divided).part(layout.tensor)
         of_ranks: list[int] = [0] * dist.get_world_size()
         dist.all_gather_object(of_ranks, shape.num_rows * shape.num_choices)
         return max(1, math.ceil(self.capacity * max(of_ranks) / shape.num_experts))
+
+    def _part(self, divided: "DividedExperts") -> ExchangeShape:
+        """Return the sizes of an exchange of rows that this rank and its tensor group have."""
+        part = divided.shape.part(self.strategy.layout.size("context"))
+        return part.part(self._parts_per_batch)
+
+    @property
+    def _parts_per_batch(self) -> int:
+        return math.prod(axis.parts_per_batch for axis in self.strategy.axes)
+
+    @property
+    def _held(self) -> list["DividedExperts"]:
+        """Return the experts that this rank's stages have."""
+        held = set(map(id, self.strategy.held_parameters()))
+        return [
+            each
+            for each in self.divided.values()
+            if any(id(parameter) in held for parameter in each.module.parameters())
+        ]
 
     def _count(self, name: str, chosen: Tensor, num_experts: int) -> None:
         # The recorder is that of the run: another one for each fit.
@@ -408,7 +430,8 @@ class ExpertAxis(Axis):
             return None
         assert self._module is not None
         assert self._replicas is not None
-        exchanges = list(self.divided.values())
+        if not (exchanges := self._held):
+            return None
         lists = [each.owned for each in exchanges if isinstance(each, DividedList)]
         stacked = [each for each in exchanges if not isinstance(each, DividedList)]
         names = {name for each in stacked for name in each.experts.parameters}
@@ -427,13 +450,12 @@ class ExpertAxis(Axis):
             return []
         blocks = self.strategy.recomputation.blocks
         recomputed = {part for block in blocks for part in block.modules()}
-        divided, layout = self.divided.values(), self.strategy.layout
-        sharing = layout.tensor
-        shapes = [
-            (each.shape.part(layout.size("context")), each.module in recomputed) for each in divided
-        ]
+        sharing = self.strategy.layout.tensor
+        shapes = [(self._part(each), each.module in recomputed) for each in self._held]
+        if not shapes:
+            return []
         batch = expected_bytes(((each.part(sharing), again) for each, again in shapes), self.size)
-        num_batches = self.strategy.trainer.accumulate_grad_batches
+        num_batches = self.strategy.trainer.accumulate_grad_batches * self._parts_per_batch
         why = (
             "rows to the ranks of their experts and back, once for a rank, in both passes; for "
             "batches like the first, as if all experts were as likely"

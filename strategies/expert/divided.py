@@ -13,11 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
 from boltmesh.strategies.expert.exchange import Compute, EqualRows, ExpertExchange, with_unused
 from boltmesh.strategies.expert.expected_traffic import ExchangeShape
 from boltmesh.strategies.expert.find import ExpertCall, Experts, Slot, arguments
+from boltmesh.strategies.torch_compat.modules import swapped_state
 
 OnRows = Callable[[Callable[..., Tensor], tuple[Any, ...], Mapping[str, Any]], Tensor]
 
@@ -74,6 +76,7 @@ class DividedExperts:
         weights = given.get(experts.slots.get("weights", ""))
         self._weights_type = rows.dtype if weights is None else weights.dtype
         self.shape = ExchangeShape.of(experts, call)
+        self._shapes = {name: p.shape for name, p in module.named_parameters()}
 
     @property
     def note(self) -> Callable[[str], None]:
@@ -106,6 +109,20 @@ class DividedExperts:
         for path, key in self.experts.counts:
             owner = inside[path[len(self.experts.name) :].lstrip(".")]
             setattr(owner, key, number)
+
+    def is_on(self) -> bool:
+        """Whether this has the place of the module's ``forward``."""
+        return vars(self.module).get("forward") is self
+
+    def whole_shapes(self) -> AbstractContextManager[None]:
+        """Within it, parameters that this rank has rows of have their whole shape, and no data."""
+        device, stand_ins = self._device, {}
+        for name, each in self.module.named_parameters():
+            shape = self._shapes[name]
+            if isinstance(each, DTensor) or each.shape != shape:
+                one = torch.zeros((), dtype=each.dtype, device=device)
+                stand_ins[name] = one.expand(shape).requires_grad_(each.requires_grad)
+        return swapped_state(self.module, stand_ins)
 
     def part(self, name: str, whole: Tensor) -> Tensor | None:
         """Return what this rank computes with of a parameter below the module, None if nothing.

@@ -139,6 +139,7 @@ class PipelineAxis(Axis):
     @override
     def check_layout(self, layout: MeshLayout) -> None:
         refuse_layout(self.options, layout)
+        self.parts_per_batch = self.options.num_microbatches(layout.pipeline)
 
     @override
     def near_groups(self) -> dict[str, list[list[int]]]:
@@ -152,7 +153,7 @@ class PipelineAxis(Axis):
             refuse_manual_optimization(module)
             if schedule_kind(self.options.first_schedule).is_asynchronous:
                 refuse_late_gradients(trainer, self.strategy.scaler)
-        if self._num_sharing > 1:
+        if self._num_sharing > 1 or self.strategy.coupled is not None:
             refuse_measuring(self.options)
 
     @override
@@ -212,6 +213,7 @@ class PipelineAxis(Axis):
             num_replicas=strategy.data_axis.size,
             num_sharing=self._num_sharing,
             num_averaged=strategy.gradient_group.size(),
+            coupled=strategy.coupled,
             silent=self.others_silenced,
             borders=next(filter(None, (each.stage_borders() for each in strategy.axes)), None),
         )
@@ -389,8 +391,7 @@ class PipelineAxis(Axis):
         self.strategy.recorder.trend("bubble_ratio", bubble)
         if not self._has_logged_bubble or loggers_follow(self.strategy.trainer):
             self._has_logged_bubble = True
-            module = self.staged.module
-            module.log(BUBBLE, bubble, on_step=True, on_epoch=False, batch_size=1)
+            self.staged.module.log(BUBBLE, bubble, on_step=True, on_epoch=False, batch_size=1)
 
     def _evaluate(self, step: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         assert self._evaluation is not None
@@ -480,8 +481,7 @@ class PipelineAxis(Axis):
 
     @override
     def dry_batch(self) -> tuple[FakeRuns, torch.device]:
-        batch, rest = self._sample
-        device = self.strategy.root_device
+        device, (batch, rest) = self.strategy.root_device, self._sample
         batch = move_data_to_device(batch, device)
         around = self.strategy.step_context("training_step")
         return self.staged.expectations.rehearsed(batch, rest, around).distinct(), device

@@ -131,10 +131,17 @@ class PipelineContext:
     """Ranks that share each layer, each in a group like this one beside the others."""
     num_averaged: int = 1
     """Ranks over which gradients of a stage are averaged: of replicas, and of a context axis."""
+    coupled: ProcessGroup | None = None
+    """Ranks of other pipelines that layers compute together with; None: there are none."""
     silent: Silent = nullcontext
     """Enters what layers are run in on tensors without data, by one rank alone."""
     borders: "StageBorders | None" = None
     """How values cross from one stage to the next where a rank has a part of each; None: whole."""
+
+    @property
+    def waits_within(self) -> bool:
+        """Whether a stage waits for ranks outside of the pipeline."""
+        return self.num_sharing > 1 or self.coupled is not None
 
     @property
     def evens_shared(self) -> bool:
@@ -183,17 +190,11 @@ def refuse_layout(options: PipelineOptions, layout: MeshLayout) -> None:
         ConfigError: With what to do instead.
     """
     options.num_stages(layout.pipeline)
-    is_weighed = options.schedule not in {AUTOMATIC_SCHEDULE, WHOLE_BATCH}
-    if layout.size("context") > 1 and is_weighed and options.num_microbatches(layout.pipeline) > 1:
-        raise ConfigError(
-            f"schedule={options.schedule!r} weighs the loss of each microbatch by what it was "
-            f"divided by, which is not read where ranks of a context axis divide the sequence "
-            f"({layout}). Use schedule={WHOLE_BATCH!r}, or microbatches=1."
-        )
-    if schedule_kind(options.first_schedule).is_asynchronous and layout.data > 1:
+    num_pipelines = layout.data * layout.size("context")
+    if schedule_kind(options.first_schedule).is_asynchronous and num_pipelines > 1:
         raise ConfigError(
             f"schedule={options.schedule!r} applies gradients a step late, and checkpoints keep "
-            f"those of one pipeline; {layout} would have {layout.data} pipelines. Use "
+            f"those of one pipeline; {layout} would have {num_pipelines} pipelines. Use "
             f"schedule='1f1b', or as many stages as there are ranks."
         )
 
@@ -250,8 +251,8 @@ def refuse_measuring(options: PipelineOptions) -> None:
     """
     if options.split == "measured":
         raise ConfigError(
-            "split='measured' lets one rank time each layer by itself, and with tensor ranks "
-            "layers run on several ranks together. Use split='auto', which counts operations."
+            "split='measured' lets one rank time each layer by itself, and with tensor or expert "
+            "ranks layers run on several ranks together. Use split='auto', which counts operations."
         )
 
 

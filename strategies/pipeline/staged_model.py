@@ -6,8 +6,10 @@ each (``step_runner.py``), as far as its stages go (``stage/``), in the order of
 ``evaluation.py``. The axis of the engine is in ``axis.py``.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -194,7 +196,7 @@ class StagedModel:
             timeout=context.timeout,
             on_stuck=self._fail,
             explain=self._explain,
-            waits_within=context.num_sharing > 1,
+            waits_within=context.waits_within,
             control_group=context.new_group(backend="gloo") if num_ranks > 1 else None,
             gradient_group=(
                 context.new_group() if num_ranks > 1 and context.device.type == "cuda" else None
@@ -292,7 +294,12 @@ class StagedModel:
             self.runner.refuse(error)
 
     def cut_if_possible(self, batch: Any) -> tuple[list[Any], list[int]]:
-        """Return the same, and the whole batch where it cannot be cut."""
+        """Return the same, and the whole batch where it cannot be cut.
+
+        Also where ranks of other pipelines, which may have more batches, compute with this one.
+        """
+        if self.context.coupled is not None:
+            return [batch], [1]
         try:
             return self._cut(batch)
         except ConfigError:
@@ -303,6 +310,28 @@ class StagedModel:
         if wanted == 1:
             return [batch], [1]
         return self.cutter.cut(batch, wanted, fewest_rows(self._norms_of_rows))
+
+    def check_coupled(self, number: float, text: str) -> None:
+        """Refuse a number of this batch that is another one for ranks that compute with this one.
+
+        Collective over these.
+
+        Args:
+            number: The same on all ranks of the pipeline.
+            text: For the error, with room for the smallest and the largest number.
+
+        Raises:
+            ConfigError: On all of these ranks.
+        """
+        group = self.context.coupled
+        if group is None:
+            return
+        numbers = torch.tensor([number, -number], dtype=torch.float64)
+        reduce = partial(dist.all_reduce, numbers, dist.ReduceOp.MIN, group=group)
+        self.others.run_collective(lambda: reduce() and None)
+        least, most = numbers[0].item(), -numbers[1].item()
+        if not math.isclose(least, most, rel_tol=1e-6):
+            raise ConfigError(text.format(least, most))
 
     @property
     def has_open_schedule(self) -> bool:
@@ -343,15 +372,17 @@ class StagedModel:
         Collective over the pipeline.
         """
         joined = self._join(run, around)
-        if isinstance(joined, JoinedRun) and joined.scalars:  # the same on all ranks
-            problem = BatchLossError(f"The loss may be made of {joined.scalars[0]}, a number.")
-            return joined, problem
+        if isinstance(joined, JoinedRun):  # the same on all ranks
+            if joined.scalars:
+                what = f"The loss may be made of {joined.scalars[0]}, a number."
+                return joined, BatchLossError(what)
+            if self.context.coupled is not None:
+                what = "Experts get rows of several batches, each with a loss of its own."
+                return joined, BatchLossError(what)
         return joined, self._find_problem(trial)
 
     def _find_problem(self, trial: Callable[[], Trial]) -> BatchLossError | None:
         """Return why no weights put the loss together. Collective over the pipeline."""
-        if self.context.borders is not None:
-            return BatchLossError("Each rank of the context axis has a part of the loss.")
         found: list[tuple[str, str] | None] = [None]
         with suppress(Exception):  # raised again within the step, on all ranks
             problem = self.proofs.find_problem(trial) if self.holds_last_stage else None

@@ -164,6 +164,19 @@ def gradient_scale(context: "PipelineContext", num_microbatches: int) -> Tensor 
     return scale
 
 
+_PARTS = (
+    "Batches of ranks that have experts together are cut into {:.0f} to {:.0f} microbatches, and "
+    "their rows are exchanged in each. Give all ranks as many rows, or set microbatches to the "
+    "fewest."
+)
+_WEIGHTS = (
+    "Ranks that have experts together weigh their microbatches differently (sums of weights are "
+    "{:g} to {:g}), since these have other sizes or labels, and experts get the gradients of all "
+    "before the sums are known. Use schedule='gpipe', which computes the loss of a whole batch, or "
+    "microbatches=1."
+)
+
+
 def training_step(
     model: "StagedModel",
     args: tuple[Any, ...],
@@ -190,6 +203,7 @@ def training_step(
     """
     model.begin_batch()
     parts, sizes = model.cut(args[0])
+    model.check_coupled(len(parts), _PARTS)
     seeds = model.seeds(ordinal, len(parts))
     run = MicrobatchRun("training_step", args[0], parts, args[1:], kwargs, seeds, sizes)
 
@@ -240,6 +254,8 @@ def training_step(
     if loss is None:
         model.average(model.context.data.pass_over_batch)
         return None
+    if len(sizes) > 1:
+        model.check_coupled(float(total), _WEIGHTS)
     if delayed is None:
         deposit.replace(model.holdings.shared.add_up(deposit.made()))
     else:

@@ -263,7 +263,7 @@ def test_advice_says_that_nothing_has_to_change(remembered, capsys, monkeypatch)
 
 def test_advice_names_the_layout_that_fits(capsys, monkeypatch) -> None:
     monkeypatch.setattr("boltmesh.advisor.search.MOST_DIVISIONS", 2)
-    large = ["model.init_args.n_embd=4096", "model.init_args.n_layer=6"]
+    large = ["model.init_args.n_embd=7168", "model.init_args.n_layer=2"]
     line = ["advise", "ddp", *large, "--gpu", "rtx4090", "--devices", "2"]
     assert run_command(line) == 0
     out = capsys.readouterr().out
@@ -275,7 +275,7 @@ def test_advice_names_the_layout_that_fits(capsys, monkeypatch) -> None:
 
 def test_advice_where_nothing_fits_names_enough_ranks(capsys, monkeypatch) -> None:
     monkeypatch.setattr("boltmesh.advisor.search.MOST_DIVISIONS", 0)
-    large = ["model.init_args.n_embd=4096", "model.init_args.n_layer=32", "precision=bf16-true"]
+    large = ["model.init_args.n_embd=8192", "model.init_args.n_layer=8", "precision=bf16-true"]
     line = ["advise", "ddp", *large, "--gpu", "v100-16gb", "--devices", "2"]
     assert run_command(line) == 1
     out = capsys.readouterr().out

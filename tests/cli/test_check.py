@@ -10,7 +10,7 @@ SMALL = [
 ]  # fmt: skip
 
 
-@pytest.mark.sample("two data ranks", "one of four")
+@pytest.mark.sample("one data rank, in the loader's order")  # of two: test_readme.py
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "overrides", "ranks"),

@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -111,12 +109,10 @@ def test_a_killed_rank_ends_the_job_and_is_named_by_both_the_command_and_the_das
 @pytest.mark.timeout(200)
 def test_ranks_of_torchrun_are_joined(workplace):
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    run = subprocess.run(  # a true start of everything
-        [sys.executable, *launcher, *BOLTMESH, "fit", str(TINY), "max_epochs=1"],
+    run = run_python(
+        *(*launcher, *BOLTMESH, "fit", str(TINY), "max_epochs=1"),
         env={**os.environ, "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
+        timeout_s=TIMEOUT_S,
     )
     assert run.returncode == 0, run.stderr
     assert run.stdout.count("boltmesh: fit tiny on 2 ranks into runs/tiny/0;") == 1

@@ -17,7 +17,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
 from typing_extensions import override
 
-from boltmesh.errors import ConfigError, LayoutError
+from boltmesh.errors import ConfigError
 from boltmesh.strategies import Parallel3DStrategy, ZeROStrategy
 from boltmesh.strategies.registry import build_strategy
 from tests.support.expert_models import Experts, MoeModule, tokens
@@ -238,11 +238,6 @@ def test_options_of_other_axes_that_do_not_fit_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=text):
         Parallel3DStrategy(expert=2, **options)
-
-
-def test_a_pipeline_beside_experts_is_refused() -> None:
-    with pytest.raises(LayoutError, match="not possible beside pipeline=2"):
-        strategy_of(zero_stage=1, expert=2, pipeline=2).layout_of(4)
 
 
 @pytest.mark.parametrize(

@@ -79,18 +79,25 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
         2,
         {"stage": 3, "expert": 2, "offload_optimizer": "cpu", "offload_parameters": "cpu"},
     ),
+    "pipeline": (4, {"zero_stage": 1, "pipeline": 2, "expert": 2, "microbatches": 2}),
     "one": (1, {"stage": 1}),
 }
 
 
-@pytest.mark.sample("4 of 4-one-mixtral", "2 of 4-2 of 2-list")
-@pytest.mark.parametrize("kind", ["mixtral", "list"])
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [("4 of 4", "one"), ("one", "2 of 4"), ("2 of 4", "2 of 2"), ("2 of 2", "shards"),
-     ("shards", "4 of 4"), ("tensor 2, 2 of 4", "one"), ("2 of 2", "tensor 2, 2 of 2"),
-     ("offloaded", "one"), ("2 of 4", "offloaded")],
-)  # fmt: skip
+PAIRS = [
+    ("4 of 4", "one"), ("one", "2 of 4"), ("2 of 4", "2 of 2"), ("2 of 2", "shards"),
+    ("shards", "4 of 4"), ("tensor 2, 2 of 4", "one"), ("2 of 2", "tensor 2, 2 of 2"),
+    ("offloaded", "one"), ("2 of 4", "offloaded"),
+]  # fmt: skip
+CASES = [
+    *((one, other, kind) for one, other in PAIRS for kind in ("mixtral", "list")),
+    *(("pipeline", other, "stacked") for other in ("one", "2 of 2", "pipeline")),
+    ("4 of 4", "pipeline", "stacked"),
+]
+
+
+@pytest.mark.sample("4 of 4-one-mixtral", "2 of 4-2 of 2-list", "4 of 4-pipeline-stacked")
+@pytest.mark.parametrize(("one", "other", "kind"), CASES)
 def test_a_run_goes_on_in_another_layout(one: str, other: str, kind: str, tmp_path: Path) -> None:
     path = str(tmp_path / "half.ckpt")
     expected = run_ranks(fit, 1, LAYOUTS["one"][1], 2, None, None, kind)[0]
@@ -118,6 +125,7 @@ def evaluate(
         ({"stage": 1, "expert": 2}, [1, 3], "mixtral"),
         ({"stage": 3, "expert": 2}, [1, 3, 2, 4], "mixtral"),
         ({"stage": 3, "expert": 2}, [1, 3, 2, 4], "repeated"),
+        ({"zero_stage": 3, "pipeline": 2, "expert": 2, "microbatches": 2}, [1, 3], "stacked"),
         pytest.param(
             {"zero_stage": 3, "tensor": 2, "expert": 4}, [1, 3], "mixtral", marks=pytest.mark.full
         ),
@@ -126,8 +134,8 @@ def evaluate(
 def test_ranks_predict_different_numbers_of_batches(
     options: dict[str, Any], counts: list[int], kind: str
 ) -> None:
-    tensor = options.get("tensor", 1)
-    found = run_ranks(evaluate, len(counts) * tensor, options, counts, kind)[::tensor]
+    tensor, pipeline = options.get("tensor", 1), options.get("pipeline", 1)
+    found = run_ranks(evaluate, len(counts) * tensor * pipeline, options, counts, kind)[::tensor]
     module = MoeModule(kind).eval()
     with torch.no_grad():
         expected = [

@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +9,7 @@ import pytest
 
 from boltmesh.process import describe_exit
 from boltmesh.telemetry.reader.reader import list_jobs, open_job
+from tests.support.forked_python import run_python
 from tests.support.scripts import script_of_two_ranks, wait_until_gone
 
 SCRIPT = """
@@ -87,11 +86,8 @@ def test_the_error_of_the_rank_that_failed_first_is_the_last_on_the_screen(
 ) -> None:
     script = tmp_path / "script.py"
     script.write_text(FAILING.format(rank=rank, folder=str(tmp_path)))
-    command = [sys.executable, "-W", "ignore", str(script)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False, timeout=100, env=environment
-    )
+    environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
+    done = run_python(str(script), env=environment)
     assert done.returncode == 1
     *_, before, last = done.stderr.rstrip().splitlines()
     assert done.stderr.count("Traceback (most recent call last)") == 1

@@ -61,6 +61,18 @@ class EagerGPT(nn.Module):
         return functional.cross_entropy(logits.reshape(-1, logits.shape[-1]), target)
 
 
+class MaskedGPT(EagerGPT):
+    """Its own mean over targets; rows that begin with an even token have none."""
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        logits, target = self.outputs(batch)[:, :-1], batch["labels"][:, 1:]
+        losses = functional.cross_entropy(
+            logits.transpose(1, 2), target.clamp(min=0), reduction="none"
+        )
+        shown = (target >= 0) & (batch["input_ids"][:, :1] % 2 == 1)
+        return (losses * shown).sum() / shown.sum().clamp(min=1)
+
+
 class EagerBlock(nn.Module):
     def __init__(self, width: int, heads: int, length: int) -> None:
         super().__init__()
@@ -295,6 +307,7 @@ MADE: dict[str, Callable[[str], nn.Module]] = {
     "pooled": lambda _: Pooled(),
     "mixer": lambda _: Mixer(),
     "prefixed": lambda _: Prefixed(),
+    "masked": lambda _: MaskedGPT(),
     "own": lambda _: Own(),
     "llama": _llama,
     "qwen2": _qwen2,

@@ -31,12 +31,13 @@ def language_model(kind: str) -> Any:
     import transformers as hf
 
     kind, _, kernel = kind.partition(":")
+    has_aux, kernel = kernel != "no aux", kernel.removeprefix("no aux")
     if kind == "mixtral":
         config = hf.MixtralConfig(
             **SIZES,
             num_local_experts=8,
             num_experts_per_tok=2,
-            output_router_logits=True,
+            output_router_logits=has_aux,
             router_aux_loss_coef=0.02,
         )
         config._experts_implementation = kernel or "eager"
@@ -47,7 +48,7 @@ def language_model(kind: str) -> Any:
             head_dim=8,
             num_experts=8,
             num_experts_per_tok=3,
-            output_router_logits=True,
+            output_router_logits=has_aux,
             router_aux_loss_coef=0.02,
         )
         config._experts_implementation = kernel or "eager"
@@ -59,7 +60,7 @@ def language_model(kind: str) -> Any:
             causal_lms.build(kind) if causal_lms.has_head(kind) else causal_lms.build_decoder(kind)
         )
     more = {"num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 8, "sliding_window": 16}
-    config = hf.GptOssConfig(**{**SIZES, **more}, output_router_logits=True)
+    config = hf.GptOssConfig(**{**SIZES, **more}, output_router_logits=has_aux)
     config._experts_implementation = kernel or "eager"
     return hf.GptOssForCausalLM(config)
 

@@ -18,7 +18,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import traceback
 import warnings
 from collections.abc import Mapping, Sequence
 from multiprocessing.reduction import DupFd
@@ -168,15 +167,15 @@ def _serve(
     null = os.open(os.devnull, os.O_RDONLY)
     for source, target in zip((null, *streams), (0, 1, 2), strict=True):
         os.dup2(source, target)
-    _run(arguments, environment, python)
+    become_python(arguments, environment, python)
 
 
-def _run(arguments: Sequence[str], environment: Mapping[str, str], python: str) -> None:
+def become_python(arguments: Sequence[str], environment: Mapping[str, str], python: str) -> None:
     """Run a module or a script as ``python`` does, and end the process as it would end."""
     gc.freeze()  # see ranks._rank_main
     code = 1
     try:
-        _prepare(environment, python)
+        _prepare(dict(environment), python)
         if arguments[0] == "-m":
             sys.argv = list(arguments[1:])
             sys.path.insert(0, str(Path.cwd()))
@@ -192,7 +191,7 @@ def _run(arguments: Sequence[str], environment: Mapping[str, str], python: str) 
         else:
             print(left.code, file=sys.stderr)  # noqa: T201 - as the interpreter does
     except BaseException:  # noqa: BLE001 - whatever it is, it goes to stderr
-        traceback.print_exc()
+        sys.excepthook(*sys.exc_info())
     finally:
         for each in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
@@ -277,6 +276,6 @@ def _become(given: Mapping[str, Any], arguments: Sequence[str]) -> None:
         for start, end in zip([2, *kept], [*kept, os.sysconf("SC_OPEN_MAX")], strict=True):
             os.closerange(start + 1, end)
         environment = os.environ if given["env"] is None else given["env"]
-        _run(arguments, dict(environment), sys.executable)
+        become_python(arguments, environment, sys.executable)
     finally:
         os._exit(1)

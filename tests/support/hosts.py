@@ -1,17 +1,27 @@
-"""Two hosts for a test: network namespaces with names, addresses and a link between them."""
+"""Two hosts for a test: network namespaces with names, addresses and a link between them.
+
+``python -m tests.support.hosts NAMESPACE NAME ARGUMENTS`` enters a host and is ``python ARGUMENTS``
+from then on.
+"""
 
 import contextlib
+import ctypes
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
+from tests.support.forked_python import BOLTMESH, ForkedPython, become_python
+
+CLONE_NEWUTS, CLONE_NEWNET = 0x04000000, 0x40000000  # of sched.h; in os from Python 3.12 on
 needs_namespaces = pytest.mark.skipif(
     os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("unshare"),
     reason="needs root, ip (Debian: iproute2) and unshare (util-linux)",
@@ -43,19 +53,19 @@ class Host:
             "OMP_NUM_THREADS": "1",
         }
 
-    def within(self, *command: str) -> list[str]:
-        rename = f'hostname {self.name} && exec "$@"'
-        inside = ["ip", "netns", "exec", self.namespace, "unshare", "--uts"]
-        return [*inside, "sh", "-c", rename, "sh", *command]
+    def start(self, *arguments: str, log: Any = None) -> ForkedPython:
+        """Start ``python ARGUMENTS`` on this host; it writes to a file if one is given."""
+        return ForkedPython(
+            *("-m", __name__, self.namespace, self.name, *arguments),
+            env=self.environment,
+            stdout=log,
+            stderr=log,
+        )
 
     def top(self) -> dict:
-        command = self.within(sys.executable, "-m", "boltmesh", "top", "--once", "--json")
-        done = subprocess.run(
-            command, env=self.environment, capture_output=True, text=True, check=False
-        )
-        return (
-            json.loads(done.stdout) if done.returncode == 0 else {"ranks": [], "said": done.stderr}
-        )
+        process = self.start(*BOLTMESH, "top", "--once", "--json")
+        out, error = process.communicate(60)
+        return json.loads(out) if process.returncode == 0 else {"ranks": [], "said": error}
 
 
 @contextlib.contextmanager
@@ -82,34 +92,26 @@ def two_hosts(folder: Path) -> Iterator[list[Host]]:
 @contextlib.contextmanager
 def training(
     hosts: list[Host], *script: str | Path, ranks_per_host: int = 1
-) -> Iterator[list[subprocess.Popen]]:
+) -> Iterator[list[ForkedPython]]:
     """Start a script and its arguments under torchrun on each host; gives each host's torchrun."""
-    processes = []
+    processes: list[ForkedPython] = []
     try:
         for number, host in enumerate(hosts):
             torchrun = [
-                sys.executable, "-m", "torch.distributed.run", "--nnodes=2",
+                "-m", "torch.distributed.run", "--nnodes=2",
                 f"--node-rank={number}", f"--nproc-per-node={ranks_per_host}",
                 f"--master-addr={hosts[0].address}", f"--master-port={PORT}",
                 *map(str, script),
             ]  # fmt: skip
             with host.log.open("wb") as log:
-                processes.append(
-                    subprocess.Popen(
-                        host.within(*torchrun),
-                        env=host.environment,
-                        stdout=log,
-                        stderr=log,
-                        start_new_session=True,
-                    )
-                )
+                processes.append(host.start(*torchrun, log=log))
         yield processes
     finally:
         for process in processes:
             kill_tree(process)
 
 
-def kill_tree(process: subprocess.Popen) -> None:
+def kill_tree(process: ForkedPython) -> None:
     """Kill torchrun and its ranks, which have sessions of their own: the host loses its power."""
     with contextlib.suppress(psutil.Error):
         agent = psutil.Process(process.pid)
@@ -117,3 +119,17 @@ def kill_tree(process: subprocess.Popen) -> None:
             with contextlib.suppress(psutil.Error):
                 each.kill()
     process.wait()
+
+
+def enter(namespace: str, name: str) -> None:
+    """Move this process, which has one thread, into a host."""
+    system = ctypes.CDLL(None, use_errno=True)
+    with Path("/run/netns", namespace).open() as entry:
+        if system.setns(entry.fileno(), CLONE_NEWNET) or system.unshare(CLONE_NEWUTS):
+            raise OSError(ctypes.get_errno(), f"cannot enter {namespace}")
+    socket.sethostname(name)
+
+
+if __name__ == "__main__":
+    enter(*sys.argv[1:3])
+    become_python(sys.argv[3:], os.environ, sys.executable)

@@ -5,22 +5,27 @@ in two processes that share an initialised gloo group, and returns what each ran
 environment of a rank looks like torchrun's, so a Trainer built by the worker joins and launches
 nothing. A failing rank raises ``RankFailure`` in the test, with the rank and its traceback;
 nothing outlives ``timeout_s``.
+
+``reuse_ranks`` does the same in ranks that stay up: the next call that wants as many finds all that
+torch and Lightning set up and cached at the first use, which is a third of what a small run costs.
+It is for workers that change nothing but what they are given.
 """
 
 import gc
 import multiprocessing
 import os
 import pickle
+import random
 import tempfile
 import threading
 import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import forkserver
+from multiprocessing import forkserver, util
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -131,6 +136,104 @@ def run_ranks(
     return [each.result for each in ranks]
 
 
+def reuse_ranks(
+    worker: Callable[..., Any], world_size: int, *args: object, timeout_s: float = 60.0
+) -> list[Any]:
+    """Run as ``run_ranks`` does, in ranks of an earlier call, which stay for the next one.
+
+    They end with the first call that fails, and with this process.
+    """
+    for _ in range(JOINS):
+        processes = _standing.pop(world_size, [])
+        if not processes or not all(process.is_alive() for process, _ in processes):
+            _end(processes)
+            processes = _start(_stand, world_size)
+        ranks = [_Rank(rank, *each) for rank, each in enumerate(processes)]
+        is_done = False
+        try:
+            with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+                for each in ranks:
+                    job = _Job(worker, each.rank, world_size, folder, _run_dir(folder), timeout_s)
+                    each.connection.send((job, args))
+                _wait(ranks, timeout_s, GRACE_S)
+            is_done = not any(each.error for each in ranks)
+        finally:
+            if is_done:
+                _standing[world_size] = processes
+            else:
+                _end(processes)
+        if not any(each.is_unconnected for each in ranks):
+            break
+    _raise_first_cause(ranks)
+    return [each.result for each in ranks]
+
+
+_Started = list[tuple[BaseProcess, Connection]]
+
+_standing: dict[int, _Started] = {}
+"""Ranks that wait for a worker, by how many they are together."""
+
+
+def _end_standing() -> None:
+    while _standing:
+        _end(_standing.popitem()[1])
+
+
+# Before multiprocessing waits for them, at the end of this process.
+util.Finalize(None, _end_standing, exitpriority=10)
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What a rank runs, and with which others."""
+
+    worker: Callable[..., Any]
+    rank: int
+    world_size: int
+    folder: str
+    run_dir: str
+    timeout_s: float
+
+    def run(self, args: tuple[object, ...]) -> bytes:
+        """Return what is reported: a word, and the result or the traceback."""
+        try:
+            with _group(self.rank, self.world_size, self.folder, self.run_dir, self.timeout_s):
+                result = self.worker(self.rank, self.world_size, *args)
+            # Plain bytes: multiprocessing would share a tensor's memory with a process that ends.
+            return pickle.dumps(("ok", result))
+        except UnconnectedError:
+            return pickle.dumps(("unconnected", traceback.format_exc()))
+        except BaseException:  # noqa: BLE001 - whatever it is, the test shows it
+            return pickle.dumps(("error", traceback.format_exc()))
+
+
+def _run_dir(folder: str) -> str:
+    """Where ranks record: the fork server keeps the environment that it was started with."""
+    return os.environ.get("BOLTMESH_RUN_DIR") or str(Path(folder, "telemetry"))
+
+
+def _start(main: Callable[..., None], world_size: int, *jobs: Any) -> _Started:
+    """Start ``main(connection)``, or ``main(connection, job)`` with the job of each rank."""
+    context = fork_server()
+    started: _Started = []
+    for rank in range(world_size):
+        here, there = context.Pipe()
+        job = (jobs[rank],) if jobs else ()
+        process = context.Process(target=main, args=(there, *job), daemon=False)
+        process.start()
+        there.close()
+        started.append((process, here))
+    return started
+
+
+def _end(processes: _Started) -> None:
+    for process, connection in processes:
+        if process.is_alive():
+            process.kill()
+        process.join()
+        connection.close()
+
+
 def _run_once(
     worker: Callable[..., Any],
     world_size: int,
@@ -138,26 +241,17 @@ def _run_once(
     timeout_s: float,
     grace_s: float,
 ) -> list[_Rank]:
-    context = fork_server()
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-        # The fork server keeps the environment that it was started with.
-        run_dir = os.environ.get("BOLTMESH_RUN_DIR") or str(Path(folder, "telemetry"))
-        ranks = []
-        for rank in range(world_size):
-            here, there = context.Pipe(duplex=False)
-            job = (there, worker, rank, world_size, folder, run_dir, timeout_s, args)
-            process = context.Process(target=_rank_main, args=job, daemon=False)
-            process.start()
-            there.close()
-            ranks.append(_Rank(rank, process, here))
+        jobs = [
+            (_Job(worker, rank, world_size, folder, _run_dir(folder), timeout_s), args)
+            for rank in range(world_size)
+        ]
+        processes = _start(_rank_main, world_size, *jobs)
+        ranks = [_Rank(rank, *each) for rank, each in enumerate(processes)]
         try:
             _wait(ranks, timeout_s, grace_s)
         finally:
-            for each in ranks:
-                if each.process.is_alive():
-                    each.process.kill()
-                each.process.join()
-                each.connection.close()
+            _end(processes)
     return ranks
 
 
@@ -207,32 +301,43 @@ def _raise_first_cause(ranks: list[_Rank]) -> None:
     raise RankFailure("\n".join(f"rank {each.rank}: {each.error}" for each in failed))
 
 
-def _rank_main(
-    connection: Connection,
-    worker: Callable[..., Any],
-    rank: int,
-    world_size: int,
-    folder: str,
-    run_dir: str,
-    timeout_s: float,
-    args: tuple[object, ...],
-) -> None:
-    # A collection would visit all that the fork server imported; a visit writes, so that this
-    # process had to copy nearly all of that memory: longer than most ranks of tests live.
-    gc.freeze()
-    try:
-        with _group(rank, world_size, folder, run_dir, timeout_s):
-            result = worker(rank, world_size, *args)
-        report = pickle.dumps(("ok", result))
-    except UnconnectedError:
-        report = pickle.dumps(("unconnected", traceback.format_exc()))
-    except BaseException:  # noqa: BLE001 - whatever it is, the test shows it
-        report = pickle.dumps(("error", traceback.format_exc()))
-    # Plain bytes: multiprocessing would share a tensor's memory with a process about to end.
-    connection.send_bytes(report)
+def _rank_main(connection: Connection, job: tuple[_Job, tuple[object, ...]]) -> None:
+    _stay_apart()
+    connection.send_bytes(job[0].run(job[1]))
     connection.close()
     # gloo's threads sometimes abort while the interpreter goes down, see pytorch#190489.
     os._exit(0)
+
+
+def _stand(connection: Connection) -> None:
+    """Run one worker after the other, until the process that sends them has ended.
+
+    Each begins with the environment and the random state that any rank begins with.
+    """
+    import numpy as np
+    import torch
+
+    _stay_apart()
+    environment = dict(os.environ)
+    random_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    with suppress(EOFError):
+        while True:
+            job, args = connection.recv()
+            os.environ.clear()
+            os.environ.update(environment)
+            random.setstate(random_state[0])
+            np.random.set_state(random_state[1])
+            torch.set_rng_state(random_state[2])
+            torch.set_default_dtype(torch.float32)
+            torch.use_deterministic_algorithms(False)
+            connection.send_bytes(job.run(args))
+    os._exit(0)
+
+
+def _stay_apart() -> None:
+    # A collection would visit all that the fork server imported; a visit writes, so that this
+    # process had to copy nearly all of that memory: longer than most ranks of tests live.
+    gc.freeze()
 
 
 def connect(rank: int, world_size: int, rendezvous: str, timeout_s: float) -> None:

@@ -15,6 +15,7 @@ from boltmesh.strategies.lightning_compat.trainer import callbacks_of
 from boltmesh.strategies.telemetry import follow_loops
 from boltmesh.telemetry.callback import TelemetryCallback
 from boltmesh.telemetry.reader.reader import list_jobs, open_job
+from boltmesh.telemetry.writer import step_queue
 from boltmesh.telemetry.writer.lightning_compat import loader_queue
 from boltmesh.telemetry.writer.throughput import count
 from tests.support.pipelines import pipeline, quiet_trainer
@@ -150,7 +151,9 @@ class FullQueue(Callback):
 def queue_worker(rank, world_size):
     data = TensorDataset(torch.randn(64, 4))
     batches = DataLoader(data, batch_size=4, num_workers=1, prefetch_factor=3)
-    trainer(devices=1, max_epochs=1, callbacks=[FullQueue()]).fit(Model(), batches)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step_queue, "WRITE_EVERY_NS", 0)  # before the next batch is counted
+        trainer(devices=1, max_epochs=1, callbacks=[FullQueue()]).fit(Model(), batches)
     return look()
 
 

@@ -2,6 +2,8 @@ import math
 
 import pytest
 
+from boltmesh.tui.metrics import status as status_module
+from boltmesh.tui.metrics.ranks import rank_rows
 from boltmesh.tui.metrics.status import status
 from boltmesh.tui.state import fold_loss_of_source
 from tests.tui.samples import NOW, job, losses, rank, state
@@ -86,3 +88,17 @@ def test_a_run_that_was_stopped_does_not_look_as_if_it_had_come_to_its_end() -> 
     found = status(state(job(state="finished", stop_reason="stopped by Ctrl-C after step 13")))
     assert found is not None
     assert (found.level, found.text) == ("warn", "stopped by Ctrl-C after step 13")
+
+
+def test_the_rows_of_all_ranks_look_once_whether_the_job_stands_still(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each look goes over all ranks: one a row would cost seconds with a thousand of them."""
+    looks: list[float] = []
+
+    def stalled_seconds(_: object, now: float) -> None:
+        looks.append(now)
+
+    monkeypatch.setattr(status_module, "stalled_seconds", stalled_seconds)
+    assert len(rank_rows(state(job(ranks=tuple(map(rank, range(9))))))) == 9
+    assert len(looks) == 1

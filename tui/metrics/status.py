@@ -19,6 +19,7 @@ from boltmesh.telemetry.stall import (
     typical_limit_s,
 )
 from boltmesh.tui import units
+from boltmesh.tui.metrics.memo import remember_last
 from boltmesh.tui.state import State
 
 UNKNOWN_PHASE = "an unknown phase"
@@ -45,6 +46,7 @@ def find_stall(state: State) -> Stall | None:
     return Stall(silent_s=silent_s, phases=_by_phase(ranks), is_expected=stalled_s is None)
 
 
+@remember_last
 def job_stalled_seconds(state: State) -> float | None:
     """Return how long the job has made no progress; None if it is not stalled."""
     return stalled_seconds(state.job, state.time)

@@ -193,7 +193,7 @@ class Ring(Generic[T]):
             if claimed
         ]
         claims.sort(reverse=True)
-        found: list[tuple[Any, ...]] = []
+        found: list[tuple[tuple[Any, ...], T | None]] = []
         for claimed, slot in claims:
             fields = None
             if self._slot(claimed) == slot:
@@ -205,15 +205,15 @@ class Ring(Generic[T]):
             if fields is None or self._slot(fields[0]) != slot:
                 self.damaged.add(slot)
                 continue
-            found.append(fields)
             made = self._make(fields)
+            found.append((fields, made))
             if made is not None and (len(found) >= self._most_found or is_enough(made)):
                 break
-        found.sort(key=lambda fields: fields[0])
-        if found and found[0][0] > self._newest + 1:
+        found.sort(key=lambda each: each[0][0])
+        if found and found[0][0][0] > self._newest + 1:
             self.first = 0
-        for fields in found:
-            self._take(fields)
+        for fields, made in found:
+            self._keep_made(fields[0], made)
 
     def _go_back(self, read: Read, is_enough: Callable[[T], bool]) -> bool:
         """Find the newest record by halving and go back from there; False where that fails."""
@@ -231,7 +231,7 @@ class Ring(Generic[T]):
             else:
                 high = middle
         newest = sequence = first + low
-        found: list[tuple[Any, ...]] = []
+        found: list[T | None] = []
         is_over = False
         while sequence > max(0, newest - self._capacity) and not is_over:
             number = min(_BLOCK // 4, self._slot(sequence) + 1)
@@ -242,20 +242,22 @@ class Ring(Generic[T]):
                 fields = self._record.unpack(block, at)
                 if fields is None or fields[0] != sequence:
                     return False
-                found.append(fields)
                 made = self._make(fields)
+                found.append(made)
                 is_over = made is not None and (len(found) >= self._most_found or is_enough(made))
                 if is_over:
                     break
                 sequence -= 1
-        for fields in reversed(found):
-            self._take(fields)
+        for place, made in enumerate(reversed(found)):
+            self._keep_made(newest - len(found) + 1 + place, made)
         return True
 
     def _take(self, fields: tuple[Any, ...]) -> None:
         """Keep a whole record."""
-        sequence = fields[0]
-        made = self._make(fields)
+        self._keep_made(fields[0], self._make(fields))
+
+    def _keep_made(self, sequence: int, made: T | None) -> None:
+        """Keep what a whole record says; None: it makes no sense."""
         is_newest = sequence > self._newest
         self._newest = max(self._newest, sequence)
         if made is None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from boltmesh.strategies.context.cut import CutTensor, moved_to, part_of
+from boltmesh.strategies.context.cut import ContextState, CutTensor, moved_to, part_of
 from boltmesh.strategies.context.exchange import total
 from boltmesh.strategies.context.rules.table import cut_rule, named
 
@@ -39,9 +39,10 @@ def add_up(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return NotImplemented  # torch's own error
     part = value.local.sum(dims, keepdim=bool(given.get("keepdim", False)),
                            dtype=_sum_dtype(dtype))  # fmt: skip
-    whole = total(part, value.state.group)
+    count = prod(value.shape[each] for each in dims)
+    whole = total(part, value.state.group, count)
     if is_mean:
-        whole = whole / prod(value.shape[each] for each in dims)
+        whole = whole / count
     is_number = dtype.is_floating_point or dtype.is_complex
     return whole.to(dtype if is_number or asked else torch.int64)
 
@@ -53,10 +54,11 @@ def _own(value: CutTensor, target: Tensor, dim: int) -> Tensor:
     return part_of(target, dim, value.positions, value.state, value.num_outer, value.num_inner)
 
 
-def _summed(values: Tensor, *others: Tensor, state: Any) -> Tensor:
+def _summed(values: Tensor, *others: Tensor, state: ContextState, num_summed: int) -> Tensor:
+    """Return the sums over all ranks, by one all-reduce."""
     dtype = _sum_dtype(values.dtype)
     sums = [each.sum(dtype=dtype) for each in (values, *others)]
-    return total(torch.stack(sums), state.group)
+    return total(torch.stack(sums), state.group, num_summed)
 
 
 @cut_rule("cross_entropy", "nll_loss")
@@ -72,7 +74,8 @@ def classify(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return NotImplemented
     weight = given.get("weight")
     smoothing = given.get("label_smoothing", 0.0)
-    if value.cut_dim == (1 if value.ndim > 1 else 0) or isinstance(weight, CutTensor):
+    class_dim = 1 if value.ndim > 1 else 0
+    if value.cut_dim == class_dim or isinstance(weight, CutTensor):
         return NotImplemented
     is_index = not target.is_floating_point()
     if (smoothing and weight is not None) or (not is_index and weight is not None):
@@ -91,9 +94,10 @@ def classify(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         counts = counted if weight is None else weight[own.clamp(min=0)] * counted
     else:
         counts = torch.ones_like(losses)
-    both = _summed(losses, counts.to(losses.dtype) if weight is not None else counts,
-                   state=value.state)  # fmt: skip
-    loss = both[0] if how == "sum" else both[0] / both[1]
+    counts = counts if weight is None else counts.to(losses.dtype)
+    num_losses = value.numel() // value.shape[class_dim]
+    both = _summed(losses, counts, state=value.state, num_summed=num_losses)
+    loss = both[0] if how == "sum" else both[0] / both[1].detach()
     return loss.to(losses.dtype)
 
 
@@ -125,7 +129,7 @@ def by_element(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     losses = func(value.local, _own(value, target, value.cut_dim), reduction="none", **given)
     if how == "none":
         return value.like(losses)
-    whole = _summed(losses, state=value.state)[0]
+    whole = _summed(losses, state=value.state, num_summed=value.numel())[0]
     if how != "sum":
         whole = whole / (value.shape[0] if how == "batchmean" else value.numel())
     return whole.to(losses.dtype)

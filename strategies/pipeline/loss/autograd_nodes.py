@@ -1,8 +1,9 @@
 """What the nodes of autograd's graph tell about reductions, factors and masks."""
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -14,8 +15,8 @@ _TRANSPARENT = {
     "AddBackward1", "AliasBackward0", "CloneBackward0", "ExpandBackward0", "NanToNumBackward0",
     "NegBackward0", "PermuteBackward0", "ReshapeAliasBackward0", "RsubBackward1",
     "SelectBackward0", "SqueezeBackward0", "SqueezeBackward1", "SqueezeBackward2", "SubBackward1",
-    "TBackward0", "ToCopyBackward0", "TransposeBackward0", "UnsafeViewBackward0",
-    "UnsqueezeBackward0", "ViewBackward0",
+    "SumOverRanksBackward", "TBackward0", "ToCopyBackward0", "TransposeBackward0",
+    "UnsafeViewBackward0", "UnsqueezeBackward0", "ViewBackward0",
 }  # fmt: skip
 """What is behind these is worth as much as what is before. Whether some of them are there depends
 on dtypes and layouts, so they have no part in a form."""
@@ -113,6 +114,20 @@ def plain_name(node: Node) -> str:
 def is_transparent(node: Node) -> bool:
     """Whether what is behind a node is worth as much as what is before it."""
     return node.name() in _TRANSPARENT
+
+
+class SumOverRanksNode(Protocol):
+    """The node of a sum over ranks, behind which are this rank's positions of a sequence."""
+
+    num_summed: int
+    """Elements of all ranks."""
+    on_all_ranks: Callable[[Sequence[Tensor | bool]], tuple[Tensor, ...]]
+    """Returns whether each of several flags is set on all ranks. Collective."""
+
+
+def sum_over_ranks(node: Node) -> SumOverRanksNode | None:
+    """Return the node as a sum over ranks if it is one."""
+    return cast("SumOverRanksNode", node) if node.name() == "SumOverRanksBackward" else None
 
 
 def is_sum(node: Node) -> bool:
@@ -239,3 +254,12 @@ def _signed(number: int) -> int:
 
 def _saved(node: Node, name: str) -> Any:
     return getattr(node, f"_saved_{name}")
+
+
+def gradients_of(loss: Tensor, values: Sequence[Tensor]) -> list[Tensor | None]:
+    """Return gradients of a loss; None of values that have none. The graph is kept."""
+    wanted = [each for each in values if each.requires_grad]
+    if not wanted or not loss.requires_grad:
+        return [None] * len(values)
+    made = iter(torch.autograd.grad(loss, wanted, allow_unused=True, retain_graph=True))
+    return [next(made) if each.requires_grad else None for each in values]

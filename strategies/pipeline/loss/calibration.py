@@ -28,7 +28,7 @@ from torch.autograd.graph import Node
 from torch.nn import Parameter
 
 from boltmesh.errors import ConfigError
-from boltmesh.strategies.pipeline.loss.autograd_nodes import Factor, plain_name
+from boltmesh.strategies.pipeline.loss.autograd_nodes import Factor, gradients_of, plain_name
 from boltmesh.strategies.pipeline.loss.reduction import (
     BatchLossError,
     Form,
@@ -49,7 +49,6 @@ from boltmesh.strategies.pipeline.loss.trial import (
     Trial,
     TrialPart,
     TrialRows,
-    gradients_of,
     narrowed,
     run_cuts,
     run_whole,
@@ -123,7 +122,7 @@ def _more_cuts(
     for numbers in tried:
         try:
             cuts = run_cuts(trial, numbers, device, attempt)
-            compared = [_compare(form, each) for each in cuts]  # which weighs their parts
+            compared = [_compare(form, each, trial) for each in cuts]  # which weighs their parts
         except ConfigError:
             raise
         except Exception:  # noqa: BLE001, S112 - these rows prove nothing, others have
@@ -182,7 +181,7 @@ def _proof(
         form = _form(cuts) if more else form
     if form is None:
         return None
-    compared = [each for each in cuts if _compare(form, each)]
+    compared = [each for each in cuts if _compare(form, each, trial)]
     return LossProof(form, compared) if compared else None
 
 
@@ -297,7 +296,7 @@ def _kind(term: Term, cut: TrialRows, *, is_count: bool, is_constant: bool) -> K
 # The proof.
 
 
-def _compare(form: Form, cut: TrialRows) -> bool:
+def _compare(form: Form, cut: TrialRows, trial: Trial) -> bool:
     """Weigh the parts as microbatches are, and compare them with the whole.
 
     Returns:
@@ -332,10 +331,11 @@ def _compare(form: Form, cut: TrialRows) -> bool:
         for one, other in zip(wanted, made, strict=True)
         if other.numel()
     ]
-    largest = max((float(one.abs().max()) for one, _ in pairs), default=0.0)
+    largest = trial.largest(max((float(one.abs().max()) for one, _ in pairs), default=0.0))
     if total == 0 or not math.isfinite(largest):
         return False
-    difference = max((float((one - other).abs().max()) for one, other in pairs), default=0.0)
+    differences = (float((one - other).abs().max()) for one, other in pairs)
+    difference = trial.largest(max(differences, default=0.0))
     tolerance = _TOLERANCES.get(cut.whole.loss.dtype, _ROUGH)
     sizes = " and ".join(str(each.count) for each in cut.parts)
     scale = max(each for each in losses if math.isfinite(each))

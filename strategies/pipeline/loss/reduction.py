@@ -26,6 +26,7 @@ from torch.nn import Parameter
 from boltmesh.errors import ConfigError
 from boltmesh.strategies.pipeline.loss.autograd_nodes import (
     Factor,
+    SumOverRanksNode,
     factor_of,
     is_sum,
     is_transparent,
@@ -33,6 +34,7 @@ from boltmesh.strategies.pipeline.loss.autograd_nodes import (
     operands,
     plain_name,
     reduction_of,
+    sum_over_ranks,
 )
 
 
@@ -231,6 +233,26 @@ class _Position:
     empty: tuple[Tensor | bool, ...] = ()
     is_mixed: bool = False
     """Whether rows of several branches were added: none of them alone tells if there is nothing."""
+    over_ranks: SumOverRanksNode | None = None
+    """The last sum over ranks on the way: behind it ranks have other values."""
+
+    def move_behind_transparent(self) -> Node | None:
+        """Go on to the first node that says something about a count, and return it."""
+        node = self.node
+        while node is not None and is_transparent(node):
+            over_ranks = sum_over_ranks(node)
+            if over_ranks is not None:
+                self.over_ranks = over_ranks
+                self.size *= over_ranks.num_summed
+            node = node.next_functions[0][0]
+        self.node = node
+        return node
+
+    def add_empty(self, found: tuple[Tensor | bool, ...]) -> None:
+        """Take in whether masks let nothing through."""
+        if found and self.over_ranks is not None:
+            found = self.over_ranks.on_all_ranks(found)
+        self.empty = (*self.empty, *found)
 
 
 def read(loss: Tensor, form: Form) -> list[Term]:
@@ -274,7 +296,7 @@ def terms_of(
     pending = [_Position(start)]
     while pending:
         position = pending.pop()
-        node = position.node = behind_transparent(position.node)
+        node = position.move_behind_transparent()
         if node is None:
             continue
         if leaves_of is not None and position.place not in form.visits:
@@ -300,9 +322,7 @@ def terms_of(
 
 def behind_transparent(node: Node | None) -> Node | None:
     """Return the first node from here on that says something about a count."""
-    while node is not None and is_transparent(node):
-        node = node.next_functions[0][0]
-    return node
+    return _Position(node).move_behind_transparent()
 
 
 def _visit(position: _Position, leaves_of: Callable[[Node], Leaves], *, is_full: bool) -> Visit:
@@ -371,18 +391,19 @@ def _gather(position: _Position, visit: Visit, form: Form) -> None:
     if reduction is not None:
         kind: Literal["mean", "sum"] = "mean" if reduction.is_mean else "sum"
         position.count = position.count * reduction.count
-        position.size *= max(reduction.size, 1.0)
+        if position.over_ranks is None:
+            position.size *= max(reduction.size, 1.0)
         position.operator = position.operator or plain_name(node)
         position.is_reduced = True
         if reduction.is_over_rows:
             position.reductions |= {kind}
-        position.empty = (*position.empty, *reduction.empty)
+        position.add_empty(reduction.empty)
     elif visit.takes_factor:
         _gather_factor(position, node, form)
     elif position.is_reduced and is_sum(node):
         position.is_mixed = position.is_mixed or not node.name().endswith(_STACKS)
     elif position.is_reduced and position.has_divisor and not position.is_mixed:
-        position.empty = (*position.empty, *masks_of(node))
+        position.add_empty(masks_of(node))
 
 
 def _gather_factor(position: _Position, node: Node, form: Form) -> None:

@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from boltmesh.strategies.deferred_initialization.recording import is_random
 from boltmesh.strategies.dry_run.no_side_effects import modules_unchanged, random_state_unchanged
+from boltmesh.strategies.pipeline.loss.autograd_nodes import gradients_of
 from boltmesh.strategies.pipeline.loss.reduction import BatchLossError
 from boltmesh.strategies.pipeline.loss.weights import Key, Noted, returned_numbers
 from boltmesh.strategies.pipeline.microbatch import Rows, pick
@@ -278,6 +279,9 @@ class Trial(Protocol):
     ) -> TrialOutcome:
         """Run it once."""
 
+    def largest(self, number: float) -> float:
+        """Return the largest of the numbers of those ranks that have parts of the values."""
+
 
 class TailTrial:
     """The end of a LightningModule's step, behind its last unit, on the last stage's rank."""
@@ -341,6 +345,10 @@ class TailTrial:
         logs.read()
         logged = {key: noted[-1] for key, noted in logs.noted().items()}
         return TrialOutcome(loss, logged | returned_numbers(0, result))
+
+    def largest(self, number: float) -> float:
+        """Return the largest of the numbers of those ranks that have parts of the values."""
+        return self._plans.borders.largest(number)
 
     def _tail(self, part: Any) -> Any:
         tail = self._plans.tail(
@@ -450,7 +458,8 @@ def run_cuts(
     if not _has_loss(whole):
         return []
     gradients = gradients_of(whole.loss, whole.values)
-    if not all(each is None or bool(each.isfinite().all()) for each in gradients):
+    is_finite = all(each is None or bool(each.isfinite().all()) for each in gradients)
+    if trial.largest(not is_finite):
         return []
     live = sharpened(live, gradients)
     if is_between:
@@ -508,12 +517,3 @@ def _run(
 def _has_loss(part: TrialPart) -> bool:
     loss = part.outcome.loss
     return loss is not None and loss.grad_fn is not None and bool(loss.detach().isfinite())
-
-
-def gradients_of(loss: Tensor, values: Sequence[Tensor]) -> list[Tensor | None]:
-    """Return gradients of a loss; None of values that have none. The graph is kept."""
-    wanted = [each for each in values if each.requires_grad]
-    if not wanted or not loss.requires_grad:
-        return [None] * len(values)
-    made = iter(torch.autograd.grad(loss, wanted, allow_unused=True, retain_graph=True))
-    return [next(made) if each.requires_grad else None for each in values]

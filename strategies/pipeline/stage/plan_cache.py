@@ -146,7 +146,7 @@ class StagePlans:
             silent: Enters what a step is probed in: units communicate nothing there.
             borders: How values cross from one stage to the next.
         """
-        self._borders = borders
+        self.borders = borders or StageBorders()
         self._silent = silent
         self.root = root
         self.units = dict(units)
@@ -232,7 +232,7 @@ class StagePlans:
                 self.parameters_of_unit,
                 self.weight_only,
                 recomputed,
-                self._borders,
+                self.borders,
             )
             tail = tails[recomputed] = Tail(
                 last=self._run(step, last),
@@ -291,11 +291,11 @@ class StagePlans:
         if step != TRAINING:
             refuse_writes(trace.events, f"of {step}")
         plans = plan_stages(
-            trace, self.stage_of_unit, self.parameters_of_unit, self.weight_only, self._borders
+            trace, self.stage_of_unit, self.parameters_of_unit, self.weight_only, self.borders
         )
         if self.check is not None:
             self.check(plans)
         return tuple(self._run(step, each) for each in plans)
 
     def _run(self, step: str, plan: "StagePlan") -> StageRun:
-        return StageRun(self.root, self.units, step, plan, self._borders, self.writes)
+        return StageRun(self.root, self.units, step, plan, self.borders, self.writes)

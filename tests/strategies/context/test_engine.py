@@ -81,6 +81,21 @@ def test_attention_by_heads_and_by_a_ring_is_that_of_one_process(way: str) -> No
         assert "keys" not in purposes
 
 
+def test_keys_of_some_heads_at_a_time_are_fetched_again_in_the_backward_pass() -> None:
+    names = ["llama", "bert-padded"]
+    options = {"attention": "keys", "steps": 1, "max_gather_bytes": 4000}  # of one head: 3,328
+    together = {**options, "max_gather_bytes": None}
+    pairs = zip(
+        *(run_ranks(run_models, 2, names, each) for each in (options, together)), strict=True
+    )
+    for some, whole in pairs:
+        assert far(some, by=2e-6) == {}
+        for name in names:
+            sent, once = (each[name]["sent"] for each in (some, whole))
+            assert sent["keys"] == 2 * once["keys"]
+            assert sent["keys (backward)"] == once["keys (backward)"]
+
+
 def test_tiles_of_modules_in_which_no_position_meets_another_are_those_of_one_process() -> None:
     for each in run_ranks(run_models, 2, ["gpt", "llama"], {"tile": 3, "steps": 1}):
         assert far(each, by=2e-6) == {}
