@@ -37,8 +37,9 @@ from boltmesh.strategies.pipeline.stage.cut import StagePlan
 from boltmesh.strategies.pipeline.stage.plan_cache import StagePlans
 from boltmesh.strategies.pipeline.stage.rng import host_random_kept
 from boltmesh.strategies.pipeline.stage.stage_run import StageRun, Tail
-from boltmesh.strategies.pytree import tensors_in
-from boltmesh.strategies.torch_compat.tensors import scalar_on
+from boltmesh.strategies.pipeline.stage.trace import TensorSpec
+from boltmesh.strategies.pytree import take_apart
+from boltmesh.strategies.torch_compat.tensors import is_equal, scalar_on
 
 Joints = tuple[int | None, ...]
 """For each value the dimension that holds the batch's rows; None where it holds none of them."""
@@ -370,7 +371,8 @@ class RowCheck:
     Each stage runs its layers twice, without gradients, on the rows of its first microbatch (of the
     first two where they have one row each): as they are, and with copies of the first row in the
     place of the second half. Shapes and random numbers are equal, so the first half is equal too.
-    Batch norms use their running moments, as microbatches are known to have moments of their own.
+    What reaches other rows through buffers (moments of batch norms, codebooks) is left alone: these
+    change once for each microbatch.
 
     Args:
         plans: Stages of the model.
@@ -440,14 +442,18 @@ class RowCheck:
             each if dim is None else each.index_select(dim, torch.tensor(numbers).to(each.device))
             for each, dim in zip(values, joints, strict=True)
         ]
-        pairs = zip(
-            self._outputs(stage, range(count), values),
-            self._outputs(stage, numbers, others),
-            strict=True,
-        )
-        for (name, one), (_, other) in pairs:
-            if not _has_equal_rows(one, other, count, kept):
-                return name
+        buffers = [(each, each.detach().clone()) for each in self._plans.root.buffers()]
+        outputs = self._outputs(stage, range(count), values)
+        if any(not is_equal(each, value) for each, value in buffers):
+            return None
+        pairs = zip(outputs, self._outputs(stage, numbers, others), strict=True)
+        shapes = zip(_shapes(whole, stage), _shapes(parts[0], stage), strict=True)
+        for ((name, one), (_, other)), (large, small) in zip(pairs, shapes, strict=True):
+            dims = [dim for dim, size in enumerate(large) if size != small[dim]]
+            if len(dims) == 1 and one.is_floating_point() and one.shape[dims[0]] % count == 0:
+                length = one.shape[dims[0]] // count * kept
+                if not _are_close(*(each.narrow(dims[0], 0, length) for each in (one, other))):
+                    return name
         return None
 
     def _stage(self, stage: int, batch: Any) -> StageRun:
@@ -459,18 +465,17 @@ class RowCheck:
 
     def _outputs(
         self, stage: int, numbers: Sequence[int], values: Sequence[Tensor]
-    ) -> list[tuple[str, Tensor]]:
+    ) -> list[tuple[str, Any]]:
         """Return what the units of a stage and the stage itself give for some rows."""
         run = self._run
         part = pick(run.batch, self._rows, numbers)
         planned = self._stage(stage, part)
         plan = planned.plan
-        calls = zip(plan.unit_events, plan.stage_of_call, strict=True)
-        names = {plan.events[event].name for event, at in calls if at == stage}
-        found: list[tuple[str, Tensor]] = []
+        names = {plan.events[event].name for event in _unit_events(plan, stage)}
+        found: list[tuple[str, Any]] = []
 
         def keep(name: str, module: Any, args: Any, output: Any) -> None:
-            found.extend((f"the output of {name!r}", each) for each in tensors_in(output))
+            found.extend((f"the output of {name!r}", each) for each in take_apart(output)[0])
 
         with ExitStack() as stack:
             for name in sorted(names):
@@ -483,18 +488,23 @@ class RowCheck:
         ]
 
 
-def _has_equal_rows(one: Tensor, other: Tensor, count: int, kept: int) -> bool:
-    """Whether the first rows are equal, along a dimension that may hold all of them in order."""
-    dims = [dim for dim, size in enumerate(one.shape) if size and size % count == 0]
-    if not dims or not one.is_floating_point():
-        return True
+def _unit_events(plan: StagePlan, stage: int) -> list[int]:
+    """Return the calls of units that a stage runs."""
+    calls = zip(plan.unit_events, plan.stage_of_call, strict=True)
+    return [event for event, at in calls if at == stage]
+
+
+def _shapes(plan: StagePlan, stage: int) -> list[tuple[int, ...]]:
+    """Return the shapes of what units of a stage and the stage itself give; empty for no tensor."""
+    leaves = [each for event in _unit_events(plan, stage) for each in plan.outputs[event].leaves]
+    made = [each.shape if isinstance(each, TensorSpec) else () for each in leaves]
+    return made + [each.shape for each in plan.values_out]
+
+
+def _are_close(one: Tensor, other: Tensor) -> bool:
+    """Whether two results of one computation are equal, but for roundings of sums."""
     tolerance = (1e-3 if one.dtype.itemsize > PAIR else 5e-2) * float(one.abs().max())
-    for dim in dims:
-        length = one.shape[dim] // count * kept
-        pair = (each.narrow(dim, 0, length) for each in (one, other))
-        if torch.allclose(*pair, rtol=0.0, atol=tolerance, equal_nan=True):
-            return True
-    return False
+    return torch.allclose(one, other, rtol=0.0, atol=tolerance, equal_nan=True)
 
 
 def whole_run(run: MicrobatchRun) -> MicrobatchRun:
