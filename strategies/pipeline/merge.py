@@ -489,9 +489,10 @@ class RowCheck:
 
 
 def _unit_events(plan: StagePlan, stage: int) -> list[int]:
-    """Return the calls of units that a stage runs."""
+    """Return the calls of units that a stage runs, less one that ends it: no hook sees that."""
     calls = zip(plan.unit_events, plan.stage_of_call, strict=True)
-    return [event for event, at in calls if at == stage]
+    ends = {event for event, planned in plan.handling.items() if planned.ends}
+    return [event for event, at in calls if at == stage and event not in ends]
 
 
 def _shapes(plan: StagePlan, stage: int) -> list[tuple[int, ...]]:
