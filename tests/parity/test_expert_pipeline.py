@@ -42,6 +42,7 @@ CASES: dict[str, tuple[str, int, int, Options, Options]] = {
         {"schedule": "zero_bubble"},
         {**EVEN, "is_starved": True},
     ),
+    "router logits": ("mixtral", 4, 2, {"microbatches": 1}, {"optimizer": "adamw"}),
     "offloaded": (
         "stacked",
         4,
@@ -73,8 +74,9 @@ def test_experts_of_stages_equal_one_process(case: str) -> None:
         ("stacked", {"schedule": "1f1b"}, "weigh their microbatches differently"),
         ("stacked", {"microbatches": 3}, "are cut into 2 to 3 microbatches"),
         ("list", {}, "experts of a list are whole for a batch"),
+        ("gpt_oss", {}, r"of shape .* has no dimension of rows. Use microbatches=1"),
     ],
-    ids=["1f1b", "parts", "list"],
+    ids=["1f1b", "parts", "list", "balancing loss"],
 )
 def test_what_would_give_other_numbers_is_refused(kind: str, strategy: Options, text: str) -> None:
     with pytest.raises(RankFailure, match=text):
