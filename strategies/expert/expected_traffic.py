@@ -40,7 +40,7 @@ class ExchangeShape:
 
     num_experts: int
     num_rows: float
-    """Of a rank, in the mean of those that have a part each."""
+    """The mean of the ranks that have a part each."""
     num_choices: int
     width: int
     """Elements of a row."""
@@ -99,6 +99,7 @@ class ExchangeShape:
             is_recomputed: Whether the forward pass runs once more in the backward pass.
         """
         passes = 1 + is_recomputed
+        weights: float
         if self.capacity is not None:
             sent = self.num_experts * self.capacity
             moved = sent * (self.width + self.output_width) * self.row_bytes

@@ -433,9 +433,8 @@ class RowCheck:
         joints = find_joints(whole, parts, run.sizes)
         if isinstance(joints, NoJoints):
             return None
-        count = sum(run.sizes[: len(received)])
+        values, count = join(received, joints, whole.values_in), sum(run.sizes[: len(received)])
         kept = count - count // 2
-        values = join(received, joints, whole.values_in)
         numbers = [*range(kept), *[0] * (count - kept)]
         others = [
             each if dim is None else each.index_select(dim, torch.tensor(numbers).to(each.device))
@@ -456,11 +455,12 @@ class RowCheck:
         return None
 
     def _stage(self, stage: int, batch: Any) -> StageRun:
-        run = self._run
+        run, plans = self._run, self._plans
         args = (run.step, batch, *run.rest)
-        if stage == self._end:  # up to its last unit
-            return self._plans.tail(*args, kwargs=run.kwargs, seed=run.seeds[0]).last
-        return self._plans.stages(*args, kwargs=run.kwargs, seed=run.seeds[0])[stage]
+        with torch.enable_grad():  # as the batch is run: known plans are of that
+            if stage == self._end:  # up to its last unit
+                return plans.tail(*args, kwargs=run.kwargs, seed=run.seeds[0]).last
+            return plans.stages(*args, kwargs=run.kwargs, seed=run.seeds[0])[stage]
 
     def _outputs(
         self, stage: int, numbers: Sequence[int], values: Sequence[Tensor]
@@ -503,10 +503,10 @@ def _shapes(plan: StagePlan, stage: int) -> list[tuple[int, ...]]:
 
 def _of_rows(output: Tensor, dim: int, count: int, kept: int) -> list[Tensor]:
     """Return what belongs to the first rows: side by side for a row, or in views of the batch."""
-    return [
-        output.unflatten(dim, (count, -1)).narrow(dim, 0, kept),
-        output.unflatten(dim, (-1, count)).narrow(dim + 1, 0, kept),
-    ]
+    before, after = output.shape[:dim], output.shape[dim + 1 :]
+    by_row = output.reshape(*before, count, -1, *after)
+    views = output.reshape(*before, -1, count, *after)
+    return [by_row.narrow(dim, 0, kept), views.narrow(dim + 1, 0, kept)]
 
 
 def _are_close(one: Tensor, other: Tensor) -> bool:

@@ -93,7 +93,7 @@ MISSING = object()
 
 
 class Recorded(NamedTuple):
-    """What a unit gives, and what hooks of transformers within it have recorded for the model."""
+    """Output of a unit, with values that hooks of transformers within it record for the model."""
 
     output: Any
     lists: dict[str, list[Any]]

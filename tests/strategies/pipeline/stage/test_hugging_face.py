@@ -51,7 +51,8 @@ class Attentive(MoeModule):
     """Its loss takes part of what layers record beside the logits of their routers."""
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        made = self.net(input_ids=batch, labels=batch, output_attentions=True)
+        net: Any = self.net
+        made = net(input_ids=batch, labels=batch, output_attentions=True)
         loss: Tensor = made.loss
         for each in made.attentions:
             loss = loss + each.square().mean()
