@@ -132,6 +132,12 @@ class Parallel3DStrategy(MeshStrategy):
         **kwargs: Any,
     ) -> None:
         _check_sizes(data=data, pipeline=pipeline, tensor=tensor, context=context)
+        if (of_experts := kwargs.pop("expert_tensor", 1)) != 1:
+            raise ConfigError(
+                f"expert_tensor={of_experts!r} was asked for, and experts beside expert= are whole "
+                f"on a rank: ranks of a tensor group send a part of the rows each. Leave "
+                f"expert_tensor out, or leave expert out: tensor={tensor} then divides each expert."
+            )
         shards = {
             "offload_optimizer": offload_optimizer,
             "offload_parameters": offload_parameters,

@@ -24,12 +24,12 @@ class PipelineParallelStrategy(MeshStrategy):
     ``DDPStrategy`` does it. The ranks of a stage stand side by side: with 2 stages, ranks 0 and 1
     of 4 hold the first one.
 
-    What looks at the rows of a batch together sees microbatches instead, as where gradients are
-    accumulated: a batch norm takes the moments of each, and updates its running statistics once for
-    each (of the same numbers as one process that accumulates over the microbatches; GroupNorm and
-    LayerNorm do not depend on the cut). A buffer or counter that the step itself changes is changed
-    once for each microbatch too. Batches with few rows are cut into fewer microbatches where batch
-    norms of vectors need two rows.
+    Layers that mix the rows of a batch are refused. Batch norms see microbatches instead, as where
+    gradients are accumulated: they take the moments of each, and update their running statistics
+    once for each (of the same numbers as one process that accumulates over the microbatches;
+    GroupNorm and LayerNorm do not depend on the cut). A buffer or counter that the step itself
+    changes is changed once for each microbatch too. Batches with few rows are cut into fewer
+    microbatches where batch norms of vectors need two rows.
 
     Each rank has the values of its own stages alone, NaN in the place of others, so ``state_dict``
     raises: ``Trainer.save_checkpoint`` and ``ModelCheckpoint`` write the whole, and

@@ -36,6 +36,7 @@ STRATEGIES = {
     "bolt_pipeline": (),
     "bolt_tensor": (),
     "bolt_context": (f"model.class_path={ROOT / 'tests/support/tiny.py'}:TinySequence",),
+    "bolt_expert": (f"model.class_path={ROOT / 'tests/support/tiny.py'}:TinyExperts",),
     "bolt_3d": ("strategy.pipeline=2", "strategy.tensor=1", "devices=4"),
 }
 """By name the overrides that each needs."""

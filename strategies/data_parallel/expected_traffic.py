@@ -126,8 +126,6 @@ class PipelineZeroTraffic:
 
     def expected(self) -> list[ExpectedTraffic]:
         """Return what one optimizer step moves on one rank, one entry per operator."""
-        if self.job.num_ranks == 1:
-            return []
         stage, num_batches = self.sharing.stage, self.job.num_microbatches
         reductions = 1 if stage == 1 else num_batches
         told = reductions * agreement_bytes(self.num_trained)

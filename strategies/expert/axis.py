@@ -362,7 +362,7 @@ class ExpertAxis(Axis):
         layout = self.strategy.layout
         shape = self._part(divided).part(layout.tensor)
         of_ranks: list[int] = [0] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, shape.num_rows * shape.num_choices)
+        dist.all_gather_object(of_ranks, math.ceil(shape.num_rows) * shape.num_choices)
         return max(1, math.ceil(self.capacity * max(of_ranks) / shape.num_experts))
 
     def _part(self, divided: "DividedExperts") -> ExchangeShape:
@@ -463,7 +463,8 @@ class ExpertAxis(Axis):
         )
         payload, calls = num_batches * batch.payload, num_batches * batch.calls
         expected = [ExpectedTraffic(self.name, "alltoall_base", payload, calls, why, is_mean=True)]
-        if sharing > 1:
+        tensor = [each for each in self.strategy.axes if each.name == "tensor"]
+        if sharing > 1 and any(each.expected_traffic(module) for each in tensor):
             joined = [each.joined(sharing, is_recomputed=again) for each, again in shapes]
             payload = num_batches * sum(each.payload for each in joined)
             calls = num_batches * sum(each.calls for each in joined)

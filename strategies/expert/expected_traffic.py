@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 _NUMBER_BYTES = 8
 
 
-def expected_rows(num_rows: int, num_experts: int, num_choices: int, size: int) -> float:
+def expected_rows(num_rows: float, num_experts: int, num_choices: int, size: int) -> float:
     """Rows that a rank sends in a forward pass, to itself too; each once for a rank.
 
     Args:
@@ -39,7 +39,8 @@ class ExchangeShape:
     """Sizes of one module's exchanges, as a watched call shows them."""
 
     num_experts: int
-    num_rows: int
+    num_rows: float
+    """The mean of the ranks that have a part each."""
     num_choices: int
     width: int
     """Elements of a row."""
@@ -74,7 +75,7 @@ class ExchangeShape:
 
     def part(self, num_ranks: int) -> "ExchangeShape":
         """Return the sizes for one of several ranks that have the same rows."""
-        return replace(self, num_rows=-(-self.num_rows // num_ranks))
+        return replace(self, num_rows=self.num_rows / num_ranks)
 
     def joined(self, num_ranks: int, *, is_recomputed: bool) -> ExchangeBytes:
         """Return what such ranks put together in a batch.
@@ -83,7 +84,7 @@ class ExchangeShape:
             num_ranks: Ranks that have the same rows.
             is_recomputed: Whether the forward pass runs once more in the backward pass.
         """
-        num_rows = num_ranks * self.part(num_ranks).num_rows
+        num_rows = num_ranks * math.ceil(self.num_rows / num_ranks)
         forward = num_rows * self.output_width * self.row_bytes
         weights = self.is_weighted * num_rows * self.num_choices * self.weight_bytes
         backward = num_rows * self.width * self.row_bytes + weights
@@ -98,6 +99,7 @@ class ExchangeShape:
             is_recomputed: Whether the forward pass runs once more in the backward pass.
         """
         passes = 1 + is_recomputed
+        weights: float
         if self.capacity is not None:
             sent = self.num_experts * self.capacity
             moved = sent * (self.width + self.output_width) * self.row_bytes

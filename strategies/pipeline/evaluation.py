@@ -49,6 +49,7 @@ from boltmesh.strategies.pipeline.stage.units import (
     ReplacedForwards,
     is_absent,
     make_absent,
+    with_records,
 )
 from boltmesh.strategies.pytree import is_constant, replace_tensors, take_apart, tensors_in
 from boltmesh.strategies.torch_compat.modules import swapped_state
@@ -217,7 +218,7 @@ class LayerwiseEvaluation:
         """
         streams = RandomStreams(seed, self._group.rank(), self._device, is_mixed=True)
         forwards: dict[str, Forward] = {
-            name: partial(self._call, name, unit.forward, streams)
+            name: partial(self._call, name, with_records(unit.forward), streams)
             for name, unit in self._units.items()
             if name in self._rank_of_unit
         }

@@ -99,6 +99,10 @@ Finish = Callable[[int, Any], tuple[Tensor, ...]]
 """Takes a microbatch's number and what the step returned; returns what to differentiate."""
 
 
+See = Callable[[int, int, tuple[Tensor, ...], Around], None]
+"""Takes a stage, a microbatch, what that begins with there, and the context of its run."""
+
+
 class TakesOutputs(Protocol):
     """Continues the step for the whole batch, where stages end behind the last unit."""
 
@@ -133,6 +137,7 @@ class MicrobatchStage:
         *,
         is_last: bool,
         batch_tail: TakesOutputs | None = None,
+        see: See | None = None,
     ) -> None:
         """Prepare the stage.
 
@@ -144,6 +149,7 @@ class MicrobatchStage:
             finish: Takes what the last stage returned, where it runs to the end of the step.
             is_last: Whether no other stage follows.
             batch_tail: Where the stage ends behind its last unit, what takes its outputs.
+            see: Called with what a microbatch begins with.
         """
         self.index = runs[0].plan.stage
         self.is_first = self.index == 0
@@ -154,6 +160,7 @@ class MicrobatchStage:
         self._during = during
         self._finish = finish
         self._batch_tail = batch_tail
+        self._see = see
         self._scalars = SentScalars()
 
     def values_in(self, microbatch: int) -> tuple[ValueSpec, ...]:
@@ -167,6 +174,8 @@ class MicrobatchStage:
     def forward(self, microbatch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Run the step on a microbatch as far as this stage goes; return what it hands on."""
         run = self._run
+        if self._see is not None:
+            self._see(self.index, microbatch, received, self._around)
         with self._around():
             with self._during(microbatch):
                 result = self._runs[microbatch].forward(

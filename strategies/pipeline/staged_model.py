@@ -23,10 +23,10 @@ from boltmesh.strategies.pipeline.expected_traffic import PipelineEstimate
 from boltmesh.strategies.pipeline.loss.loss_check import LossChecks
 from boltmesh.strategies.pipeline.loss.reduction import BatchLossError
 from boltmesh.strategies.pipeline.loss.trial import Trial
-from boltmesh.strategies.pipeline.merge import JoinedRun, join_run, whole_run
+from boltmesh.strategies.pipeline.merge import JoinedRun, RowCheck, join_run, whole_run
 from boltmesh.strategies.pipeline.metrics import MetricBroadcast
 from boltmesh.strategies.pipeline.microbatch import MicrobatchSplitter, batch_norms, fewest_rows
-from boltmesh.strategies.pipeline.microbatch_runs import Around, MicrobatchRun
+from boltmesh.strategies.pipeline.microbatch_runs import Around, MicrobatchRun, See
 from boltmesh.strategies.pipeline.options import (
     AUTOMATIC_SCHEDULE,
     WHOLE_BATCH,
@@ -66,6 +66,8 @@ class StagedModel:
         self._forget_scaler: Callable[[], None] = _nothing
         self._has_chosen = False
         """Whether the loss of a batch was looked at before a schedule was chosen."""
+        self._has_checked_rows = False
+        """Whether layers were looked at for mixing the rows of a batch."""
         self.cutter = MicrobatchSplitter()
         self.others = PeerPipelines(1, 1, self._fail)
         """The replicas of this pipeline."""
@@ -109,6 +111,7 @@ class StagedModel:
         self.close()
         self.placement = None
         self._has_chosen = False
+        self._has_checked_rows = False
         context = self.context
         self.module = module
         self._norms_of_rows = batch_norms(module, of_vectors=True)
@@ -404,6 +407,18 @@ class StagedModel:
             return str(error)
         except Exception as error:  # noqa: BLE001 - raised on all ranks
             self.runner.refuse(error)
+
+    def row_check(self, run: MicrobatchRun) -> See | None:
+        """Return what looks at the first microbatches of the first batch, see ``RowCheck``.
+
+        None where ranks of other pipelines compute with this one: they would meet the runs of the
+        check in the place of their own.
+        """
+        if self._has_checked_rows or self.context.coupled is not None:
+            return None
+        self._has_checked_rows = True
+        assert self.placement is not None
+        return RowCheck(self.placement.plans, run, self.cutter.rows(run.batch)).see
 
     def seeds(self, ordinal: int, count: int) -> list[int]:
         """Return what the random numbers of each microbatch start from."""

@@ -25,6 +25,7 @@ from boltmesh.strategies.pipeline.microbatch_runs import (
     Finish,
     MicrobatchRun,
     MicrobatchStage,
+    See,
 )
 from boltmesh.strategies.pipeline.options import PipelineContext
 from boltmesh.strategies.pipeline.partition.placement import StagePlacement
@@ -106,6 +107,7 @@ class StepRunner:
         around: Around,
         found: Callable[[StepLogs], Tensor],
         joined: JoinedRun | None = None,
+        see: See | None = None,
     ) -> tuple[StepLogs, Tensor]:
         """Run all chunks of this rank.
 
@@ -115,6 +117,7 @@ class StepRunner:
             around: Precision.
             found: Gives what the last stage's rank tells the others, ``sharing.row``.
             joined: How the end of the step is run on the whole batch; None: on each microbatch.
+            see: Called with what each microbatch of a stage begins with.
 
         Returns:
             What the last stage logged, and what each rank told at the end.
@@ -130,10 +133,10 @@ class StepRunner:
             self.refuse(error)
         logs = StepLogs(self._module, metrics)
         if joined is None:
-            stages = self._stages(run, runs, around, logs.of_microbatch, finish)
+            stages = self._stages(run, runs, around, logs.of_microbatch, finish, see)
         else:
             tail = BatchTail(joined, around, logs.of_microbatch, finish)
-            stages = self._joined_stages(run, runs, around, joined, tail)
+            stages = self._joined_stages(run, runs, around, joined, tail, see)
         tell = partial(found, logs) if self._end in self._whole.stages else None
         with self._placement.plans.writes.of_batch():
             if self.delayed is None:
@@ -152,6 +155,7 @@ class StepRunner:
         around: Around,
         during: During,
         finish: Finish,
+        see: See | None,
     ) -> list[MicrobatchStage]:
         """Return this rank's stages, the last one up to the end of the step."""
         return [
@@ -165,6 +169,7 @@ class StepRunner:
                 ),
                 finish if index == self._end else None,
                 is_last=index == self._end,
+                see=see,
             )
             for index in self._whole.stages
         ]
@@ -176,6 +181,7 @@ class StepRunner:
         around: Around,
         joined: JoinedRun,
         tail: BatchTail,
+        see: See | None,
     ) -> list[MicrobatchStage]:
         """Return this rank's stages, the last one up to its last unit.
 
@@ -195,6 +201,7 @@ class StepRunner:
                 self.glue_state.during(self._quiet, [each[index].plan for each in runs], keeps),
                 is_last=index == self._end,
                 batch_tail=tail if index == self._end else None,
+                see=see,
             )
             for index in self._whole.stages
         ]

@@ -213,6 +213,7 @@ def training_step(
     if len(parts) > 1 and model.has_open_schedule:
         model.choose_schedule(run, around, trial)
     joined = model.join(run, around) if len(parts) > 1 else None
+    check = model.row_check(run) if len(parts) > 1 else None
     proofs = model.proofs.of_step(trial)
     if isinstance(joined, JoinedRun):
         sizes = [sum(sizes)]
@@ -245,7 +246,7 @@ def training_step(
     delayed = model.delayed
     with deposit.taking() if delayed is None else nullcontext():
         logs, rows = model.runner.run_batch(
-            run, finish, around, found, joined if isinstance(joined, JoinedRun) else None
+            run, finish, around, found, joined if isinstance(joined, JoinedRun) else None, check
         )
     loss, total = _hear(model, logs, rows, numbers)
     if delayed is not None:

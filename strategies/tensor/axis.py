@@ -367,11 +367,13 @@ class TensorAxis(Axis):
 
     @override
     def announce_batch(self, batch: Any, digest: BatchDigest) -> None:
-        self.batches.start(batch, digest)
+        if self.size > 1:
+            self.batches.start(batch, digest)
 
     @override
     def check_batch(self, batch: Any) -> None:
-        self.batches.wait(batch)
+        if self.size > 1:
+            self.batches.wait(batch)
 
     @override
     def norm_shares(self) -> Sequence[NormShare]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -11,9 +11,13 @@ from torch.distributed.fsdp._fully_shard import _fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.nn import Module, Parameter
 
+from boltmesh.errors import UnsupportedError
+
 
 def prepare_class(kind: type[Module]) -> None:
-    """Let ``fully_shard`` take modules of a class whose first base is no ``Module``, such as ABC.
+    """Make the class that ``fully_shard`` gives modules of a class.
+
+    It says why they cannot be copied, and can be made where the first base is no ``Module``.
 
     [Note: Layout of a class]
     ``fully_shard`` gives a module a class with the bases ``FSDPModule`` and the module's own class.
@@ -25,7 +29,11 @@ def prepare_class(kind: type[Module]) -> None:
     while base.__base__ is not None and base.__base__.__dictoffset__:
         base = base.__base__
     classes = _fully_shard.cls_to_fsdp_cls
-    if base.__base__ is object or kind in classes:
+    if kind in classes:
+        return
+    members: dict[str, Any] = {"__deepcopy__": _refuse_copy, "__module__": FSDPModule.__module__}
+    if base.__base__ is object:
+        classes[kind] = type(f"FSDP{kind.__name__}", (FSDPModule, kind), members)
         return
 
     def mro(cls: type) -> list[type]:
@@ -33,8 +41,15 @@ def prepare_class(kind: type[Module]) -> None:
         return [cls, FSDPModule, *own, object]
 
     meta = type(f"{type(kind).__name__}Layout", (type(kind),), {"mro": mro})
-    members = {"__deepcopy__": _fully_shard._unimplemented_deepcopy, "__module__": kind.__module__}
     classes[kind] = meta(f"FSDP{kind.__name__}", (kind, FSDPModule), members)
+
+
+def _refuse_copy(unit: Module, memo: dict[int, Any]) -> NoReturn:
+    raise UnsupportedError(
+        f"copy.deepcopy was called for {type(unit).__name__.removeprefix('FSDP')} in a run under "
+        f"ZeRO, where ranks hold shards of its parameters. Copy it before the run, in __init__ or "
+        f"configure_model, or use bolt_ddp."
+    )
 
 
 def parameter_groups(unit: FSDPModule) -> list[Any]:

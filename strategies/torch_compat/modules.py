@@ -154,3 +154,15 @@ def distributions_unchecked() -> Iterator[None]:
         yield
     finally:
         Distribution.set_default_validate_args(checks)
+
+
+@contextmanager
+def hooks_unchanged(modules: Iterable[Module]) -> Iterator[None]:
+    """Undo that forward hooks are registered, as models of transformers do in their first call."""
+    before = [(each._forward_hooks, set(each._forward_hooks)) for each in modules]
+    try:
+        yield
+    finally:
+        for hooks, known in before:
+            for number in hooks.keys() - known:
+                del hooks[number]

@@ -42,6 +42,7 @@ CASES: dict[str, tuple[str, int, int, Options, Options]] = {
         {"schedule": "zero_bubble"},
         {**EVEN, "is_starved": True},
     ),
+    "router logits": ("mixtral", 4, 2, {"microbatches": 1}, {"optimizer": "adamw"}),
     "offloaded": (
         "stacked",
         4,
@@ -73,12 +74,18 @@ def test_experts_of_stages_equal_one_process(case: str) -> None:
         ("stacked", {"schedule": "1f1b"}, "weigh their microbatches differently"),
         ("stacked", {"microbatches": 3}, "are cut into 2 to 3 microbatches"),
         ("list", {}, "experts of a list are whole for a batch"),
+        ("gpt_oss", {}, r"of shape .* has no dimension of rows. Use microbatches=1"),
     ],
-    ids=["1f1b", "parts", "list"],
+    ids=["1f1b", "parts", "list", "balancing loss"],
 )
 def test_what_would_give_other_numbers_is_refused(kind: str, strategy: Options, text: str) -> None:
     with pytest.raises(RankFailure, match=text):
         run_ranks(partial(train, kind=kind, strategy=beside_stages(strategy)), 4)
+
+
+def test_experts_that_are_divided_themselves_are_refused() -> None:
+    with pytest.raises(ConfigError, match="expert_tensor='tensor' was asked for, and experts bes"):
+        strategy_of(zero_stage=1, tensor=2, expert=2, expert_tensor="tensor")
 
 
 def test_a_schedule_with_two_versions_of_weights_is_refused() -> None:

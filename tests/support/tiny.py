@@ -88,6 +88,31 @@ class TinySequence(TinyModel):
         return self.head(F.scaled_dot_product_attention(queries, keys, values)).mean(1)
 
 
+class Mixture(nn.Module):
+    """Experts, of which each row goes through one."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.router = nn.Linear(width, 4)
+        self.experts = nn.ModuleList(nn.Linear(width, 1) for _ in range(4))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        weights, chosen = self.router(rows).softmax(-1).max(-1)
+        made = torch.zeros_like(rows[:, :1])
+        for number, expert in enumerate(self.experts):
+            row = torch.where(chosen == number)[0]
+            made = made.index_add(0, row, expert(rows[row]) * weights[row, None])
+        return made
+
+
+class TinyExperts(TinyModel):
+    """The same with a mixture of experts behind its layers."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__(width)
+        self.layers = nn.Sequential(nn.Linear(FEATURES, width), nn.Tanh(), Mixture(width))
+
+
 class TinyData(LightningDataModule):
     """A linear function with noise."""
 

@@ -24,6 +24,7 @@ from boltmesh.telemetry.reader.reader import open_job
 from tests.support.blocks import Blocks
 from tests.support.models import Regression, regression_data
 from tests.support.ranks import RankFailure, connect, run_ranks
+from tests.support.tiny import TinyExperts
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow(35), pytest.mark.timeout(300)]
 
@@ -33,8 +34,15 @@ AT_ONCE = 3
 STRATEGIES = {
     "ddp": lambda: DDPStrategy(timeout_s=TIMEOUT_S),
     "zero": lambda: ZeROStrategy(stage=3, timeout_s=TIMEOUT_S),
+    "expert": lambda: ZeROStrategy(stage=1, expert=2, timeout_s=TIMEOUT_S),
     "tensor": lambda: TensorParallelStrategy(size=2, timeout_s=TIMEOUT_S),
     "pipeline": lambda: PipelineParallelStrategy(microbatches=2, timeout_s=TIMEOUT_S),
+}
+
+
+MODULES: dict[str, type[lightning.LightningModule]] = {
+    "pipeline": Blocks,
+    "expert": TinyExperts,
 }
 
 
@@ -69,7 +77,7 @@ def stray(rank: int, world_size: int, folder: str, strategy: str, what: str) -> 
     )  # fmt: skip
     began = time.monotonic()
     try:
-        module = straying(Blocks if strategy == "pipeline" else Regression, what)
+        module = straying(MODULES.get(strategy, Regression), what)
         trainer.fit(module, regression_data(64, 8))
     except RuntimeError as error:
         with open_job(job_id) as job:

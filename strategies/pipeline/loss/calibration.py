@@ -56,7 +56,7 @@ from boltmesh.strategies.pipeline.loss.trial import (
 )
 from boltmesh.strategies.pipeline.loss.weights import StepWeights
 
-_TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-3}
+_TOLERANCES = {torch.float64: 1e-5, torch.float32: 2e-5}
 _ROUGH = 5e-2
 """Of 16 bit numbers."""
 

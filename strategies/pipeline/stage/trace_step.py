@@ -41,10 +41,10 @@ from boltmesh.strategies.pipeline.stage.unit_outputs import (
     recall,
     versions,
 )
-from boltmesh.strategies.pipeline.stage.units import ReplacedForwards
+from boltmesh.strategies.pipeline.stage.units import ReplacedForwards, with_records
 from boltmesh.strategies.pytree import replace_tensors, take_apart, tensors_in
 from boltmesh.strategies.random_state import seed_random_state
-from boltmesh.strategies.torch_compat.modules import distributions_unchecked
+from boltmesh.strategies.torch_compat.modules import distributions_unchecked, hooks_unchanged
 from boltmesh.strategies.torch_compat.tensors import (
     fake_tensors,
     is_equal,
@@ -292,10 +292,12 @@ class _StepTracer:
             self.root, self.trace, self.mode, answer=answer, after_read=self._stop_if_known
         )
         forwards = {
-            name: partial(self._call, name, unit.forward) for name, unit in self.units.items()
+            name: partial(self._call, name, with_records(unit.forward))
+            for name, unit in self.units.items()
         }
         with ExitStack() as stack:
             around = outside_of(self.root, self.units.values())
+            stack.enter_context(hooks_unchanged(self.root.modules()))
             stack.enter_context(modules_unchanged(around.values()))
             stack.enter_context(random_state_unchanged(device))
             stack.enter_context(without_weight_cache())

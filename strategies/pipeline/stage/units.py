@@ -4,9 +4,10 @@
 Parameters of other stages are absent: in their places, of their shapes, without their memory.
 """
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
-from typing import Any
+from functools import partial, wraps
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import Module, Parameter
@@ -91,12 +92,56 @@ Forward = Callable[..., Any]
 MISSING = object()
 
 
+class Recorded(NamedTuple):
+    """Output of a unit, with values that hooks of transformers within it record for the model."""
+
+    output: Any
+    lists: dict[str, list[Any]]
+    """By what was asked for, such as ``router_logits``."""
+
+
+def _records() -> dict[str, list[Any]]:
+    """Return the lists to which hooks of transformers append, if a model records anything."""
+    capturing: Any = sys.modules.get("transformers.utils.output_capturing")
+    collector = getattr(capturing, "_active_collector", None)
+    found = None if collector is None else collector.get()
+    return {} if found is None else {k: v for k, v in found.items() if isinstance(v, list)}
+
+
+def with_records(forward: Forward) -> Forward:
+    """Return a unit's forward that gives ``Recorded`` where hooks within it have recorded."""
+
+    @wraps(forward)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        lists = _records()
+        before = {name: len(each) for name, each in lists.items()}
+        output = forward(*args, **kwargs)
+        made = {name: each[before[name] :] for name, each in lists.items()}
+        for name, each in lists.items():
+            del each[before[name] :]
+        return Recorded(output, made) if any(made.values()) else output
+
+    return call
+
+
+def _without_records(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    """Call what replaces a unit's forward, and record what its hooks would have."""
+    result = forward(*args, **kwargs)
+    if not isinstance(result, Recorded):
+        return result
+    lists = _records()
+    for name, each in result.lists.items():
+        lists[name].extend(each)
+    return result.output
+
+
 class ReplacedForwards:
     """Within it, ``forwards[name]`` is called instead of the forward of each unit.
 
-    Hooks run as ever. They stand on the instances and are taken back at the end, so copies,
-    checkpoints and recomputation in the backward pass meet the modules as they are. It may be
-    entered again and again, for every microbatch, but not within itself.
+    What it gives as ``Recorded`` is recorded for the model. Hooks run as ever. They stand on the
+    instances and are taken back at the end, so copies, checkpoints and recomputation in the
+    backward pass meet the modules as they are. It may be entered again and again, for every
+    microbatch, but not within itself.
 
     Args:
         units: By name.
@@ -105,19 +150,22 @@ class ReplacedForwards:
 
     def __init__(self, units: Mapping[str, Module], forwards: Mapping[str, Forward]) -> None:
         self._units = units
-        self._places = [(name, vars(units[name]), each) for name, each in forwards.items()]
+        self._places = [
+            (name, vars(units[name]), partial(_without_records, each))
+            for name, each in forwards.items()
+        ]
         self._before: dict[str, Any] = {}
 
     def own(self, name: str) -> Forward:
-        """Return the forward that a unit has by itself; to be called within."""
+        """Return the forward that a unit has by itself, ``with_records``; to be called within."""
         before: Any = self._before[name]
         if before is not MISSING:
-            return before  # type: ignore[no-any-return]
+            return with_records(before)
         unit = self._units[name]
         attributes = vars(unit)
         replaced = attributes.pop("forward")
         try:
-            return unit.forward
+            return with_records(unit.forward)
         finally:
             attributes["forward"] = replaced
 

@@ -1,5 +1,6 @@
 """What would be wrong with shards is refused by name, with what to do instead."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -256,3 +257,14 @@ def test_a_weight_in_tiles_that_is_read_directly_is_named(kind: type[Stack]) -> 
     said = str(failed.value)
     assert "'head.weight' is gathered in tiles, by its own layer alone" in said
     assert "gathered_parameters(...); to train through it, set tile_linear_bytes to 5252" in said
+
+
+class CopiesItself(Stack):
+    def on_train_start(self) -> None:
+        copy.deepcopy(self.blocks[0])
+
+
+@pytest.mark.ranks
+def test_a_copy_of_a_sharded_module_is_refused_with_where_to_make_it() -> None:
+    with pytest.raises(RankFailure, match=r"called for Block .*Copy it before the run, in "):
+        run_ranks(fit_wrongly, 2, CopiesItself, {}, None)

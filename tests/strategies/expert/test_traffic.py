@@ -31,7 +31,7 @@ def fit(rank: int, world_size: int, kind: str, options: dict[str, Any], accumula
     notes = Notes()
     run = trainer(
         world_size,
-        strategy_of(**{"stage": 1, **options} if "tensor" not in options else options),
+        strategy_of(**options if "zero_stage" in options else {"stage": 1, **options}),
         max_steps=6,
         callbacks=[notes],
         accumulate_grad_batches=accumulate,
@@ -41,7 +41,10 @@ def fit(rank: int, world_size: int, kind: str, options: dict[str, Any], accumula
     return notes.path
 
 
-@pytest.mark.sample("2-2", "list-4-2")
+STAGES = {"expert": 2, "pipeline": 2, "microbatches": 2}
+
+
+@pytest.mark.sample("2-2", "list-4-2", "stages")
 @pytest.mark.parametrize(
     ("world_size", "kind", "options", "accumulate"),
     [
@@ -52,8 +55,15 @@ def fit(rank: int, world_size: int, kind: str, options: dict[str, Any], accumula
         (4, "list, even", {"expert": 2}, 2),
         (2, "all", {"expert": 2, "tensor": 2, "zero_stage": 1}, 1),
         (2, "all", {"expert": 2, "expert_capacity": 1.0}, 2),
+        (4, "all", {**STAGES, "zero_stage": 2}, 2),
+        (4, "all", {**STAGES, "tensor": 2, "zero_stage": 1, "schedule": "1f1b"}, 1),
+        (4, "all", {**STAGES, "zero_stage": 0, "schedule": "zero_bubble"}, 1),
+        (4, "all", {**STAGES, "zero_stage": 1, "expert_capacity": 1.0}, 2),
     ],
-    ids=["2-2", "recomputed", "4-2", "list-recomputed", "list-4-2", "tensor", "capacity"],
+    ids=[
+        *("2-2", "recomputed", "4-2", "list-recomputed", "list-4-2", "tensor", "capacity"),
+        *("stages", "stages-tensor", "zero_bubble", "stages-capacity"),
+    ],
 )
 def test_a_step_moves_what_is_expected(
     world_size: int, kind: str, options: dict[str, Any], accumulate: int
@@ -62,18 +72,28 @@ def test_a_step_moves_what_is_expected(
     with open_job(Path(path)) as job:
         snapshot = job.snapshot()
     assert snapshot.communication_note is None
+    # Of stages the mean of ranks is stated, and nothing where a step on values has to tell.
+    per_rank = "pipeline" not in options
+    axes = (
+        {"data", "expert", "tensor"} if per_rank or "tensor" not in options else {"data", "expert"}
+    )
     expected = {
-        (each.axis, each.operator): (each.payload_bytes, each.calls) for each in snapshot.expected
+        (each.axis, each.operator): (each.payload_bytes, each.calls)
+        for each in snapshot.expected
+        if each.axis in {"data", "expert", "tensor"}
     }
+    assert {axis for axis, _ in expected} <= axes
     assert ("expert", "alltoall_base") in expected
-    for rank in snapshot.ranks:
+    for ranks in [[each] for each in snapshot.ranks] if per_rank else [snapshot.ranks]:
         counted: dict[tuple[str, str], tuple[float, float]] = {}
-        for each in rank.collectives:
-            if each.bytes_per_step and each.axis in {"data", "expert", "tensor"}:
+        for each in (one for rank in ranks for one in rank.collectives):
+            if each.bytes_per_step and each.axis in axes:
                 key = each.axis, each.operator  # of one group or of several
                 payload, calls = counted.get(key, (0.0, 0.0))
-                more = each.calls_per_step or 0.0
-                counted[key] = payload + each.bytes_per_step, calls + more
+                counted[key] = (
+                    payload + each.bytes_per_step / len(ranks),
+                    calls + (each.calls_per_step or 0.0) / len(ranks),
+                )
         for key, (bytes_expected, calls_expected) in expected.items():
             assert counted[key][0] == bytes_expected, key
             assert calls_expected is None or counted[key][1] == calls_expected, key

@@ -4,8 +4,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from boltmesh.strategies.activation_checkpointing import ActivationCheckpointing
+from tests.support.expert_models import MoeModule, tokens
 from tests.support.hugging_face import HuggingFace, batches
 from tests.support.staged import check_parity
 
@@ -43,3 +45,21 @@ def test_blocks_that_run_again(kind: Any) -> None:
         recomputation.put_on(module)
         assert len(recomputation.blocks) >= 4
         check_parity(module, batches(name)[:1], stages=4)
+
+
+class Attentive(MoeModule):
+    """Its loss takes part of what layers record beside the logits of their routers."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        net: Any = self.net
+        made = net(input_ids=batch, labels=batch, output_attentions=True)
+        loss: Tensor = made.loss
+        for each in made.attentions:
+            loss = loss + each.square().mean()
+        return loss
+
+
+def test_what_layers_of_transformers_record_for_the_loss_reaches_it() -> None:
+    module = Attentive("mixtral")
+    module.net.set_attn_implementation("eager")
+    check_parity(module, [tokens(0, 0), tokens(1, 1)], stages=2)

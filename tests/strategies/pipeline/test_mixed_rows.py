@@ -1,0 +1,120 @@
+"""Layers that mix the rows of a batch are refused where microbatches have some of them."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from boltmesh.errors import ConfigError
+from boltmesh.strategies import Parallel3DStrategy
+from boltmesh.strategies.pipeline.merge import RowCheck
+from boltmesh.strategies.pipeline.microbatch import MicrobatchSplitter, cut
+from boltmesh.strategies.pipeline.microbatch_runs import MicrobatchRun
+from boltmesh.strategies.pipeline.stage.plan_cache import StagePlans
+from boltmesh.strategies.pipeline.stage.units import find_stage_units
+from tests.support import pipeline_models as models
+from tests.support.ranks import RankFailure, run_ranks
+from tests.support.staged import split_evenly
+
+
+class Centred(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y - y.mean(0).detach()
+
+
+class Flat(nn.Linear):
+    """Mixes no rows, but has them in other places than the first dimension."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.unsqueeze(1).expand(-1, 3, -1).flatten(0, 1)
+        return super().forward(flat).unflatten(0, (-1, 3)).mean(1)
+
+
+class TwoViews(nn.Linear):
+    """Mixes no rows, but gives two views of the batch, one behind the other."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(torch.cat((x, 2 * x)))
+
+
+KINDS: dict[str, Callable[[], list[nn.Module]]] = {
+    "first": lambda: [Centred(8, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)],
+    "last": lambda: [nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8), Centred(8, 8)],
+    "norms": lambda: [nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.BatchNorm1d(8)],
+    "views": lambda: [TwoViews(8, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)],
+    "rows": lambda: [Flat(8, 8), nn.Linear(8, 8), nn.GRUCell(8, 8), Flat(8, 8)],
+}
+MIXED = {"first": "layers.0", "last": "layers.3"}
+
+
+class Layers(LightningModule):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = nn.ModuleList(KINDS[kind]())
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        x = batch
+        for layer in self.layers:
+            x = nn.functional.dropout(layer(x), 0.2)
+        return x.square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+def look(module: LightningModule, batch: Any, sizes: list[int]) -> None:
+    """Let two stages see their first microbatches, in one process."""
+    units = find_stage_units(module)
+    plans = StagePlans(module, units, split_evenly(module, "training_step", (batch, 0), 2))
+    rows = MicrobatchSplitter().rows(batch)
+    parts = cut(batch, rows, sizes)
+    run = MicrobatchRun("training_step", batch, parts, (0,), {}, list(range(len(parts))), sizes)
+    check = RowCheck(plans, run, rows)
+    for number, part in enumerate(parts[:2]):
+        check.see(0, number, (), nullcontext)
+        sent = plans.stages("training_step", part, 0)[0].forward((), (part, 0), seed=number)
+        check.see(1, number, sent, nullcontext)
+
+
+@pytest.mark.parametrize("sizes", [[2, 2, 2, 2], [3, 3, 2], [1] * 8], ids=len)
+@pytest.mark.parametrize("kind", MIXED)
+def test_a_layer_that_mixes_rows_is_named(kind: str, sizes: list[int]) -> None:
+    with pytest.raises(ConfigError, match=f"the output of '{MIXED[kind]}' depends on other rows"):
+        look(Layers(kind), torch.randn(8, 8), sizes)
+
+
+@pytest.mark.parametrize("kind", ["norms", "rows", "views"])
+def test_others_and_batch_norms_are_not_refused(kind: str) -> None:
+    module = Layers(kind)
+    look(module, torch.randn(8, 8), [4, 4])
+    assert all(each.training for each in module.modules())
+
+
+@pytest.mark.parametrize(
+    "kind", [models.Words, models.Streams, models.DataclassState, models.Extra, models.UNet]
+)
+def test_models_whose_rows_are_apart_are_not_refused(kind: Any) -> None:
+    tokens = torch.arange(36).reshape(6, 6) % models.WORDS
+    look(kind(), torch.randn(6, 1, 8, 8) if kind is models.UNet else tokens, [3, 3])
+
+
+def train(rank: int, world_size: int, kind: str) -> None:
+    rows = torch.randn(16, 8, generator=torch.Generator().manual_seed(1))
+    Trainer(
+        accelerator="cpu", devices=world_size, max_steps=2, logger=False,
+        strategy=Parallel3DStrategy(pipeline=2, tensor=2, microbatches=4, telemetry=False),
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    ).fit(Layers(kind), DataLoader(rows, 8))  # type: ignore[arg-type]  # fmt: skip
+
+
+@pytest.mark.ranks
+def test_all_ranks_of_a_run_end_with_the_name_of_the_layer() -> None:
+    with pytest.raises(RankFailure, match=r"output of .layers\.3. depends on other rows"):
+        run_ranks(train, 4, "last")
