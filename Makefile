@@ -83,7 +83,7 @@ zoo: .venv-zoo/.installed  ## train modules of other packages under every strate
 
 # What pytest and boltmesh need beside torch, Lightning, psutil and nvidia-ml-py.
 GPU_PACKAGES := omegaconf pyyaml textual msgspec platformdirs mdit-py-plugins markdown-it-py \
-  mdurl rich pygments linkify-it-py uc-micro-py pytest-asyncio pytest-timeout pytest-xdist execnet
+  mdurl rich pygments linkify-it-py uc-micro-py pytest-asyncio pytest-timeout pytest-xdist execnet torchao
 GPU_PYTHON ?= 3.12
 
 gpu-bundle: venv  ## make .gpu, what a machine with a GPU and no package index needs; at most 64 MiB

@@ -33,7 +33,11 @@ from boltmesh.strategies.context.positions import (
 )
 from boltmesh.strategies.context.ring import ring_attention
 from boltmesh.strategies.context.rules.table import cut_rule, named
-from boltmesh.strategies.torch_compat.tensors import subclasses_unasked, times_written
+from boltmesh.strategies.torch_compat.tensors import (
+    subclasses_asked,
+    subclasses_unasked,
+    times_written,
+)
 
 MOST_STRETCHES = 64
 """Keys that a mask shows in more pieces are fetched from the first to the last one."""
@@ -391,11 +395,18 @@ def _causal(
     if not start and length == count:
         return _sdpa(query, key, value, None, {**options, "is_causal": True})
     if query.is_cuda and length == start + count:
-        return _sdpa(query, key, value, causal_lower_right(count, length), options)
+        return attend_from_last(query, key, value, options)
     row = torch.zeros(count + length, dtype=query.dtype, device=query.device)
     row[start + count :] = float("-inf")
     mask = row.as_strided((count, length), (1, 1))
     return _sdpa(query.flip(-2), key, value, mask, options).flip(-2)
+
+
+def attend_from_last(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
+    """Attend from the last positions, each to keys up to its own; a GPU's kernels need no mask."""
+    mask = causal_lower_right(query.shape[-2], key.shape[-2])
+    with subclasses_asked():  # the mask is one, and not what its elements say
+        return _sdpa(query, key, value, mask, options)
 
 
 def positions_of(stretches: Stretches, device: torch.device) -> Tensor:

@@ -4,6 +4,7 @@ One batch of the run is run both ways, and the loss, what is logged, outputs of 
 over the ranks of every gradient have to agree. Long sequences are shortened for it.
 """
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -31,6 +32,8 @@ from boltmesh.strategies.tensor.verify import (
     nudge,
     parameters_kept,
 )
+
+_LOG = logging.getLogger(__name__)
 
 SHORT = 1024
 """Positions of a sequence that is verified; longer ones are shortened where the step allows it."""
@@ -85,6 +88,8 @@ class ContextProof:
                 fault = difference(whole, cut, {})
             except Exception as error:  # noqa: BLE001 - the user's step may raise anything
                 fault = f"raises {_told(error)}"
+                # Where it is alone with that, the others wait in a collective until it times out.
+                _LOG.warning("boltmesh: the step with a divided sequence %s", fault)
             fault = self._first(fault)
             if fault is not None and not fault.startswith("raises"):
                 nudged = self._run_nudged(run)

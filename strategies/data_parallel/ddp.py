@@ -8,7 +8,7 @@ Source: PyTorch Distributed, Li et al. 2020, https://arxiv.org/abs/2006.15704
 
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -81,23 +81,16 @@ class DdpAxis(DataAxis):
         if group.size() > 1:
             _refuse_max_norm(module)
         self.other_shares = context.norm_shares
-        # DDP copies and reduces on its own stream; without a side stream here its construction
-        # would order itself behind the default one.
-        # https://docs.pytorch.org/docs/stable/notes/cuda.html#use-nn-parallel-distributeddataparallel
-        stream: AbstractContextManager[object] = nullcontext()
-        if device.type == "cuda":
-            side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-            stream = torch.cuda.stream(side)
-        with stream:
-            wrapped = Replica(
-                module,
-                device_ids=device_index(device),
-                process_group=group,
-                bucket_cap_mb=options.bucket_cap_mb,
-                static_graph=options.static_graph,
-                find_unused_parameters=options.find_unused_parameters,
-                gradient_as_bucket_view=self._keeps_in_buckets(context),
-            )
+        # On the stream of the steps: autograd makes nodes of another wait for each other.
+        wrapped = Replica(
+            module,
+            device_ids=device_index(device),
+            process_group=group,
+            bucket_cap_mb=options.bucket_cap_mb,
+            static_graph=options.static_graph,
+            find_unused_parameters=options.find_unused_parameters,
+            gradient_as_bucket_view=self._keeps_in_buckets(context),
+        )
         self._is_static_graph_flushed = False
         self._is_graph_known = False
         self._trained_names = [

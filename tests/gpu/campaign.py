@@ -10,19 +10,27 @@ gloo, and pipelines, whose messages gloo cannot send from a GPU, are left out.
 """
 
 import argparse
+import contextlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 PART_S = 540.0
 """Seconds that a part may take; what has not begun by then is left out, and said."""
+
+AT_A_TIME = 4
+"""Cases of several ranks that run beside each other."""
 
 NCCL = {
     "NCCL_SOCKET_IFNAME": "lo",
@@ -66,6 +74,8 @@ class Campaign:
     is_dry: bool = False
     deadline: float = 0.0
     _backend: str | None = field(default=None, repr=False)
+    _begun: "list[Begun]" = field(default_factory=list, repr=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def sizes(self, real: dict[str, int]) -> dict[str, int]:
         """Return the sizes of a model, tiny ones in a dry run."""
@@ -95,28 +105,40 @@ class Campaign:
         if seconds < 5.0:
             return {"error": "left out: the time of the part was over"}
         port = free_port()
-        command = [sys.executable, "-m", "tests.gpu.measure", name, json.dumps(arguments)]
-        ranks = [
-            subprocess.Popen(
-                command, env=self.environment(rank, world_size, port), text=True,
-                stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            )
-            for rank in range(world_size)
-        ]  # fmt: skip
-        found: list[dict[str, Any]] = []
+        ranks = [self._next() for _ in range(world_size)]
+        for rank, each in enumerate(ranks):
+            each.run(name, arguments, self.environment(rank, world_size, port))
+        error = None
         try:
             for each in ranks:
-                left = max(1.0, self.deadline - time.monotonic())
-                out, error = each.communicate(timeout=left)
-                found.append(result_of(out, error, each.returncode))
+                each.process.wait(timeout=max(1.0, self.deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
-            found.append({"error": "took longer than the part may"})
-        finally:
-            for each in ranks:
-                if each.poll() is None:
-                    each.kill()
-                each.wait()
-        return next((each for each in found if "error" in each), found[0])
+            error = {"error": "took longer than the part may"}
+        texts = [each.end() for each in ranks]
+        for rank, (out, errors) in enumerate(texts):
+            self._keep_log(f"{name} {arguments} rank {rank} of {world_size}", out + errors)
+        codes = [each.process.returncode for each in ranks]
+        found = [result_of(*text, code) for text, code in zip(texts, codes, strict=True)]
+        failed = (each for each in found if "error" in each)
+        return error or next(failed, found[0])
+
+    def prepare(self, count: int) -> None:
+        """Start processes that import what measurements need before their turn comes."""
+        with self._lock:
+            self._begun += [Begun() for _ in range(count - len(self._begun))]
+
+    def _next(self) -> "Begun":
+        with self._lock:
+            return self._begun.pop(0) if self._begun else Begun()
+
+    def _keep_log(self, title: str, text: str) -> None:
+        with self._lock, (self.out / "logs.txt").open("a", encoding="utf-8") as file:
+            file.write(f"==== {title}\n{text[-20_000:]}\n")
+
+    def close(self) -> None:
+        """End processes that got no measurement."""
+        while self._begun:
+            self._begun.pop().end()
 
     def backend(self) -> str:
         """Return what several ranks communicate by, tried once."""
@@ -125,6 +147,37 @@ class Campaign:
             tried = self.measure("smoke", {"backend": wanted}, 2)
             self._backend = wanted if tried.get("is_right") else "gloo"
         return self._backend
+
+
+class Begun:
+    """A process that has begun to import, and waits for the measurement that it shall run."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        self._texts = Path(self._folder.name, "out"), Path(self._folder.name, "errors")
+        with self._texts[0].open("w") as out, self._texts[1].open("w") as errors:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "tests.gpu.measure"], text=True,
+                stdin=subprocess.PIPE, stdout=out, stderr=errors,
+            )  # fmt: skip
+
+    def run(self, name: str, arguments: dict[str, Any], environment: dict[str, str]) -> None:
+        """Let it run a measurement in an environment of its own."""
+        asked = {"name": name, "arguments": arguments, "environment": environment}
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(asked))
+        self.process.stdin.close()
+
+    def end(self) -> tuple[str, str]:
+        """Kill it unless it has ended; return what it has printed, and its errors."""
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        if self.process.stdin is not None and not self.process.stdin.closed:
+            self.process.stdin.close()
+        out, errors = (each.read_text("utf-8", errors="replace") for each in self._texts)
+        self._folder.cleanup()
+        return out, errors
 
 
 def result_of(out: str, error: str, code: int) -> dict[str, Any]:
@@ -157,27 +210,32 @@ def the_machine(campaign: Campaign) -> Iterator[Row]:
 def one_rank(campaign: Campaign) -> Iterator[Row]:
     """The tests of this folder."""
     chosen = ["tests/gpu/test_steps_gpu.py"] if campaign.is_dry else ["tests/gpu"]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen]
-    if campaign.is_dry:
-        command += ["-k", "seed or keyword"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:benchmark",
+               *chosen]  # fmt: skip
+    command += ["-k", "seed or keyword"] if campaign.is_dry else ["-n", "8", "-rfE"]
     report = campaign.out / "one-rank.txt"
     left = max(1.0, campaign.deadline - time.monotonic())
-    try:
-        done = subprocess.run(
-            command, env=campaign.environment(), capture_output=True, text=True, check=False,
-            timeout=left,
-        )  # fmt: skip
-        report.write_text(done.stdout + done.stderr, encoding="utf-8")
-        lines = [each for each in done.stdout.splitlines() if " in " in each]
-        found: dict[str, Any] = {"result": lines[-1].strip("= ") if lines else "no result"}
-        yield Row("pytest", found, "all pass", done.returncode == 0)
-    except subprocess.TimeoutExpired:
-        yield Row("pytest", {"error": f"took longer than {left:.0f} s"}, "all pass", is_met=False)
+    with report.open("w", encoding="utf-8") as file:
+        tests = subprocess.Popen(
+            command, env=campaign.environment(), stdout=file, stderr=subprocess.STDOUT
+        )
+        try:
+            tests.wait(timeout=left)
+        except subprocess.TimeoutExpired:
+            tests.send_signal(signal.SIGINT)  # prints what has failed so far
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                tests.wait(timeout=20)
+            tests.kill()
+            tests.wait()
+    lines = [each for each in report.read_text("utf-8").splitlines() if " in " in each]
+    found: dict[str, Any] = {"result": lines[-1].strip("= ") if lines else "no result"}
+    yield Row("pytest", found, "all pass", tests.returncode == 0)
 
 
 ZERO = {"name": "ZeROStrategy"}
 PIPELINE = {"name": "PipelineParallelStrategy", "microbatches": 8}
 TENSOR = {"name": "TensorParallelStrategy"}
+MESH = {"name": "Parallel3DStrategy", "microbatches": 4}
 CPU = {"offload_optimizer": "cpu", "offload_parameters": "cpu"}
 CASES: list[tuple[str, int, int, dict[str, Any]]] = [
     ("ddp", 2, 2, {"name": "DDPStrategy"}),
@@ -191,32 +249,63 @@ CASES: list[tuple[str, int, int, dict[str, Any]]] = [
     ("1f1b of 4", 4, 1, PIPELINE),
     ("tensor", 2, 1, TENSOR),
     ("tensor of 4", 4, 1, TENSOR),
-    ("3d", 8, 2, {"name": "Parallel3DStrategy", "pipeline": 2, "tensor": 2, "microbatches": 4}),
+    ("3d", 8, 2, {**MESH, "pipeline": 2, "tensor": 2}),
+    ("context", 2, 1, {"name": "ContextParallelStrategy"}),
+    ("context of 4, ring", 4, 1, {"name": "ContextParallelStrategy", "attention": "ring"}),
+    ("context beside a pipeline", 4, 1, {**MESH, "pipeline": 2, "context": 2}),
+    ("compiled blocks, zero3", 2, 2, {**ZERO, "stage": 3, "compile_blocks": True}),
+    ("compiled blocks, tensor", 2, 1, {**TENSOR, "compile_blocks": True}),
+    ("experts", 2, 2, {**ZERO, "stage": 2, "expert": 2}),
+    ("experts, zero3", 4, 4, {**ZERO, "stage": 3, "expert": 2}),
+    ("experts beside a pipeline", 4, 2, {**MESH, "pipeline": 2, "expert": 2}),
 ]
 """Name, ranks, ranks with batches of their own, and the strategy."""
+
+DRY = {"ddp", "1f1b", "context", "experts"}
+
+MANY = 15
+"""Processes begun ahead for cases of several ranks."""
 
 
 def many_ranks(campaign: Campaign) -> Iterator[Row]:
     """Ranks on one GPU end with the parameters of one process."""
-    common = {
+    common: dict[str, Any] = {
         "sizes": campaign.sizes(SMALL), "length": 16 if campaign.is_dry else 128, "batch": 16,
         "steps": 4 if campaign.is_dry else 12, "precision": "32-true", "optimizer": "sgd",
         "backend": campaign.backend(), "on_host": True,
     }  # fmt: skip
-    alone = campaign.measure("rank", {**common, "strategy": {"name": "plain"}})
-    yield Row("one process", {key: alone[key] for key in alone if key != "norms"})
-    cases = [each for each in CASES if each[0] in {"ddp", "1f1b"}] if campaign.is_dry else CASES
-    for name, size, data, spec in cases:
-        if not campaign.is_dry and campaign.backend() == "gloo" and "microbatches" in spec:
+    chosen = [each for each in CASES if each[0] in DRY] if campaign.is_dry else CASES
+    if campaign.backend() == "gloo" and not campaign.is_dry:
+        left_out = [each for each in chosen if "microbatches" in each[3]]
+        chosen = [each for each in chosen if each not in left_out]
+        for name, *_ in left_out:
             yield Row(name, {"error": "left out: gloo sends nothing from a GPU to the next stage"})
-            continue
-        found = campaign.measure("rank", {**common, "data": data, "strategy": spec}, size)
-        if "error" in found or "error" in alone:
-            yield Row(name, found, "as one process", is_met=False)
-            continue
-        pairs = zip(found["norms"], alone["norms"], strict=True)
+    alone = {}
+    for experts in (0, 8):
+        common["sizes"] = {**common["sizes"], "experts": experts}
+        alone[experts] = campaign.measure("rank", {**common, "strategy": {"name": "plain"}})
+        shown = {key: alone[experts][key] for key in alone[experts] if key != "norms"}
+        yield Row(f"one process, {experts} experts", shown)
+
+    def case(name: str, size: int, data: int, spec: dict[str, Any]) -> Row:
+        experts = 8 if "expert" in spec else 0
+        sizes = {**common["sizes"], "experts": experts}
+        given = {**common, "sizes": sizes, "data": data, "strategy": spec}
+        begin = time.monotonic()
+        found, one = campaign.measure("rank", given, size), alone[experts]
+        seconds = time.monotonic() - begin
+        if "error" in found or "error" in one:
+            return Row(name, found, "as one process", is_met=False)
+        pairs = zip(found["norms"], one["norms"], strict=True)
         apart = max(abs(one - other) / max(abs(other), 1e-6) for one, other in pairs)
-        yield Row(name, {"apart": apart}, "apart <= 1e-3", apart <= 1e-3)
+        return Row(name, {"apart": apart, "seconds": seconds}, "apart <= 1e-3", apart <= 1e-3)
+
+    ahead = 0 if campaign.is_dry else MANY
+    with ThreadPoolExecutor(1 if campaign.is_dry else AT_A_TIME) as pool:
+        campaign.prepare(ahead)
+        for row in pool.map(lambda each: case(*each), chosen):
+            campaign.prepare(ahead)
+            yield row
 
 
 def speed(campaign: Campaign) -> Iterator[Row]:
@@ -232,10 +321,12 @@ def speed(campaign: Campaign) -> Iterator[Row]:
         "ddp": ddp,
         "ddp, compiled blocks": {**ddp, "compile_blocks": True},
         "zero3": {**ZERO, "stage": 3},
+        "ddp, compiled blocks, float8": {**ddp, "compile_blocks": True, "float8": "tensorwise"},
     }
-    if campaign.is_dry:
-        del cases["ddp, compiled blocks"]  # a minute of a C++ compiler
+    if campaign.is_dry:  # a minute of a C++ compiler
+        cases = {name: spec for name, spec in cases.items() if "compile_blocks" not in spec}
     found = {}
+    campaign.prepare(2)
     for name, spec in cases.items():
         found[name] = campaign.measure("fit", {**common, "strategy": spec})
         yield Row(name, found[name])
@@ -256,13 +347,17 @@ def ratio(name: str, seconds: dict[str, float | None], one: str, other: str, mos
 
 
 def offload(campaign: Campaign) -> Iterator[Row]:
-    """6.7B with the optimizer on the host, beside FSDP2's own offload."""
+    """6.7B with the optimizer on the host, beside FSDP2's own offload.
+
+    Steps of the host begin to overlap with the backward pass in the eleventh.
+    """
     common = {
         "sizes": campaign.sizes(GPT_7B), "batch": 8, "length": 16 if campaign.is_dry else 2048,
-        "steps": 6,
+        "steps": 14, "skip": 11,
     }  # fmt: skip
     checkpointed = {"activation_checkpointing": "full"}
     spec = {**ZERO, "stage": 3, "offload_optimizer": "cpu", **checkpointed}
+    campaign.prepare(2)
     ours = campaign.measure("fit", {**common, "strategy": spec})
     yield Row("zero3, optimizer on the host", ours)
     theirs = campaign.measure("fsdp2_offload", {**common, "steps": 4})
@@ -286,7 +381,7 @@ def largest(campaign: Campaign) -> Iterator[Row]:
          5),
         ("three tiers, 14B", GPT_14B,
          {**base, "offload_optimizer": "nvme", "offload_path": "",
-          "offload_fraction": {"host": 0.25, "disk": 0.33}}, 5),
+          "offload_fraction": {"host": 0.5, "disk": 0.03}}, 4),
     ]  # fmt: skip
     for name, sizes, spec, steps in cases:
         found = campaign.measure(
@@ -348,6 +443,7 @@ def main() -> None:
     campaign = Campaign(given.out, is_dry=given.dry_run)
     numbers = [given.part] if given.part else range(1, len(PARTS) + 1)
     rows = [row for number in numbers for row in run_part(number, campaign)]
+    campaign.close()
     sys.exit(any(row.is_met is False for row in rows))
 
 

@@ -1,6 +1,7 @@
-"""One measurement of the campaign, in its own process: ``python -m tests.gpu.measure NAME JSON``.
+"""One measurement of the campaign, in its own process: ``python -m tests.gpu.measure``.
 
-Prints one line of JSON. What fails ends this process alone.
+Reads a line of JSON with ``name``, ``arguments`` and ``environment``, and prints one. What fails
+ends this process alone.
 """
 
 import itertools
@@ -11,7 +12,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,14 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.strategies import SingleDeviceStrategy
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from boltmesh import strategies
 from boltmesh.strategies.parameter_access import gathered_parameters
 from tests.benchmarks.peers.transformer import Transformer
+from tests.support.expert_models import Mixture
 
 DENSE_TFLOPS = {"H100": 989.0, "H200": 989.0, "A100": 312.0, "B200": 2250.0}
 """bf16, without sparsity."""
@@ -57,9 +58,10 @@ class Language(LightningModule):
     def configure_model(self) -> None:
         if self.model is None:
             torch.manual_seed(0)
-            # Lightning would draw on the device, and what is built part by part draws on the host.
-            with torch.device("cpu") if self.arguments.get("on_host") else nullcontext():
-                self.model = Transformer(**self.sizes)
+            # Else Lightning would draw on the device, and a deferred construction on the host.
+            on_host = self.arguments.get("on_host") or not on_gpu()
+            with torch.device("cpu") if on_host else torch.device("cuda", 0):
+                self.model = transformer(self.sizes)
 
     def train_dataloader(self) -> DataLoader[Tensor]:
         # Lightning's own sampler would shuffle, in one process it would not.
@@ -81,6 +83,16 @@ class Language(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-4)
 
 
+def transformer(sizes: dict[str, int]) -> Transformer:
+    """Return a GPT, whose blocks have a mixture of experts if ``experts`` says how many."""
+    dims = dict(sizes)
+    num_experts = dims.pop("experts", 0)
+    model = Transformer(**dims)
+    for block in model.blocks if num_experts else ():
+        block.up, block.down = nn.Identity(), Mixture(dims["width"], num_experts, 2)
+    return model
+
+
 class Timing(Callback):
     """Seconds of each step, losses, and the most memory of the device."""
 
@@ -96,9 +108,9 @@ class Timing(Callback):
             self.reserved.append(torch.cuda.max_memory_allocated())
         self.ends.append(time.monotonic())
 
-    def step_s(self) -> float:
-        """Median of the steps behind the first three."""
-        seconds = sorted(b - a for a, b in itertools.pairwise(self.ends[2:]))
+    def step_s(self, skip: int = 3) -> float:
+        """Median of the steps behind the first ones."""
+        seconds = sorted(b - a for a, b in itertools.pairwise(self.ends[skip - 1 :]))
         return seconds[len(seconds) // 2]
 
 
@@ -137,14 +149,16 @@ def trained(arguments: dict[str, Any], **options: Any) -> tuple[Timing, Language
 
 def fit(arguments: dict[str, Any]) -> dict[str, Any]:
     """Return speed and memory of a strategy."""
+    begin = time.monotonic()
     timing, _, _ = trained(arguments)
     sizes = arguments["sizes"]
     tokens = arguments["batch"] * arguments["length"]
     numel = sizes["layers"] * 12 * sizes["width"] ** 2 + sizes["words"] * sizes["width"]
-    seconds = timing.step_s()
+    seconds = timing.step_s(arguments.get("skip", 3))
     tflops = 6 * numel * tokens / seconds / 1e12
     found = {"step_s": seconds, "tokens_per_s": tokens / seconds, "tflops": tflops}
-    found["loss"] = float(timing.losses[-1])
+    found["steps_s"] = [b - a for a, b in itertools.pairwise(timing.ends)]
+    found |= {"loss": float(timing.losses[-1]), "first_step_s": timing.ends[0] - begin}
     if on_gpu():
         name = torch.cuda.get_device_name()
         peak = next((each for key, each in DENSE_TFLOPS.items() if key in name), None)
@@ -165,7 +179,7 @@ def fsdp2_offload(arguments: dict[str, Any]) -> dict[str, Any]:
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu() else "gloo")
     sizes = arguments["sizes"]
     with torch.device(device):
-        model = Transformer(**sizes)
+        model = transformer(sizes)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     offload = CPUOffloadPolicy(pin_memory=on_gpu())
     for block in model.blocks:
@@ -281,9 +295,17 @@ MEASUREMENTS = {each.__name__: each for each in (fit, fsdp2_offload, machine, sm
 
 
 def main() -> None:
-    """Run what the arguments name and print what was found."""
-    name, arguments = sys.argv[1], json.loads(sys.argv[2])
-    print(json.dumps(MEASUREMENTS[name](arguments)), flush=True)
+    """Run what the input names and print what was found; nothing if there is no input."""
+    line = sys.stdin.read()
+    if not line:
+        return
+    asked = json.loads(line)
+    os.environ.update(asked["environment"])
+    if "OMP_NUM_THREADS" in os.environ:  # read before this process knew it
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    print(json.dumps(MEASUREMENTS[asked["name"]](asked["arguments"])), flush=True)
+    sys.stderr.flush()
+    os._exit(0)  # to free 100 GB of pinned memory takes a minute
 
 
 if __name__ == "__main__":

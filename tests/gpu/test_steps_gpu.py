@@ -24,6 +24,7 @@ from boltmesh.strategies import (
     ZeROStrategy,
 )
 from boltmesh.strategies.activation_checkpointing import ActivationCheckpointing
+from boltmesh.strategies.float8 import convertible_layers
 from boltmesh.strategies.offload import stores
 from boltmesh.strategies.parameter_access import gathered_parameters
 from tests.strategies.test_host_syncs import ALLOWED, ON_HOST, Masked, data, reader
@@ -173,6 +174,53 @@ def test_what_a_step_is_expected_to_move_on_one_rank_is_nothing(
     made = strategy()
     fit(made, steps=2, precision=precision)
     assert sum(each.payload_bytes for each in made.expected_traffic()) == 0
+
+
+@pytest.mark.skipif(KIND == "cpu", reason="tests/strategies/test_compiled_blocks.py has the CPU's")
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        lambda: DDPStrategy(compile_blocks=True),
+        lambda: ZeROStrategy(stage=3, compile_blocks=True),
+        lambda: ZeROStrategy(stage=3, compile_blocks=True, **CPU),  # type: ignore[arg-type]
+        lambda: PipelineParallelStrategy(stages=1, microbatches=4, compile_blocks=True),
+        lambda: TensorParallelStrategy(compile_blocks=True),
+    ],
+    ids=["ddp", "zero3", "zero3_cpu", "pipeline", "tensor"],
+)
+def test_compiled_blocks_differ_by_rounding_alone(strategy: Any) -> None:
+    assert_same(fit(strategy(), steps=5), fit(None, steps=5), 1e-3)
+
+
+@pytest.mark.skipif(KIND == "cpu", reason="tests/strategies/test_float8.py has the CPU's")
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize(
+    "strategy", [DDPStrategy, lambda **given: ZeROStrategy(stage=3, **given)], ids=["ddp", "zero3"]
+)
+def test_products_in_float8_are_those_of_torchao(strategy: Any, recipe: Any) -> None:
+    float8 = pytest.importorskip("torchao.float8")
+    module, theirs, plain = (Stack(width=64, hidden=128, optimizer="sgd") for _ in range(3))
+    theirs.load_state_dict(module.state_dict())
+    plain.load_state_dict(module.state_dict())
+    chosen = set(convertible_layers(theirs))
+    float8.convert_to_float8_training(
+        theirs,
+        config=float8.Float8LinearConfig.from_recipe_name(recipe),
+        module_filter_fn=lambda each, _: each in chosen,
+    )
+    options: dict[str, Any] = {"steps": 5, "precision": "bf16-mixed"}
+    made, want, without = (
+        fit(given, one, loader=token_data(80, 16), **options)
+        for given, one in ((strategy(float8=recipe), module), (None, theirs), (None, plain))
+    )
+    assert_same(made, want, 1e-3)
+    assert any(not torch.equal(want.whole[name], without.whole[name]) for name in want.whole)
+
+
+@pytest.mark.parametrize("strategy", [DDPStrategy, ZeROStrategy, PipelineParallelStrategy])
+def test_inputs_of_blocks_that_wait_on_the_host_change_nothing(strategy: Any) -> None:
+    ours = fit(strategy(activation_checkpointing="full", activation_offload=True))
+    assert_same(ours, fit(None))
 
 
 class Warned(Callback):

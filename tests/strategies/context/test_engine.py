@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from boltmesh.strategies.context import exchange
+from boltmesh.strategies.context.attention import attend_from_last
 from boltmesh.strategies.context.entries import find_sequences
 from boltmesh.strategies.context.positions import (
     Positions,
@@ -20,6 +21,7 @@ from boltmesh.strategies.context.positions import (
 )
 from boltmesh.strategies.context.tokenwise import TokenwiseModule, find_tokenwise
 from boltmesh.strategies.tensor.analysis.analyse import analyse
+from boltmesh.strategies.torch_compat.tensors import subclasses_unasked
 from tests.support.context_runs import apart, compare, world
 from tests.support.ranks import run_ranks
 
@@ -152,6 +154,20 @@ def test_modules_that_look_along_the_sequence_do_not_run_on_plain_tensors() -> N
     plain = TokenwiseModule(dim=1, draws=False)  # draws for rows are those of one process
     assert modules == {"ways.rows": plain, "ways.no": plain,
                        "ways.dropout": TokenwiseModule(dim=1, draws=True)}  # fmt: skip
+
+
+def test_attention_from_the_last_positions_is_that_of_a_mask() -> None:
+    query, key, value = (torch.randn(2, 3, size, 8, requires_grad=True) for size in (5, 9, 9))
+    with subclasses_unasked():
+        ours = attend_from_last(query, key, value, {"dropout_p": 0.0, "scale": None})
+    mask = torch.ones(5, 9, dtype=torch.bool).tril(4)
+    theirs = functional.scaled_dot_product_attention(query, key, value, mask)
+    torch.testing.assert_close(ours, theirs)
+    for one, other in zip(
+        *(torch.autograd.grad(each.square().sum(), [query, key, value]) for each in (ours, theirs)),
+        strict=True,
+    ):
+        torch.testing.assert_close(one, other)
 
 
 def test_a_window_fetches_the_keys_that_it_shows() -> None:
