@@ -351,7 +351,7 @@ def test_tuning_measures_layouts_and_later_plans_remember(tmp_path, monkeypatch,
     env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
     line = ["tune", "ddp", *SMALL[:4], "--steps", "3", "--warmup", "1", "--rounds", "1"]
     line += ["--top", "1", "--json"]
-    done = run_python(*BOLTMESH, *line, cwd=tmp_path, env=env)
+    done = run_python(*BOLTMESH, *line, cwd=tmp_path, env=env, differentiates=True)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.strip().splitlines()[-1])
     (first,) = found["layouts"]

@@ -24,6 +24,8 @@ from multiprocessing.reduction import DupFd
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tests.support.ranks import fork_server
 
 BOLTMESH = ("-m", "boltmesh")
@@ -119,12 +121,32 @@ def run_python(
     cwd: Path | None = None,
     env: Mapping[str, str] | None = None,
     timeout_s: float = 100.0,
+    differentiates: bool = False,
 ) -> "subprocess.CompletedProcess[str]":
     """Run a command to its end, and return what it said.
+
+    Args:
+        *arguments: As of ``ForkedPython``.
+        cwd: The same.
+        env: The same.
+        timeout_s: Until it is killed.
+        differentiates: It uses autograd before it starts ranks. Those of a build of torch with
+            CUDA are then no forks of it.
 
     Raises:
         subprocess.TimeoutExpired: It ran longer and was killed.
     """
+    if differentiates and torch.backends.cuda.is_built():
+        command = [sys.executable, *arguments]
+        return subprocess.run(
+            command,
+            cwd=cwd,
+            env=env,
+            timeout=timeout_s,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
     process = ForkedPython(*arguments, cwd=cwd, env=env)
     try:
         process.wait(timeout_s)
