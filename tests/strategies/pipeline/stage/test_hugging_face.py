@@ -61,5 +61,6 @@ class Attentive(MoeModule):
 
 def test_what_layers_of_transformers_record_for_the_loss_reaches_it() -> None:
     module = Attentive("mixtral")
-    module.net.set_attn_implementation("eager")
+    net: Any = module.net
+    net.set_attn_implementation("eager")
     check_parity(module, [tokens(0, 0), tokens(1, 1)], stages=2)
