@@ -163,9 +163,8 @@ class PipelineAxis(Axis):
         assert module is not None
         if strategy.is_fitting:
             strategy.compilation.put_on(module, strategy.root_device)
-            strategy.recomputation.put_on(
-                module, rank=strategy.global_rank, recorder=strategy.recorder
-            )
+            rank, recorder = strategy.global_rank, strategy.recorder
+            strategy.recomputation.put_on(module, rank=rank, recorder=recorder)
         staged.begin(self._context())
         self._is_new = staged.placement is None or staged.placement.plans.root is not module
         if not (self._is_new or strategy.is_fitting):
@@ -214,6 +213,7 @@ class PipelineAxis(Axis):
             num_sharing=self._num_sharing,
             num_averaged=strategy.gradient_group.size(),
             coupled=strategy.coupled,
+            rounds_by_microbatch=strategy.float8.recipe == "tensorwise",
             silent=self.others_silenced,
             borders=next(filter(None, (each.stage_borders() for each in strategy.axes)), None),
         )

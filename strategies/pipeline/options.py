@@ -133,6 +133,8 @@ class PipelineContext:
     """Ranks over which gradients of a stage are averaged: of replicas, and of a context axis."""
     coupled: ProcessGroup | None = None
     """Ranks of other pipelines that layers compute together with; None: there are none."""
+    rounds_by_microbatch: bool = False
+    """Whether products round by the largest element of a microbatch, as those in float8 do."""
     silent: Silent = nullcontext
     """Enters what layers are run in on tensors without data, by one rank alone."""
     borders: "StageBorders | None" = None

@@ -412,9 +412,10 @@ class StagedModel:
         """Return what looks at the first microbatches of the first batch, see ``RowCheck``.
 
         None where ranks of other pipelines compute with this one: they would meet the runs of the
-        check in the place of their own.
+        check in the place of their own. And where a row's products round by other rows.
         """
-        if self._has_checked_rows or self.context.coupled is not None:
+        context = self.context
+        if self._has_checked_rows or context.coupled is not None or context.rounds_by_microbatch:
             return None
         self._has_checked_rows = True
         assert self.placement is not None
