@@ -29,7 +29,7 @@ from typing import Any
 PART_S = 540.0
 """Seconds that a part may take; what has not begun by then is left out, and said."""
 
-AT_A_TIME = 4
+CONCURRENT_CASES = 4
 """Cases of several ranks that run beside each other."""
 
 NCCL = {
@@ -74,7 +74,7 @@ class Campaign:
     is_dry: bool = False
     deadline: float = 0.0
     _backend: str | None = field(default=None, repr=False)
-    _begun: "list[Begun]" = field(default_factory=list, repr=False)
+    _prestarted: "list[Prestarted]" = field(default_factory=list, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def sizes(self, real: dict[str, int]) -> dict[str, int]:
@@ -108,28 +108,31 @@ class Campaign:
         ranks = [self._next() for _ in range(world_size)]
         for rank, each in enumerate(ranks):
             each.run(name, arguments, self.environment(rank, world_size, port))
-        error = None
-        try:
-            for each in ranks:
-                each.process.wait(timeout=max(1.0, self.deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            error = {"error": "took longer than the part may"}
+        codes = [each.process.poll() for each in ranks]
+        while None in codes and not any(codes) and time.monotonic() < self.deadline:
+            time.sleep(0.1)  # where one has failed, others may wait for it
+            codes = [each.process.poll() for each in ranks]
+        is_late = None in codes and not any(codes)
         texts = [each.end() for each in ranks]
         for rank, (out, errors) in enumerate(texts):
             self._keep_log(f"{name} {arguments} rank {rank} of {world_size}", out + errors)
-        codes = [each.process.returncode for each in ranks]
-        found = [result_of(*text, code) for text, code in zip(texts, codes, strict=True)]
-        failed = (each for each in found if "error" in each)
-        return error or next(failed, found[0])
+        if is_late:
+            return {"error": "took longer than the part may"}
+        failed = [number for number, code in enumerate(codes) if code]
+        found = [
+            result_of(*texts[number], ranks[number].process.returncode)
+            for number in failed or range(world_size)
+        ]
+        return next((each for each in found if "error" in each), found[0])
 
     def prepare(self, count: int) -> None:
         """Start processes that import what measurements need before their turn comes."""
         with self._lock:
-            self._begun += [Begun() for _ in range(count - len(self._begun))]
+            self._prestarted += [Prestarted() for _ in range(count - len(self._prestarted))]
 
-    def _next(self) -> "Begun":
+    def _next(self) -> "Prestarted":
         with self._lock:
-            return self._begun.pop(0) if self._begun else Begun()
+            return self._prestarted.pop(0) if self._prestarted else Prestarted()
 
     def _keep_log(self, title: str, text: str) -> None:
         with self._lock, (self.out / "logs.txt").open("a", encoding="utf-8") as file:
@@ -137,8 +140,8 @@ class Campaign:
 
     def close(self) -> None:
         """End processes that got no measurement."""
-        while self._begun:
-            self._begun.pop().end()
+        while self._prestarted:
+            self._prestarted.pop().end()
 
     def backend(self) -> str:
         """Return what several ranks communicate by, tried once."""
@@ -149,8 +152,8 @@ class Campaign:
         return self._backend
 
 
-class Begun:
-    """A process that has begun to import, and waits for the measurement that it shall run."""
+class Prestarted:
+    """A process that imports ahead, and waits for the measurement that it shall run."""
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory()
@@ -261,10 +264,10 @@ CASES: list[tuple[str, int, int, dict[str, Any]]] = [
 ]
 """Name, ranks, ranks with batches of their own, and the strategy."""
 
-DRY = {"ddp", "1f1b", "context", "experts"}
+DRY_CASES = {"ddp", "1f1b", "context", "experts"}
 
-MANY = 15
-"""Processes begun ahead for cases of several ranks."""
+NUM_PRESTARTED = 15
+"""Processes started ahead for cases of several ranks."""
 
 
 def many_ranks(campaign: Campaign) -> Iterator[Row]:
@@ -274,7 +277,7 @@ def many_ranks(campaign: Campaign) -> Iterator[Row]:
         "steps": 4 if campaign.is_dry else 12, "precision": "32-true", "optimizer": "sgd",
         "backend": campaign.backend(), "on_host": True,
     }  # fmt: skip
-    chosen = [each for each in CASES if each[0] in DRY] if campaign.is_dry else CASES
+    chosen = [each for each in CASES if each[0] in DRY_CASES] if campaign.is_dry else CASES
     if campaign.backend() == "gloo" and not campaign.is_dry:
         left_out = [each for each in chosen if "microbatches" in each[3]]
         chosen = [each for each in chosen if each not in left_out]
@@ -300,8 +303,8 @@ def many_ranks(campaign: Campaign) -> Iterator[Row]:
         apart = max(abs(one - other) / max(abs(other), 1e-6) for one, other in pairs)
         return Row(name, {"apart": apart, "seconds": seconds}, "apart <= 1e-3", apart <= 1e-3)
 
-    ahead = 0 if campaign.is_dry else MANY
-    with ThreadPoolExecutor(1 if campaign.is_dry else AT_A_TIME) as pool:
+    ahead = 0 if campaign.is_dry else NUM_PRESTARTED
+    with ThreadPoolExecutor(1 if campaign.is_dry else CONCURRENT_CASES) as pool:
         campaign.prepare(ahead)
         for row in pool.map(lambda each: case(*each), chosen):
             campaign.prepare(ahead)

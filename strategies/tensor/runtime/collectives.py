@@ -154,13 +154,15 @@ class _SumBeside:
         """The gradient of the product, and its input."""
 
 
-class _AwaitSum(Function):
+class _Unchanged(Function):
     @staticmethod
     @override
     def forward(ctx: Any, value: Tensor, beside: _SumBeside) -> Tensor:
         ctx.beside = beside
         return _kept(value)
 
+
+class _AwaitSum(_Unchanged):
     @staticmethod
     @override
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
@@ -186,13 +188,7 @@ class _WeightGradient(Function):
         return gradient.t() @ value, gradient.sum(0) if ctx.has_bias else None, None
 
 
-class _StartSum(Function):
-    @staticmethod
-    @override
-    def forward(ctx: Any, value: Tensor, beside: _SumBeside) -> Tensor:
-        ctx.beside = beside
-        return _kept(value)
-
+class _StartSum(_Unchanged):
     @staticmethod
     @override
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
