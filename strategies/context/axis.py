@@ -244,7 +244,7 @@ class ContextAxis(Axis):
         assert self._judges is not None
         if any(isinstance(each, DTensor) for each in module.parameters()):
             return
-        if not strategy.divides_layers:  # the tensor axis has done it, and ranks have other parts
+        if strategy.layout.size("tensor") == 1:  # else it has done so, and ranks have other parts
             # Makes what is deferred, and gives all ranks the first one's values.
             prepare_modules(own_modules([module], ""), device=_CPU, group=self._judges)
         on_device = DryRun(module, step, self._sample, strategy.root_device)
