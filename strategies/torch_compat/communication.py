@@ -22,7 +22,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, ReduceScatterOptions, Store
-from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.distributed_c10d import (
+    _resolve_process_group,  # type: ignore[attr-defined]
+)
 from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
@@ -68,12 +70,16 @@ reduce_scatter_single = _named("reduce_scatter_single", "reduce_scatter_tensor")
 # an error. An operator of its own is one node of the graph, whose result is a new tensor.
 
 
+def _group_named(name: str) -> dist.ProcessGroup:
+    return _resolve_process_group(cast("Any", name))
+
+
 @torch.library.custom_op("boltmesh::all_reduce", mutates_args=())
 def compiled_all_reduce(value: Tensor, group_name: str, is_maximum: bool) -> Tensor:
     """Return the sum, or the largest, over the ranks of a group. A new tensor."""
     total = value.clone(memory_format=torch.contiguous_format)
     operation = dist.ReduceOp.MAX if is_maximum else dist.ReduceOp.SUM
-    dist.all_reduce(total, operation, group=_resolve_process_group(group_name))
+    dist.all_reduce(total, operation, group=_group_named(group_name))
     return total
 
 
@@ -86,7 +92,7 @@ def _(value: Tensor, group_name: str, is_maximum: bool) -> Tensor:
 def compiled_all_gather(part: Tensor, group_name: str, group_size: int) -> Tensor:
     """Return the parts of all ranks joined along the first dimension."""
     joined = part.new_empty(group_size * part.shape[0], *part.shape[1:])
-    all_gather_single(joined, part.contiguous(), group=_resolve_process_group(group_name))
+    all_gather_single(joined, part.contiguous(), group=_group_named(group_name))
     return joined
 
 
@@ -99,7 +105,7 @@ def _(part: Tensor, group_name: str, group_size: int) -> Tensor:
 def compiled_reduce_scatter(value: Tensor, group_name: str, group_size: int) -> Tensor:
     """Return this rank's part along the first dimension of the sum over the ranks."""
     own = value.new_empty(value.shape[0] // group_size, *value.shape[1:])
-    reduce_scatter_single(own, value.contiguous(), group=_resolve_process_group(group_name))
+    reduce_scatter_single(own, value.contiguous(), group=_group_named(group_name))
     return own
 
 

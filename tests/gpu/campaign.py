@@ -84,6 +84,8 @@ class Campaign:
     def environment(self, rank: int = 0, world_size: int = 1, port: int = 0) -> dict[str, str]:
         """Return the environment of a rank; on a GPU each is a host of its own to NCCL."""
         made = {**os.environ, "BOLTMESH_CAMPAIGN": "cpu" if self.is_dry else "cuda"}
+        if self.is_dry:
+            made["CUDA_VISIBLE_DEVICES"] = ""
         if world_size == 1:
             return made
         made.update(

@@ -34,6 +34,10 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(600),
     pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
+    # of the modules of torch's compiler and of torchao
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*"),
+    pytest.mark.filterwarnings("ignore:torch.get_autocast_gpu_dtype:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning"),
 ]
 
 KIND = "cpu" if os.environ.get("BOLTMESH_CAMPAIGN") == "cpu" else "cuda"

@@ -288,7 +288,7 @@ def scatter_sum(part: Tensor, group: TensorGroup, dim: int) -> Tensor:
 def all_reduce(value: Tensor, group: TensorGroup, *, is_maximum: bool = False) -> Tensor:
     """Return the sum, or the largest, over the ranks, without a gradient. A new tensor."""
     if group.size > 1 and is_compiling():
-        return compiled_all_reduce(value.detach(), group.name, is_maximum)
+        return cast("Tensor", compiled_all_reduce(value.detach(), group.name, is_maximum))
     total = value.detach().clone(memory_format=torch.contiguous_format)
     if group.size > 1:
         operator = dist.ReduceOp.MAX if is_maximum else dist.ReduceOp.SUM
@@ -302,7 +302,7 @@ def all_gather(part: Tensor, group: TensorGroup, dim: int) -> Tensor:
     if group.size == 1:
         return part
     if is_compiling():
-        joined = compiled_all_gather(part.movedim(dim, 0), group.name, group.size)
+        joined = cast("Tensor", compiled_all_gather(part.movedim(dim, 0), group.name, group.size))
         return joined.movedim(0, dim).clone(memory_format=torch.contiguous_format)
     along_first = part.movedim(dim, 0).contiguous()
     joined = along_first.new_empty(group.size * along_first.shape[0], *along_first.shape[1:])
@@ -316,7 +316,7 @@ def reduce_scatter(value: Tensor, group: TensorGroup, dim: int) -> Tensor:
     if group.size == 1:
         return value
     if is_compiling():
-        own = compiled_reduce_scatter(value.movedim(dim, 0), group.name, group.size)
+        own = cast("Tensor", compiled_reduce_scatter(value.movedim(dim, 0), group.name, group.size))
         return own.movedim(0, dim).clone(memory_format=torch.contiguous_format)
     along_first = value.movedim(dim, 0).contiguous()
     own = along_first.new_empty(along_first.shape[0] // group.size, *along_first.shape[1:])
