@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, ReduceScatterOptions, Store
-from torch.distributed.distributed_c10d import (
-    _resolve_process_group,  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
+    _resolve_process_group,
 )
 from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
