@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from boltmesh.advisor.layouts import PlannedLayout, splits
+from boltmesh.advisor.layouts import AXES, PlannedLayout, splits
 from boltmesh.advisor.machine import Hardware, measure_here, rates_file, read_rates, remember
 from boltmesh.advisor.prediction import Collective, RankStep, predict_step
 from boltmesh.advisor.search import ConfigSearcher
@@ -132,9 +132,8 @@ def test_every_layout_that_is_printed_starts(remembered, tmp_path, capsys) -> No
     assert str(remembered) in found["rates_from"]
     assert found["rows"] == 16
     sizes = [each["sizes"] for each in found["best"]]
-    assert {"pipeline": 2, "data": 1, "context": 1, "tensor": 1} in sizes
-    assert {"pipeline": 1, "data": 1, "context": 1, "tensor": 2} in sizes
-    assert {"pipeline": 1, "data": 1, "context": 2, "tensor": 1} in sizes
+    for axis in ("pipeline", "tensor", "context"):
+        assert {**dict.fromkeys(AXES, 1), axis: 2} in sizes
     for each in found["best"]:
         assert each["step_s"] == pytest.approx(sum(each["time_s"].values()))
     # One start of each division of the ranks.
@@ -192,7 +191,7 @@ LARGE = (
             ["strategy.name=bolt_zero3_nvme"],
         ),
         (
-            "model.init_args.n_layer=16 model.init_args.block_size=16384 --gpu rtx4090 --devices 2",
+            "model.init_args.n_layer=10 model.init_args.block_size=16384 --gpu rtx4090 --devices 2",
             ["strategy.activation_checkpointing={'full': "],
         ),
         (
@@ -217,9 +216,8 @@ def test_what_saves_memory_is_tried_where_it_is_needed(line, wanted, capsys, mon
 def test_a_pipeline_that_could_be_the_fastest_is_planned_with_every_schedule(
     remembered, capsys, monkeypatch
 ) -> None:
-    sizes = {"pipeline": 2, "data": 1, "context": 1, "tensor": 1}
-    monkeypatch.setattr(ConfigSearcher, "_ways", lambda *_: iter(()))
-    monkeypatch.setattr(ConfigSearcher, "_divisions", lambda *_: iter([sizes]))
+    pipeline = Layout(pipeline=2)
+    monkeypatch.setattr("boltmesh.advisor.search.divisions", lambda _: iter([pipeline]))
     planned: list[dict[str, Any]] = []
 
     def plan(searcher, layout):
@@ -432,13 +430,17 @@ def test_experts_are_divided_with_the_memory_and_bytes_that_their_own_plan_state
     stated = json.loads(capsys.readouterr().out)["expert"]
     hardware = Hardware(RATES, 2, 1, True, "", "")
     found = ConfigSearcher("expert_hf", small, source="expert_hf", hardware=hardware).search()
-    (divided,) = (each for each in found.candidates if each.layout.name == "bolt_expert")
+    (divided,) = (
+        each
+        for each in found.candidates
+        if each.layout.name == "bolt_expert" and each.layout.axes.zero == 1
+    )
     experts = sum(each["whole_bytes"] for each in stated["experts"])
     kept = divided.memory.kept["parameters"]
     assert kept.host == pytest.approx(experts / 2 + stated["other_bytes"] / 2, rel=0.01)
     moved = sum(each.payload_bytes for each in divided.step.traffic if each.axis == "expert")
     assert moved == sum(each["sent_bytes"] for each in stated["experts"])
-    assert divided.layout.dimensions["operator"] == "experts over 2 ranks"
+    assert divided.layout.axes.dimensions["operator"] == "experts over 2 ranks"
     assert found.own == divided
 
 
@@ -451,9 +453,14 @@ def test_a_pipeline_without_room_runs_a_part_of_its_blocks_again(monkeypatch) ->
         return [each for each in found.candidates if each.layout.sizes["pipeline"] == 2]
 
     (whole, *_) = planned(64.0)
+    assert whole.layout.axes.recompute == "none"
     room = 0.99 * whole.memory.peak.host / 2**30
-    again = [each for each in planned(room) if "activation_checkpointing" in each.layout.arguments]
-    (half,) = again
+    again = [each for each in planned(room) if each.layout.axes.recompute != "none"]
+    half, selective = sorted(again, key=lambda each: each.layout.axes.recompute)
+    assert selective.layout.arguments["activation_checkpointing"] == "selective"
+    assert selective.is_tight
     assert half.layout.arguments["activation_checkpointing"] == {"full": 0.5}
-    assert half.fits
-    assert half.time["recompute"] == pytest.approx(half.time["compute"] / 6)
+    assert half.has_room
+    assert half.memory.peak.host < selective.memory.peak.host < whole.memory.peak.host
+    # Half of the blocks' forward pass, which is a third of a step without its head.
+    assert 0 < half.time["recompute"] < half.time["compute"] / 6
