@@ -204,7 +204,7 @@ class ConfigSearcher:
                 pass  # its sizes are of other ranks: as many batches as there are ranks
         return int(replicas * self.loaded.trainer.accumulate_grad_batches)
 
-    # What may be.
+    # Limits of the search.
 
     def _allowed(self, experts: Sequence[int] = ()) -> Allowed:
         """Return what the model and the devices let layouts be."""
@@ -245,7 +245,9 @@ class ConfigSearcher:
         sizes = []
         for size in _divisors(hardware.ranks_per_node)[1:] if counts else ():
             if uneven := [each for each in counts if each % size]:
-                self._refused[f"experts over {size} ranks"] = f"{size} does not divide {uneven[0]}"
+                self._refused[f"experts over {size} ranks"] = (
+                    f"{size} does not divide {uneven[0]} experts"
+                )
             else:
                 sizes.append(size)
         return sizes
@@ -323,12 +325,11 @@ class ConfigSearcher:
         if kind == "none" or kind == "alternate":
             return model, NO_WORK
         if kind not in self._models:
-            self._models[kind], _, _ = describe_model(
-                self.loaded, None, source=self.source, recompute=kind
-            )
+            again, _, notes = describe_model(self.loaded, None, source=self.source, recompute=kind)
+            if again.activations is None:
+                raise ConfigError(f"activation_checkpointing={kind!r}: {notes[-1]}")
+            self._models[kind] = again
         again = self._models[kind]
-        if again.activations is None:
-            raise ConfigError(f"activation_checkpointing={kind!r}: its step cannot be run")
         return repeated(model, again, axes.recompute_share)
 
     # Whole models.

@@ -157,14 +157,14 @@ def stages_divided(
     hooks = Entries(module, entries, state)
     try:
         with functions_watched(), flex_attention_watched():
-            yield SequenceBorders(_Divided(entries, state, hooks))
+            yield SequenceBorders(_CutSequences(entries, state, hooks))
     finally:
         state.end_step()
         hooks.remove()
 
 
 @dataclass(frozen=True)
-class _Divided:
+class _CutSequences:
     entries: tuple[SequenceEntry, ...]
     state: ContextState
     hooks: Entries

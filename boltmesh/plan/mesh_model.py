@@ -6,7 +6,7 @@ run what to expect, on ranks that were never started.
 """
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -41,6 +41,7 @@ from boltmesh.plan.expert_plan import experts_over
 from boltmesh.plan.mesh_rank import ExpertExchange, MeshJob, RankForecast, RankWork, work_of_whole
 from boltmesh.plan.mesh_stage import StageWork, kept_by_units, work_of_stages
 from boltmesh.plan.stage_model import (
+    CutModel,
     PipelineModel,
     class_of,
     converted,
@@ -218,7 +219,7 @@ def _divide(config: DictConfig, job: MeshJob, source: str, per_stage: int | None
         if job.layout.pipeline == 1:
             places, told = work_of_whole(module, job)
         else:
-            pipeline, places, told = _cut_into_stages(config, module, job, rows, optimizer)
+            pipeline, places, told = _cut_into_stages(config, module, job, rows, made, source)
         notes += told
     return _Divided(
         name=type(module).__name__,
@@ -256,15 +257,18 @@ class _BuiltModel:
     optimizer: Optimizer | None
     notes: list[str]
     num_logged: int
+    chosen_widths: frozenset[int]
+    """Among how many its step chooses, as a router does."""
 
 
 def _build(config: DictConfig, types: NumberTypes, part: Any, source: str) -> _BuiltModel:
     with fake_tensors() as mode:
         module, notes = build_fake(config, types, source)
         optimizer = own_optimizer(module)
-        num_logged = _count_logged(module, tree_map(faked(mode, types.stored), part), types.cast)
+        given = tree_map(faked(mode, types.stored), part)
+        num_logged, widths = _logged_and_chosen(module, given, types.cast)
     put_stand_ins(module)
-    return _BuiltModel(module, optimizer, notes, num_logged)
+    return _BuiltModel(module, optimizer, notes, num_logged, widths)
 
 
 def _with_fewer_blocks(
@@ -318,16 +322,19 @@ def _cut_into_stages(
     module: LightningModule,
     job: MeshJob,
     rows: Sequence[int],
-    optimizer: Optimizer | None,
+    made: _BuiltModel,
+    source: str,
 ) -> tuple[PipelineModel, list[StageWork], list[str]]:
     """Return the stages of what is left of a model, their ranks, and what was not found out."""
     args = (job.parts[0], *job.args[1:])
     num_ranks, num_parts, cast = job.layout.pipeline, len(job.parts), job.types.cast
     kept_by = kept_by_units(module, job)
     cut = cut_model(config, module, job.stages, num_ranks, num_parts, args, cast=cast)
+    if num_parts > 1:
+        _refuse_router_losses(cut, args, rows[0], made.chosen_widths, source)
     kept_bytes = cut.division.kept_bytes
     pipeline = pipeline_model(
-        module, cut, rows, kept_bytes=kept_bytes, optimizer=optimizer, notes=()
+        module, cut, rows, kept_bytes=kept_bytes, optimizer=made.optimizer, notes=()
     )
     notes = []
     if kept_bytes is None:
@@ -337,8 +344,41 @@ def _cut_into_stages(
     return pipeline, work_of_stages(module, job, cut, kept_by), notes
 
 
-def _count_logged(module: LightningModule, part: Any, cast: torch.dtype | None) -> int:
-    """Return how many numbers a step logs, which the last stage of a pipeline tells the others."""
+def _refuse_router_losses(
+    cut: CutModel, args: tuple[Any, ...], rows: int, widths: Collection[int], source: str
+) -> None:
+    """Refuse microbatches of a mixture whose loss takes what its routers gave for all tokens.
+
+    A run compares the losses of a batch and of its microbatches; a balancing loss is no mean over
+    rows.
+
+    Raises:
+        ConfigError: If the end of the step takes router logits beside its results.
+    """
+    if not widths:
+        return
+    taken = cut.plans.tail(STEP, *args, seed=0).end.plan.values_in
+    logits = [
+        each
+        for each in taken
+        if len(each.shape) == 2 and each.shape[0] != rows and each.shape[1] in widths
+    ]
+    if logits and len(logits) < len(taken):
+        first = logits[0]
+        raise ConfigError(
+            f"{source}: strategy: {first.origin}, of shape {list(first.shape)}, goes into the "
+            f"loss, and a loss over routers is no mean over rows. Set strategy.microbatches=1, or "
+            f"leave that loss out."
+        )
+
+
+def _logged_and_chosen(
+    module: LightningModule, part: Any, cast: torch.dtype | None
+) -> tuple[int, frozenset[int]]:
+    """Return how many numbers a step logs, and among how many it chooses.
+
+    The last stage of a pipeline tells the others the numbers.
+    """
     names: set[tuple[str, str | None]] = set()
 
     def note(name: str, value: Any, *_: Any, **__: Any) -> None:
@@ -347,6 +387,7 @@ def _count_logged(module: LightningModule, part: Any, cast: torch.dtype | None) 
         elif not isinstance(value, Metric):
             names.add((name, None))
 
+    step = DryStep()
     with patched_log(module, note):
-        DryStep().run(module, part, cast)
-    return len(names)
+        step.run(module, part, cast)
+    return len(names), step.counts.chosen_widths

@@ -281,7 +281,8 @@ def _expert_size(asked: int | str | None, layout: MeshLayout, ranks_per_host: in
     size = min(ranks_per_host, stage) if asked == "node" else int(asked or 1)
     if stage % size:
         raise LayoutError(
-            f"expert={size} does not divide the {stage} ranks of a stage, data x context x tensor."
+            f"expert={size} does not divide the {stage} ranks of a stage, data x context x tensor. "
+            f"Use {' or '.join(str(n) for n in range(1, stage + 1) if stage % n == 0)}."
         )
     return size
 

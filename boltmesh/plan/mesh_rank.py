@@ -1,8 +1,8 @@
-"""What one rank of a mesh would hold and move, by its place on the pipeline and context axes.
+"""Predicts memory and traffic of a rank of a mesh, by its place on the pipeline and context axes.
 
-Of stand-ins for parameters: the model is divided already, and nothing of it is computed. What a
-place runs (``RankWork``, ``StageWork``) is counted once; what its ranks hold and move of it follows
-for each way in which the data axis shares it.
+Parameters are stand-ins: the model is divided already, and nothing of it is computed. The work of a
+place (``RankWork``, ``StageWork``) is counted once; memory and traffic of its ranks follow for each
+way in which the data axis shares parameters.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -67,7 +67,7 @@ class ExpertExchange:
 
 @dataclass(frozen=True)
 class MeshJob:
-    """What is asked of a mesh, and what a model and its data say beside it."""
+    """A mesh as it was asked for, with facts of the model and its data."""
 
     layout: MeshLayout
     shard_size: int
@@ -97,7 +97,7 @@ class MeshJob:
     num_logged: int = 0
     """Numbers that a step logs."""
     args: tuple[Any, ...] = ()
-    """What a step is called with."""
+    """Arguments of a step."""
     entries: tuple[SequenceEntry, ...] = ()
     """Where a step divides its sequence."""
     exchanges: Mapping[str, ExpertExchange] = field(default_factory=dict)
@@ -112,7 +112,7 @@ class MeshJob:
 
     @property
     def sharing(self) -> ShardingLayout:
-        """How the data axis shares out what its ranks have."""
+        """Sharding over the data axis."""
         return REPLICA if self.shards is None else self.shards.sharing()
 
     @property
@@ -150,29 +150,29 @@ class MeshJob:
 
 @dataclass(frozen=True)
 class RankForecast:
-    """What one rank would hold and move."""
+    """Memory and traffic of one rank."""
 
     parameters: int
     """Elements that its stages and its part of their layers have, before the data axis."""
     memory: MemoryEstimate
     activation_bytes: int | None
-    """Kept for backward passes at most; None where nobody knows."""
+    """Kept for backward passes at most; None where it is not known."""
     traffic: tuple[ExpectedTraffic, ...]
-    """Of an optimizer step."""
+    """In an optimizer step."""
     has_unknown_traffic: bool
     """Whether it is not known what a tensor or context axis moves."""
     extra: ExtraTraffic | None = None
-    """Of ZeRO-2 and 3 beside a pipeline."""
+    """More traffic of ZeRO-2 and 3 beside a pipeline."""
 
 
 @dataclass(frozen=True)
 class RankWork:
-    """What the ranks at one place of a mesh run, however the data axis shares what they hold."""
+    """Work of the ranks at one place of a mesh, however the data axis shares their parameters."""
 
     module: LightningModule
-    """Of each layer the part of one rank."""
+    """The part of one rank of each layer."""
     counts: StepCounts | None
-    """Of a batch; None where it cannot be run."""
+    """Counts of a batch; None where it cannot be run."""
     moved: tuple[ExpectedTraffic, ...]
     """Over other axes than the data axis, in an optimizer step."""
     has_unknown_traffic: bool
@@ -266,9 +266,9 @@ def count_pass(
     """Count a step on a batch or a microbatch, or say why it cannot be run.
 
     Args:
-        module: Of each layer the part of one rank.
+        module: The part of one rank of each layer.
         job: What is asked.
-        state: Of a sequence that is divided.
+        state: State of a sequence that is divided.
         batch: What the step gets.
         units: To which what is kept is attributed, beside blocks that run again.
     """
@@ -372,7 +372,7 @@ def over_sequence(
 
 
 def _over_data(shape: ModelShape, job: MeshJob) -> list[ExpectedTraffic]:
-    """What the data axis moves beside forward and backward passes of whole models."""
+    """Return the traffic of the data axis of whole models in an optimizer step."""
     sharing, data_job = job.sharing, job.data_job
     if data_job.num_ranks == 1:
         return []
@@ -392,10 +392,10 @@ def _over_data(shape: ModelShape, job: MeshJob) -> list[ExpectedTraffic]:
 def over_layers(
     module: LightningModule, job: MeshJob, runs: FakeRuns
 ) -> list[ExpectedTraffic] | None:
-    """Return what the tensor axis moves in an optimizer step; None where nobody knows.
+    """Return the traffic of the tensor axis in an optimizer step; None where it is not known.
 
     Args:
-        module: Of each layer the part of one rank.
+        module: The part of one rank of each layer.
         job: What is asked.
         runs: What the rank runs of a batch.
     """

@@ -1,6 +1,6 @@
-"""What the ranks of a pipeline would hold and move, each with its stages.
+"""Predicts memory and traffic of the ranks of a pipeline, each with its stages.
 
-Of stand-ins for parameters, like ``mesh_rank.py``.
+Parameters are stand-ins, as for ``mesh_rank.py``.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -54,15 +54,15 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class StageWork:
-    """What the ranks at one place of a pipeline run, however the data axis shares what they hold.
+    """Work of the ranks at one place of a pipeline, however the data axis shares their parameters.
 
     Attributes:
-        module: Of each layer the part of one rank.
+        module: The part of one rank of each layer.
         division: How it is cut.
         rank: Place on the pipeline.
         runs: All stages, by microbatch.
         programs: The actions of the rank.
-        activation_bytes: Kept for backward passes at most; None where nobody knows.
+        activation_bytes: Kept for backward passes at most; None where it is not known.
         moved: Over the tensor, context and expert axes, in an optimizer step.
         has_unknown_traffic: Whether a part of that is not known.
     """
@@ -123,10 +123,10 @@ def work_of_stages(
     """Return the work of the ranks of a pipeline, one for each rank of a context group.
 
     Args:
-        module: Of each layer the part of one rank.
+        module: The part of one rank of each layer.
         job: What is asked.
         cut: How it is cut, and what runs on its parts.
-        kept_by: Of ``kept_by_units``.
+        kept_by: Result of ``kept_by_units``.
     """
     found: list[list[StageWork]] = []
     for rank in range(job.layout.size("context")):
@@ -209,7 +209,7 @@ def _stage_work(
 
 
 class _Stages:
-    """What one rank of a pipeline has of a model."""
+    """The part of a model on one rank of a pipeline."""
 
     def __init__(self, work: StageWork, job: MeshJob) -> None:
         self._work, self._job = work, job
@@ -242,7 +242,7 @@ class _Stages:
 
     @cached_property
     def shape(self) -> ModelShape:
-        """What is gathered together, with all buffers of the module, which every rank has."""
+        """Units that are gathered, with all buffers of the module, which every rank has."""
         return self._shape(list(self._module.buffers()), has_scalars=True)
 
     def _shape(self, buffers: Sequence[Tensor], *, has_scalars: bool) -> ModelShape:
@@ -256,7 +256,7 @@ class _Stages:
         )
 
     def over_stages(self) -> list[ExpectedTraffic]:
-        """What the pipeline moves in an optimizer step."""
+        """Return the traffic of the pipeline in an optimizer step."""
         job, runs, programs = self._job, self._work.runs, self._work.programs
         group = CountingGroup(self._rank, job.layout.pipeline)
         forecast = PipelineForecast(programs, len(job.parts), group)
@@ -272,7 +272,7 @@ class _Stages:
         )
 
     def over_data(self) -> list[ExpectedTraffic]:
-        """What the data axis moves in an optimizer step."""
+        """Return the traffic of the data axis in an optimizer step."""
         if self._job.num_averaged * self._job.layout.tensor == 1:
             return []
         of_experts = []
@@ -285,7 +285,7 @@ class _Stages:
         return [*self._late_traffic().expected(), *of_experts]
 
     def extra(self) -> ExtraTraffic | None:
-        """What ZeRO-2 or 3 moves more than ZeRO-1."""
+        """Return the bytes by which ZeRO-2 or 3 moves more than ZeRO-1."""
         return None if self._job.shards is None else self._late_traffic().extra()
 
     def _late_traffic(self) -> PipelineZeroTraffic:

@@ -100,7 +100,7 @@ class Layout:
 
     @property
     def division(self) -> tuple[object, ...]:
-        """What makes two layouts different in kind, not in tuning: axes and stage first."""
+        """A key that two layouts share if they differ in tuning alone: axes and stage first."""
         axes = self.tensor, self.pipeline, self.context, self.expert, self.data
         return (*axes, 1 if self.zero == 2 else self.zero, self.offload, self.tier, self.shard)
 
@@ -165,7 +165,7 @@ class Layout:
 
     @property
     def dimensions(self) -> dict[str, str]:
-        """What it divides of a step, in words, by the dimension that it is of.
+        """The divided parts of a step in words, by their dimension.
 
         Source of the dimensions: FlexFlow, Jia et al. 2019, https://arxiv.org/abs/1807.05358.
         Samples of a batch; operators on ranks of their own; attributes, the other dims of a sample;

@@ -125,7 +125,7 @@ def _distinct(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 @dataclass(frozen=True)
 class Allowed:
-    """What a model and its devices let layouts be.
+    """Limits of layouts, by a model and its devices.
 
     Attributes:
         devices: Ranks of the job.
@@ -245,6 +245,8 @@ def _at_stage(
     kinds = allowed.recompute
     if base.schedule in {"zero_bubble", "zbv"}:
         kinds = kinds[:1]  # they halve backward passes, which recomputation joins
+    elif base.pipeline > 1 and base.context > 1:
+        kinds = [each for each in kinds if each != "selective"]  # fails in a backward pass
     for kind in kinds:
         has_room, is_first = False, True
         for place in _places(base, allowed):
@@ -299,7 +301,7 @@ def _places(base: Layout, allowed: Allowed) -> Iterator[dict[str, Any]]:
                 yield {"offload": "all", "tier": tier, "tile_bytes": TILE_BYTES}
 
 
-# Of sizes.
+# Layouts of sizes.
 
 
 @dataclass(frozen=True)

@@ -424,7 +424,7 @@ class ContextAxis(Axis):
 
 
 class DividedSequences(Protocol):
-    """What divides the sequences of steps; what is None does so later."""
+    """Division of the sequences of steps; state and hooks are None before it is placed."""
 
     @property
     def entries(self) -> tuple[SequenceEntry, ...]:

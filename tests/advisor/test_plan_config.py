@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from boltmesh.advisor.layouts import AXES, PlannedLayout, splits
 from boltmesh.advisor.machine import Hardware, measure_here, rates_file, read_rates, remember
 from boltmesh.advisor.prediction import Collective, RankStep, predict_step
+from boltmesh.advisor.report import overrides_of
 from boltmesh.advisor.search import ConfigSearcher
 from boltmesh.bench.figures import BenchRun
 from boltmesh.bench.running import OUT_OF_MEMORY, Ended, run_variant
@@ -22,6 +24,7 @@ from boltmesh.plan.dry_model import describe_model
 from boltmesh.planner.layout import Layout
 from boltmesh.planner.machine import accelerator_named, build_cluster
 from boltmesh.planner.rates import default_rates
+from boltmesh.planner.search import Allowed, divisions
 from boltmesh.planner.step_time import StepTimeModel
 from boltmesh.planner.transformer import transformer_named
 from boltmesh.strategies.cost_model.model import StepWork
@@ -41,6 +44,7 @@ SMALL = (
     *("model.init_args.n_layer=2", "model.init_args.n_embd=32", "model.init_args.block_size=32"),
     *("data.init_args.batch_size=8", "max_steps=2", "limit_val_batches=0"),
     *("run.checkpoint.enabled=false", "enable_model_summary=false"),
+    f"data.init_args.path={__file__}",  # any text that is read at once
 )
 
 
@@ -125,7 +129,13 @@ def test_remembered_rates_are_read_back(remembered: Path) -> None:
     assert read_rates(remembered) == RATES
 
 
-@pytest.mark.slow(60)
+def starts(line: Sequence[str], folder: Path) -> None:
+    """Train two steps by a command line."""
+    done = run_python(*BOLTMESH, "fit", *line, f"run.dir={folder}", cwd=folder.parent)
+    assert done.returncode == 0, (line, done.stderr)
+
+
+@pytest.mark.slow(30)
 def test_every_layout_that_is_printed_starts(remembered, tmp_path, capsys) -> None:
     assert run_command(["plan", "auto", "ddp", *SMALL, "--top", "8", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -139,9 +149,50 @@ def test_every_layout_that_is_printed_starts(remembered, tmp_path, capsys) -> No
     # One start of each division of the ranks.
     first = {str(each["sizes"]): each for each in reversed(found["best"])}
     for number, each in enumerate(first.values()):
-        line = [*SMALL, *each["overrides"], f"run.dir={tmp_path / str(number)}"]
-        done = run_python(*BOLTMESH, "fit", "ddp", *line, cwd=tmp_path)
-        assert done.returncode == 0, (each["command"], done.stderr)
+        starts(["ddp", *SMALL, *each["overrides"]], tmp_path / str(number))
+
+
+MIXTURE = (
+    *("model.init_args.config.num_hidden_layers=2", "precision=32-true", "max_steps=2"),
+    *("model.init_args.config.output_router_logits=false", "limit_val_batches=0"),
+    *("run.checkpoint.enabled=false", "enable_model_summary=false"),
+    f"data.init_args.path={__file__}",
+)
+KINDS = {
+    "pipeline+context": ("ddp", 64.0),
+    "pipeline+tensor": ("ddp", 64.0),
+    "context+tensor": ("ddp", 64.0),
+    "data+context+expert": ("expert_hf", 64.0),
+    "data+tensor+expert": ("expert_hf", 64.0),
+    "pipeline+data+expert": ("expert_hf", 64.0),
+    "pipeline+context+expert": ("expert_hf", 64.0),
+    "pipeline+data, selective": ("ddp", 0.51 / 1024),
+    "pipeline+context, full": ("ddp", 0.46 / 1024),
+    "data+tensor, full": ("ddp", 1.13 / 1024),
+}
+"""Axes of several ranks and what saves memory, with a config and GiB of a rank."""
+
+
+@pytest.mark.slow(30)
+@pytest.mark.sample("pipeline+context, full", "pipeline+data+expert")
+@pytest.mark.parametrize("kind", KINDS)
+def test_layouts_of_several_axes_start(kind, tmp_path, monkeypatch) -> None:
+    config, gib = KINDS[kind]
+
+    def axes_of(layout: Layout) -> str:
+        return "+".join(axis for axis in AXES if getattr(layout, axis) > 1)
+
+    def of_kind(allowed: Allowed) -> list[Layout]:
+        return [each for each in divisions(allowed) if axes_of(each) == kind.partition(",")[0]]
+
+    monkeypatch.setattr("boltmesh.advisor.search.divisions", of_kind)
+    line = [*(MIXTURE if config == "expert_hf" else SMALL), "devices=4"]
+    hardware = Hardware(replace(RATES, host_gib=gib), 4, 1, True, "", "")
+    found = ConfigSearcher(config, line, source=config, hardware=hardware).search()
+
+    recompute = kind.partition(", ")[2] or "none"
+    wanted = next(each for each in found.fitting if each.layout.axes.recompute == recompute)
+    starts([config, *line, *overrides_of(found, wanted)], tmp_path / "run")
 
 
 def test_a_plan_for_gpus_names_them_and_their_nodes(capsys, monkeypatch) -> None:
