@@ -122,7 +122,8 @@ def plan(
             f"process over several devices. Plan --strategy ddp, whose ranks have as much."
         )
     named = loaded.strategy.get("name") if wanted is None else f"{PREFIX}{wanted}"
-    if wanted is None and loaded.strategy.get("expert") is not None:
+    is_mesh = named == SEVERAL_AXES
+    if wanted is None and not is_mesh and loaded.strategy.get("expert") is not None:
         named = EXPERT  # also of ZeRO by another name
     if named in DIVIDING:
         source = str(find(config))

@@ -132,22 +132,11 @@ def plan_expert(
     found = watch_experts(config, source)
     sizes = dict(found.sizes)
     experts = []
-    for each, shape in found.shapes:
-        if each.num_experts % size:
-            raise ConfigError(
-                f"{source}: strategy.expert={size} does not divide the {each.num_experts} experts "
-                f"of {each.name!r}."
-            )
+    for each, shape in experts_over(config, size, source=source):
         sent = shape.expected(size, is_recomputed=False).payload
         whole = sum(sizes.pop(name) for name in each.parameters)
         experts.append(
             ExpertModule(each.name, each.kind, each.num_experts, shape.num_choices, whole, sent)
-        )
-    if not experts:
-        reasons = "; ".join(f"{name!r}: {why}" for name, why in found.whole.items())
-        raise ConfigError(
-            f"{source}: no experts of {found.model} can be divided"
-            f"{': ' + reasons if reasons else ', for training_step calls none'}."
         )
     return ExpertSummary(
         found.model,
@@ -159,6 +148,30 @@ def plan_expert(
         found.whole,
         found.notes,
     )
+
+
+def experts_over(
+    config: DictConfig, size: int, *, source: str
+) -> tuple[tuple[Experts, ExchangeShape], ...]:
+    """Return the experts of a config's model that so many ranks divide, and their rows of a batch.
+
+    Raises:
+        ConfigError: When model or data cannot be built, or nothing can be divided by so many.
+    """
+    found = watch_experts(config, source)
+    for each, _ in found.shapes:
+        if each.num_experts % size:
+            raise ConfigError(
+                f"{source}: strategy.expert={size} does not divide the {each.num_experts} experts "
+                f"of {each.name!r}."
+            )
+    if not found.shapes:
+        reasons = "; ".join(f"{name!r}: {why}" for name, why in found.whole.items())
+        raise ConfigError(
+            f"{source}: no experts of {found.model} can be divided"
+            f"{': ' + reasons if reasons else ', for training_step calls none'}."
+        )
+    return found.shapes
 
 
 class _DenseWeights(TorchFunctionMode):

@@ -394,7 +394,7 @@ class StepTimeModel:
         else:
             moved = self.links.all_reduce(group, width * parameters)
         if layout.expert > 1:
-            copies = layout.data * layout.tensor // layout.expert
+            copies = layout.data * layout.context * layout.tensor // layout.expert
             in_node = group.in_node * layout.tensor // layout.expert
             same = AxisGroup(copies, max(1, in_node))
             moved += self.links.all_reduce(same, width * experts_of_rank(self.model, layout))

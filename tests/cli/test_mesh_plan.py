@@ -298,7 +298,7 @@ def test_other_strategies_are_planned_beside_a_mesh(capsys, workplace) -> None:
         (["strategy.tensor=3", "strategy.data=null"], "3 by 3. Set pipeline=2"),
         (["strategy.zero_stage=4"], "zero_stage=4 is no ZeRO stage"),
         (["strategy.stages=2"], "unknown key 'strategy.stages'"),
-        (["strategy.context=2", "strategy.data=1"], "stages are counted with whole sequences"),
+        (["strategy.expert=3"], "expert=3 does not divide the 4 ranks of a stage"),
         (["strategy.schedule=zbw"], "Did you mean 'zbv'"),
         (["data.class_path=null"], "a mesh is planned by running a batch"),
     ],
