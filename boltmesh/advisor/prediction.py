@@ -17,6 +17,7 @@ from boltmesh.planner.rates import default_rates
 from boltmesh.planner.step_time import (
     NOT_DIVIDED,
     OVERLAP,
+    Passes,
     PredictedStepTime,
     RankSeconds,
     factor_of,
@@ -103,13 +104,16 @@ def predict_step(step: RankStep, hardware: Hardware) -> PredictedStepTime:
     if is_cpu:
         optimizer += operator * OPTIMIZER_OPERATORS * step.stepped_tensors
     waiting = (compute + recompute) * _waiting(step.bubble, machine.ranks_per_core or 1.0)
-    found = RankSeconds(
+    passes = Passes(
         forward=FORWARD * compute,
         backward=(1 - FORWARD) * compute,
         recompute=recompute,
         tensor=spent["tensor"],
         context=spent["context"],
         expert=spent["expert"],
+    )
+    found = RankSeconds(
+        passes,
         gather=spent["data"] if step.is_gathering else 0.0,
         transfer=step.transfer_s,
         reduction=0.0 if step.is_gathering else spent["data"],

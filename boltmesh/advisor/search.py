@@ -91,6 +91,8 @@ class ConfigSearcher:
         self._models: dict[Recompute, ModelShape] = {}
         """The model by what its blocks compute again."""
         self._found: list[PlannedLayout] = []
+        self._configs: dict[tuple[object, ...], Any] = {}
+        """Configs by what layouts change of them."""
 
     def search(self) -> ConfigSearch:
         """Return all layouts, those that fit first.
@@ -398,11 +400,17 @@ class ConfigSearcher:
             if made is not None:
                 yield made
 
-    def _config(self, *changes: str) -> Any:
-        """Return the config, with the nodes of the devices."""
-        config = load(self.name, [*self.overrides, *changes])
-        config.trainer.num_nodes = self.hardware.num_nodes
-        return config
+    def _config(self, *changes: str, recompute: Any = None) -> Any:
+        """Return the config, with the nodes of the devices; it is not to be changed."""
+        key = changes, self.hardware.num_nodes, repr(recompute)
+        if key not in self._configs:
+            config = load(self.name, [*self.overrides, *changes])
+            config.trainer.num_nodes = self.hardware.num_nodes
+            if recompute is not None:
+                name = "strategy.activation_checkpointing"
+                OmegaConf.update(config, name, recompute, merge=False, force_add=True)
+            self._configs[key] = config
+        return self._configs[key]
 
     def _mesh(self, layout: ConfigLayout) -> PlannedLayout:
         """Return what a run of a divided model would need.
@@ -417,12 +425,8 @@ class ConfigSearcher:
         if layout.batch is not None:
             changes.append(f"{BATCH_KEY}={layout.batch}")
         changes.append(f"trainer.accelerator={'cpu' if self.hardware.is_cpu else 'cuda'}")
-        config = self._config(*changes)
         arguments, axes = dict(layout.arguments), layout.axes
-        kind = arguments.get("activation_checkpointing")
-        if kind is not None:
-            key = "strategy.activation_checkpointing"
-            OmegaConf.update(config, key, kind, merge=False, force_add=True)
+        config = self._config(*changes, recompute=arguments.get("activation_checkpointing"))
         plan = plan_mesh(
             config,
             self.hardware.ranks_per_node,

@@ -298,6 +298,12 @@ def test_json_has_the_same_figures(capsys: pytest.CaptureFixture[str]) -> None:
         (["--model", "llama3-8b", "--gpu", "h10", "--devices", "8"], "Did you mean 'h100"),
         (["--model", "layers=3", "--gpu", "h100", "--devices", "8"], "lacks hidden, heads"),
         (["--model", "layer=3", "--gpu", "h100", "--devices", "8"], "Did you mean 'layers'"),
+        (["--model", "llama3-8b"], "add --gpu h100-80gb --devices 8"),
+        (["--model", "llama3-8b", "--gpu", "h100"], "named: add --devices 8"),
+        (["--model", "", "--gpu", "h100", "--devices", "8"], "There is no model ''"),
+        (["--model", "configs", "--gpu", "h100", "--devices", "8"], "without a config.json"),
+        (["--model", "gpt2 seq=9", "--gpu", "h100", "--devices", "8"], "'gpt2' is no size"),
+        (["--model", "gpt2", "seq=9", "--gpu", "h100", "--devices", "8"], "seq=9 changes a CONFIG"),
         (
             [
                 "--model",
