@@ -209,6 +209,10 @@ class SignatureGuard:
             return self.depends_on
         if any(isinstance(self._own(name), DTensor) for name in self.entries):
             return "its parameters are sharded over the data axis while it runs"
+        size, rank = self.group.size, self.group.rank
+        entries = self.entries.items()
+        if any(self._own(name).shape != each.local_shape(size, rank) for name, each in entries):
+            return "its experts are divided over other ranks, too"
         divided = any(opened(each)[1] is not None for each in tree_leaves((args, kwargs)))
         if divided or (self.stack is not None and self.stack.parts.is_of_context):
             return "its sequence is divided over a context axis while it runs"
