@@ -69,7 +69,6 @@ class ExpertAxis(Axis):
     name = "expert"
     folds = "data"
     shares_batches = False
-    can_compile = False
     operand_divider = "expert"
     needs_values = True
 
@@ -190,8 +189,8 @@ class ExpertAxis(Axis):
             if is_compiled(part):
                 raise ConfigError(
                     f"{name!r} is compiled, and expert={self.asked!r} exchanges rows within "
-                    f"layers, which torch.compile cannot trace yet. Leave torch.compile or expert "
-                    f"out."
+                    f"layers, which torch.compile cannot trace. Leave torch.compile out, and set "
+                    f"compile_blocks=True."
                 )
 
     @override

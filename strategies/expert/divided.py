@@ -156,6 +156,7 @@ class DividedExperts:
         with torch.no_grad(), self._around():
             self.exchange.run(rows, chosen, weights, self._computing((), {}))
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward with rows of all ranks of the group. Collective over it."""
         return self.on_rows(self._exchange, args, kwargs)

@@ -98,6 +98,7 @@ class DividedList(DividedExperts):
         return whole if owner == self.exchange.group.rank() else None
 
     @override
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward with rows of all ranks of the group. Collective over it."""
         noted = _Pass([])
