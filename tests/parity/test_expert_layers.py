@@ -4,9 +4,11 @@ from functools import partial
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from boltmesh.errors import ConfigError
 from boltmesh.strategies import Parallel3DStrategy
+from tests.support import expert_models, expert_runs
 from tests.support.expert_runs import differences, train, train_alone
 from tests.support.ranks import RankFailure, run_ranks
 
@@ -46,6 +48,36 @@ def test_divided_layers_of_experts_equal_one_process(case: str) -> None:
     worker = partial(train, kind=kind, strategy={**LAYERS, **strategy}, **options)
     alone = {key: value for key, value in options.items() if key != "reads_gradients"}
     gaps = differences(run_ranks(worker, world_size), train_alone(data, kind, **alone))
+    assert max(gaps.values()) < 2e-6, gaps
+
+
+def short_tokens(number: int, rank: int) -> Tensor:
+    """Return a batch that has one row on one rank in one step, unlike those before."""
+    whole = expert_models.tokens(number, rank)
+    return whole[:1] if (number, rank) == (1, 1) else whole
+
+
+def train_short(rank: int, world_size: int, strategy: dict[str, Any]) -> expert_runs.Outcome:
+    vars(expert_runs)["tokens"] = short_tokens
+    return train(rank, world_size, "stacked", strategy=strategy)
+
+
+@pytest.mark.sample("all ranks")
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        {"expert": 4, "tensor": 2, "zero_stage": 1},
+        {"expert": 2, "tensor": 2, "zero_stage": 1},
+        LAYERS,
+    ],
+    ids=["all ranks", "tensor ranks", "layers"],
+)
+def test_a_batch_of_one_row_on_one_replica_leaves_none_waiting(
+    strategy: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = run_ranks(partial(train_short, strategy=strategy), 4)
+    monkeypatch.setattr(expert_runs, "tokens", short_tokens)
+    gaps = differences(ranks, train_alone(2, "stacked"))
     assert max(gaps.values()) < 2e-6, gaps
 
 

@@ -109,6 +109,14 @@ class Verified:
             return self.forward_only.get(signature)
         return known
 
+    def leave_out_sizes(self) -> None:
+        """Let it not matter from now on which dims have one element."""
+        self.has_sizes = False
+        for known in (self.with_gradient, self.forward_only):
+            found = {without_sizes(signature): is_right for signature, is_right in known.items()}
+            known.clear()
+            known.update(found)
+
     def add(self, signature: Signature, *, has_gradient: bool, is_right: bool) -> None:
         """Keep the result for a signature."""
         if not self.has_sizes:
@@ -197,6 +205,12 @@ class SignatureGuard:
             self.verified.add(signature, has_gradient=has_gradient, is_right=is_right)
         return forward(*args, **kwargs) if is_right else self._whole(*args, **kwargs)
 
+    def couple(self, reason: str) -> None:
+        """Verify no more calls: other ranks would have to take part in each, for that reason."""
+        self.depends_on = reason
+        if self.verified.has_sizes:
+            self.verified.leave_out_sizes()
+
     def of_its_kind(self) -> dict[str, object]:
         """Return what decides how the block runs: all but names in the model."""
         entries = {
@@ -209,10 +223,6 @@ class SignatureGuard:
             return self.depends_on
         if any(isinstance(self._own(name), DTensor) for name in self.entries):
             return "its parameters are sharded over the data axis while it runs"
-        size, rank = self.group.size, self.group.rank
-        entries = self.entries.items()
-        if any(self._own(name).shape != each.local_shape(size, rank) for name, each in entries):
-            return "its experts are divided over other ranks, too"
         divided = any(opened(each)[1] is not None for each in tree_leaves((args, kwargs)))
         if divided or (self.stack is not None and self.stack.parts.is_of_context):
             return "its sequence is divided over a context axis while it runs"
