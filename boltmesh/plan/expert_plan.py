@@ -57,6 +57,8 @@ class ExpertSummary:
     whole: Mapping[str, str]
     """Why modules that choose stay whole, by name."""
     notes: tuple[str, ...]
+    parts: int = 1
+    """Ranks that divide each expert."""
 
     @property
     def expert_bytes(self) -> int:
@@ -121,7 +123,8 @@ def plan_expert(
     Raises:
         ConfigError: When model or data cannot be built, or nothing can be divided.
     """
-    num_ranks = ranks_per_node * config.trainer.num_nodes
+    parts = 1 if given.get("expert_tensor") in {None, 1} else int(given.get("tensor") or 1)
+    num_ranks = ranks_per_node * config.trainer.num_nodes // parts
     asked = given.get("expert") or "node"
     size = min(ranks_per_node, num_ranks) if asked == "node" else int(asked)
     if num_ranks % size:
@@ -147,6 +150,7 @@ def plan_expert(
         sum(sizes.values()),
         found.whole,
         found.notes,
+        parts,
     )
 
 
@@ -189,15 +193,16 @@ class _DenseWeights(TorchFunctionMode):
 def write_expert(summary: ExpertSummary) -> str:
     """Return the experts that each rank keeps, and the bytes that exchanges move."""
     experts, size = summary.experts, summary.size
+    share = size * summary.parts
     columns = [
         ("experts of", [each.name for each in experts]),
         ("experts", [str(each.num_experts) for each in experts]),
         ("of a row", [str(each.num_choices) for each in experts]),
         ("on a rank", [str(each.num_experts // size) for each in experts]),
-        ("per rank", [size_text(each.whole_bytes // size) for each in experts]),
+        ("per rank", [size_text(each.whole_bytes // share) for each in experts]),
         ("exchanged", [size_text(round(each.sent_bytes)) for each in experts]),
     ]
-    kept = f"{size_text(summary.expert_bytes // size)} of {size_text(summary.expert_bytes)}"
+    kept = f"{size_text(summary.expert_bytes // share)} of {size_text(summary.expert_bytes)}"
     copies = summary.num_ranks // size
     same = (
         f"; {copies} ranks have the same experts, and add up their gradients" if copies > 1 else ""
@@ -217,7 +222,7 @@ def write_expert(summary: ExpertSummary) -> str:
     whole = [f"whole: {name}: {why}" for name, why in summary.whole.items()]
     return "\n".join(
         [
-            f"{summary.model} over {size} ranks: each keeps {kept} of experts{same}",
+            f"{summary.model} over {share} ranks: each keeps {kept} of experts{same}",
             "",
             *align(columns),
             "",

@@ -83,11 +83,6 @@ def test_what_would_give_other_numbers_is_refused(kind: str, strategy: Options, 
         run_ranks(partial(train, kind=kind, strategy=beside_stages(strategy)), 4)
 
 
-def test_experts_that_are_divided_themselves_are_refused() -> None:
-    with pytest.raises(ConfigError, match="expert_tensor='tensor' was asked for, and experts bes"):
-        strategy_of(zero_stage=1, tensor=2, expert=2, expert_tensor="tensor")
-
-
 def test_a_schedule_with_two_versions_of_weights_is_refused() -> None:
     with pytest.raises(ConfigError, match="computes with two versions of the weights"):
         strategy_of(zero_stage=1, pipeline=2, expert=2, schedule="pipedream_2bw")
