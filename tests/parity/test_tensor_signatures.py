@@ -18,7 +18,7 @@ pytestmark = pytest.mark.ranks
 
 ONE_KEY_HEAD: Settings = {
     "kind": "Qwen2", "vocab_size": 40, "hidden_size": 16, "intermediate_size": 32,
-    "num_attention_heads": 4, "num_key_value_heads": 1, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 1, "num_hidden_layers": 2,
     "padded": [False, True, True],
 }  # fmt: skip
 """Divided over queries alone: the code that repeats keys for a mask needs the whole."""
@@ -50,7 +50,7 @@ def train(
     return found
 
 
-@pytest.mark.sample("tensor", "ZeRO", "pipeline")
+@pytest.mark.sample("tensor", "pipeline")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_mask_behind_a_batch_without_one(layout: str) -> None:
     cases = [TWO_KEY_HEADS] if layout == "sequence" else [ONE_KEY_HEAD, TWO_KEY_HEADS]
