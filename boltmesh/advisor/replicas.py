@@ -15,9 +15,7 @@ from boltmesh.strategies.cost_model.model import (
     ShardingLayout,
     StepWork,
     UnitShape,
-    Widths,
 )
-from boltmesh.strategies.cost_model.offload import FP32
 from boltmesh.strategies.cost_model.step_time import estimate_step_time
 from boltmesh.strategies.cost_model.traffic import OperatorBytes, estimate_traffic
 from boltmesh.strategies.registry import STRATEGIES
@@ -213,14 +211,4 @@ def between(model: ModelShape, again: ModelShape, part: float) -> ModelShape:
             },
             mean(model.work.product_bytes, again.work.product_bytes),
         ),
-    )
-
-
-def keeps_fp32(model: ModelShape, widths: Widths) -> bool:
-    """Whether all trained parameters are stored in fp32, as offload needs them."""
-    return all(
-        widths.store(each.element_bytes) == FP32
-        for unit in model.units
-        for each in unit.tensors
-        if each.is_trained
     )

@@ -32,7 +32,6 @@ from boltmesh.advisor.replicas import (
     OwnedExperts,
     between,
     judged,
-    keeps_fp32,
     order,
     plan_replicas,
     scaled,
@@ -50,6 +49,7 @@ from boltmesh.strategies.cost_model.model import (
     ModelShape,
     widths_of,
 )
+from boltmesh.strategies.cost_model.offload import keeps_fp32
 from boltmesh.strategies.registry import STRATEGIES
 
 if TYPE_CHECKING:
