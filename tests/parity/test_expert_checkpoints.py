@@ -119,6 +119,7 @@ def evaluate(
     return place, [float(each) for each in predicted]
 
 
+@pytest.mark.sample("options2-counts2-repeated", "options3-counts3-stacked")
 @pytest.mark.parametrize(
     ("options", "counts", "kind"),
     [
