@@ -18,9 +18,7 @@ from boltmesh.strategies.cost_model.model import (
     StepWork,
     TensorShape,
     UnitShape,
-    Widths,
 )
-from boltmesh.strategies.cost_model.offload import FP32
 from boltmesh.strategies.cost_model.step_time import Machine, estimate_step_time
 from boltmesh.strategies.cost_model.traffic import OperatorBytes, estimate_traffic
 from boltmesh.strategies.registry import STRATEGIES
@@ -216,13 +214,3 @@ def repeated(model: ModelShape, again: ModelShape, part: float) -> tuple[ModelSh
     )
     work = replace(scaled(work, part), operators=ceil(part * work.operators))
     return replace(model, activations=kept), work
-
-
-def keeps_fp32(model: ModelShape, widths: Widths) -> bool:
-    """Whether all trained parameters are stored in fp32, as offload needs them."""
-    return all(
-        widths.store(each.element_bytes) == FP32
-        for unit in model.units
-        for each in unit.tensors
-        if each.is_trained
-    )

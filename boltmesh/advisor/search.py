@@ -26,7 +26,6 @@ from boltmesh.advisor.prediction import EXCHANGES, NO_WORK, Collective, RankStep
 from boltmesh.advisor.replicas import (
     DividedExperts,
     judged,
-    keeps_fp32,
     order,
     plan_replicas,
     repeated,
@@ -50,6 +49,7 @@ from boltmesh.strategies.cost_model.model import (
     StepWork,
     widths_of,
 )
+from boltmesh.strategies.cost_model.offload import keeps_fp32
 from boltmesh.strategies.registry import STRATEGIES
 
 MOST_RANKS = 4096

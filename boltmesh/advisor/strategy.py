@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from boltmesh.advisor.layouts import ConfigLayout, PlannedLayout
 from boltmesh.advisor.machine import Hardware, rates_file, read_rates
-from boltmesh.advisor.replicas import keeps_fp32, order, plan_replicas
+from boltmesh.advisor.replicas import order, plan_replicas
 from boltmesh.errors import BoltMeshError, ConfigError
 from boltmesh.plan.dry_model import NumberTypes, faked, shapes_of_units
 from boltmesh.plan.dry_step import DryStep
@@ -26,6 +26,7 @@ from boltmesh.strategies.cost_model.model import (
     StepWork,
     widths_of,
 )
+from boltmesh.strategies.cost_model.offload import keeps_fp32
 from boltmesh.strategies.cost_model.step_time import Machine
 from boltmesh.strategies.data_parallel.ddp import DdpAxis, DdpOptions
 from boltmesh.strategies.data_parallel.options import ZeroOptions

@@ -260,7 +260,12 @@ CASES: list[tuple[str, int, int, dict[str, Any]]] = [
     ("context beside a pipeline", 4, 1, {**MESH, "pipeline": 2, "context": 2}),
     ("compiled blocks, zero3", 2, 2, {**ZERO, "stage": 3, "compile_blocks": True}),
     ("compiled blocks, tensor", 2, 1, {**TENSOR, "compile_blocks": True}),
-    ("compiled blocks, 3d", 4, 2, {**MESH, "tensor": 2, "zero_stage": 3, "compile_blocks": True}),
+    (
+        "compiled blocks, 3d",
+        4,
+        2,
+        {"name": "Parallel3DStrategy", "tensor": 2, "zero_stage": 3, "compile_blocks": True},
+    ),
     ("experts", 2, 2, {**ZERO, "stage": 2, "expert": 2}),
     ("experts, zero3", 4, 4, {**ZERO, "stage": 3, "expert": 2}),
     ("experts beside a pipeline", 4, 2, {**MESH, "pipeline": 2, "expert": 2}),

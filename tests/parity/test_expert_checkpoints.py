@@ -122,6 +122,7 @@ def evaluate(
     return place, [float(each) for each in predicted]
 
 
+@pytest.mark.sample("options2-counts2-repeated", "options3-counts3-stacked")
 @pytest.mark.parametrize(
     ("options", "counts", "kind"),
     [

@@ -100,7 +100,7 @@ IDS = [f"{name}-{'full' if given else 'plain'}" for name, given in CASES]
 @pytest.mark.ranks
 @pytest.mark.slow(60)
 @pytest.mark.timeout(500)
-@pytest.mark.sample("3d of 4-plain", "3d-plain", "ddp-full")
+@pytest.mark.sample("3d of 4-plain", "ddp-full")
 @pytest.mark.parametrize(("name", "given"), CASES, ids=IDS)
 def test_blocks_are_compiled_once_and_train_to_the_same_numbers(
     name: str, given: dict[str, Any]
