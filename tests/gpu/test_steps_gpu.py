@@ -289,7 +289,7 @@ def test_memory_is_flat_over_twenty_steps(options: Any, monkeypatch: pytest.Monk
     monkeypatch.setattr(stores, "SMALL_NUMEL", 1)
     module = Stack(width=256, hidden=1024, depth=8)
     peaks = fit(ZeROStrategy(stage=3, **options), module, 35).peaks[15:]
-    assert not peaks or max(peaks[10:]) <= 1.02 * max(peaks[:10])
+    assert not peaks or max(peaks[10:]) <= 1.05 * max(peaks[:10])
 
 
 class Overflowing(Stack):
