@@ -5,6 +5,7 @@ the tensor axis is planned by the code that a run divides the model with, so wha
 refused here.
 """
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -56,6 +57,8 @@ MOST_RANKS = 4096
 """Larger jobs are not looked at where the one that was asked for is too small."""
 MOST_DIVISIONS = 12
 """Divisions of layers that are planned, those into fewest parts first."""
+SEARCH_S = 20.0
+"""Seconds after which no further division is planned if a layout fits: large models take long."""
 SCHEDULES = ("interleaved_1f1b", "zero_bubble", "zbv")
 """Those that are tried beside 1F1B."""
 MOST_FLOPS = 10**12
@@ -125,8 +128,16 @@ class ConfigSearcher:
         bases = list(divisions(self._allowed(experts)))
         whole = [each for each in bases if not each.is_divided]
         divided = by_kind(each for each in bases if each.is_divided)
-        for base in (*whole, *divided[:MOST_DIVISIONS]):
+        begin = time.monotonic()
+        for base in whole:
             self._found += self._layouts(base)
+        num_planned = 0
+        for base in divided[:MOST_DIVISIONS]:
+            is_late = time.monotonic() - begin > SEARCH_S
+            if is_late and any(each.fits for each in self._found):
+                break
+            self._found += self._layouts(base)
+            num_planned += 1
         self._found += self._scheduled(self._found)
         took = self.hardware.measured.get(key_of(self.loaded), {})
         found = [
@@ -142,7 +153,7 @@ class ConfigSearcher:
             self.hardware,
             tuple(found),
             tuple(self._refused.items()),
-            max(0, len(divided) - MOST_DIVISIONS),
+            len(divided) - num_planned,
             None if self._rows is None else self._rows * self._batches,
             self._batches,
             (*notes, *assumed),
