@@ -76,7 +76,7 @@ class TensorGroup:
 
     @property
     def name(self) -> str:
-        """Of the process group, which finds it from within compiled code."""
+        """The name of the process group, by which compiled code finds it."""
         return self.process_group.group_name
 
     @cached_property
