@@ -168,7 +168,7 @@ def test_data_tensor_and_context_axes_train_together() -> None:
     check(8, "gpt", {"data": 2, "tensor": 2, "context": 2, "zero_stage": 3})
 
 
-@pytest.mark.sample("masked-{'schedule': '1f1b'}")
+@pytest.mark.sample("masked-{'schedule': '1f1b', 'defers': True}")
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [
