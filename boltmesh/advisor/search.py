@@ -57,7 +57,7 @@ MOST_RANKS = 4096
 """Larger jobs are not looked at where the one that was asked for is too small."""
 MOST_DIVISIONS = 12
 """Divisions of layers that are planned, those into fewest parts first."""
-SEARCH_S = 20.0
+SEARCH_S = 15.0
 """Seconds after which no further division is planned if a layout fits: large models take long."""
 SCHEDULES = ("interleaved_1f1b", "zero_bubble", "zbv")
 """Those that are tried beside 1F1B."""

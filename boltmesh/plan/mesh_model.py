@@ -217,10 +217,10 @@ def _divide(config: DictConfig, job: MeshJob, source: str, per_stage: int | None
         pipeline = None
         places: Sequence[RankWork | StageWork]
         if job.layout.pipeline == 1:
-            places, told = work_of_whole(module, job)
+            places, found = work_of_whole(module, job)
         else:
-            pipeline, places, told = _cut_into_stages(config, module, job, rows, made, source)
-        notes += told
+            pipeline, places, found = _cut_into_stages(config, module, job, rows, made, source)
+        notes += found
     return _Divided(
         name=type(module).__name__,
         numel=numel,

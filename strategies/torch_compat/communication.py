@@ -67,7 +67,8 @@ reduce_scatter_single = _named("reduce_scatter_single", "reduce_scatter_tensor")
 # [Note: Collectives in compiled code]
 # Dynamo rewrites `dist.all_reduce` to an operator and a copy into its argument. Until torch 2.12
 # such a copy in the forward pass of an autograd.Function loses the gradient of the result without
-# an error. An operator of its own is one node of the graph, whose result is a new tensor.
+# an error. An operator of its own is one node of the graph, whose result is a new tensor. For the
+# same reason what follows it is `clone`, and not `contiguous`, which may return its argument.
 
 
 def _group_named(name: str) -> dist.ProcessGroup:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch import Trainer, seed_everything
 
 from boltmesh.advisor.layouts import ConfigLayout, PlannedLayout
 from boltmesh.advisor.machine import Hardware
@@ -18,6 +18,7 @@ from boltmesh.strategies.cost_model.step_time import Machine
 from boltmesh.strategies.registry import build_strategy
 from boltmesh.telemetry.reader.reader import open_job
 from tests.support.ranks import run_ranks
+from tests.support.recording_path import RecordingPath
 from tests.support.turns import in_turn
 
 RANKS = 4
@@ -87,22 +88,15 @@ def train(rank: int, world_size: int, config: str, name: str, arguments: Any) ->
     loaded = load(config, LINES[config])
     seed_everything(1, verbose=False)
     strategy = build_strategy(name, **arguments)
-    paths = []
-
-    class Notes(Callback):
-        reads_gradients = False
-
-        def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-            paths.append(str(strategy.recorder.path))
-
+    recording = RecordingPath()
     trainer = Trainer(
         accelerator="cpu", devices=world_size, strategy=strategy, max_steps=4, logger=False,
-        callbacks=[Notes()], enable_checkpointing=False, enable_progress_bar=False,
+        callbacks=[recording], enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, limit_val_batches=0,
     )  # fmt: skip
     model = build(loaded.model, "model", source=config)
     trainer.fit(model, build(loaded.data, "data", source=config))
-    return paths[0]
+    return recording.path
 
 
 def shares_off(names: Sequence[str]) -> dict[str, float]:

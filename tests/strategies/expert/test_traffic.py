@@ -12,23 +12,13 @@ from tests.strategies.cost_model.test_measured import held_bytes
 from tests.support.expert_models import MoeModule
 from tests.support.expert_runs import loader, strategy_of, trainer
 from tests.support.ranks import run_ranks
+from tests.support.recording_path import RecordingPath
 
 pytestmark = pytest.mark.ranks
 
 
-class Notes(Callback):
-    """Keeps where the telemetry of a run is."""
-
-    path = ""
-
-    @override
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        strategy: Any = trainer.strategy
-        self.path = str(strategy.recorder.path)
-
-
 def fit(rank: int, world_size: int, kind: str, options: dict[str, Any], accumulate: int) -> str:
-    notes = Notes()
+    notes = RecordingPath()
     run = trainer(
         world_size,
         strategy_of(**options if "zero_stage" in options else {"stage": 1, **options}),
@@ -87,8 +77,8 @@ def test_a_step_moves_what_is_expected(
     assert {axis for axis, _ in expected} <= axes
     assert ("expert", "alltoall_base") in expected
     # Those of another tensor rank have another part of the vocabulary to shard.
-    alike = snapshot.ranks[:: options["tensor"] if "expert_tensor" in options else 1]
-    for ranks in [[each] for each in alike] if per_rank else [snapshot.ranks]:
+    first = snapshot.ranks[:: options["tensor"] if "expert_tensor" in options else 1]
+    for ranks in [[each] for each in first] if per_rank else [snapshot.ranks]:
         counted: dict[tuple[str, str], tuple[float, float]] = {}
         for each in (one for rank in ranks for one in rank.collectives):
             if each.bytes_per_step and each.axis in axes:
