@@ -270,8 +270,6 @@ def _at_stage(
     kinds = allowed.recompute
     if base.schedule in {"zero_bubble", "zbv"}:
         kinds = kinds[:1]  # they halve backward passes, which recomputation joins
-    elif base.pipeline > 1 and base.context > 1:
-        kinds = [each for each in kinds if each != "selective"]  # fails in a backward pass
     for kind in kinds:
         has_room, is_first = False, True
         for place in _places(base, allowed):

@@ -167,7 +167,8 @@ KINDS = {
     "pipeline+data+expert": ("expert_hf", 64.0),
     "pipeline+context+expert": ("expert_hf", 64.0),
     "pipeline+data, selective": ("ddp", 0.51 / 1024),
-    "pipeline+context, full": ("ddp", 0.46 / 1024),
+    "pipeline+context, selective": ("ddp", 0.51 / 1024),
+    "pipeline+context, full": ("ddp", 0.43 / 1024),
     "data+tensor, full": ("ddp", 1.13 / 1024),
 }
 """Axes of several ranks and what saves memory, with a config and GiB of a rank."""
