@@ -99,9 +99,13 @@ def nothing_lines(found: ConfigSearch) -> Iterator[str]:
     """Yield why nothing fits, and what needs least."""
     if not found.candidates:
         ranks = found.hardware.num_ranks
-        yield "No layout can run." if found.rows is None or found.rows >= ranks else (
-            f"No layout can run: a step has rows={found.rows} over all replicas, for {ranks} ranks. "
-            f"Give it more: {BATCH_KEY}={-(-ranks // found.batches)}."
+        yield (
+            "No layout can run."
+            if found.rows is None or found.rows >= ranks
+            else (
+                f"No layout can run: a step has rows={found.rows} over all replicas, for {ranks} ranks. "
+                f"Give it more: {BATCH_KEY}={-(-ranks // found.batches)}."
+            )
         )
         return
     (least,) = found.smallest(1)
