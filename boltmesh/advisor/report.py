@@ -99,14 +99,13 @@ def nothing_lines(found: ConfigSearch) -> Iterator[str]:
     """Yield why nothing fits, and what needs least."""
     if not found.candidates:
         ranks = found.hardware.num_ranks
-        yield (
-            "No layout can run."
-            if found.rows is None or found.rows >= ranks
-            else (
-                f"No layout can run: a step has rows={found.rows} over all replicas, for {ranks} ranks. "
-                f"Give it more: {BATCH_KEY}={-(-ranks // found.batches)}."
+        if found.rows is None or found.rows >= ranks:
+            yield "No layout can run."
+        else:
+            yield (
+                f"No layout can run: a step has {found.rows} rows over all replicas, for {ranks} "
+                f"ranks. Give it more: {BATCH_KEY}={-(-ranks // found.batches)}."
             )
-        )
         return
     (least,) = found.smallest(1)
     machine = found.hardware.machine
