@@ -57,7 +57,6 @@ _ATTRIBUTES_OF_THE_PART = frozenset({
     "_backward_hooks", "_base", "_version", "grad_fn", "is_leaf", "output_nr", "requires_grad",
     "retains_grad",
 })  # fmt: skip
-_TRANSPOSED = frozenset({"H", "T", "mH", "mT", "imag", "real"})
 
 _WRITES_FIRST = frozenset({
     "__iadd__", "__iand__", "__ifloordiv__", "__ilshift__", "__imod__", "__imul__", "__ior__",
@@ -117,8 +116,10 @@ def _attribute(func: Any, args: tuple[Any, ...]) -> Any:
         return None if cut.local.grad is None else cut.like(cut.local.grad)
     if name == "data":
         return cut.detach()
-    if name in {"T", "mT"}:
-        return cut.transpose(-2, -1) if cut.ndim > 1 else cut
+    if name == "T":
+        return cut.permute(*reversed(range(cut.ndim)))
+    if name == "mT":
+        return cut.transpose(-2, -1)
     if name in {"real", "imag"}:
         return run_by_answer(getattr(torch, name), args, {})
     return getattr(make_whole(cut, f".{name}"), name)

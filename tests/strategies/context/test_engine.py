@@ -22,7 +22,7 @@ from boltmesh.strategies.context.positions import (
 from boltmesh.strategies.context.tokenwise import TokenwiseModule, find_tokenwise
 from boltmesh.strategies.tensor.analysis.analyse import analyse
 from boltmesh.strategies.torch_compat.tensors import subclasses_unasked
-from tests.support.context_runs import apart, compare, world
+from tests.support.context_runs import apart, compare, compare_model, world
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -103,6 +103,31 @@ def test_tiles_of_modules_in_which_no_position_meets_another_are_those_of_one_pr
         assert far(each, by=2e-6) == {}
         assert "blocks.0.mlp" in each["gpt"]["tokenwise"]
         assert "model.model.layers.1.mlp" in each["llama"]["tokenwise"]
+
+
+class Transposes(nn.Module):
+    """Attention by hand, and a mixture of the rows of a batch, by ``mT`` and ``T``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tok, self.rows, self.head = nn.Embedding(9, 8), nn.Linear(2, 2), nn.Linear(8, 9)
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        x = self.tok(batch["input_ids"])
+        x = (x @ x.mT).softmax(-1) @ x
+        x = self.rows(x.T).T  # (B, T, C), (C, T, B)
+        return functional.cross_entropy(self.head(x).flatten(0, 1), batch["input_ids"].flatten())
+
+
+def run_transposes(rank: int, size: int) -> dict[str, Any]:
+    torch.manual_seed(1)
+    return {"": compare_model(Transposes(), [{"input_ids": torch.randint(9, (2, 7))}])}
+
+
+@pytest.mark.filterwarnings("ignore:The use of `x.T` on tensors of dimension other than 2")
+def test_transposed_tensors_are_those_of_one_process() -> None:
+    for each in run_ranks(run_transposes, 2):
+        assert far(each, by=2e-6) == {}
 
 
 class Looks(nn.Module):
