@@ -115,6 +115,16 @@ def _wrapper(method: Callable[..., Any]) -> _Wrapped | None:
     return found if isinstance(found, _Wrapped) else None
 
 
+def compiled(
+    method: Callable[..., Any], compile_: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> Callable[..., Any]:
+    """Return a compiled method; what is around it stays outside if its ``is_compiled`` is False."""
+    found = _wrapper(method)
+    if found is None or getattr(found.around, "is_compiled", True):
+        return compile_(method)
+    return wrapped(compiled(found.method, compile_), found.around)
+
+
 def unwrapped(method: Callable[..., Any]) -> Callable[..., Any]:
     """Return a method without all that ``wrapped`` has put around it."""
     found = _wrapper(method)

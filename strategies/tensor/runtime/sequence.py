@@ -24,6 +24,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.compiler import is_compiling
 from torch.nn import Module
 from typing_extensions import Self, override
 
@@ -58,6 +59,8 @@ class SequenceParts:
         self._entry = _Length(0, 0)
         self._awaited: WeakSet[_Length] = WeakSet()
         """Of entries whose backward pass is not over."""
+        self._entries = [self._entry]
+        """That the block which runs may belong to."""
         self._gathered: tuple[Tensor, int, Tensor] | None = None
         """What was gathered last, how often it had been written by then, and the whole."""
 
@@ -115,6 +118,12 @@ class SequenceParts:
         filled = self._filled(part, torch.zeros_like(part.narrow(self.dim, length - 1, 1)))
         return scatter_sum(filled, self._group, self.dim)
 
+    def begin(self) -> None:
+        """Find out, before a block runs, which entries it may belong to."""
+        self._entries = [self._entry]
+        if is_in_backward():
+            self._entries = [each for each in self._awaited if not each.is_over] or self._entries
+
     def forget(self) -> None:
         """Keep no activation longer than a block runs."""
         self._gathered = None
@@ -138,12 +147,9 @@ class SequenceParts:
 
     def _entry_of(self, filled: int) -> "_Length":
         """What was entered with, of which ``filled`` positions were made."""
-        entries = [self._entry]
-        if is_in_backward():
-            entries = [each for each in self._awaited if not each.is_over] or entries
         fitting = {
             (each.whole, each.total): each
-            for each in entries
+            for each in self._entries
             if 0 <= filled - each.whole < self._group.size
         }
         if not fitting:
@@ -175,7 +181,7 @@ def opened(value: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor] | None]:
 
 
 def _times_written(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else times_written(tensor)
+    return times_written(tensor) if is_compiling() or not tensor.is_inference() else 0
 
 
 class _Length:
@@ -335,6 +341,9 @@ class OnWhole:
 class InStack:
     """Around a block: the first divides what enters the stack, the last joins what leaves it."""
 
+    is_compiled = False
+    """Within it all blocks are alike, and the length of the sequence is known."""
+
     def __init__(
         self, parts: SequenceParts, entry: GatherPoint | None, exit_: ExitPoint | None
     ) -> None:
@@ -346,6 +355,7 @@ class InStack:
         """Run the block."""
         if self._entry is not None:
             args, kwargs = _replaced(args, kwargs, self._entry.argument, self._parts.split)
+        self._parts.begin()
         try:
             output = forward(*args, **kwargs)
         finally:
