@@ -60,7 +60,7 @@ class SequenceParts:
         self._awaited: WeakSet[_Length] = WeakSet()
         """Of entries whose backward pass is not over."""
         self._entries = [self._entry]
-        """That the block which runs may belong to."""
+        """That the block which runs may belong to, of each length one."""
         self._gathered: tuple[Tensor, int, Tensor] | None = None
         """What was gathered last, how often it had been written by then, and the whole."""
 
@@ -120,9 +120,10 @@ class SequenceParts:
 
     def begin(self) -> None:
         """Find out, before a block runs, which entries it may belong to."""
-        self._entries = [self._entry]
+        entries = [self._entry]
         if is_in_backward():
-            self._entries = [each for each in self._awaited if not each.is_over] or self._entries
+            entries = [each for each in self._awaited if not each.is_over] or entries
+        self._entries = list({(each.whole, each.total): each for each in entries}.values())
 
     def forget(self) -> None:
         """Keep no activation longer than a block runs."""
@@ -147,11 +148,7 @@ class SequenceParts:
 
     def _entry_of(self, filled: int) -> "_Length":
         """What was entered with, of which ``filled`` positions were made."""
-        fitting = {
-            (each.whole, each.total): each
-            for each in self._entries
-            if 0 <= filled - each.whole < self._group.size
-        }
+        fitting = [e for e in self._entries if 0 <= filled - e.whole < self._group.size]
         if not fitting:
             raise LayoutError(
                 f"Dimension {self.dim} of an activation has {filled} positions on all ranks, and "
@@ -161,11 +158,11 @@ class SequenceParts:
         if len(fitting) > 1:
             raise LayoutError(
                 f"Blocks are computed again in the backward pass, for sequences of "
-                f"{sorted(total for _, total in fitting)} whose parts are equally long. Give them "
+                f"{sorted(each.total for each in fitting)} whose parts are equally long. Give them "
                 f"lengths that {self._group.size} ranks divide, or set "
                 "strategy.sequence_parallel=false."
             )
-        return next(iter(fitting.values()))
+        return fitting[0]
 
     def __deepcopy__(self, _: dict[int, Any]) -> Self:
         return self
