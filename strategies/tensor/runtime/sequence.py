@@ -148,7 +148,8 @@ class SequenceParts:
 
     def _entry_of(self, filled: int) -> "_Length":
         """What was entered with, of which ``filled`` positions were made."""
-        fitting = [e for e in self._entries if 0 <= filled - e.whole < self._group.size]
+        entries = self._entries
+        fitting = [each for each in entries if 0 <= filled - each.whole < self._group.size]
         if not fitting:
             raise LayoutError(
                 f"Dimension {self.dim} of an activation has {filled} positions on all ranks, and "
