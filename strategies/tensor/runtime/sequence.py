@@ -340,7 +340,7 @@ class InStack:
     """Around a block: the first divides what enters the stack, the last joins what leaves it."""
 
     is_compiled = False
-    """Within it all blocks are alike, and the length of the sequence is known."""
+    """Within it all blocks do the same, and the length of the sequence is known."""
 
     def __init__(
         self, parts: SequenceParts, entry: GatherPoint | None, exit_: ExitPoint | None
