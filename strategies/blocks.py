@@ -33,6 +33,18 @@ def find_blocks(root: Module) -> dict[str, Module]:
     return _Search(root).blocks()
 
 
+def failing_module(error: BaseException) -> Module | None:
+    """Return the innermost module whose code an error came from."""
+    found = None
+    traceback = error.__traceback__
+    while traceback is not None:
+        module = traceback.tb_frame.f_locals.get("self")
+        if isinstance(module, Module):
+            found = module
+        traceback = traceback.tb_next
+    return found
+
+
 def has_forward(module: Module) -> bool:
     """Whether the module can be called, rather than only hold other modules.
 

@@ -20,7 +20,7 @@ from torch.nn import Module
 
 from boltmesh.errors import ConfigError, UnsupportedError
 from boltmesh.strategies.blocks import find_blocks
-from boltmesh.strategies.torch_compat.modules import is_compiled
+from boltmesh.strategies.torch_compat.modules import compiled, is_compiled
 from boltmesh.strategies.torch_compat.tensors import is_fake, is_watched
 
 BACKEND = "inductor"
@@ -84,16 +84,14 @@ class CompiledBlocks:
             )
         self._limits.enter_context(_compiler().recompile_limit_raises())
         options: Any = _OPTIONS if BACKEND == "inductor" else None
-        compiled: dict[type[Module], Callable[..., Any]] = {}
+        compile_ = partial(torch.compile, backend=BACKEND, options=options)
+        of_kinds: dict[type[Module], Callable[..., Any]] = {}
         for block in blocks:
             kind = type(block)
             before = vars(block).get("forward")
-            if before is None and kind not in compiled:
-                compiled[kind] = torch.compile(kind.forward, backend=BACKEND, options=options)
-            if before is None:
-                run: Callable[..., Any] = partial(compiled[kind], block)
-            else:
-                run = torch.compile(before, backend=BACKEND, options=options)
+            if before is None and kind not in of_kinds:
+                of_kinds[kind] = compile_(kind.forward)
+            run = partial(of_kinds[kind], block) if before is None else compiled(before, compile_)
             self._blocks[block] = before
             vars(block)["forward"] = CompiledForward(kind.__name__, block.forward, run)
 

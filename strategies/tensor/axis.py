@@ -332,9 +332,11 @@ class TensorAxis(Axis):
         assert self.placement is not None
         owned = [each for axis in self.strategy.axes if (each := axis.owned_rows()) is not None]
         exchanging = {exchange.module for each in owned for exchange in each.exchanges}
+        divided = set(self.placement.applied.sharded)
         for guard in self.placement.applied.guards:
-            if not exchanging.isdisjoint(guard.block.modules()):
-                guard.couple("its experts get rows of ranks that do not verify it with this one")
+            if found := exchanging.intersection(guard.block.modules()):
+                parts = {part for each in found for part in each.parameters()}
+                guard.couple(divides_experts=not divided.isdisjoint(parts))
 
     @property
     @override

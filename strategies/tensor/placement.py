@@ -24,7 +24,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Module, Parameter
 
 from boltmesh.errors import BoltMeshError, ConfigError
-from boltmesh.strategies.blocks import find_blocks
+from boltmesh.strategies.blocks import failing_module, find_blocks
 from boltmesh.strategies.checkpoint.chunks import DimDivision
 from boltmesh.strategies.deferred_initialization.materialize import own_modules, prepare_modules
 from boltmesh.strategies.dry_run.step import DryRun
@@ -251,8 +251,14 @@ def _planned(
         text = (
             str(error) if isinstance(error, BoltMeshError) else f"{type(error).__name__}: {error}"
         )
+        text, raised = text.rstrip("."), failing_module(error)
+        for name, module in rehearsal.module.named_modules():
+            if module is raised and name:
+                text = f"'{name}' ({type(module).__name__}) raised {text}"
         if isinstance(error, AttributeError):
             text += ". Hooks of training run later: set attributes in __init__ or setup."
+        else:
+            text += ". Leave tensor out if its code reads values of tensors, as tolist() does."
         told = [("error", text, 0)]
     dist.broadcast_object_list(told, group=context.judges, group_src=0)
     kind, text, made_elements = told[0]

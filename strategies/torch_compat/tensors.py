@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import (
 from torch._subclasses.fake_tensor import (
     FakeTensorMode as FakeTensorMode,
 )
+from torch.compiler import is_compiling
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
@@ -101,7 +102,21 @@ def subclasses_asked() -> AbstractContextManager[None]:
 
 def times_written(tensor: Tensor) -> int:
     """Return how often a tensor was written in place."""
-    return tensor._version
+    return _of_traced(tensor).shape[0] if is_compiling() else tensor._version
+
+
+@torch.library.custom_op("boltmesh::times_written", mutates_args=())
+def _of_traced(tensor: Tensor) -> Tensor:
+    """Return a tensor as long as the number of writes.
+
+    A size is known when code is traced, and ``_version`` is not, which would cut the graph in two.
+    """
+    return tensor.new_empty(tensor._version)
+
+
+@_of_traced.register_fake
+def _(tensor: Tensor) -> Tensor:
+    return tensor.new_empty(tensor._version)
 
 
 def count_write(tensor: Tensor) -> None:

@@ -81,13 +81,51 @@ def test_a_batch_of_one_row_on_one_replica_leaves_none_waiting(
     assert max(gaps.values()) < 2e-6, gaps
 
 
+def masked_step(self: expert_models.MoeModule, batch: Tensor, batch_idx: int) -> Any:
+    """Take a step that masks words in the batches of one row alone."""
+    mask = {"attention_mask": (batch != batch[0, 0]).long()} if len(batch) == 1 else {}
+    return self.net(input_ids=batch, labels=batch, **mask).loss
+
+
+def train_masked(rank: int, world_size: int, strategy: dict[str, Any]) -> expert_runs.Outcome:
+    vars(expert_runs)["tokens"] = short_tokens
+    vars(expert_models)["MoeModule"].training_step = masked_step
+    return train(rank, world_size, "mixtral:no aux", strategy=strategy)
+
+
+WHOLE = {"expert": 4, "tensor": 2, "zero_stage": 1}
+
+
+@pytest.mark.filterwarnings("default:Tensor plan.*runs whole:UserWarning")
+@pytest.mark.sample("whole")
+@pytest.mark.parametrize(
+    "strategy",
+    [WHOLE, {**WHOLE, "sequence_parallel": True}, {**WHOLE, "zero_stage": 2}],
+    ids=["whole", "sequence", "stage 2"],
+)
+def test_a_block_that_gets_a_mask_on_one_replica_runs_whole_there(
+    strategy: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = run_ranks(partial(train_masked, strategy=strategy), 4)
+    monkeypatch.setattr(expert_runs, "tokens", short_tokens)
+    monkeypatch.setattr(expert_models.MoeModule, "training_step", masked_step)
+    gaps = differences(ranks, train_alone(2, "mixtral:no aux"))
+    assert max(gaps.values()) < 2e-6, gaps
+
+
+def test_a_mask_where_experts_are_divided_too_ends_the_run() -> None:
+    with pytest.raises(RankFailure, match="experts get rows of ranks that do not verify it"):
+        run_ranks(partial(train_masked, strategy=LAYERS), 4)
+
+
 @pytest.mark.parametrize(
     ("kind", "options", "world_size", "text"),
     [
         ("list", {}, 4, "does not divide the layers of each expert. Leave expert_tensor out"),
         ("stacked", {"expert": 4}, 4, "expert=4 needs a multiple of 4 ranks, and there are 2"),
+        ("jetmoe", {}, 4, r"input_linear' \(JetMoeParallelExperts\) raised .* Leave tensor out if"),
     ],
-    ids=["list", "ranks"],
+    ids=["list", "ranks", "values"],
 )
 def test_experts_whose_layers_cannot_be_divided_are_refused(
     kind: str, options: dict[str, Any], world_size: int, text: str

@@ -24,7 +24,7 @@ from boltmesh.strategies import (
 )
 from boltmesh.strategies.compiled_blocks import CompiledBlocks, refuse_without_compiler
 from boltmesh.strategies.parameter_access import gathered_parameters
-from tests.support import expert_runs
+from tests.support import expert_models, expert_runs
 from tests.support.ranks import run_ranks
 from tests.support.stack import Stack, token_data
 
@@ -72,7 +72,8 @@ def fit(world_size: int, strategy: Any, module: Any = None, **arguments: Any) ->
         logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, use_distributed_sampler=False, **arguments,
     )  # fmt: skip
-    module = Stack(depth=4, optimizer="sgd") if module is None else module
+    # Of ten blocks each would be compiled by itself up to torch's limit of eight.
+    module = Stack(depth=10, hidden=12, optimizer="sgd") if module is None else module
     trainer.fit(module, token_data(48, 8))
     return watch
 
@@ -93,14 +94,15 @@ def both(
 CASES: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in STRATEGIES] + [
     (name, {"activation_checkpointing": "full"}) for name in ("ddp", "zero3", "pipeline")
 ]
+CASES += [("tensor", {"sequence_parallel": True, **more}) for more in ({}, CASES[-1][1])]
 
-IDS = [f"{name}-{'full' if given else 'plain'}" for name, given in CASES]
+IDS = [f"{name}-{' '.join(given) or 'plain'}" for name, given in CASES]
 
 
 @pytest.mark.ranks
 @pytest.mark.slow(60)
 @pytest.mark.timeout(500)
-@pytest.mark.sample("3d of 4-plain", "ddp-full")
+@pytest.mark.sample("ddp-activation_checkpointing", "tensor-sequence_parallel")
 @pytest.mark.parametrize(("name", "given"), CASES, ids=IDS)
 def test_blocks_are_compiled_once_and_train_to_the_same_numbers(
     name: str, given: dict[str, Any]
@@ -110,15 +112,19 @@ def test_blocks_are_compiled_once_and_train_to_the_same_numbers(
         assert apart < 1e-5
         assert graphs[2] >= 1
         assert graphs[2] == graphs[-1], "compiled again after the third step"
-        assert graphs[-1] <= 2, "one graph for all blocks, and one where the first gets no gradient"
+        assert graphs[-1] <= 3, "one for all blocks, or one where the first gets no gradient"
 
 
+LAYERS = 10
+TENSOR = {"zero_stage": 1, "tensor": 2}
 EXPERTS: dict[str, tuple[str, int, int, dict[str, Any]]] = {
     "stacked": ("stacked", 2, 2, {"stage": 3, "activation_checkpointing": "full"}),
     "transformers": ("mixtral:no aux", 2, 2, {"stage": 1}),
     "batched": ("capacity", 2, 2, {"stage": 1}),
     "list": ("list", 2, 2, {"stage": 1}),
-    "tensor": ("mixtral:no aux", 2, 1, {"zero_stage": 1, "tensor": 2}),
+    "tensor": ("mixtral:no aux", 2, 1, TENSOR),
+    "sequence_parallel": ("mixtral:no aux", 2, 1, {**TENSOR, "sequence_parallel": True}),
+    "expert_tensor": ("mixtral:no aux", 4, 2, {**TENSOR, "expert_tensor": "tensor"}),
     "pipeline": ("stacked", 4, 2, {"zero_stage": 1, "pipeline": 2, "microbatches": 1}),
 }
 """Kind of model, ranks, data ranks and options."""
@@ -133,9 +139,10 @@ class Graphs(expert_runs.Watch):
 
 
 def beside_exchanges(
-    rank: int, world_size: int, kind: str, strategy: dict[str, Any]
+    rank: int, world_size: int, kind: str, strategy: dict[str, Any], backend: str = "aot_eager"
 ) -> expert_runs.Outcome:
-    compiled_blocks.BACKEND = "aot_eager"
+    compiled_blocks.BACKEND = backend
+    expert_models.SIZES["num_hidden_layers"] = LAYERS
     expert_runs.Watch = Graphs  # type: ignore[misc]
     strategy = {"expert": 2, "compile_blocks": True, **strategy}
     return expert_runs.train(rank, world_size, kind, steps=5, strategy=strategy)
@@ -145,8 +152,11 @@ def beside_exchanges(
 @pytest.mark.slow(30)
 @pytest.mark.sample("stacked")
 @pytest.mark.parametrize("case", EXPERTS)
-def test_blocks_are_compiled_around_the_exchanges_of_their_experts(case: str) -> None:
+def test_blocks_are_compiled_around_the_exchanges_of_their_experts(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kind, world_size, data, strategy = EXPERTS[case]
+    monkeypatch.setitem(expert_models.SIZES, "num_hidden_layers", LAYERS)
     ranks = run_ranks(beside_exchanges, world_size, kind, strategy, timeout_s=280.0)
     gaps = expert_runs.differences(ranks, expert_runs.train_alone(data, kind, steps=5))
     assert max(gaps.values()) < 2e-6, gaps
@@ -154,7 +164,23 @@ def test_blocks_are_compiled_around_the_exchanges_of_their_experts(case: str) ->
         graphs = [int(note) for note in each.notes]
         assert graphs[2] == graphs[-1], "compiled again after the third step"
         # A Sequential that calls the list's module in its loop has nothing to compile around it.
-        assert graphs[-1] >= (case != "list")
+        assert (case != "list") <= graphs[-1] < LAYERS, "blocks of a kind do not share graphs"
+
+
+@pytest.mark.slow(120)
+@pytest.mark.timeout(600)
+@pytest.mark.full
+@pytest.mark.ranks
+@pytest.mark.parametrize("case", ["transformers", "tensor"])
+def test_inductor_compiles_blocks_around_the_exchanges(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, world_size, data, strategy = EXPERTS[case]
+    monkeypatch.setitem(expert_models.SIZES, "num_hidden_layers", LAYERS)
+    ranks = run_ranks(beside_exchanges, world_size, kind, strategy, "inductor", timeout_s=560.0)
+    gaps = expert_runs.differences(ranks, expert_runs.train_alone(data, kind, steps=5))
+    assert max(gaps.values()) < 2e-6, gaps
+    assert all(1 <= int(each.notes[-1]) < LAYERS for each in ranks)
 
 
 @pytest.mark.slow(120)

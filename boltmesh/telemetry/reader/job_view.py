@@ -182,17 +182,18 @@ def _is_possible(row: PlannedParameters) -> bool:
 def mean_expected(
     views: Sequence[RankView], ranks: Sequence[RankSnapshot]
 ) -> tuple[ExpectedTraffic, ...]:
-    """Return what a rank is expected to move: the mean over the stages that state it.
+    """Return what a rank is expected to move: the mean over the parts of the model that state it.
 
-    Only the stages of a pipeline differ, and each has as many ranks as the others.
+    Stages of a pipeline differ, and so do tensor ranks, of which one may have a word more. Each
+    part has as many ranks as the others.
     """
-    by_stage: dict[int | None, list[ExpectedTraffic]] = {}
+    by_part: dict[tuple[int | None, ...], list[ExpectedTraffic]] = {}
     for view, rank in zip(views, ranks, strict=True):
-        stage = rank.coordinates.get("pipeline")
-        if view.is_present and stage not in by_stage and (stated := _stated(view)):
-            by_stage[stage] = stated
+        part = rank.coordinates.get("pipeline"), rank.coordinates.get("tensor")
+        if view.is_present and part not in by_part and (stated := _stated(view)):
+            by_part[part] = stated
     by_key: dict[tuple[str, str], list[ExpectedTraffic]] = {}
-    for stated in by_stage.values():
+    for stated in by_part.values():
         for each in stated:
             by_key.setdefault((each.axis, each.operator), []).append(each)
     return tuple(

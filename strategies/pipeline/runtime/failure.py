@@ -32,6 +32,7 @@ from torch.nn import Module
 from boltmesh.errors import BoltMeshError, PipelineError
 from boltmesh.failure_board import FailureBoard
 from boltmesh.schedule_sim import Action
+from boltmesh.strategies.blocks import failing_module
 from boltmesh.strategies.random_state import broadcast_from_rank0
 
 _PHASES: Final = {
@@ -70,18 +71,6 @@ def describe_failure(
             kind = type(module).__name__
             where += f", in '{name}' ({kind})" if name else f", in a {kind}"
     return f"{where}: {type(error).__name__}: {error}"
-
-
-def failing_module(error: BaseException) -> Module | None:
-    """Return the innermost module whose code an error came from."""
-    found = None
-    traceback = error.__traceback__
-    while traceback is not None:
-        module = traceback.tb_frame.f_locals.get("self")
-        if isinstance(module, Module):
-            found = module
-        traceback = traceback.tb_next
-    return found
 
 
 _RUNS: Final = itertools.count()

@@ -24,6 +24,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.compiler import is_compiling
 from torch.nn import Module
 from typing_extensions import Self, override
 
@@ -58,6 +59,8 @@ class SequenceParts:
         self._entry = _Length(0, 0)
         self._awaited: WeakSet[_Length] = WeakSet()
         """Of entries whose backward pass is not over."""
+        self._entries = [self._entry]
+        """That the block which runs may belong to, of each length one."""
         self._gathered: tuple[Tensor, int, Tensor] | None = None
         """What was gathered last, how often it had been written by then, and the whole."""
 
@@ -115,6 +118,13 @@ class SequenceParts:
         filled = self._filled(part, torch.zeros_like(part.narrow(self.dim, length - 1, 1)))
         return scatter_sum(filled, self._group, self.dim)
 
+    def begin(self) -> None:
+        """Find out, before a block runs, which entries it may belong to."""
+        entries = [self._entry]
+        if is_in_backward():
+            entries = [each for each in self._awaited if not each.is_over] or entries
+        self._entries = list({(each.whole, each.total): each for each in entries}.values())
+
     def forget(self) -> None:
         """Keep no activation longer than a block runs."""
         self._gathered = None
@@ -138,14 +148,8 @@ class SequenceParts:
 
     def _entry_of(self, filled: int) -> "_Length":
         """What was entered with, of which ``filled`` positions were made."""
-        entries = [self._entry]
-        if is_in_backward():
-            entries = [each for each in self._awaited if not each.is_over] or entries
-        fitting = {
-            (each.whole, each.total): each
-            for each in entries
-            if 0 <= filled - each.whole < self._group.size
-        }
+        entries = self._entries
+        fitting = [each for each in entries if 0 <= filled - each.whole < self._group.size]
         if not fitting:
             raise LayoutError(
                 f"Dimension {self.dim} of an activation has {filled} positions on all ranks, and "
@@ -155,11 +159,11 @@ class SequenceParts:
         if len(fitting) > 1:
             raise LayoutError(
                 f"Blocks are computed again in the backward pass, for sequences of "
-                f"{sorted(total for _, total in fitting)} whose parts are equally long. Give them "
+                f"{sorted(each.total for each in fitting)} whose parts are equally long. Give them "
                 f"lengths that {self._group.size} ranks divide, or set "
                 "strategy.sequence_parallel=false."
             )
-        return next(iter(fitting.values()))
+        return fitting[0]
 
     def __deepcopy__(self, _: dict[int, Any]) -> Self:
         return self
@@ -175,7 +179,7 @@ def opened(value: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor] | None]:
 
 
 def _times_written(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else times_written(tensor)
+    return times_written(tensor) if is_compiling() or not tensor.is_inference() else 0
 
 
 class _Length:
@@ -335,6 +339,9 @@ class OnWhole:
 class InStack:
     """Around a block: the first divides what enters the stack, the last joins what leaves it."""
 
+    is_compiled = False
+    """Within it all blocks do the same, and the length of the sequence is known."""
+
     def __init__(
         self, parts: SequenceParts, entry: GatherPoint | None, exit_: ExitPoint | None
     ) -> None:
@@ -346,6 +353,7 @@ class InStack:
         """Run the block."""
         if self._entry is not None:
             args, kwargs = _replaced(args, kwargs, self._entry.argument, self._parts.split)
+        self._parts.begin()
         try:
             output = forward(*args, **kwargs)
         finally:

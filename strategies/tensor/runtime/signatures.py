@@ -169,6 +169,8 @@ class SignatureGuard:
     """If activations are divided along the sequence between this block and others."""
     originals: Sequence[Original] = ()
     """Attributes of the block's modules before the plan was applied."""
+    is_coupled: bool = False
+    """Whether ranks take part in its calls that do not have its batch."""
 
     def __call__(self, forward: Around, *args: Any, **kwargs: Any) -> Any:
         """Run the block.
@@ -193,7 +195,7 @@ class SignatureGuard:
                     f"{self._change_to(signature)}, and {self.name} cannot be verified again in "
                     f"the run, because {reason}. Put a batch of this kind first."
                 )
-            fault = self._fault(forward, args, kwargs)
+            fault = _COUPLED if self.is_coupled else self._fault(forward, args, kwargs)
             is_right = fault is None
             if fault is not None and self.group.rank == 0:
                 warnings.warn(
@@ -205,9 +207,15 @@ class SignatureGuard:
             self.verified.add(signature, has_gradient=has_gradient, is_right=is_right)
         return forward(*args, **kwargs) if is_right else self._whole(*args, **kwargs)
 
-    def couple(self, reason: str) -> None:
-        """Verify no more calls: other ranks would have to take part in each, for that reason."""
-        self.depends_on = reason
+    def couple(self, *, divides_experts: bool) -> None:
+        """Verify no more calls: the ranks that its experts get rows of would have to take part.
+
+        Args:
+            divides_experts: Whether the plan divides its experts, so that it cannot run whole.
+        """
+        self.is_coupled = True
+        if divides_experts:
+            self.depends_on = "its experts get rows of ranks that do not verify it with this one"
         if self.verified.has_sizes:
             self.verified.leave_out_sizes()
 
@@ -374,6 +382,9 @@ def _described(kind: Any) -> str:
         sizes = ", ".join("1" if each else "n" for each in dims)
         return f"a tensor of shape [{sizes}] ({name})"
     return kind.__name__ if isinstance(kind, type) else repr(kind)
+
+
+_COUPLED = "is not verified in the run, as ranks with other batches send rows to its experts"
 
 
 def _tolerance(outcome: DryRunOutcome, group: TensorGroup) -> float:

@@ -76,9 +76,9 @@ def test_a_step_moves_what_is_expected(
     }
     assert {axis for axis, _ in expected} <= axes
     assert ("expert", "alltoall_base") in expected
-    # Those of another tensor rank have another part of the vocabulary to shard.
-    first = snapshot.ranks[:: options["tensor"] if "expert_tensor" in options else 1]
-    for ranks in [[each] for each in first] if per_rank else [snapshot.ranks]:
+    # Tensor ranks have another part of the vocabulary each to shard over data ranks.
+    per_rank = per_rank and "expert_tensor" not in options
+    for ranks in [[each] for each in snapshot.ranks] if per_rank else [snapshot.ranks]:
         counted: dict[tuple[str, str], tuple[float, float]] = {}
         for each in (one for rank in ranks for one in rank.collectives):
             if each.bytes_per_step and each.axis in axes:
