@@ -46,7 +46,7 @@ from boltmesh.strategies.offload.engine import OffloadEngine
 from boltmesh.strategies.offload.stores import OffloadPlan
 from boltmesh.strategies.torch_compat.autograd import after_backward
 from boltmesh.strategies.torch_compat.fsdp import forget_step
-from boltmesh.strategies.torch_compat.fsdp_hooks import observe_waits
+from boltmesh.strategies.torch_compat.fsdp_hooks import end_every_backward, observe_waits
 from boltmesh.strategies.torch_compat.optimizers import agree_on_overflow
 from boltmesh.strategies.whole_steps import ShardExchange, WholeSteps, add_whole_steps
 from boltmesh.telemetry.snapshot import MemoryKind
@@ -157,6 +157,8 @@ class ZeroAxis(DataAxis):
             self.sharded = shard_model(module, self.options, context)
             self.sharded.root.register_forward_pre_hook(self._before_forward, prepend=True)
             self._guard = self._build_guard(context)
+            if not module.automatic_optimization:
+                end_every_backward(self.sharded.root_unit)
             if self.options.stage < 3:  # stage 3 gathers little at a time
                 self._stale = EarlyZeroGrad(self.sharded.root, self.sharded.units)
         else:

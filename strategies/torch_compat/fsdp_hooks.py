@@ -30,11 +30,14 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
 )
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.nn import Parameter
 from typing_extensions import override
 
 from boltmesh.strategies.torch_compat.autograd import (
+    after_gradient,
     backward_number,
     goes_to_the_end,
+    has_accumulation_hooks,
     is_given_gradient,
     share_gradient_hooks,
 )
@@ -202,6 +205,33 @@ def _share_hooks(group: InstrumentedParamGroup) -> None:
             vars(unsharded).update(vars(shard))
         share_gradient_hooks(shard, unsharded)
     group.has_gathered = True
+
+
+def end_every_backward(root: FSDPModule) -> None:
+    """Reduce the root's gradients of a backward pass that goes through no other unit.
+
+    FSDP2 learns of a backward pass where it reaches an output of a unit. Under manual optimisation
+    the root has none yet, and a loss may be of its own parameters alone, as of a temperature.
+
+    Args:
+        root: The unit that holds the others.
+    """
+    for group in instrument(root):
+        group.phases.after_gather.append(partial(_watch_gradients, root, group))
+
+
+def _watch_gradients(root: FSDPModule, group: InstrumentedParamGroup) -> None:
+    state: Any = root._get_fsdp_state()
+
+    def end(_: Parameter) -> None:
+        state._register_root_post_backward_final_callback()
+
+    for param in group.fsdp_params:
+        unsharded: Any = param._unsharded_param
+        if not has_accumulation_hooks(unsharded):
+            is_trained = unsharded.requires_grad
+            after_gradient(unsharded.requires_grad_(), end)
+            unsharded.requires_grad_(is_trained)
 
 
 def intercept_collectives(

@@ -38,9 +38,31 @@ class Raw(Stack):
             self.losses += [before.item(), after.item()]
 
 
-def fit(rank: int, world_size: int, stage: int, offload: Any) -> Any:
+class Temperature(Raw):
+    """A loss of the module's own parameter alone, as of the temperature of soft actor-critic."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log_alpha = torch.nn.Parameter(torch.zeros(1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        trained, of_alpha = self.optimizers()  # type: ignore[attr-defined]
+        loss = self.loss(batch) * self.log_alpha.exp().detach()
+        entropy = -(self.log_alpha * (loss.detach() + 2)).mean()
+        for optimizer, each in ((trained, loss), (of_alpha, entropy)):
+            optimizer.zero_grad()
+            self.manual_backward(each)
+            optimizer.step()
+        self.losses += [loss.item(), entropy.item()] * 2
+
+    def configure_optimizers(self) -> Any:
+        others = [each for each in self.parameters() if each is not self.log_alpha]
+        return torch.optim.SGD(others, 0.1), torch.optim.SGD([self.log_alpha], 0.1)
+
+
+def fit(rank: int, world_size: int, kind: type[Raw], stage: int, offload: Any) -> Any:
     seed_everything(1)
-    module = Raw()
+    module = kind()
     strategy: Any = "auto"
     if stage:
         strategy = ZeROStrategy(stage=stage, telemetry=False, offload_optimizer=offload)
@@ -53,11 +75,12 @@ def fit(rank: int, world_size: int, stage: int, offload: Any) -> Any:
     return module.losses, {name: whole(each) for name, each in module.named_parameters()}
 
 
-def test_a_raw_step_is_seen_by_the_forward_pass_that_follows_it() -> None:
-    ((losses, expected),) = run_ranks(fit, 1, 0, None)
+@pytest.mark.parametrize("kind", [Raw, Temperature])
+def test_a_step_is_seen_by_what_follows_it(kind: type[Raw]) -> None:
+    ((losses, expected),) = run_ranks(fit, 1, kind, 0, None)
     assert len(losses) == 12
-    assert len(set(losses)) > 6, "a step changes something"
-    calls = [(1, None), (2, None), (3, None), (3, "cpu")]
+    assert len(set(losses)) > 5, "a step changes something"
+    calls = [(kind, 1, None), (kind, 2, None), (kind, 3, None), (kind, 3, "cpu")]
     for runs in run_ranks(in_turn, 2, fit, calls):
         for seen, found in runs:
             assert seen == pytest.approx(losses, rel=1e-5)
