@@ -180,7 +180,7 @@ class PartShare(NormShare):
         if self.group.rank() == 0:
             return list(gradients)
         parts = {id(each.grad) for each in self.parts() if each.grad is not None}
-        return [each for each in gradients if id(each) in parts or _is_owned(each)]
+        return [each for each in gradients if id(each) in parts or self._owns(each)]
 
     @override
     def counts(self, parameter: Parameter) -> bool:
@@ -188,7 +188,15 @@ class PartShare(NormShare):
 
     @override
     def has_copies(self, parameter: Parameter) -> bool:
-        return not _is_owned(parameter) and not any(each is parameter for each in self.parts())
+        return not self._owns(parameter) and not any(each is parameter for each in self.parts())
+
+    def _owns(self, tensor: Tensor) -> bool:
+        """Whether ranks of the axis have rows of a tensor each."""
+        if not _is_owned(tensor):
+            return False
+        assert isinstance(tensor, DTensor)
+        ranks = set(tensor.device_mesh.mesh.flatten().tolist())
+        return ranks >= set(dist.get_process_group_ranks(self.group))
 
 
 @dataclass(frozen=True)

@@ -58,6 +58,9 @@ class Parallel3DStrategy(MeshStrategy):
         expert: As for ``ZeROStrategy``, over ``data x context x tensor`` ranks: experts are whole
             also where ``tensor`` divides all else, and each rank of a tensor group sends its part
             of the rows. Beside ``pipeline`` the experts of each stage are divided.
+        expert_tensor: Ranks that share the layers of each expert: 1, or ``"tensor"``, all that
+            share those of the model. Experts are then divided over ``data x context`` ranks, and
+            each of them as ``plan`` divides it.
         zero_stage: What is sharded over the data axis: 0 nothing (replicas), 1 the optimizer state,
             2 also the gradients, 3 also the parameters.
         offload_optimizer: As for ``ZeROStrategy``, like the arguments below.
@@ -108,6 +111,7 @@ class Parallel3DStrategy(MeshStrategy):
         expert: int | Literal["node"] | None = None,
         expert_capacity: float | None = None,
         expert_bias: Literal["update"] | float | None = None,
+        expert_tensor: int | Literal["tensor"] = 1,
         zero_stage: int = 1,
         offload_optimizer: Tier | None = None,
         offload_parameters: Tier | None = None,
@@ -132,11 +136,15 @@ class Parallel3DStrategy(MeshStrategy):
         **kwargs: Any,
     ) -> None:
         _check_sizes(data=data, pipeline=pipeline, tensor=tensor, context=context)
-        if (of_experts := kwargs.pop("expert_tensor", 1)) != 1:
+        if expert_tensor not in {1, tensor, "tensor"}:
             raise ConfigError(
-                f"expert_tensor={of_experts!r} was asked for, and experts beside expert= are whole "
-                f"on a rank: ranks of a tensor group send a part of the rows each. Leave "
-                f"expert_tensor out, or leave expert out: tensor={tensor} then divides each expert."
+                f"expert_tensor={expert_tensor!r} was asked for, and the layers of an expert are "
+                f"whole or divided as all others, over tensor={tensor} ranks. Use 1 or 'tensor'."
+            )
+        if expert_tensor != 1 and expert is None:
+            raise ConfigError(
+                f"expert_tensor={expert_tensor!r} is about experts of an expert axis. Leave it "
+                f"out: tensor={tensor} divides each expert, or set expert."
             )
         shards = {
             "offload_optimizer": offload_optimizer,
@@ -225,7 +233,10 @@ class Parallel3DStrategy(MeshStrategy):
         if expert is not None:
             rate = ZeroOptions(expert_bias=expert_bias, expert=expert).expert_bias_rate
             on_rows = on_positions if context > 1 else None
-            axes.append(ExpertAxis(expert, expert_capacity, rate, on_rows))
+            is_divided = expert_tensor != 1 and tensor > 1
+            axes.append(
+                ExpertAxis(expert, expert_capacity, rate, on_rows, divides_layers=is_divided)
+            )
         if context > 1:
             axes.append(ContextAxis(ContextOptions(context, **sequences), context))
         if self.pipeline_axis is not None:

@@ -43,8 +43,8 @@ def take_apart(value: Any) -> tuple[list[Any], Build]:
         names = [each.name for each in dataclasses.fields(value)]
         children = [getattr(value, name) for name in names]
 
-        empty = _close_dataclass(value, names, [None] * len(names))
-        close = partial(_close_dataclass, empty, names)
+        empty = _with_fields(value, names, [None] * len(names))
+        close = partial(_with_fields, empty, names)
     else:
         opened = open_one_level(value)
         if opened is not None:
@@ -110,11 +110,12 @@ def close_mapping(like: Mapping[Any, Any], members: Sequence[Any]) -> Any:
         return changed
 
 
-def _close_dataclass(like: Any, names: list[str], parts: Sequence[Any]) -> Any:
-    made = copy.copy(like)
-    for name, part in zip(names, parts, strict=True):
-        object.__setattr__(made, name, part)
-    return made
+def _with_fields(value: Any, names: Sequence[str], made: Sequence[Any]) -> Any:
+    # Not dataclasses.replace: __post_init__ may compute or check the batch as a whole.
+    changed = copy.copy(value)
+    for name, each in zip(names, made, strict=True):
+        object.__setattr__(changed, name, each)
+    return changed
 
 
 def _first(leaves: Sequence[Any]) -> Any:
@@ -213,14 +214,6 @@ def refuse_uncuttable(value: Any, path: str) -> None:
 
 def _keyed(value: Mapping[Any, Any], path: str) -> list[Member]:
     return [(f"{path}[{key!r}]", each) for key, each in value.items()]
-
-
-def _with_fields(value: Any, names: Sequence[str], made: Sequence[Any]) -> Any:
-    # Not dataclasses.replace: __post_init__ may compute or check the batch as a whole.
-    changed = copy.copy(value)
-    for name, each in zip(names, made, strict=True):
-        object.__setattr__(changed, name, each)
-    return changed
 
 
 def _hides_tensors(value: Any, depth: int) -> bool:

@@ -70,6 +70,23 @@ def share(value: float | None) -> str:
     return UNKNOWN if value is None or not math.isfinite(value) else f"{100 * value:.1f}%"
 
 
+def whole_share(value: float | None) -> str:
+    """Write a share of 1 in whole percent: ``11%``, or ``<1%`` for what would be none."""
+    if value is None:
+        return UNKNOWN
+    return "<1%" if 0 < value < 0.005 else percent(100 * value)
+
+
+def celsius(value: float | None) -> str:
+    """``61 C``."""
+    return UNKNOWN if value is None else f"{value:.0f} C"
+
+
+def bandwidth(value: float | None) -> str:
+    """Bytes a second that move: ``26.2 MB/s``."""
+    return UNKNOWN if value is None else f"{traffic(value)}/s"
+
+
 def seconds(value: float | None) -> str:
     """A short time, such as a step or a phase: ``0.41 ms``, ``212 ms``, ``1.24 s``."""
     if value is None:

@@ -44,11 +44,11 @@ def advice_lines(found: ConfigSearch, line: str) -> Iterator[str]:
     room = size_text(round(room_gib(found) * 2**30)).strip()
     fits = ", ".join(f"{words(each)} ({memory_text(each)})" for each in chosen)
     yield f"Fits into the {room} of a rank: {fits or 'nothing'}."
-    kinds = {each.layout.division for each in chosen}
+    kinds = {each.layout.axes.division for each in chosen}
     large: dict[object, PlannedLayout] = {}
     for each in found.candidates:
-        if each.layout.division not in kinds:
-            large.setdefault(each.layout.division, each)
+        if each.layout.axes.division not in kinds:
+            large.setdefault(each.layout.axes.division, each)
     if large:
         too_large = ", ".join(f"{words(each)} ({memory_text(each)})" for each in large.values())
         yield f"Does not fit: {too_large}."
@@ -91,7 +91,7 @@ def rule(found: ConfigSearch) -> str:
 def follows_rule(found: ConfigSearch, best: PlannedLayout) -> bool:
     """Whether the best layout is one that the usual rule names."""
     if _fits_replicated(found):
-        return not best.layout.is_divided
+        return not best.layout.axes.is_divided
     return best.layout.name != "bolt_ddp"
 
 

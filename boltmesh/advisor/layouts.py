@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from boltmesh.configs.advice import show
 from boltmesh.plan.strategy_options import as_mapping
-from boltmesh.planner.layout import named_dimensions
+from boltmesh.planner.command import strategy_text
+from boltmesh.planner.layout import Layout
 from boltmesh.strategies.cost_model.memory import MemoryEstimate
 from boltmesh.strategies.cost_model.model import ModelShape
 from boltmesh.strategies.registry import STRATEGIES
@@ -21,69 +22,40 @@ BATCH_KEY = "data.init_args.batch_size"
 KEPT = ("timeout_s", "telemetry", "seed", "process_group_backend")
 """Arguments of the config's strategy that say nothing of its layout."""
 DIVIDED = "bolt_3d"
-AXES = ("pipeline", "data", "context", "tensor")
-
-
-MECHANISMS = ("activation_checkpointing", "schedule", "shard_size", "tile_linear_bytes")
-"""Arguments that add to a layout what it may do without."""
+AXES = ("pipeline", "data", "context", "tensor", "expert")
 
 
 @dataclass(frozen=True)
 class ConfigLayout:
-    """A strategy with its arguments, and the batches that make the config's step.
+    """A layout of a config, and the batches that make the config's step.
 
     Attributes:
-        name: Registered name of the strategy.
-        sizes: Ranks of the axes; of those that are left out one.
-        arguments: Those of the strategy, beside those that its name fixes.
+        axes: What is divided, and what each rank keeps. Its sequences are those of no batch.
         batch: Rows of a batch of a replica; None: as the config has it.
         accumulate: Batches of an optimizer step.
+        microbatches: Parts of a batch in a pipeline; None: as the strategy takes them.
     """
 
-    name: str
-    sizes: Mapping[str, int]
-    arguments: Mapping[str, Any] = field(default_factory=dict)
+    axes: Layout
     batch: int | None = None
     accumulate: int = 1
+    microbatches: int | None = None
 
     @property
-    def division(self) -> tuple[object, ...]:
-        """A key that two layouts share if they differ in tuning alone."""
-        kind = self.name.replace("zero2", "zero1")
-        tuned = self.arguments.get("shard_size"), self.arguments.get("expert")
-        return kind, *tuned, *sorted(self.sizes.items())
+    def name(self) -> str:
+        """Registered name of the strategy."""
+        return self.axes.strategy[0]
 
     @property
-    def is_divided(self) -> bool:
-        """Whether a replica is more than one rank."""
-        return any(size > 1 for axis, size in self.sizes.items() if axis != "data")
+    def arguments(self) -> Mapping[str, Any]:
+        """Those of the strategy, beside those that its name fixes."""
+        more = {} if self.microbatches is None else {"microbatches": self.microbatches}
+        return {**self.axes.strategy[1], **more}
 
     @property
-    def dimensions(self) -> dict[str, str]:
-        """The divided parts of a step in words, by ``named_dimensions``."""
-        given = {**STRATEGIES[self.name].arguments, **self.arguments}
-        zero = given.get("zero_stage", given.get("stage", 0))
-        replicas = self.sizes.get("data", 1) * self.sizes.get("context", 1)
-        return named_dimensions(
-            {
-                **self.sizes,
-                "expert": given.get("expert"),
-                "schedule": given.get("schedule", "1f1b"),
-                "has_sequence_parallel": given.get("sequence_parallel"),
-                "zero": zero,
-            },
-            shards=given.get("shard_size") or replicas,
-        )
-
-    @property
-    def num_mechanisms(self) -> int:
-        """Parts of a layout beside replicas; of two equal ones the simpler comes first."""
-        return (
-            (self.name != "bolt_ddp")
-            + ("_cpu" in self.name or "_nvme" in self.name) * 2
-            + sum(size > 1 for axis, size in self.sizes.items() if axis != "data")
-            + sum(each in self.arguments for each in MECHANISMS)
-        )
+    def sizes(self) -> Mapping[str, int]:
+        """Ranks of the axes."""
+        return {axis: getattr(self.axes, axis) for axis in AXES}
 
     def overrides(self, config: Any, devices: int, nodes: int, *, is_cpu: bool) -> list[str]:
         """Return the ``key=value`` that make this layout of a config, for ``boltmesh fit``.
@@ -121,10 +93,7 @@ class ConfigLayout:
 
     def trainer_text(self, devices: int, nodes: int, *, is_cpu: bool) -> str:
         """Return the ``Trainer`` that makes this layout in Python."""
-        entry = STRATEGIES[self.name]
-        arguments = {**entry.arguments, **self.arguments}
-        arguments_text = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
-        parts = [f"strategy={entry.class_name}({arguments_text})", f"devices={devices}"]
+        parts = [strategy_text(self.name, self.arguments), f"devices={devices}"]
         if is_cpu:
             parts.insert(1, "accelerator='cpu'")
         if nodes > 1:
@@ -137,8 +106,7 @@ class ConfigLayout:
     def described(self) -> str:
         """Return the layout in a few words."""
         words = [self.name]
-        axes = [f"{axis} {size}" for axis, size in self.sizes.items() if size > 1]
-        words += axes or ["one rank"]
+        words.append(sizes_text(self.sizes) or "one rank")
         words += [
             f"{key}={show(value)}" for key, value in self.arguments.items() if key not in AXES
         ]
@@ -147,6 +115,11 @@ class ConfigLayout:
         if self.batch is not None:
             words.append(f"batches of {self.batch}")
         return ", ".join(words)
+
+
+def sizes_text(sizes: Mapping[str, int]) -> str:
+    """Return the axes that have several ranks, in words."""
+    return ", ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
 
 
 @dataclass(frozen=True)
@@ -183,6 +156,11 @@ class PlannedLayout:
         """Whether every place is large enough."""
         return not self.too_small
 
+    @property
+    def has_room(self) -> bool:
+        """Whether it fits beyond the error of the prediction."""
+        return self.fits and not self.is_tight
+
 
 @dataclass(frozen=True)
 class ConfigSearch:
@@ -218,36 +196,28 @@ class ConfigSearch:
         """The layout of the config itself; None if it was not predicted."""
         given = as_mapping(self.config.strategy)
         name = given["name"]
+        sizes = {axis: given.get(axis) or 1 for axis in AXES if axis != "data"}
+        if sizes["expert"] == "node":
+            sizes["expert"] = self.hardware.ranks_per_node
+        kind, stage = given.get("activation_checkpointing"), given.get("stage", 1)
+        stage = given.get("zero_stage", stage)
         same = [
             each
             for each in self.candidates
-            if each.layout.name == name and each.layout.batch is None
+            if each.layout.name == name
+            and each.layout.batch is None
+            and all(each.layout.sizes[axis] == size for axis, size in sizes.items())
+            and each.layout.axes.recomputation == kind
         ]
-        kind = given.get("activation_checkpointing")
-        if (size := given.get("expert")) is not None:
-            size = self.hardware.ranks_per_node if size == "node" else size
-            same = [each for each in same if each.layout.arguments.get("expert") == size]
-        if name == DIVIDED:
-            sizes = {axis: given.get(axis, 1) for axis in AXES if axis != "data"}
-            same = [
-                each
-                for each in same
-                if all(each.layout.sizes.get(axis, 1) == size for axis, size in sizes.items())
-            ]
-        return next(
-            (
-                each
-                for each in same
-                if each.layout.arguments.get("activation_checkpointing") == kind
-            ),
-            None,
-        )
+        if name in {DIVIDED, "bolt_expert"}:  # without replicas all stages are one
+            same.sort(key=lambda each: each.layout.axes.zero != stage)
+        return next(iter(same), None)
 
     def smallest(self, count: int) -> list[PlannedLayout]:
         """Return the layouts that need least memory, of different kinds."""
         chosen: dict[object, PlannedLayout] = {}
         for each in sorted(self.candidates, key=self._memory):
-            chosen.setdefault(each.layout.division, each)
+            chosen.setdefault(each.layout.axes.division, each)
         return list(chosen.values())[:count]
 
     def _memory(self, planned: PlannedLayout) -> int:
@@ -258,7 +228,7 @@ class ConfigSearch:
         """Return the fastest that fit and differ in kind."""
         chosen: dict[object, PlannedLayout] = {}
         for each in self.fitting:
-            chosen.setdefault(each.layout.division, each)
+            chosen.setdefault(each.layout.axes.division, each)
         return list(chosen.values())[:count]
 
 

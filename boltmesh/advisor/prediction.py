@@ -17,6 +17,7 @@ from boltmesh.planner.rates import default_rates
 from boltmesh.planner.step_time import (
     NOT_DIVIDED,
     OVERLAP,
+    Passes,
     PredictedStepTime,
     RankSeconds,
     factor_of,
@@ -30,8 +31,9 @@ OPTIMIZER_TENSORS = 3
 """Value and gradient read, value written; beside them the state, read and written."""
 OPTIMIZER_OPERATORS = 12
 """Operators of Adam for each tensor, where it steps them one by one, as on a CPU."""
-EXCHANGE = "all-to-all"
+EXCHANGES = ("all-to-all", "alltoall_base")
 ALL_REDUCES = ("allreduce", "all-reduce")
+NO_WORK = StepWork(0, 0, 0)
 FORWARD = 1 / 3
 """Part of the work of a step that is its forward pass."""
 
@@ -69,8 +71,7 @@ class RankStep:
         stepped_tensors: Tensors that it updates.
         state_copies: Tensors of state for each.
         transfer_s: Time in which parameters and gradients go from and to the host in each pass.
-        repeated: Share of the forward pass that runs again in the backward pass, where ``work``
-            has it once.
+        recomputed: What the backward pass repeats of the forward pass, which ``work`` has once.
         outside_s: Time of the step on the host or the disk, which begins when gradients are there.
     """
 
@@ -86,7 +87,7 @@ class RankStep:
     state_copies: int
     transfer_s: float = 0.0
     outside_s: float = 0.0
-    repeated: float = 0.0
+    recomputed: StepWork = NO_WORK
 
 
 def predict_step(step: RankStep, hardware: Hardware) -> PredictedStepTime:
@@ -94,10 +95,7 @@ def predict_step(step: RankStep, hardware: Hardware) -> PredictedStepTime:
     machine, is_cpu = hardware.machine, hardware.is_cpu
     assert machine.memory_gb_s is not None
     operator = (machine.operator_us or 0.0) * 1e-6
-    launches = operator * step.work.operators * step.microbatches / step.sizes.get("pipeline", 1)
-    kernels = _kernels(step, hardware)
-    passes = kernels + launches if is_cpu else max(kernels, launches)
-    compute = step.batches * passes
+    compute, recompute = (_passes(work, step, hardware) for work in (step.work, step.recomputed))
     spent = dict.fromkeys(("pipeline", "data", "tensor", "context", "expert"), 0.0)
     for each in step.traffic:
         spent[each.axis] = spent.get(each.axis, 0.0) + _seconds(each, step, hardware)
@@ -105,14 +103,17 @@ def predict_step(step: RankStep, hardware: Hardware) -> PredictedStepTime:
     optimizer /= machine.memory_gb_s * 1e9
     if is_cpu:
         optimizer += operator * OPTIMIZER_OPERATORS * step.stepped_tensors
-    waiting = compute * _waiting(step.bubble, machine.ranks_per_core or 1.0)
-    found = RankSeconds(
+    waiting = (compute + recompute) * _waiting(step.bubble, machine.ranks_per_core or 1.0)
+    passes = Passes(
         forward=FORWARD * compute,
         backward=(1 - FORWARD) * compute,
-        recompute=step.repeated * FORWARD * compute,
+        recompute=recompute,
         tensor=spent["tensor"],
         context=spent["context"],
         expert=spent["expert"],
+    )
+    found = RankSeconds(
+        passes,
         gather=spent["data"] if step.is_gathering else 0.0,
         transfer=step.transfer_s,
         reduction=0.0 if step.is_gathering else spent["data"],
@@ -127,9 +128,17 @@ def predict_step(step: RankStep, hardware: Hardware) -> PredictedStepTime:
     return found.predicted(overlap=0.0 if is_cpu else OVERLAP, factor=factor)
 
 
-def _kernels(step: RankStep, hardware: Hardware) -> float:
-    """Return the seconds of a batch's operators on a rank, whatever launches them."""
-    machine, work = hardware.machine, step.work
+def _passes(work: StepWork, step: RankStep, hardware: Hardware) -> float:
+    """Return the seconds of a rank's part of some work on each of its batches."""
+    operator = (hardware.machine.operator_us or 0.0) * 1e-6
+    launches = operator * work.operators * step.microbatches / step.sizes.get("pipeline", 1)
+    kernels = _kernels(work, step, hardware)
+    return step.batches * (kernels + launches if hardware.is_cpu else max(kernels, launches))
+
+
+def _kernels(work: StepWork, step: RankStep, hardware: Hardware) -> float:
+    """Return the seconds of operators of a batch on a rank, whatever launches them."""
+    machine = hardware.machine
     assert machine.device_tflops is not None
     assert machine.memory_gb_s is not None
     tensor = step.sizes.get("tensor", 1)
@@ -182,7 +191,7 @@ def _seconds(each: Collective, step: RankStep, hardware: Hardware) -> float:
     links, group = ClusterLinks(hardware.cluster, default_rates()), AxisGroup(size, in_node)
     if each.operator == "send":
         return calls * links.message(group, num_bytes)
-    if each.operator == EXCHANGE:
+    if each.operator in EXCHANGES:
         return calls * links.exchange(group, num_bytes / size)
     if each.operator in ALL_REDUCES:
         return calls * links.all_reduce(group, num_bytes)

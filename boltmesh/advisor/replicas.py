@@ -5,30 +5,24 @@ from math import ceil
 
 from boltmesh.advisor.layouts import ConfigLayout, PlannedLayout
 from boltmesh.advisor.machine import Hardware
-from boltmesh.advisor.prediction import Collective, RankStep, predict_step
+from boltmesh.advisor.prediction import NO_WORK, Collective, RankStep, predict_step
 from boltmesh.plan.strategy_options import sharing_of
+from boltmesh.planner.layout import Layout
 from boltmesh.strategies.cost_model.memory import MemoryEstimate, estimate_memory
 from boltmesh.strategies.cost_model.model import (
     Activations,
     JobShape,
     ModelShape,
+    OwnedExperts,
     ShardingLayout,
     StepWork,
+    TensorShape,
     UnitShape,
-    Widths,
 )
-from boltmesh.strategies.cost_model.offload import FP32
-from boltmesh.strategies.cost_model.step_time import estimate_step_time
+from boltmesh.strategies.cost_model.step_time import Machine, estimate_step_time
 from boltmesh.strategies.cost_model.traffic import OperatorBytes, estimate_traffic
 from boltmesh.strategies.registry import STRATEGIES
 
-REPLICA = ShardingLayout("replicas", 0)
-REPLICATED = ("bolt_ddp", "bolt_zero1", "bolt_zero2", "bolt_zero3")
-OFFLOADED = ("bolt_zero1_cpu", "bolt_zero3_cpu")
-ON_DISK = "bolt_zero3_nvme"
-PARTS = (0.25, 0.5, 0.75)
-"""Shares of the blocks that are recomputed, and of the optimizer state that leaves the device."""
-TILES = {"tile_linear_bytes": 64 * 2**20}
 TIGHT = 0.93
 """Share of a rank's memory above which a layout may run out of it."""
 EASE = 0.01
@@ -42,9 +36,10 @@ def plan_replicas(
     hardware: Hardware,
     *,
     scale: float = 1.0,
-    experts: "OwnedExperts | None" = None,
+    experts: "DividedExperts | None" = None,
+    recomputed: StepWork = NO_WORK,
 ) -> PlannedLayout:
-    """Return what a layout without pipeline and tensor axis needs.
+    """Return what a layout of whole models needs.
 
     Args:
         model: With the work of one batch.
@@ -53,6 +48,7 @@ def plan_replicas(
         hardware: What it is for.
         scale: Rows of the layout's batch over those of the model's.
         experts: Those that are divided over ranks.
+        recomputed: Work of one batch that the backward pass repeats.
     """
     assert model.work is not None
     activations = model.activations and Activations(
@@ -66,73 +62,79 @@ def plan_replicas(
         forward_flops=ceil((model.forward_flops or 0) * scale),
     )
     assert model.work is not None
-    whole = model
+    rest, stepped = model, 0.0
+    exchanged: tuple[Collective, ...] = ()
     if experts is not None:
-        model, owned = experts.split(model)
+        rest, owned = experts.owned.split(model)
+        exchanged, stepped = experts.traffic, owned.trained_numel
     sharing = sharing_of(layout.name, STRATEGIES[layout.name], layout.arguments)
     shards = job.num_shards if sharing.stage else 1
-    parts = estimate_step_time(model, sharing, job, hardware.machine)
-    bus, host, disk = (each or 0.0 for each in (parts.bus_s, parts.host_s, parts.disk_s))
     has_parameters = sharing.parameter_place == "device"
     outside = 1.0 if not has_parameters else layout.arguments.get("offload_fraction", 1.0)
     on_device = 1.0 - outside if sharing.has_engine else 1.0
-    memory, stepped = estimate_memory(model, sharing, job), 0.0
-    exchanged: tuple[Collective, ...] = ()
-    assert whole.work is not None
-    if experts is not None:
-        of_owned = estimate_memory(owned, REPLICA, replace(job, num_ranks=experts.num_copies))
-        memory = memory.beside(of_owned)
-        exchanged, stepped = experts.traffic, owned.trained_numel
+    memory = estimate_memory(model, sharing, job, None if experts is None else experts.owned)
+    assert model.work is not None
     step = RankStep(
-        work=scaled(whole.work, scale),
+        work=scaled(model.work, scale),
+        recomputed=scaled(recomputed, scale),
         batches=layout.accumulate,
         sizes=layout.sizes,
         microbatches=1,
         bubble=0.0,
         traffic=tuple(
             Collective("data", each.operator, each.calls, each.whole_bytes, _group(each, job))
-            for each in estimate_traffic(model, sharing, job)
+            for each in estimate_traffic(rest, sharing, job)
         )
         + exchanged,
         is_gathering=sharing.stage == 3,
-        stepped_numel=on_device * model.trained_numel / shards + stepped,
-        stepped_tensors=sum(len(each.tensors) for each in whole.units),
+        stepped_numel=on_device * rest.trained_numel / shards + stepped,
+        stepped_tensors=sum(len(each.tensors) for each in model.units),
         state_copies=job.state_copies,
-        transfer_s=0.0 if has_parameters else bus,
-        outside_s=max(host, disk, bus if has_parameters else 0.0),
+        **_seconds_outside(rest, sharing, job, hardware.machine),
     )
     return judged(layout, memory, hardware, step)
 
 
+def seconds_of_part(
+    model: ModelShape, numel: float, axes: Layout, job: JobShape, machine: Machine
+) -> dict[str, float]:
+    """Return the seconds of a divided layout's offload.
+
+    Args:
+        model: The whole one.
+        numel: Elements that a rank updates.
+        axes: The layout.
+        job: One rank.
+        machine: Its rates.
+    """
+    unit = UnitShape("", (TensorShape("part", (ceil(numel),)),))
+    part = replace(model, units=(unit,), forward_flops=None)
+    name, given = replace(axes, pipeline=1, context=1, tensor=1, expert=1).strategy
+    return _seconds_outside(part, sharing_of(name, STRATEGIES[name], given), job, machine)
+
+
+def _seconds_outside(
+    model: ModelShape, sharing: ShardingLayout, job: JobShape, machine: Machine
+) -> dict[str, float]:
+    """Return the seconds of transfers in each pass, and of the step outside of the device."""
+    parts = estimate_step_time(model, sharing, job, machine)
+    bus, host, disk = (each or 0.0 for each in (parts.bus_s, parts.host_s, parts.disk_s))
+    if sharing.parameter_place == "device":
+        return {"transfer_s": 0.0, "outside_s": max(host, disk, bus)}
+    return {"transfer_s": bus, "outside_s": max(host, disk)}
+
+
 @dataclass(frozen=True)
-class OwnedExperts:
-    """Experts that are divided over ranks, each of which keeps its own whole.
+class DividedExperts:
+    """Experts that are divided over ranks, and what moves for that in a step.
 
     Attributes:
-        names: Their parameters.
-        size: Ranks that have all of them together.
-        num_copies: Ranks that have the same ones.
+        owned: The experts.
         traffic: Exchanges of rows, and sums of gradients over the copies.
     """
 
-    names: frozenset[str]
-    size: int
-    num_copies: int
+    owned: OwnedExperts
     traffic: tuple[Collective, ...]
-
-    def split(self, model: ModelShape) -> tuple[ModelShape, ModelShape]:
-        """Return the model without its experts, and the experts of one rank."""
-        rest, owned = [], []
-        for unit in model.units:
-            others = tuple(each for each in unit.tensors if each.name not in self.names)
-            rest.append(replace(unit, tensors=others))
-            owned += [
-                replace(each, shape=(ceil(each.shape[0] / self.size), *each.shape[1:]))
-                for each in unit.tensors
-                if each.name in self.names
-            ]
-        units = (UnitShape("experts", tuple(owned)),)
-        return replace(model, units=tuple(rest)), ModelShape("experts", units)
 
 
 def _group(moved: OperatorBytes, job: JobShape) -> int:
@@ -165,7 +167,7 @@ def judged(
 
 def order(planned: PlannedLayout) -> tuple[bool, bool, float]:
     """Return a key that sorts layouts: those that fit, those with room, the fastest first."""
-    seconds = planned.seconds * (1 + EASE * planned.layout.num_mechanisms)
+    seconds = planned.seconds * (1 + EASE * planned.layout.axes.num_mechanisms)
     return not planned.fits, planned.is_tight, seconds
 
 
@@ -181,46 +183,34 @@ def scaled(work: StepWork, scale: float) -> StepWork:
     )
 
 
-def between(model: ModelShape, again: ModelShape, part: float) -> ModelShape:
-    """Return a model of which a part of the blocks is recomputed.
+def repeated(model: ModelShape, again: ModelShape, part: float) -> tuple[ModelShape, StepWork]:
+    """Return a model of which a part of the blocks is recomputed, and what that repeats.
 
     Args:
         model: With no block recomputed.
         again: With all of them.
         part: Share of the blocks.
     """
-
-    def mean(one: int, other: int) -> int:
-        return ceil((1 - part) * one + part * other)
-
     assert model.activations is not None
     assert again.activations is not None
     assert model.work is not None
     assert again.work is not None
-    return replace(
-        again,
-        activations=replace(
-            again.activations,
-            saved_bytes=mean(model.activations.saved_bytes, again.activations.saved_bytes),
-        ),
-        work=StepWork(
-            mean(model.work.flops, again.work.flops),
-            mean(model.work.moved_bytes, again.work.moved_bytes),
-            mean(model.work.operators, again.work.operators),
-            {
-                shape: (1 - part) * model.work.products.get(shape, 0) + part * count
-                for shape, count in again.work.products.items()
-            },
-            mean(model.work.product_bytes, again.work.product_bytes),
-        ),
+    before, after = model.work, again.work
+    saved = (1 - part) * model.activations.saved_bytes + part * again.activations.saved_bytes
+    blocks = max(1, sum(1 for each in model.units if each.name))
+    one_block = (model.activations.saved_bytes - again.activations.saved_bytes) // blocks
+    kept = replace(
+        again.activations,
+        saved_bytes=ceil(saved),
+        transient_bytes=again.activations.transient_bytes + one_block,
     )
-
-
-def keeps_fp32(model: ModelShape, widths: Widths) -> bool:
-    """Whether all trained parameters are stored in fp32, as offload needs them."""
-    return all(
-        widths.store(each.element_bytes) == FP32
-        for unit in model.units
-        for each in unit.tensors
-        if each.is_trained
+    more = {shape: count - before.products.get(shape, 0) for shape, count in after.products.items()}
+    work = StepWork(
+        after.flops - before.flops,
+        after.moved_bytes - before.moved_bytes,
+        after.operators - before.operators,
+        more,
+        after.product_bytes - before.product_bytes,
     )
+    work = replace(scaled(work, part), operators=ceil(part * work.operators))
+    return replace(model, activations=kept), work

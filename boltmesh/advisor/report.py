@@ -66,7 +66,7 @@ def report_lines(found: ConfigSearch, line: str, count: int) -> Iterator[str]:
             hardware.ranks_per_node, hardware.num_nodes, is_cpu=hardware.is_cpu
         )
         yield f"   python  {trainer}"
-        parts = [f"{name}: {text}" for name, text in each.layout.dimensions.items()]
+        parts = [f"{name}: {text}" for name, text in each.layout.axes.dimensions.items()]
         yield f"   divides {'; '.join(parts)}"
         yield f"   time    {_terms(each)}"
         yield f"   memory  {_memory(each)}"
@@ -74,7 +74,7 @@ def report_lines(found: ConfigSearch, line: str, count: int) -> Iterator[str]:
         yield f"   {'why   ' if place == 1 else 'behind'}  {reason}"
     yield ""
     for what, best in found.changes.items():
-        same = chosen and best.layout.division == chosen[0].layout.division
+        same = chosen and best.layout.axes.division == chosen[0].layout.axes.division
         yield f"With {what}: {'the same' if same else words(best)}, {best.seconds:.3f} s."
     yield from (f"not possible: {what}: {why}" for what, why in found.refused)
     if found.left_out:
@@ -137,7 +137,9 @@ def _first_reason(found: ConfigSearch, first: PlannedLayout) -> str:
     if layout.name == "bolt_ddp":
         return "everything fits on every rank, and replicas exchange gradients alone"
     simpler = [
-        each for each in found.candidates if each.layout.num_mechanisms < layout.num_mechanisms
+        each
+        for each in found.candidates
+        if each.layout.axes.num_mechanisms < layout.axes.num_mechanisms
     ]
     too_large = [each for each in simpler if not each.fits]
     if too_large and len(too_large) == len(simpler):
@@ -183,7 +185,7 @@ def as_data(found: ConfigSearch, line: str, count: int) -> dict[str, Any]:
                 "command": command_line(found, each, line),
                 "overrides": overrides_of(found, each),
                 "sizes": dict(each.layout.sizes),
-                "dimensions": each.layout.dimensions,
+                "dimensions": each.layout.axes.dimensions,
                 "step_s": each.seconds,
                 "is_measured": each.is_measured,
                 "time_s": dict(each.time),

@@ -12,11 +12,12 @@ from typing_extensions import override
 
 from boltmesh.advisor.layouts import ConfigLayout, PlannedLayout
 from boltmesh.advisor.machine import Hardware, rates_file, read_rates
-from boltmesh.advisor.replicas import OFFLOADED, REPLICATED, keeps_fp32, order, plan_replicas
+from boltmesh.advisor.replicas import order, plan_replicas
 from boltmesh.errors import BoltMeshError, ConfigError
 from boltmesh.plan.dry_model import NumberTypes, faked, shapes_of_units
 from boltmesh.plan.dry_step import DryStep
 from boltmesh.plan.text import size_text
+from boltmesh.planner.layout import Layout
 from boltmesh.planner.layout_memory import CONTEXT_BYTES
 from boltmesh.strategies.cost_model.model import (
     Activations,
@@ -25,6 +26,7 @@ from boltmesh.strategies.cost_model.model import (
     StepWork,
     widths_of,
 )
+from boltmesh.strategies.cost_model.offload import keeps_fp32
 from boltmesh.strategies.cost_model.step_time import Machine
 from boltmesh.strategies.data_parallel.ddp import DdpAxis, DdpOptions
 from boltmesh.strategies.data_parallel.options import ZeroOptions
@@ -163,10 +165,13 @@ class AutoStrategy(MeshStrategy):
             share = SHARE_WITHOUT_ACTIVATIONS * getattr(machine, place)
             hardware = replace(hardware, machine=replace(machine, **{place: share}))
         widths = widths_of(str(trainer.precision))
-        names: tuple[str, ...] = REPLICATED if self.world_size > 1 else REPLICATED[:1]
+        replicas = Layout(data=self.world_size)
+        layouts = [replace(replicas, zero=n) for n in range(4 if self.world_size > 1 else 1)]
         if not hardware.is_cpu and keeps_fp32(model, widths):
-            names += OFFLOADED
-        sizes = {"pipeline": 1, "data": self.world_size, "tensor": 1}
+            layouts += [
+                replace(replicas, zero=1, offload="optimizer"),
+                replace(replicas, zero=3, offload="all"),
+            ]
         assert self.lightning_module is not None
         job = JobShape(
             num_ranks=self.world_size,
@@ -178,11 +183,11 @@ class AutoStrategy(MeshStrategy):
         return [
             plan_replicas(
                 model,
-                ConfigLayout(name, sizes, accumulate=trainer.accumulate_grad_batches),
+                ConfigLayout(each, accumulate=trainer.accumulate_grad_batches),
                 job,
                 hardware,
             )
-            for name in names
+            for each in layouts
         ]
 
     def _hardware(self, precision: str) -> Hardware:

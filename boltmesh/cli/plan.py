@@ -39,13 +39,25 @@ def plan_auto(config: str | None, overrides: tuple[str, ...], **given: Any) -> i
     docs/planner.md for both and for their errors.
     """
     if config is None:
-        if given["model"] is None or given["gpu"] is None or given["devices"] is None:
+        if given["model"] is None:
             raise ConfigError(
                 "boltmesh plan auto needs a CONFIG, or --model MODEL --gpu NAME --devices N."
+            )
+        lacking = [each for each in ("gpu", "devices") if given[each] is None]
+        if lacking:
+            options = {"gpu": "--gpu h100-80gb", "devices": "--devices 8"}
+            raise ConfigError(
+                f"--model {given['model']} is planned for devices that are named: add "
+                f"{' '.join(options[each] for each in lacking)}, or others."
             )
         from boltmesh.planner.command import plan_auto as choose
 
         return choose(**{**given, "dtype": given["dtype"] or "bf16"})
+    if given["model"] is not None and "=" in config:
+        raise ConfigError(
+            f"{config} changes a CONFIG, and --model has none. Leave {config} out; sizes of a "
+            f"model are one argument: --model 'layers=12 hidden=768 heads=12 vocab=50257 seq=1024'."
+        )
     for option in ("model", "batch", "seq", "dtype"):
         if given.pop(option) is not None:
             raise ConfigError(

@@ -44,7 +44,7 @@ from boltmesh.strategies.cost_model.model import (
     size_named,
     widths_of,
 )
-from boltmesh.strategies.cost_model.offload import FP32
+from boltmesh.strategies.cost_model.offload import keeps_fp32
 from boltmesh.strategies.cost_model.step_time import Machine, estimate_step_time
 from boltmesh.strategies.cost_model.traffic import estimate_traffic
 from boltmesh.strategies.data_parallel.options import ZeroOptions
@@ -122,7 +122,8 @@ def plan(
             f"process over several devices. Plan --strategy ddp, whose ranks have as much."
         )
     named = loaded.strategy.get("name") if wanted is None else f"{PREFIX}{wanted}"
-    if wanted is None and loaded.strategy.get("expert") is not None:
+    is_mesh = named == SEVERAL_AXES
+    if wanted is None and not is_mesh and loaded.strategy.get("expert") is not None:
         named = EXPERT  # also of ZeRO by another name
     if named in DIVIDING:
         source = str(find(config))
@@ -182,7 +183,7 @@ def make_plan(
     notes += float8_note(given)
     if given.get("activation_checkpointing") is not None:
         notes += ("activations and work are those without activation_checkpointing",)
-    if not _is_kept_in_fp32(model, widths):
+    if not keeps_fp32(model, widths):
         precision = loaded.trainer.precision
         if own in sharings and sharings[own].has_engine:
             raise offload_error(precision, source)
@@ -273,15 +274,6 @@ def _describe(
         name, arguments = "AdamW", {}
     copies, note = optimizer_copies(config, name, arguments)
     return model, copies, (*notes, *note)
-
-
-def _is_kept_in_fp32(model: ModelShape, widths: Widths) -> bool:
-    return all(
-        widths.store(each.element_bytes) == FP32
-        for unit in model.units
-        for each in unit.tensors
-        if each.is_trained
-    )
 
 
 def _known_batch(config: "DictConfig") -> tuple[int, int] | None:

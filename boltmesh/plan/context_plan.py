@@ -13,12 +13,14 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from omegaconf import DictConfig
+from torch.distributed import ProcessGroup
 
 from boltmesh.errors import ConfigError, LayoutError
 from boltmesh.plan.dry_model import stand_in_model
 from boltmesh.plan.dry_step import STEP
 from boltmesh.plan.text import align, size_text
 from boltmesh.strategies.blocks import find_blocks
+from boltmesh.strategies.context.axis import SequenceBorders
 from boltmesh.strategies.context.cut import ContextState, step_ended
 from boltmesh.strategies.context.dispatch import functions_watched
 from boltmesh.strategies.context.entries import (
@@ -140,6 +142,36 @@ def sequence_divided(
             yield state
     finally:
         hooks.remove()
+
+
+@contextmanager
+def stages_divided(
+    module: LightningModule,
+    entries: tuple[SequenceEntry, ...],
+    options: ContextOptions,
+    rank: int,
+    size: int,
+) -> Iterator[SequenceBorders]:
+    """Context for stages that run with the positions of one rank, whose group only counts."""
+    state = _state(options, rank, size)
+    hooks = Entries(module, entries, state)
+    try:
+        with functions_watched(), flex_attention_watched():
+            yield SequenceBorders(_CutSequences(entries, state, hooks))
+    finally:
+        state.end_step()
+        hooks.remove()
+
+
+@dataclass(frozen=True)
+class _CutSequences:
+    entries: tuple[SequenceEntry, ...]
+    state: ContextState
+    hooks: Entries
+
+    @property
+    def sharing_group(self) -> ProcessGroup:
+        return self.state.group.process_group
 
 
 def _state(options: ContextOptions, rank: int, size: int) -> ContextState:

@@ -106,10 +106,12 @@ def describe_model(
     with fake_tensors() as mode, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of a module without a Trainer
         module, notes = build_fake(config, types, source)
-        measured = DryStep(keeps_costly=recompute == "selective", equal=equal_blocks(module))
+        equal = equal_blocks(module)
         recomputation = ActivationCheckpointing(recompute)
         recomputation.put_on(module)
         blocks = {str(at): each for at, each in enumerate(recomputation.blocks)}
+        selective = blocks if recompute == "selective" else ()
+        measured = DryStep(selective=selective, equal=equal)
         if complaint is None:
             fake_batch = tree_map(faked(mode, types.stored), batch)
             with measured.attributing(blocks):

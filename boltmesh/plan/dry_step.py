@@ -6,7 +6,7 @@ Puts real tensors of almost no memory in the place of a model's fake ones.
 import contextlib
 import copy
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -90,14 +90,16 @@ class DryStep:
     second has added, the others are counted as it; else the step runs with all of them.
 
     Args:
-        keeps_costly: The modules of ``attributing`` are recomputed selectively, so that results of
+        selective: Which modules of ``attributing`` are recomputed selectively, so that results of
             ``COSTLY_OPERATORS`` in them are kept beside what autograd saves.
         equal: Blocks of the module that were equal before anything was put on them; None: none
             were looked for.
     """
 
-    def __init__(self, *, keeps_costly: bool = False, equal: EqualBlocks | None = None) -> None:
-        self._keeps_costly = keeps_costly
+    def __init__(
+        self, *, selective: Collection[str] = (), equal: EqualBlocks | None = None
+    ) -> None:
+        self._selective = selective
         self._equal = equal
         self.counts = StepCounts()
         self._inside: list[str] = []
@@ -171,28 +173,32 @@ class DryStep:
         names = {storage_key(each): name for name, each in module.named_parameters()}
         known = set(names) | {storage_key(each) for each in module.buffers()}
         shapes = {tuple(each.shape) for each in module.parameters()}
-        watch = _Temporaries(names, known, shapes, self._inside if self._keeps_costly else ())
+        watch = _Temporaries(names, known, shapes, self._inside, self._selective)
         flops = FlopCounterMode(display=False, custom_mapping={CPU_ATTENTION: _attention_flops})
         saved: dict[int, Tensor] = {}
         saved_by: dict[str, int] = {}
         widths = WidthMode()
 
+        def attribute(owner: str, tensor: Tensor) -> None:
+            saved_by[owner] = saved_by.get(owner, 0) + tensor.untyped_storage().nbytes()
+
         def keep(tensor: Tensor) -> Tensor:
             at = storage_key(tensor)
             if at not in known and at not in watch.casts:
                 if at not in saved and self._inside:
-                    owner = self._inside[-1]
-                    size = tensor.untyped_storage().nbytes()
-                    saved_by[owner] = saved_by.get(owner, 0) + size
+                    attribute(self._inside[-1], tensor)
                 saved.setdefault(at, tensor)
             return tensor
 
         try:
-            with computing_in(autocast), watch, widths, _EqualExperts():
+            with computing_in(autocast), watch, widths:
                 with flops, saved_tensors_hooks(keep, lambda each: each):
                     output = module.training_step(batch, 0)
                 loss: Any = output["loss"] if isinstance(output, Mapping) else output
-                saved |= watch.kept
+                for at, (owner, tensor) in watch.kept.items():
+                    if at not in saved:
+                        attribute(owner, tensor)
+                        saved[at] = tensor
                 watch.begin_backward(saved)
                 loss.backward()
         except Exception as error:  # noqa: BLE001 - the rest of the plan needs no activations
@@ -226,14 +232,15 @@ class _Temporaries(DispatchMode):  # type: ignore[no-untyped-call]
         names: Mapping[int, str],
         known: set[int],
         shapes: set[tuple[int, ...]],
-        recomputed: Sequence[str],
+        inside: Sequence[str],
+        selective: Collection[str],
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.names, self.known = names, known
         self.casts: dict[int, str] = {}
-        self.kept: dict[int, Tensor] = {}
-        """Results that selective recomputation keeps."""
-        self._recomputed = recomputed
+        self.kept: dict[int, tuple[str, Tensor]] = {}
+        """Results that selective recomputation keeps, with the module that keeps them."""
+        self._inside, self._selective = inside, selective
         self.most_bytes = 0
         self.flops = self.moved_bytes = self.operators = self.product_bytes = 0
         self.products: Counter[tuple[int, int, int]] = Counter()
@@ -255,9 +262,10 @@ class _Temporaries(DispatchMode):  # type: ignore[no-untyped-call]
         if func is CAST and storage_key(args[0]) in self.names:
             self.casts[storage_key(made)] = self.names[storage_key(args[0])]
             self._alive.append(made)  # its address must not be taken by another tensor
-        if self._saved is None and self._recomputed and func in COSTLY_OPERATORS:
+        owner = self._inside[-1] if self._inside else ""
+        if self._saved is None and owner in self._selective and func in COSTLY_OPERATORS:
             results = [each for each in tree_leaves(made) if isinstance(each, Tensor)]
-            self.kept |= {storage_key(each): each for each in results}
+            self.kept |= {storage_key(each): (owner, each) for each in results}
         if self._saved is not None:
             here = {storage_key(each): each for each in tree_leaves((args, kwargs, made))
                     if isinstance(each, Tensor)}  # fmt: skip
@@ -331,11 +339,11 @@ def _attention_flops(
     return products // 2 if is_causal else products
 
 
-def computing_in(dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:
-    """Return a context that computes in ``dtype``; with None one that changes nothing."""
-    if dtype is None:
-        return contextlib.nullcontext()
-    return torch.autocast("cpu", dtype=dtype)
+@contextlib.contextmanager
+def computing_in(dtype: torch.dtype | None) -> Iterator[None]:
+    """Context of a step without data: autocast to ``dtype``, if one is given, and equal experts."""
+    with _EqualExperts(), torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+        yield
 
 
 def one_line(error: BaseException) -> str:

@@ -57,6 +57,8 @@ class ExpertSummary:
     whole: Mapping[str, str]
     """Why modules that choose stay whole, by name."""
     notes: tuple[str, ...]
+    parts: int = 1
+    """Ranks that divide each expert."""
 
     @property
     def expert_bytes(self) -> int:
@@ -121,7 +123,8 @@ def plan_expert(
     Raises:
         ConfigError: When model or data cannot be built, or nothing can be divided.
     """
-    num_ranks = ranks_per_node * config.trainer.num_nodes
+    parts = 1 if given.get("expert_tensor") in {None, 1} else int(given.get("tensor") or 1)
+    num_ranks = ranks_per_node * config.trainer.num_nodes // parts
     asked = given.get("expert") or "node"
     size = min(ranks_per_node, num_ranks) if asked == "node" else int(asked)
     if num_ranks % size:
@@ -132,22 +135,11 @@ def plan_expert(
     found = watch_experts(config, source)
     sizes = dict(found.sizes)
     experts = []
-    for each, shape in found.shapes:
-        if each.num_experts % size:
-            raise ConfigError(
-                f"{source}: strategy.expert={size} does not divide the {each.num_experts} experts "
-                f"of {each.name!r}."
-            )
+    for each, shape in experts_over(config, size, source=source):
         sent = shape.expected(size, is_recomputed=False).payload
         whole = sum(sizes.pop(name) for name in each.parameters)
         experts.append(
             ExpertModule(each.name, each.kind, each.num_experts, shape.num_choices, whole, sent)
-        )
-    if not experts:
-        reasons = "; ".join(f"{name!r}: {why}" for name, why in found.whole.items())
-        raise ConfigError(
-            f"{source}: no experts of {found.model} can be divided"
-            f"{': ' + reasons if reasons else ', for training_step calls none'}."
         )
     return ExpertSummary(
         found.model,
@@ -158,7 +150,32 @@ def plan_expert(
         sum(sizes.values()),
         found.whole,
         found.notes,
+        parts,
     )
+
+
+def experts_over(
+    config: DictConfig, size: int, *, source: str
+) -> tuple[tuple[Experts, ExchangeShape], ...]:
+    """Return the experts of a config's model that so many ranks divide, and their rows of a batch.
+
+    Raises:
+        ConfigError: When model or data cannot be built, or nothing can be divided by so many.
+    """
+    found = watch_experts(config, source)
+    for each, _ in found.shapes:
+        if each.num_experts % size:
+            raise ConfigError(
+                f"{source}: strategy.expert={size} does not divide the {each.num_experts} experts "
+                f"of {each.name!r}."
+            )
+    if not found.shapes:
+        reasons = "; ".join(f"{name!r}: {why}" for name, why in found.whole.items())
+        raise ConfigError(
+            f"{source}: no experts of {found.model} can be divided"
+            f"{': ' + reasons if reasons else ', for training_step calls none'}."
+        )
+    return found.shapes
 
 
 class _DenseWeights(TorchFunctionMode):
@@ -176,15 +193,16 @@ class _DenseWeights(TorchFunctionMode):
 def write_expert(summary: ExpertSummary) -> str:
     """Return the experts that each rank keeps, and the bytes that exchanges move."""
     experts, size = summary.experts, summary.size
+    share = size * summary.parts
     columns = [
         ("experts of", [each.name for each in experts]),
         ("experts", [str(each.num_experts) for each in experts]),
         ("of a row", [str(each.num_choices) for each in experts]),
         ("on a rank", [str(each.num_experts // size) for each in experts]),
-        ("per rank", [size_text(each.whole_bytes // size) for each in experts]),
+        ("per rank", [size_text(each.whole_bytes // share) for each in experts]),
         ("exchanged", [size_text(round(each.sent_bytes)) for each in experts]),
     ]
-    kept = f"{size_text(summary.expert_bytes // size)} of {size_text(summary.expert_bytes)}"
+    kept = f"{size_text(summary.expert_bytes // share)} of {size_text(summary.expert_bytes)}"
     copies = summary.num_ranks // size
     same = (
         f"; {copies} ranks have the same experts, and add up their gradients" if copies > 1 else ""
@@ -204,7 +222,7 @@ def write_expert(summary: ExpertSummary) -> str:
     whole = [f"whole: {name}: {why}" for name, why in summary.whole.items()]
     return "\n".join(
         [
-            f"{summary.model} over {size} ranks: each keeps {kept} of experts{same}",
+            f"{summary.model} over {share} ranks: each keeps {kept} of experts{same}",
             "",
             *align(columns),
             "",

@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from boltmesh.errors import BoltMeshError, ConfigError
+from boltmesh.errors import BoltMeshError, LayoutError
 from boltmesh.plan.stage_plan import StagePlanSummary, plan_of
 from boltmesh.plan.strategy_options import (
     AUTO_NOTE,
+    as_mapping,
     copies_note,
     float8_note,
     offload_error,
@@ -171,11 +172,9 @@ def plan_mesh(
         notes.append(
             "what the tensor or context axis moves is not known: layers cannot be run without ranks"
         )
-    if pipeline is None and given.get("activation_checkpointing") is not None:
-        notes.append("activations are those without activation_checkpointing")
     largest = max(made.ranks, key=lambda each: copied_bytes(each.memory.kept, num_hosts=1))
     notes += copies_note(config, given, largest.memory.kept)
-    ranks = sorted(job.layout.groups("data", "tensor"))
+    ranks, contexts = sorted(job.layout.groups("data", "tensor")), job.layout.size("context")
     return MeshPlan(
         model=made.name,
         parameters=made.numel,
@@ -189,7 +188,7 @@ def plan_mesh(
                 parameters=each.parameters,
                 memory=each.memory,
                 activation_bytes=each.activation_bytes,
-                idle=None if pipeline is None else pipeline.ranks[at].idle,
+                idle=None if pipeline is None else pipeline.ranks[at // contexts].idle,
                 traffic=each.traffic,
                 too_large=machine.places_too_small_for(each.memory.peak),
                 extra=each.extra,
@@ -231,11 +230,7 @@ def _job_of(
             **{axis: arguments[axis] for axis in AXES if axis in arguments},
         )
         divides = layout.size("context") > 1
-        if divides and layout.pipeline > 1:
-            raise ConfigError(
-                f"{layout} cannot be planned: stages are counted with whole sequences. Plan with "
-                f"strategy.pipeline=1 or strategy.context=1."
-            )
+        expert = _expert_size(arguments.get("expert"), layout, ranks_per_host)
         stages = PipelineOptions()
         if layout.pipeline > 1:
             stages = strategy.pipeline_axis.options
@@ -262,6 +257,8 @@ def _job_of(
             "loss_parallel": strategy.options.loss_parallel,
         },
         sequences=ContextOptions(**sequences) if divides else None,
+        expert=expert,
+        recompute=as_mapping(config.strategy).get("activation_checkpointing"),
         widths=widths_of(trainer.precision),
         types=NumberTypes.of(trainer.precision),
         num_batches=trainer.accumulate_grad_batches,
@@ -272,6 +269,22 @@ def _job_of(
         is_on_host=trainer.accelerator == "cpu",
         group=GroupWithoutRanks.of(0, layout.tensor),
     )
+
+
+def _expert_size(asked: int | str | None, layout: MeshLayout, ranks_per_host: int) -> int:
+    """Return the ranks that have all experts of a stage together.
+
+    Raises:
+        LayoutError: If they do not divide the ranks of a stage.
+    """
+    stage = layout.data * layout.size("context") * layout.tensor
+    size = min(ranks_per_host, stage) if asked == "node" else int(asked or 1)
+    if stage % size:
+        raise LayoutError(
+            f"expert={size} does not divide the {stage} ranks of a stage, data x context x tensor. "
+            f"Use {' or '.join(str(n) for n in range(1, stage + 1) if stage % n == 0)}."
+        )
+    return size
 
 
 def _keeps_fp32(precision: str) -> bool:

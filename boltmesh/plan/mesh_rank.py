@@ -1,28 +1,35 @@
-"""What one rank of a mesh would hold and move, by its place on the pipeline.
+"""Predicts memory and traffic of a rank of a mesh, by its place on the pipeline and context axes.
 
-Of stand-ins for parameters: the model is divided already, and nothing of it is computed.
+Parameters are stand-ins: the model is divided already, and nothing of it is computed. The work of a
+place (``RankWork``, ``StageWork``) is counted once; memory and traffic of its ranks follow for each
+way in which the data axis shares parameters.
 """
 
-from collections.abc import Mapping
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from torch.nn import Module, Parameter
 
 from boltmesh.plan.context_plan import sequence_divided
 from boltmesh.plan.dry_model import NumberTypes, faked, shapes_of_units
-from boltmesh.plan.dry_step import STEP, DryStep, computing_in
+from boltmesh.plan.dry_step import STEP, DryStep, StepCounts, computing_in
+from boltmesh.plan.equal_blocks import equal_blocks
+from boltmesh.strategies.activation_checkpointing import ActivationCheckpointing
 from boltmesh.strategies.context.cut import ContextState
 from boltmesh.strategies.context.entries import SequenceEntry
 from boltmesh.strategies.context.exchange import expected_context_traffic
 from boltmesh.strategies.context.options import ContextOptions
 from boltmesh.strategies.cost_model.memory import MemoryEstimate, estimate_memory
 from boltmesh.strategies.cost_model.model import (
+    REPLICA,
     Activations,
     JobShape,
     ModelShape,
+    OwnedExperts,
     ShardingLayout,
     Widths,
 )
@@ -31,6 +38,7 @@ from boltmesh.strategies.data_parallel.expected_traffic import ExtraTraffic, exp
 from boltmesh.strategies.data_parallel.options import ZeroOptions
 from boltmesh.strategies.dry_run.step import DryRun
 from boltmesh.strategies.engine.axis import FakeRuns
+from boltmesh.strategies.expert.expected_traffic import ExchangeShape, expected_bytes
 from boltmesh.strategies.lightning_compat.trainer import (
     module_keeps_gradients,
     module_reads_gradients,
@@ -50,8 +58,16 @@ _CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
+class ExpertExchange:
+    """The experts of one module, and the rows that go to them."""
+
+    parameters: tuple[str, ...]
+    shape: ExchangeShape
+
+
+@dataclass(frozen=True)
 class MeshJob:
-    """What is asked of a mesh, and what a model and its data say beside it."""
+    """A mesh as it was asked for, with facts of the model and its data."""
 
     layout: MeshLayout
     shard_size: int
@@ -63,6 +79,10 @@ class MeshJob:
     """``plan``, ``sequence_parallel`` and ``loss_parallel``."""
     sequences: ContextOptions | None
     """None: sequences are whole."""
+    expert: int
+    """Ranks that divide the experts of a stage."""
+    recompute: Any
+    """``activation_checkpointing`` of the strategy."""
     widths: Widths
     types: NumberTypes
     num_batches: int
@@ -77,9 +97,11 @@ class MeshJob:
     num_logged: int = 0
     """Numbers that a step logs."""
     args: tuple[Any, ...] = ()
-    """What a step is called with."""
+    """Arguments of a step."""
     entries: tuple[SequenceEntry, ...] = ()
     """Where a step divides its sequence."""
+    exchanges: Mapping[str, ExpertExchange] = field(default_factory=dict)
+    """Experts that ranks divide, by the name of their module."""
     parts: tuple[Any, ...] = field(default=(), repr=False)
     """The microbatches of the batch among them."""
 
@@ -90,8 +112,8 @@ class MeshJob:
 
     @property
     def sharing(self) -> ShardingLayout:
-        """How the data axis shares out what its ranks have."""
-        return ShardingLayout("replicas", 0) if self.shards is None else self.shards.sharing()
+        """Sharding over the data axis."""
+        return REPLICA if self.shards is None else self.shards.sharing()
 
     @property
     def data_job(self) -> JobShape:
@@ -107,6 +129,20 @@ class MeshJob:
         )
 
     @property
+    def owned(self) -> OwnedExperts | None:
+        """The experts that ranks have parts of; None where every rank has all."""
+        if not self.exchanges:
+            return None
+        names = frozenset(name for each in self.exchanges.values() for name in each.parameters)
+        copies = self.num_averaged * self.layout.tensor // self.expert
+        return OwnedExperts(names, self.expert, copies)
+
+    @property
+    def is_selective(self) -> bool:
+        """Whether blocks that run again keep results of products."""
+        return self.recompute == "selective" or "selective" in (self.recompute or ())
+
+    @property
     def num_norms(self) -> int:
         """Norms of gradients in an optimizer step."""
         return int(self.has_norm_clipping)
@@ -114,88 +150,217 @@ class MeshJob:
 
 @dataclass(frozen=True)
 class RankForecast:
-    """What one rank would hold and move."""
+    """Memory and traffic of one rank."""
 
     parameters: int
     """Elements that its stages and its part of their layers have, before the data axis."""
     memory: MemoryEstimate
     activation_bytes: int | None
-    """Kept for backward passes at most; None where nobody knows."""
+    """Kept for backward passes at most; None where it is not known."""
     traffic: tuple[ExpectedTraffic, ...]
-    """Of an optimizer step."""
+    """In an optimizer step."""
     has_unknown_traffic: bool
     """Whether it is not known what a tensor or context axis moves."""
     extra: ExtraTraffic | None = None
-    """Of ZeRO-2 and 3 beside a pipeline."""
+    """More traffic of ZeRO-2 and 3 beside a pipeline."""
 
 
-def forecast_whole(module: LightningModule, job: MeshJob) -> tuple[list[RankForecast], list[str]]:
-    """Return the forecasts of ranks that run all layers, and what was not found out.
+@dataclass(frozen=True)
+class RankWork:
+    """Work of the ranks at one place of a mesh, however the data axis shares their parameters."""
+
+    module: LightningModule
+    """The part of one rank of each layer."""
+    counts: StepCounts | None
+    """Counts of a batch; None where it cannot be run."""
+    moved: tuple[ExpectedTraffic, ...]
+    """Over other axes than the data axis, in an optimizer step."""
+    has_unknown_traffic: bool
+
+    def forecast(self, job: MeshJob) -> RankForecast:
+        """Return what a rank holds and moves."""
+        counts, module = self.counts, self.module
+        units = shapes_of_units(
+            module,
+            job.shards,
+            multiplied=() if counts is None else counts.cast_names,
+            is_autocast=job.types.is_autocast,
+        )
+        activations = None
+        if counts is not None:
+            activations = Activations(counts.saved_bytes, counts.transient_bytes, "counted")
+        shape = ModelShape(
+            type(module).__name__,
+            units,
+            buffer_bytes=sum(each.nbytes for each in module.buffers()),
+            activations=activations,
+            reads_gradients=module_reads_gradients(module),
+            keeps_gradients=module_keeps_gradients(module),
+        )
+        rest, of_experts = shape, []
+        if job.owned is not None:
+            rest, owned = job.owned.split(shape)
+            of_experts = over_copies(owned, job)
+        return RankForecast(
+            parameters=held_numel(module.named_parameters(), job),
+            memory=estimate_memory(shape, job.sharing, job.data_job, job.owned),
+            activation_bytes=None if activations is None else activations.saved_bytes,
+            traffic=(*_over_data(rest, job), *of_experts, *self.moved),
+            has_unknown_traffic=self.has_unknown_traffic,
+        )
+
+
+def work_of_whole(module: LightningModule, job: MeshJob) -> tuple[list[RankWork], list[str]]:
+    """Return the work of ranks that run all layers, and what was not found out.
 
     One for each rank of a context group.
     """
-    options, size = job.sequences, job.layout.size("context")
-    found: list[RankForecast] = []
+    found: list[RankWork] = []
     notes: dict[str, None] = {}
-    for rank in range(size):
-        divided = (
-            nullcontext()
-            if options is None
-            else sequence_divided(module, job.entries, options, rank, size)
-        )
-        with divided as state:
-            forecast, said = _forecast_rank(module, job, state)
-        found.append(forecast)
-        notes.update(dict.fromkeys(said))
+    for rank in range(job.layout.size("context")):
+        with divided_at(module, job, rank) as state:
+            work, complaint = _work(module, job, state)
+        found.append(work)
+        if complaint is not None:
+            notes[f"activations are not known: {complaint}"] = None
     return found, list(notes)
 
 
-def _forecast_rank(
+@contextmanager
+def divided_at(module: LightningModule, job: MeshJob, rank: int) -> Iterator[ContextState | None]:
+    """Context in which a step runs with the positions of one rank of a context group."""
+    if job.sequences is None:
+        yield None
+        return
+    size = job.layout.size("context")
+    with sequence_divided(module, job.entries, job.sequences, rank, size) as state:
+        yield state
+
+
+def _work(
     module: LightningModule, job: MeshJob, state: ContextState | None
-) -> tuple[RankForecast, list[str]]:
-    measured = DryStep()
-    mode = fake_tensors()
-    swapped: dict[str, torch.Tensor] = {}
-    for name, each in [*module.named_parameters(), *module.named_buffers()]:
-        swapped[name] = make_fake(each, mode)
-    with mode, swapped_state(module, swapped):
-        if state is not None:
-            state.take_batch(job.args[0])
-        batch = tree_map(faked(mode, job.types.stored), job.args[0])
-        complaint = measured.run(module, batch, job.types.cast)
-    notes = [] if complaint is None else [f"activations are not known: {complaint}"]
-    units = shapes_of_units(
-        module, job.shards, multiplied=measured.counts.cast_names, is_autocast=job.types.is_autocast
-    )
-    activations = None
-    if complaint is None:
-        activations = Activations(
-            measured.counts.saved_bytes, measured.counts.transient_bytes, "counted"
-        )
-    shape = ModelShape(
-        type(module).__name__,
-        units,
-        buffer_bytes=sum(each.nbytes for each in module.buffers()),
-        activations=activations,
-        reads_gradients=module_reads_gradients(module),
-        keeps_gradients=module_keeps_gradients(module),
-    )
+) -> tuple[RankWork, str | None]:
+    of_experts = {name: module.get_submodule(name) for name in job.exchanges}
+    counts, complaint = count_pass(module, job, state, job.args[0], of_experts)
+    if counts is not None and of_experts:  # ranks of a tensor group have a part of the rows each
+        rows = sum(counts.saved_by.get(name, 0) for name in of_experts)
+        saved = counts.saved_bytes - rows + rows // job.layout.tensor
+        counts = replace(counts, saved_bytes=saved)
     rehearsal = DryRun(module, STEP, job.args, _CPU)
     runs: FakeRuns = [(lambda _: rehearsal.run(), 1)]
     over_axes = [over_layers(module, job, runs)]
     if state is not None:
-        over_axes.append(_over_sequence(module, job, runs, state))
+        over_axes.append(over_sequence(module, job, runs, state))
     counted = [each for several in over_axes for each in several or ()]
-    return RankForecast(
-        parameters=sum(each.numel() for each in module.parameters()),
-        memory=estimate_memory(shape, job.sharing, job.data_job),
-        activation_bytes=None if activations is None else activations.saved_bytes,
-        traffic=(*_over_data(shape, job), *counted),
-        has_unknown_traffic=None in over_axes,
-    ), notes
+    moved = (*counted, *over_experts(job, job.exchanges))
+    return RankWork(module, counts, moved, has_unknown_traffic=None in over_axes), complaint
 
 
-def _over_sequence(
+def count_pass(
+    module: LightningModule,
+    job: MeshJob,
+    state: ContextState | None,
+    batch: Any,
+    units: Mapping[str, Module],
+) -> tuple[StepCounts | None, str | None]:
+    """Count a step on a batch or a microbatch, or say why it cannot be run.
+
+    Args:
+        module: The part of one rank of each layer.
+        job: What is asked.
+        state: State of a sequence that is divided.
+        batch: What the step gets.
+        units: To which what is kept is attributed, beside blocks that run again.
+    """
+    equal = equal_blocks(module)
+    counts, complaint = _count(module, job, state, batch, DryStep(equal=equal), units)
+    if job.recompute is None or counts is None:
+        return counts, complaint
+    recomputation = ActivationCheckpointing(job.recompute)
+    recomputation.put_on(module)
+    blocks = {name: each for name, each in module.named_modules() if each in recomputation.blocks}
+    measured = DryStep(selective=blocks if job.is_selective else (), equal=equal)
+    outside = {
+        name: unit
+        for name, unit in units.items()
+        if not any(f"{name}.".startswith(f"{block}.") for block in blocks)
+    }
+    again, complaint = _count(module, job, state, batch, measured, {**outside, **blocks})
+    recomputation.take_off()
+    if again is None:
+        return None, complaint
+    one_block = (counts.saved_bytes - again.saved_bytes) // len(blocks)
+    return replace(again, transient_bytes=again.transient_bytes + one_block), None
+
+
+def _count(
+    module: LightningModule,
+    job: MeshJob,
+    state: ContextState | None,
+    batch: Any,
+    measured: DryStep,
+    attributed: Mapping[str, Module],
+) -> tuple[StepCounts | None, str | None]:
+    mode = fake_tensors()
+    swapped: dict[str, torch.Tensor] = {}
+    for name, each in [*module.named_parameters(), *module.named_buffers()]:
+        swapped[name] = make_fake(each, mode)
+    with mode, swapped_state(module, swapped), measured.attributing(attributed):
+        if state is not None:
+            state.take_batch(batch)
+        given = tree_map(faked(mode, job.types.stored), batch)
+        complaint = measured.run(module, given, job.types.cast)
+    return (measured.counts, None) if complaint is None else (None, complaint)
+
+
+def held_numel(named: Iterable[tuple[str, Parameter]], job: MeshJob) -> int:
+    """Return the elements of parameters of which experts are a rank's own."""
+    owned = job.owned
+    return sum(
+        each.numel() // owned.size if owned and name in owned.names else each.numel()
+        for name, each in named
+    )
+
+
+def over_experts(job: MeshJob, held: Mapping[str, ExpertExchange]) -> list[ExpectedTraffic]:
+    """Return what exchanges of rows move in an optimizer step.
+
+    Args:
+        job: What is asked.
+        held: The experts that a rank has parts of.
+    """
+    if not held:
+        return []
+    layout, parts = job.layout, max(1, len(job.parts))
+    again = job.recompute is not None
+    shapes = [each.shape.part(layout.size("context") * parts) for each in held.values()]
+    batch = expected_bytes(((each.part(layout.tensor), again) for each in shapes), job.expert)
+    count = job.num_batches * parts
+    why = "rows to the ranks of their experts and back, if all experts were as likely"
+    calls, payload = count * batch.calls, count * batch.payload
+    found = [ExpectedTraffic("expert", "alltoall_base", payload, calls, why, is_mean=True)]
+    if layout.tensor > 1:
+        joined = [each.joined(layout.tensor, is_recomputed=again) for each in shapes]
+        payload = count * sum(each.payload for each in joined)
+        calls = count * sum(each.calls for each in joined)
+        why = "results of experts, and gradients of their rows and weights, of all parts"
+        found.append(ExpectedTraffic("tensor", "_allgather_base", payload, calls, why))
+    return found
+
+
+def over_copies(owned: ModelShape, job: MeshJob) -> list[ExpectedTraffic]:
+    """Return what the gradients of a rank's experts move between the ranks that have them too."""
+    if job.owned is None or job.owned.num_copies == 1:
+        return []
+    copies = replace(job.data_job, num_ranks=job.owned.num_copies, shard_size=None)
+    why = "gradients of a rank's experts, over the ranks that have the same ones"
+    return [
+        ExpectedTraffic("data", "allreduce", each.whole_bytes, each.calls, why)
+        for each in estimate_traffic(owned, REPLICA, copies)
+    ]
+
+
+def over_sequence(
     module: LightningModule, job: MeshJob, runs: FakeRuns, state: ContextState
 ) -> list[ExpectedTraffic] | None:
     """Return the traffic of the context axis in an optimizer step; None where it is unknown."""
@@ -207,7 +372,7 @@ def _over_sequence(
 
 
 def _over_data(shape: ModelShape, job: MeshJob) -> list[ExpectedTraffic]:
-    """What the data axis moves beside forward and backward passes of whole models."""
+    """Return the traffic of the data axis of whole models in an optimizer step."""
     sharing, data_job = job.sharing, job.data_job
     if data_job.num_ranks == 1:
         return []
@@ -227,10 +392,10 @@ def _over_data(shape: ModelShape, job: MeshJob) -> list[ExpectedTraffic]:
 def over_layers(
     module: LightningModule, job: MeshJob, runs: FakeRuns
 ) -> list[ExpectedTraffic] | None:
-    """Return what the tensor axis moves in an optimizer step; None where nobody knows.
+    """Return the traffic of the tensor axis in an optimizer step; None where it is not known.
 
     Args:
-        module: Of each layer the part of one rank.
+        module: The part of one rank of each layer.
         job: What is asked.
         runs: What the rank runs of a batch.
     """

@@ -4,16 +4,17 @@
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from boltmesh.errors import ConfigError
 from boltmesh.planner.layout import Layout
 from boltmesh.planner.machine import GB, accelerator_named, build_cluster, parse_network
-from boltmesh.planner.search import Candidate, Search, division, search, smallest_cluster
+from boltmesh.planner.search import Candidate, Search, search, smallest_cluster
 from boltmesh.planner.step_time import TERMS, model_flops_utilization
 from boltmesh.planner.transformer import transformer_named
+from boltmesh.strategies.registry import STRATEGIES
 
 EXPECTED_ERROR = (
     "Expected error of a time: 7 % in the median, 17 % for one in ten, on clusters that the rates "
@@ -28,63 +29,27 @@ def best(found: Search, count: int = 3) -> list[Candidate]:
     """Return the fastest layouts that differ in kind, the fastest first."""
     chosen: dict[object, Candidate] = {}
     for each in found.candidates:
-        chosen.setdefault(division(each.layout)[:6], each)
+        chosen.setdefault(each.layout.division[:6], each)
     return list(chosen.values())[:count]
 
 
 def strategy_of(layout: Layout) -> str:
     """Return the arguments for ``Trainer`` that make this layout."""
-    offload = _offload_arguments(layout)
-    pipeline = ""
+    name, given = layout.strategy
     if layout.pipeline > 1:
-        pipeline = f', microbatches={layout.num_microbatches}, schedule="{layout.schedule}"'
-    recompute = ""
-    if layout.recompute != "none":
-        kind: object = layout.recompute
-        if layout.recompute_share < 1:
-            kind = {layout.recompute: layout.recompute_share}
-        recompute = f", activation_checkpointing={kind!r}"
-    expert = f", expert={layout.expert}" if layout.expert > 1 else ""
-    if layout.pipeline == layout.tensor == 1 and not (layout.context > 1 and offload):
-        if layout.context > 1:
-            name = "ContextParallelStrategy"
-            size = f"size={layout.context}, zero_stage={layout.zero}"
-            arguments = f'{size}, balance="zigzag"{recompute}'
-        elif layout.zero == 0:
-            name, arguments = "DDPStrategy", recompute.removeprefix(", ")
-        else:
-            name = "ZeROStrategy"
-            arguments = f"stage={layout.zero}{expert}{offload}{recompute}"
-    else:
-        sequence = ", sequence_parallel=True" if layout.has_sequence_parallel else ""
-        context = ""
-        if layout.context > 1:
-            context = f', context={layout.context}, balance="zigzag"'
-        name = "Parallel3DStrategy"
-        arguments = (
-            f"data={layout.data}, pipeline={layout.pipeline}, tensor={layout.tensor}{context}, "
-            f"zero_stage={layout.zero}{expert}{offload}{pipeline}{sequence}{recompute}"
-        )
+        given["microbatches"] = layout.num_microbatches
     accumulated = 1 if layout.pipeline > 1 else layout.num_microbatches
     batch = layout.sequences // (layout.data * accumulated)
-    text = f"strategy={name}({arguments}), batch_size={batch}"
+    text = f"{strategy_text(name, given)}, batch_size={batch}"
     return text + (f", accumulate_grad_batches={accumulated}" if accumulated > 1 else "")
 
 
-def _offload_arguments(layout: Layout) -> str:
-    """Return the arguments for what a rank shares with some ranks, or keeps elsewhere."""
-    text = "" if layout.shard is None else f", shard_size={layout.shard}"
-    if layout.offload != "none":
-        text += f', offload_optimizer="{layout.tier}"'
-        if layout.offload == "all":
-            text += f', offload_parameters="{layout.tier}"'
-        if layout.tier == "nvme":
-            text += ', offload_path="."'
-        if layout.offload_fraction < 1:
-            text += f", offload_fraction={layout.offload_fraction}"
-    if layout.tile_bytes is not None:
-        text += f", tile_linear_bytes={layout.tile_bytes}"
-    return text
+def strategy_text(name: str, arguments: Mapping[str, Any]) -> str:
+    """Return a strategy as an argument of ``Trainer`` in Python."""
+    entry = STRATEGIES[name]
+    given = {**entry.arguments, **arguments}
+    text = ", ".join(f"{key}={value!r}" for key, value in given.items())
+    return f"strategy={entry.class_name}({text})"
 
 
 def flow_sentence(found: Search, fastest: Candidate) -> str:
@@ -255,7 +220,7 @@ def _outcome(found: Search, first: Candidate, other: Search) -> str:
     candidate = again.candidates[0]
     factor = tokens_per_second(again, candidate) / tokens_per_second(found, first)
     layout = candidate.layout
-    same = division(layout)[:4] == division(first.layout)[:4]
+    same = layout.division[:4] == first.layout.division[:4]
     axes = ", ".join(
         f"{name} {getattr(layout, name)}"
         for name in ("tensor", "pipeline", "context", "expert", "data")

@@ -1,10 +1,10 @@
 """One way to divide a training step over a cluster."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from boltmesh.planner.machine import Cluster
+from boltmesh.strategies.registry import STRATEGIES
 
 Recompute = Literal["none", "selective", "alternate", "full"]
 """Selective keeps the outputs of products and attention; alternate, as torchtitan has it, of every
@@ -44,6 +44,7 @@ class Layout:
         has_overlap: Whether gathers and reductions run beside computation.
         has_context_overlap: Whether exchanges of the context axis run beside attention; not in
             boltmesh.
+        balance: How positions are dealt over the context axis; None: as they come.
         attention_speed: Rate of the kernel of fused attention, over that of FlashAttention-2.
         state_bytes: Bytes per element of parameters, gradients and optimizer state; of boltmesh
             under mixed precision.
@@ -73,6 +74,7 @@ class Layout:
     has_fused_kernels: bool = False
     has_overlap: bool = True
     has_context_overlap: bool = False
+    balance: str | None = "zigzag"
     attention_speed: float = 1.0
     state_bytes: tuple[float, float, float] = (4.0, 4.0, 8.0)
 
@@ -92,50 +94,106 @@ class Layout:
         return 1 if self.zero == 0 else self.shard or self.data * self.context
 
     @property
+    def is_divided(self) -> bool:
+        """Whether a replica is more than one rank."""
+        return self.tensor * self.pipeline * self.context > 1
+
+    @property
+    def division(self) -> tuple[object, ...]:
+        """A key that two layouts share if they differ in tuning alone: axes and stage first."""
+        axes = self.tensor, self.pipeline, self.context, self.expert, self.data
+        return (*axes, 1 if self.zero == 2 else self.zero, self.offload, self.tier, self.shard)
+
+    @property
+    def num_mechanisms(self) -> float:
+        """Parts of a layout beside replicas; of two equal ones the simpler comes first."""
+        axes = self.tensor, self.pipeline, self.context, self.expert
+        more = self.tile_bytes, self.shard
+        return (
+            sum(size > 1 for size in axes)
+            + sum(each is not None for each in more)
+            + 2 * (self.offload != "none")
+            + (self.tier == "nvme")
+            + (self.recompute != "none")
+            + (self.schedule not in {"", "1f1b"})
+            + self.zero / 4
+        )
+
+    @property
+    def strategy(self) -> tuple[str, dict[str, Any]]:
+        """Registered name of the strategy that makes it, and the arguments beside the name's."""
+        found: dict[str, Any] = {}
+        if self.is_divided:
+            name = "bolt_3d"
+            found = {"pipeline": self.pipeline, "data": self.data, "tensor": self.tensor}
+            found |= {} if self.context == 1 else {"context": self.context}
+            found["zero_stage"] = self.zero
+        elif self.expert > 1:
+            name, found = "bolt_expert", {"stage": self.zero}
+        else:
+            name = f"bolt_zero{self.zero}" if self.zero else "bolt_ddp"
+        found |= {} if self.expert == 1 else {"expert": self.expert}
+        named = {"optimizer": (1, 2), "all": (3,)}.get(self.offload, ())
+        if (
+            name.startswith("bolt_zero")
+            and self.zero in named
+            and f"{name}_{self.tier}" in STRATEGIES
+        ):
+            name += f"_{self.tier}"
+        elif self.offload != "none":
+            found["offload_optimizer"] = self.tier
+            found |= {"offload_parameters": self.tier} if self.offload == "all" else {}
+            found |= {"offload_path": "."} if self.tier == "nvme" else {}
+        given = {
+            "offload_fraction": None if self.offload_fraction == 1 else self.offload_fraction,
+            "shard_size": self.shard,
+            "tile_linear_bytes": self.tile_bytes,
+            "schedule": self.schedule or None,
+            "sequence_parallel": self.has_sequence_parallel or None,
+            "balance": self.balance if self.context > 1 else None,
+            "activation_checkpointing": self.recomputation,
+        }
+        return name, found | {key: value for key, value in given.items() if value is not None}
+
+    @property
+    def recomputation(self) -> str | dict[str, float] | None:
+        """``activation_checkpointing`` of the strategy."""
+        if self.recompute == "none":
+            return None
+        is_part = self.recompute_share < 1
+        return {self.recompute: self.recompute_share} if is_part else self.recompute
+
+    @property
     def dimensions(self) -> dict[str, str]:
-        """The divided parts in words, by ``named_dimensions``."""
-        return named_dimensions(vars(self), shards=self.num_shards)
+        """The divided parts of a step in words, by their dimension.
 
-
-def named_dimensions(of: Mapping[str, Any], *, shards: int) -> dict[str, str]:
-    """Return what a layout divides of a step, in words, by the dimension that it is of.
-
-    Source of the dimensions: FlexFlow, Jia et al. 2019, https://arxiv.org/abs/1807.05358. Samples
-    of a batch; operators on ranks of their own; attributes, the other dims of a sample;
-    parameters.
-
-    Args:
-        of: Sizes of the axes ``data``, ``pipeline``, ``context``, ``tensor``, ``expert``; and
-            ``schedule``, ``stages_per_rank``, ``has_sequence_parallel``, ``zero``.
-        shards: Ranks that share one copy of what ZeRO shards.
-    """
-    size = {axis: of.get(axis) or 1 for axis in ("data", "pipeline", "context", "tensor", "expert")}
-    pipeline = f"pipeline {size['pipeline']}"
-    if schedule := of.get("schedule"):
-        pipeline += f" by {schedule}"
-    if (stages := of.get("stages_per_rank") or 1) > 1:
-        pipeline += f", {stages} stages per rank"
-    zero = of.get("zero", 0)
-    parts = {
-        "sample": [f"data {size['data']}"] if size["data"] > 1 else [],
-        "operator": [
-            *([pipeline] if size["pipeline"] > 1 else []),
-            *([f"experts over {size['expert']} ranks"] if size["expert"] > 1 else []),
-        ],
-        "attribute": [
-            *([f"context {size['context']}"] if size["context"] > 1 else []),
-            *(
-                [f"sequence parallel over {size['tensor']}"]
-                if of.get("has_sequence_parallel") and size["tensor"] > 1
-                else []
-            ),
-        ],
-        "parameter": [
-            *([f"tensor {size['tensor']}"] if size["tensor"] > 1 else []),
-            *([f"ZeRO-{zero} over {shards}"] if zero and shards > 1 else []),
-        ],
-    }
-    return {name: " and ".join(each) or "whole" for name, each in parts.items()}
+        Source of the dimensions: FlexFlow, Jia et al. 2019, https://arxiv.org/abs/1807.05358.
+        Samples of a batch; operators on ranks of their own; attributes, the other dims of a sample;
+        parameters.
+        """
+        pipeline = f"pipeline {self.pipeline} by {self.schedule or '1f1b'}"
+        if self.stages_per_rank > 1:
+            pipeline += f", {self.stages_per_rank} stages per rank"
+        has_sequence = self.has_sequence_parallel and self.tensor > 1
+        parts = {
+            "sample": {f"data {self.data}": self.data > 1},
+            "operator": {
+                pipeline: self.pipeline > 1,
+                f"experts over {self.expert} ranks": self.expert > 1,
+            },
+            "attribute": {
+                f"context {self.context}": self.context > 1,
+                f"sequence parallel over {self.tensor}": has_sequence,
+            },
+            "parameter": {
+                f"tensor {self.tensor}": self.tensor > 1,
+                f"ZeRO-{self.zero} over {self.num_shards}": self.num_shards > 1,
+            },
+        }
+        return {
+            name: " and ".join(text for text, is_so in each.items() if is_so) or "whole"
+            for name, each in parts.items()
+        }
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,15 @@
 """Enumerates the layouts of a model on a cluster, and orders those that fit by predicted time."""
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from math import prod
+from operator import itemgetter
+from typing import Any, Protocol, TypeVar
 
 from boltmesh.errors import ConfigError
-from boltmesh.planner.layout import Layout, Recompute
+from boltmesh.planner.layout import Layout, Recompute, Tier
 from boltmesh.planner.layout_memory import LayoutMemory, estimate_layout_memory
 from boltmesh.planner.machine import DISK_BYTES, Cluster
 from boltmesh.planner.rates import Rates, default_rates
@@ -103,163 +106,260 @@ def search(
 
 def _rank(candidate: Candidate) -> tuple[bool, float]:
     # The simpler one of two that are equal within any error.
-    layout = candidate.layout
-    parts = (layout.offload != "none") * 2 + (layout.pipeline > 1) + (layout.tensor > 1)
-    parts += (layout.context > 1) + (layout.expert > 1) + (layout.tier == "nvme")
-    parts += (layout.tile_bytes is not None) + (layout.shard is not None)
-    return candidate.is_tight, candidate.seconds * (1 + EASE * (parts + layout.zero / 4))
+    ease = 1 + EASE * candidate.layout.num_mechanisms
+    return candidate.is_tight, candidate.seconds * ease
 
 
 def _distinct(candidates: Sequence[Candidate]) -> list[Candidate]:
     """Return the best of each division of the devices, then the others."""
     first: dict[object, Candidate] = {}
     for each in candidates:
-        first.setdefault(division(each.layout), each)
+        first.setdefault(each.layout.division, each)
     best = list(first.values())
-    return best + [each for each in candidates if each not in best][:NUM_FINALISTS]
+    chosen = set(map(id, best))
+    return best + [each for each in candidates if id(each) not in chosen][:NUM_FINALISTS]
 
 
-def division(layout: Layout) -> tuple[int, int, int, int, int, int, str]:
-    """Return what makes two layouts different in kind, not in tuning."""
-    return (
-        layout.tensor, layout.pipeline, layout.context, layout.expert, layout.data, layout.zero,
-        layout.offload,
-    )  # fmt: skip
+# The rules for layouts, of sizes and of a config's own model.
 
 
-def layouts(
-    model: Transformer, cluster: Cluster, *, sequences: int, dtype: str
-) -> Iterator[tuple[Layout, LayoutMemory]]:
-    """Yield the layouts that the strategies can run, with their memory.
+@dataclass(frozen=True)
+class Allowed:
+    """Limits of layouts, by a model and its devices.
+
+    Attributes:
+        devices: Ranks of the job.
+        per_node: Ranks of a node.
+        stages: Most stages.
+        positions: Most ranks of a context group.
+        tensors: Ranks that may share a layer.
+        experts: Ranks that may divide the experts of a layer, above one.
+        recompute: What blocks may compute again.
+        places: Where state may go: ``cpu``, ``nvme``.
+        has_tiles: Whether large weights may be gathered in tiles.
+    """
+
+    devices: int
+    per_node: int
+    stages: int
+    positions: int
+    tensors: Sequence[int]
+    experts: Sequence[int] = ()
+    recompute: Sequence[Recompute] = ("none", "selective", "full")
+    places: Sequence[Tier] = ("cpu", "nvme")
+    has_tiles: bool = True
+
+
+def divisions(allowed: Allowed) -> Iterator[Layout]:
+    """Yield the sizes of the axes."""
+    for tensor in allowed.tensors:
+        for pipeline in _divisors(allowed.devices):
+            for context in _divisors(allowed.devices):
+                replica = tensor * pipeline * context
+                if allowed.devices % replica or pipeline > allowed.stages:
+                    continue
+                if context > allowed.positions:
+                    continue
+                base = Layout(
+                    tensor=tensor,
+                    pipeline=pipeline,
+                    context=context,
+                    data=allowed.devices // replica,
+                )
+                yield base
+                # The experts of a stage are divided over ranks of all other axes.
+                ranks = allowed.devices // pipeline
+                yield from (replace(base, expert=n) for n in allowed.experts if ranks % n == 0)
+
+
+def by_kind(bases: Iterable[Layout]) -> list[Layout]:
+    """Return divisions by turns from each set of axes, those into fewest parts first."""
+    turns: Counter[tuple[bool, ...]] = Counter()
+    keyed: list[tuple[tuple[int, ...], Layout]] = []
+    for base in sorted(bases, key=_parts):
+        _, *sizes = _parts(base)
+        kind = tuple(size > 1 for size in sizes)
+        keyed.append(((turns[kind], sum(kind), *kind, *_parts(base)), base))
+        turns[kind] += 1
+    return [base for _, base in sorted(keyed, key=itemgetter(0))]
+
+
+def _parts(base: Layout) -> tuple[int, ...]:
+    sizes = base.context, base.expert, base.pipeline, base.tensor
+    return prod(sizes), *sizes
+
+
+def _zero_stages(base: Layout) -> tuple[int, ...]:
+    """Return the ZeRO stages to try.
+
+    Beside a pipeline stages 2 and 3 have all parameters of a rank for a batch, and save nothing.
+    """
+    stages: tuple[int, ...] = (0, 1)
+    if base.pipeline == 1:
+        stages = (0, 1, 2, 3) if base.data * base.context > 1 else (0, 1, 3)
+    return tuple(each for each in stages if each or base.expert == 1)
+
+
+class Evaluated(Protocol):
+    """A layout with its memory."""
+
+    @property
+    def has_room(self) -> bool:
+        """Whether it fits beyond the error of the prediction."""
+
+
+E = TypeVar("E", bound=Evaluated)
+
+
+def with_room(
+    base: Layout,
+    allowed: Allowed,
+    evaluate: Callable[[Layout], E | None],
+    *,
+    may_be_best: Callable[[E], bool] = lambda _: True,
+) -> Iterator[E]:
+    """Yield a layout with each ZeRO stage, with less kept on the device until it has room.
 
     What takes time to save memory (recomputation, shards over more ranks, tiles, offload) is added
-    until a layout has room, in the smallest part that is enough.
+    in the smallest part that is enough.
+
+    Args:
+        base: Its axes.
+        allowed: What may be added.
+        evaluate: Returns the memory of a layout; None where it cannot run.
+        may_be_best: Whether one that has no room is fast enough for more to be added.
     """
-    for base in _divisions(model, cluster, sequences, dtype):
-        for sized in _sized(model, base):
-            for zero in _stages(base):
-                yield from _with_room(model, cluster, replace(sized, zero=zero))
+    for zero in _zero_stages(base):
+        found = list(_at_stage(replace(base, zero=zero), allowed, evaluate, may_be_best))
+        yield from found
+        if base.data * base.context == 1 and any(each.has_room for each in found):
+            return  # without replicas the other stages are for offload alone
 
 
-def _divisions(
-    model: Transformer, cluster: Cluster, sequences: int, dtype: str
-) -> Iterator[Layout]:
-    """Yield the sizes of the axes."""
-    devices = cluster.num_devices
-    for tensor in _divisors(cluster.devices_per_node):
-        if devices % tensor or not _divides_heads(model, tensor):
-            continue
-        for name, size in _beside(model, devices // tensor, tensor):
-            data = devices // tensor if name == "expert" else devices // (tensor * size)
-            if sequences % data:
-                continue
-            yield Layout(
-                tensor=tensor,
-                data=data,
-                sequences=sequences,
-                has_sequence_parallel=tensor > 1 and name != "expert",
-                dtype=dtype,
-                **{name: size},  # type: ignore[arg-type]
-            )
-
-
-def _beside(model: Transformer, ranks: int, tensor: int) -> Iterator[tuple[str, int]]:
-    """Yield an axis beside tensor and data, and its size; the strategies have no two of them."""
-    if model.experts:
-        for size in _divisors(ranks * tensor):
-            if model.experts % size == 0 and (size > 1 or tensor == 1):
-                yield "expert", size
-        return
-    for size in _divisors(ranks):
-        if size <= model.layers:
-            yield "pipeline", size
-        if size > 1 and model.seq >= size * LEAST_POSITIONS:
-            yield "context", size
-
-
-def _sized(model: Transformer, base: Layout) -> Iterator[Layout]:
-    """Yield microbatches and schedules."""
-    per_replica = base.sequences // base.data
-    for microbatch in MICROBATCH_SIZES:
-        if per_replica % microbatch:
-            continue
-        for schedule, stages in SCHEDULES.items() if base.pipeline > 1 else [("", 1)]:
-            count = per_replica // microbatch
-            if schedule and not _can_run(model, base.pipeline, schedule, stages, count):
-                continue
-            yield replace(base, microbatch=microbatch, schedule=schedule, stages_per_rank=stages)
-
-
-def _stages(base: Layout) -> tuple[int, ...]:
-    """Return the ZeRO stages to try; with a pipeline those that reduce once a step."""
-    if base.pipeline > 1:
-        return (0, 1) if base.data > 1 else (0,)
-    if base.expert > 1:
-        return 1, 2, 3
-    return (0, 1, 2, 3) if base.data * base.context > 1 else (0, 1, 3)
-
-
-def _with_room(
-    model: Transformer, cluster: Cluster, base: Layout
-) -> Iterator[tuple[Layout, LayoutMemory]]:
-    """Yield a layout, then with less and less kept on the device, until it has room."""
-    kinds: tuple[Recompute, ...] = ("none", "selective", "full")
+def _at_stage(
+    base: Layout,
+    allowed: Allowed,
+    evaluate: Callable[[Layout], E | None],
+    may_be_best: Callable[[E], bool],
+) -> Iterator[E]:
+    kinds = allowed.recompute
     if base.schedule in {"zero_bubble", "zbv"}:
-        kinds = ("none",)  # they halve backward passes, which recomputation joins
+        kinds = kinds[:1]  # they halve backward passes, which recomputation joins
+    elif base.pipeline > 1 and base.context > 1:
+        kinds = [each for each in kinds if each != "selective"]  # fails in a backward pass
     for kind in kinds:
         has_room, is_first = False, True
-        for place in _places(base, cluster):
+        for place in _places(base, allowed):
             layout = replace(base, recompute=kind, **place)
-            memory = estimate_layout_memory(model, layout)
-            has_room = _fits(memory, cluster, TIGHT)
-            if has_room:
-                layout = _least(model, cluster, layout)
-                memory = estimate_layout_memory(model, layout)
-            yield layout, memory
+            if (made := evaluate(layout)) is None:
+                return
+            has_room = made.has_room
+            yield _least(layout, made, evaluate) if has_room else made
             if has_room:
                 break
+            if kind == "none" and is_first and not may_be_best(made):
+                return
             is_first = False
         if has_room and is_first:
             return  # nothing need be recomputed, or sharded or offloaded further
 
 
-def _least(model: Transformer, cluster: Cluster, layout: Layout) -> Layout:
+def _least(layout: Layout, made: E, evaluate: Callable[[Layout], E | None]) -> E:
     """Return the layout with as little recomputation and offload as leaves it room."""
     names = ["recompute_share"] if layout.recompute == "full" else []
     names += ["offload_fraction"] if layout.offload == "optimizer" else []
     for name in names:
         for part in PARTS:
             less = replace(layout, **{name: part})  # type: ignore[arg-type]
-            if _fits(estimate_layout_memory(model, less), cluster, TIGHT):
-                layout = less
+            found = evaluate(less)
+            if found is not None and found.has_room:
+                layout, made = less, found
                 break
-    return layout
+    return made
 
 
-def _places(base: Layout, cluster: Cluster) -> Iterator[dict[str, Any]]:
+def _places(base: Layout, allowed: Allowed) -> Iterator[dict[str, Any]]:
     """Yield what a rank shares with others or moves elsewhere, what costs least first."""
-    is_replicated = base.pipeline == base.tensor == base.context == base.expert == 1
+    is_replicated = not base.is_divided and base.expert == 1
     if base.zero == 3 and is_replicated:
         for size in _divisors(base.data)[:-1]:
-            if size % cluster.devices_per_node == 0:
+            if size % allowed.per_node == 0:
                 yield {"shard": size}
     if not base.zero or base.data * base.context > 1:
         yield {}
-    if base.zero == 3 and is_replicated:
+    has_tiles = allowed.has_tiles and base.zero == 3 and is_replicated
+    if has_tiles:
         yield {"tile_bytes": TILE_BYTES}
     if not base.zero or base.expert > 1:
         return
-    yield {"offload": "optimizer"}
-    if base.zero == 3:
-        yield {"offload": "all"}
-    if base.context > 1:
-        return
-    if base.zero == 1:
-        yield {"offload": "optimizer", "tier": "nvme"}
-    if base.zero == 3:
-        yield {"offload": "all", "tier": "nvme"}
-        if is_replicated:
-            yield {"offload": "all", "tier": "nvme", "tile_bytes": TILE_BYTES}
+    for tier in allowed.places:
+        if tier == "cpu" or base.zero == 1:
+            yield {"offload": "optimizer", "tier": tier}
+        if base.zero == 3:
+            yield {"offload": "all", "tier": tier}
+            if tier == "nvme" and has_tiles:
+                yield {"offload": "all", "tier": tier, "tile_bytes": TILE_BYTES}
+
+
+# Layouts of sizes.
+
+
+@dataclass(frozen=True)
+class _Fitted:
+    layout: Layout
+    memory: LayoutMemory
+    has_room: bool
+
+
+def layouts(
+    model: Transformer, cluster: Cluster, *, sequences: int, dtype: str
+) -> Iterator[tuple[Layout, LayoutMemory]]:
+    """Yield the layouts that the strategies can run, with their memory."""
+    allowed = Allowed(
+        devices=cluster.num_devices,
+        per_node=cluster.devices_per_node,
+        stages=model.layers,
+        positions=max(1, model.seq // LEAST_POSITIONS),
+        tensors=[n for n in _divisors(cluster.devices_per_node) if _divides_heads(model, n)],
+        experts=[n for n in _divisors(cluster.num_devices)[1:] if model.experts % n == 0]
+        if model.experts
+        else (),
+    )
+
+    def evaluate(layout: Layout) -> _Fitted:
+        memory = estimate_layout_memory(model, layout)
+        return _Fitted(layout, memory, _fits(memory, cluster, TIGHT))
+
+    for axes in divisions(allowed):
+        if sequences % axes.data:
+            continue
+        base = replace(
+            axes,
+            sequences=sequences,
+            has_sequence_parallel=axes.tensor > 1 and axes.expert == 1,
+            dtype=dtype,
+        )
+        for schedule in SCHEDULES if base.pipeline > 1 else [""]:
+            for sized in _sized(model, replace(base, schedule=schedule)):
+                fits = False
+                for each in with_room(sized, allowed, evaluate):
+                    fits |= _fits(each.memory, cluster, FULL)
+                    yield each.layout, each.memory
+                if not fits:
+                    break  # nor do larger microbatches
+
+
+def _sized(model: Transformer, base: Layout) -> Iterator[Layout]:
+    """Yield microbatches, the smallest first."""
+    per_replica = base.sequences // base.data
+    stages = SCHEDULES.get(base.schedule, 1)
+    for microbatch in MICROBATCH_SIZES:
+        if per_replica % microbatch:
+            continue
+        count = per_replica // microbatch
+        if base.schedule and not _can_run(model, base.pipeline, base.schedule, stages, count):
+            continue
+        yield replace(base, microbatch=microbatch, stages_per_rank=stages)
 
 
 def _fits(memory: LayoutMemory, cluster: Cluster, share: float) -> bool:

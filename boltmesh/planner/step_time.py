@@ -98,12 +98,8 @@ class PredictedStepTime:
 
 
 @dataclass(frozen=True)
-class RankSeconds:
-    """The work of a layout's busiest rank in a step, in seconds, before anything is hidden.
-
-    All microbatches are counted together. It comes from the sizes of a transformer, or from the
-    counts of a module's own step; what follows from it is the same.
-    """
+class Passes:
+    """Seconds of forward and backward passes on a part of the model, collectives apart."""
 
     forward: float
     backward: float
@@ -111,6 +107,32 @@ class RankSeconds:
     tensor: float
     context: float
     expert: float
+
+    def __add__(self, other: "Passes") -> "Passes":
+        return Passes(
+            *(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True))
+        )
+
+    def times(self, count: float) -> "Passes":
+        """Return so many of them."""
+        return Passes(*(count * each for each in vars(self).values()))
+
+    @property
+    def seconds(self) -> float:
+        """All of it."""
+        return float(sum(vars(self).values()))
+
+
+@dataclass(frozen=True)
+class RankSeconds:
+    """The work of a layout's busiest rank in a step, in seconds, before anything is hidden.
+
+    It comes from the sizes of a transformer, or from the counts of a module's own step; what
+    follows from it is the same.
+    """
+
+    passes: Passes
+    """Those of all microbatches together."""
     gather: float
     """Gathers and reductions of ZeRO-3, in each pass."""
     transfer: float
@@ -130,46 +152,23 @@ class RankSeconds:
             overlap: Share of what may be hidden behind computation that is.
             factor: On everything.
         """
-        computing = self.forward + self.backward + self.recompute
+        passes = self.passes
+        computing = passes.forward + passes.backward + passes.recompute
         gather = self.gather - min(self.gather, computing) * overlap
         gather += max(0.0, self.transfer - computing)
-        behind = self.backward / self.microbatches
+        behind = passes.backward / self.microbatches
         return PredictedStepTime(
-            compute=self.forward + self.backward,
-            recompute=self.recompute,
-            tensor=self.tensor,
-            context=self.context,
-            expert=self.expert,
+            compute=passes.forward + passes.backward,
+            recompute=passes.recompute,
+            tensor=passes.tensor,
+            context=passes.context,
+            expert=passes.expert,
             gather=gather,
             bubble=self.bubble,
             data=self.reduction - min(self.reduction, behind) * overlap,
             optimizer=self.optimizer,
             fixed=self.fixed,
         ).scaled(factor)
-
-
-@dataclass(frozen=True)
-class _Pass:
-    """Seconds of one microbatch on a part of the model."""
-
-    forward: float
-    backward: float
-    recompute: float
-    tensor: float
-    context: float
-    expert: float
-
-    def __add__(self, other: "_Pass") -> "_Pass":
-        return _Pass(
-            *(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True))
-        )
-
-    def times(self, count: float) -> "_Pass":
-        return _Pass(*(count * each for each in vars(self).values()))
-
-    @property
-    def seconds(self) -> float:
-        return float(sum(vars(self).values()))
 
 
 class StepTimeModel:
@@ -192,18 +191,12 @@ class StepTimeModel:
         rates = self.rates
         groups = groups_of(layout, self.cluster)
         slowest = self._slowest(layout, groups)
-        busy = slowest.times(layout.num_microbatches)
         message = self._message(layout, groups["pipeline"])
         bubble = self._bubble(layout, slowest.seconds, message)
         parameters = parameters_of_rank(self.model, layout)
         gather = self._gather(layout, groups["replicas"]) if layout.zero == 3 else 0.0
         step = RankSeconds(
-            forward=busy.forward,
-            backward=busy.backward,
-            recompute=busy.recompute,
-            tensor=busy.tensor,
-            context=busy.context,
-            expert=busy.expert,
+            slowest.times(layout.num_microbatches),
             gather=gather,
             transfer=self._transfer(layout, parameters),
             reduction=self._reduction(layout, groups["replicas"], parameters),
@@ -227,7 +220,7 @@ class StepTimeModel:
 
     # Parts of the model.
 
-    def _slowest(self, layout: Layout, groups: dict[str, AxisGroup]) -> _Pass:
+    def _slowest(self, layout: Layout, groups: dict[str, AxisGroup]) -> Passes:
         """Return a microbatch on the rank with the most work."""
         blocks, last = blocks_of_rank(self.model.layers, layout)
         block = self._block(layout, groups)
@@ -237,7 +230,7 @@ class StepTimeModel:
     def _tokens(self, layout: Layout) -> float:
         return layout.microbatch * self.model.seq / layout.context
 
-    def _block(self, layout: Layout, groups: dict[str, AxisGroup]) -> _Pass:
+    def _block(self, layout: Layout, groups: dict[str, AxisGroup]) -> Passes:
         model, rates, device = self.model, self.rates, self.cluster.accelerator
         tokens, width, ranks = self._tokens(layout), model.hidden, layout.tensor
         up = (2 if model.is_gated else 1) * model.ffn
@@ -292,7 +285,7 @@ class StepTimeModel:
             if layout.has_context_overlap:
                 context = max(0.0, context - 0.5 * 3.5 * attention)
         expert = (2 + again) * self._exchange(layout, groups, tokens / whole)
-        return _Pass(forward, backward, recompute, tensor, context, expert)
+        return Passes(forward, backward, recompute, tensor, context, expert)
 
     def _exchange(self, layout: Layout, groups: dict[str, AxisGroup], tokens: float) -> float:
         """Return the seconds in which rows go to their experts and come back, in one pass.
@@ -307,14 +300,14 @@ class StepTimeModel:
         row = HALF * model.hidden * tokens * arrives
         return 2 * self.links.exchange(group, row)
 
-    def _logits(self, layout: Layout, groups: dict[str, AxisGroup]) -> _Pass:
+    def _logits(self, layout: Layout, groups: dict[str, AxisGroup]) -> Passes:
         model, device = self.model, self.cluster.accelerator
         tokens, columns = self._tokens(layout), model.vocab / layout.tensor
         forward, backward = self._product("bf16", tokens, model.hidden, columns)
         softmax = 12.0 * tokens * columns / device.memory_rate
         tensor = 2 * self.links.all_reduce(groups["tensor"], HALF * tokens * model.hidden)
         backward += softmax + self._accumulation(layout, model.hidden * columns)
-        return _Pass(forward + softmax, backward, 0.0, tensor, 0.0, 0.0)
+        return Passes(forward + softmax, backward, 0.0, tensor, 0.0, 0.0)
 
     def _product(
         self, dtype: str, rows: float, inner: float, columns: float
@@ -394,7 +387,7 @@ class StepTimeModel:
         else:
             moved = self.links.all_reduce(group, width * parameters)
         if layout.expert > 1:
-            copies = layout.data * layout.tensor // layout.expert
+            copies = layout.data * layout.context * layout.tensor // layout.expert
             in_node = group.in_node * layout.tensor // layout.expert
             same = AxisGroup(copies, max(1, in_node))
             moved += self.links.all_reduce(same, width * experts_of_rank(self.model, layout))

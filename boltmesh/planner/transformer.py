@@ -143,7 +143,7 @@ def transformer_named(text: str, *, seq: int | None = None) -> Transformer:
         found = KNOWN[name]
     elif (near_name := _without_suffix(name)) in KNOWN:
         found = KNOWN[near_name]
-    elif Path(text).exists():
+    elif text and Path(text).exists():
         found = _from_hugging_face(Path(text))
     else:
         near = nearest(name, KNOWN)
@@ -165,7 +165,11 @@ def _without_suffix(name: str) -> str:
 
 
 def _pair(text: str) -> tuple[str, int]:
-    key, _, value = text.partition("=")
+    key, sign, value = text.partition("=")
+    if not sign:
+        raise ConfigError(
+            f"--model: '{text}' is no size. Give the name of a model alone, or sizes as KEY=NUMBER."
+        )
     names = [each.name for each in fields(Transformer)]
     spelled = {"gated": "is_gated", "tied": "is_tied", "flash": "has_flash"}.get(key, key)
     if spelled not in names:
@@ -215,7 +219,10 @@ def _from_sizes(sizes: dict[str, int]) -> Transformer:
 
 
 def _from_hugging_face(path: Path) -> Transformer:
-    path = path / "config.json" if path.is_dir() else path
+    if path.is_dir():
+        path = path / "config.json"
+        if not path.exists():
+            raise ConfigError(f"--model {path.parent} is a folder without a config.json.")
     try:
         table = yaml.safe_load(path.read_text(encoding="utf-8"))  # JSON is YAML
     except (OSError, ValueError, yaml.YAMLError) as error:

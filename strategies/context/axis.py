@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -172,7 +172,7 @@ class ContextAxis(Axis):
 
     @override
     def stage_borders(self) -> StageBorders | None:
-        return _SequenceBorders(self) if self.size > 1 else None
+        return SequenceBorders(self) if self.size > 1 else None
 
     @override
     def look_at_whole(self, trainer: Trainer) -> None:
@@ -244,7 +244,7 @@ class ContextAxis(Axis):
         assert self._judges is not None
         if any(isinstance(each, DTensor) for each in module.parameters()):
             return
-        if not strategy.divides_layers:  # the tensor axis has done it, and ranks have other parts
+        if strategy.layout.size("tensor") == 1:  # else it has done so, and ranks have other parts
             # Makes what is deferred, and gives all ranks the first one's values.
             prepare_modules(own_modules([module], ""), device=_CPU, group=self._judges)
         on_device = DryRun(module, step, self._sample, strategy.root_device)
@@ -423,18 +423,39 @@ class ContextAxis(Axis):
         self._steps, self._whole_steps = set(), set()
 
 
-class _SequenceBorders(StageBorders):
+class DividedSequences(Protocol):
+    """Division of the sequences of steps; state and hooks are None before it is placed."""
+
+    @property
+    def entries(self) -> tuple[SequenceEntry, ...]:
+        """Where the sequence begins."""
+
+    @property
+    def state(self) -> ContextState | None:
+        """State of the run."""
+
+    @property
+    def hooks(self) -> Entries | None:
+        """Cuts the sequence."""
+
+    @property
+    def sharing_group(self) -> ProcessGroup:
+        """The ranks that have the other positions, on the CPU."""
+
+
+class SequenceBorders(StageBorders):
     """Values cross from one stage to the next with this rank's positions alone.
 
     What is handed on whole, and what is divided, decides memory and bytes, not numbers: a value is
     divided along the first dim behind the rows that is as long as a sequence of the step.
     """
 
-    def __init__(self, axis: ContextAxis) -> None:
+    def __init__(self, axis: DividedSequences) -> None:
         self._axis = axis
 
     @property
-    def _state(self) -> ContextState:
+    def state(self) -> ContextState:
+        """State of the run."""
         assert self._axis.state is not None
         return self._axis.state
 
@@ -455,7 +476,7 @@ class _SequenceBorders(StageBorders):
                 is_within = f"{entry.module}.".startswith(f"{name}.")
                 if is_within and isinstance(first, TensorSpec) and len(first.shape) > entry.dim:
                     lengths.add(first.shape[entry.dim])
-        state = self._state
+        state = self.state
 
         def divided(spec: ValueSpec) -> ValueSpec:
             dims = (dim for dim, size in enumerate(spec.shape) if dim and size in lengths)
@@ -477,16 +498,16 @@ class _SequenceBorders(StageBorders):
         if isinstance(value, CutTensor) and value.is_simple and value.cut_dim == spec.cut_dim:
             return moved_to(value, positions).local
         whole = make_whole(value, f"{spec.origin}, which goes to the next stage,")
-        return part_of(whole, spec.cut_dim, positions, self._state)
+        return part_of(whole, spec.cut_dim, positions, self.state)
 
     @override
     def received(self, tensor: Tensor, spec: ValueSpec) -> Tensor:
         if spec.cut_dim is None:
             return tensor
-        return make_cut(tensor, spec.cut_dim, self._positions(spec), self._state)
+        return make_cut(tensor, spec.cut_dim, self._positions(spec), self.state)
 
     def _positions(self, spec: ValueSpec) -> Positions:
-        return self._state.divide(spec.length)
+        return self.state.divide(spec.length)
 
     @override
     def whole(self, result: Any) -> Any:

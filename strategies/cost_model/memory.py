@@ -24,10 +24,12 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from boltmesh.strategies.cost_model.model import (
+    REPLICA,
     Activations,
     Bytes,
     JobShape,
     ModelShape,
+    OwnedExperts,
     ShardingLayout,
     UnitShape,
     total,
@@ -181,8 +183,23 @@ def copied_bytes(kept: Mapping[str, Bytes], *, num_hosts: int, is_replica: bool 
     return (2 if num_hosts == 1 or is_replica else 4) * (saved.device + saved.host)
 
 
-def estimate_memory(model: ModelShape, sharing: ShardingLayout, job: JobShape) -> MemoryEstimate:
-    """Estimate the memory of one rank."""
+def estimate_memory(
+    model: ModelShape,
+    sharing: ShardingLayout,
+    job: JobShape,
+    experts: OwnedExperts | None = None,
+) -> MemoryEstimate:
+    """Estimate the memory of one rank.
+
+    Args:
+        model: What it runs.
+        sharing: How that is sharded over the data axis.
+        job: The ranks of the data axis.
+        experts: Those of the model that are no part of its shards.
+    """
+    if experts is not None:
+        model, owned = experts.split(model)
+        return estimate_memory(model, sharing, job).beside(_memory_of(owned, job, experts))
     model = model.in_tiles(sharing.tile_bytes)
     if sharing.stage == 0:
         kept, moments = _replicas(model, sharing, job)
@@ -196,6 +213,11 @@ def estimate_memory(model: ModelShape, sharing: ShardingLayout, job: JobShape) -
         moments = {name: size + peak.host for name, size in moments.items()}
         peak = peak.on_host()
     return MemoryEstimate(kept, peak, moment, moments)
+
+
+def _memory_of(owned: ModelShape, job: JobShape, experts: OwnedExperts) -> MemoryEstimate:
+    """Return the memory of the experts of a rank, of which other ranks have copies."""
+    return estimate_memory(owned, REPLICA, replace(job, num_ranks=experts.num_copies))
 
 
 def _replicas(
@@ -311,6 +333,7 @@ def estimate_late_memory(
     activation_bytes: int,
     bucket_bytes: int,
     num_versions: int = 1,
+    experts: OwnedExperts | None = None,
 ) -> MemoryEstimate:
     """Estimate the memory of one rank of a pipeline.
 
@@ -322,7 +345,19 @@ def estimate_late_memory(
         bucket_bytes: Copies of gradients that replicas reduce at the same time.
         num_versions: Versions of the trained parameters, and of their gradients: two if batches
             finish after the next optimizer step.
+        experts: Those of the model that are no part of its shards.
     """
+    if experts is not None:
+        model, owned = experts.split(model)
+        rest = estimate_late_memory(
+            model,
+            sharing,
+            job,
+            activation_bytes=activation_bytes,
+            bucket_bytes=bucket_bytes,
+            num_versions=num_versions,
+        )
+        return rest.beside(_memory_of(owned, job, experts))
     kept = estimate_memory(replace(model, activations=None), sharing, job).kept
     kept["parameters"] += _times(kept["gradients"], num_versions - 1)
     kept["gradients"] = _times(kept["gradients"], num_versions)

@@ -258,6 +258,35 @@ class ModelShape:
 
 
 @dataclass(frozen=True)
+class OwnedExperts:
+    """Experts that are divided over ranks, each of which keeps its own whole.
+
+    Attributes:
+        names: Their parameters.
+        size: Ranks that have all of them together.
+        num_copies: Ranks that have the same ones.
+    """
+
+    names: frozenset[str]
+    size: int
+    num_copies: int
+
+    def split(self, model: ModelShape) -> tuple[ModelShape, ModelShape]:
+        """Return the model without its experts, and the experts of one rank."""
+        rest, owned = [], []
+        for unit in model.units:
+            others = tuple(each for each in unit.tensors if each.name not in self.names)
+            rest.append(replace(unit, tensors=others))
+            owned += [
+                replace(each, shape=(-(-each.shape[0] // self.size), *each.shape[1:]))
+                for each in unit.tensors
+                if each.name in self.names
+            ]
+        units = (UnitShape("experts", tuple(owned)),)
+        return replace(model, units=tuple(rest)), ModelShape("experts", units)
+
+
+@dataclass(frozen=True)
 class ShardingLayout:
     """The part of the model's state that a rank keeps, and its place."""
 
@@ -280,6 +309,9 @@ class ShardingLayout:
     def has_engine(self) -> bool:
         """Whether the optimizer steps outside of the device, with its own fp32 masters."""
         return bool(self.state_shares)
+
+
+REPLICA = ShardingLayout("replicas", 0)
 
 
 @dataclass(frozen=True)

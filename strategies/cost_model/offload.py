@@ -15,6 +15,7 @@ from boltmesh.strategies.cost_model.model import (
     ShardingLayout,
     TensorShape,
     UnitShape,
+    Widths,
 )
 from boltmesh.strategies.offload.chunk_placement import plan_places
 
@@ -63,6 +64,16 @@ class OffloadEstimate:
     """Kept from the backward pass until the step is committed."""
     numels: dict[str, int]
     """Elements that are stepped, by place."""
+
+
+def keeps_fp32(model: ModelShape, widths: Widths) -> bool:
+    """Whether all trained parameters are stored in fp32, as offload needs them."""
+    return all(
+        widths.store(each.element_bytes) == FP32
+        for unit in model.units
+        for each in unit.tensors
+        if each.is_trained
+    )
 
 
 def build_buckets(model: ModelShape, sharing: ShardingLayout, job: JobShape) -> list[BucketShape]:

@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from boltmesh.strategies.cost_model.model import JobShape, ModelShape, ShardingLayout, UnitShape
+from boltmesh.strategies.cost_model.offload import FP32
 from boltmesh.strategies.tiling.plan import TilePlan
-
-FP32 = 4
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ It folds the ranks of a stage, those of the data, context and tensor axes: group
 all experts together, and ranks at the same place of such groups have the same ones. Beside a
 pipeline these are the experts of a stage, and rows are exchanged for each microbatch. Everything
 else of the model is what the other axes make of it. Ranks of a context group have positions of
-their own, and send the rows of these. Ranks of a tensor group have the same rows; each sends its
-part of them, and experts are whole.
+their own, and send the rows of these. Ranks of a tensor group have the same rows: each sends its
+part of them to whole experts, or all of them to its part of the layers of each expert.
 """
 
 import math
@@ -35,12 +35,12 @@ from boltmesh.strategies.expert.exchange import EqualRows
 from boltmesh.strategies.expert.expected_traffic import ExchangeShape, expected_bytes
 from boltmesh.strategies.expert.find import Experts, Findings, find_biases, find_experts
 from boltmesh.strategies.expert.module_list import DividedList, divide
-from boltmesh.strategies.expert.verify import prove
+from boltmesh.strategies.expert.verify import kind_of, prove
 from boltmesh.strategies.lightning_compat.loops import step_arguments
 from boltmesh.strategies.lightning_compat.trainer import autocast_dtype
 from boltmesh.strategies.mesh import MeshLayout
 from boltmesh.strategies.torch_compat.autograd import is_in_backward
-from boltmesh.strategies.torch_compat.modules import is_compiled
+from boltmesh.strategies.torch_compat.modules import is_compiled, rewrapped
 from boltmesh.telemetry.traffic import CONTROL, ExpectedTraffic
 
 if TYPE_CHECKING:
@@ -52,7 +52,6 @@ if TYPE_CHECKING:
 _CPU = torch.device("cpu")
 _MOST_NAMED = 3
 _FOLDED = ("data", "context", "tensor")
-"""Axes whose ranks have experts together."""
 
 
 class ExpertAxis(Axis):
@@ -64,12 +63,12 @@ class ExpertAxis(Axis):
             load. None: all.
         bias_rate: By how much a router's correction bias changes in a step. None: not at all.
         on_rows: Calls experts with this rank's rows of a sequence that a context axis divides.
+        divides_layers: Whether the tensor plan divides the layers of each expert.
     """
 
     name = "expert"
     folds = "data"
     shares_batches = False
-    can_compile = False
     operand_divider = "expert"
     needs_values = True
 
@@ -79,8 +78,13 @@ class ExpertAxis(Axis):
         capacity: float | None = None,
         bias_rate: float | None = None,
         on_rows: "OnRows | None" = None,
+        *,
+        divides_layers: bool = False,
     ) -> None:
         self._on_rows = on_rows
+        self._divides_layers = divides_layers
+        self._folded = _FOLDED[:-1] if divides_layers else _FOLDED
+        """Axes whose ranks have experts together."""
         self.asked, self.capacity, self.bias_rate = asked, capacity, bias_rate
         self._biases: dict[str, str] = {}
         """By the name of the experts, the buffer by which their router's choices are corrected."""
@@ -110,13 +114,13 @@ class ExpertAxis(Axis):
     def _size_in(self, layout: MeshLayout) -> int:
         if isinstance(self.asked, int):
             return self.asked
-        num_ranks = layout.data * layout.size("context") * layout.tensor
+        num_ranks = math.prod(layout.size(name) for name in self._folded)
         return min(self.strategy.num_processes or num_ranks, num_ranks)
 
     @override
     def check_layout(self, layout: MeshLayout) -> None:
         size = self._size_in(layout)
-        sizes = {name: layout.size(name) for name in _FOLDED}
+        sizes = {name: layout.size(name) for name in self._folded}
         num_ranks = math.prod(sizes.values())
         if num_ranks % size:
             fitting = [each for each in range(1, num_ranks + 1) if num_ranks % each == 0]
@@ -137,7 +141,7 @@ class ExpertAxis(Axis):
         ]
 
     def _stages(self) -> list[list[int]]:
-        return self.strategy.layout.groups(*_FOLDED)
+        return self.strategy.layout.groups(*self._folded)
 
     def _replica_groups(self) -> list[list[int]]:
         size = self.size
@@ -185,8 +189,8 @@ class ExpertAxis(Axis):
             if is_compiled(part):
                 raise ConfigError(
                     f"{name!r} is compiled, and expert={self.asked!r} exchanges rows within "
-                    f"layers, which torch.compile cannot trace yet. Leave torch.compile or expert "
-                    f"out."
+                    f"layers, which torch.compile cannot trace. Leave torch.compile out, and set "
+                    f"compile_blocks=True."
                 )
 
     @override
@@ -225,6 +229,8 @@ class ExpertAxis(Axis):
 
     @override
     def kept_whole(self) -> Collection[str]:
+        if self._divides_layers:
+            return []
         return [name for each in self._found[0] for name in each.parameters]
 
     @override
@@ -238,8 +244,11 @@ class ExpertAxis(Axis):
             strategy.recorder.name_group(self.coupled, CONTROL)
         if self.size == 1 or self._module is module:
             return
-        for each in self._found[0]:
-            vars(module.get_submodule(each.name)).pop("forward", None)
+        for each in self._found[0] if self._on_rows is not None else ():
+            part = module.get_submodule(each.name)
+            if each.kind == "routed":
+                whole = partial(type(part).forward, part)
+                vars(part)["forward"] = rewrapped(part.forward, whole)
         self._prove_and_divide(module, *self._found, strategy.step_name)
         self._found = [], Findings()
         self._module = module
@@ -307,11 +316,14 @@ class ExpertAxis(Axis):
         faults: dict[Any, str | None] = {}
         for each in experts:
             part, call = module.get_submodule(each.name), found.calls[each.name]
-            kind = _kind(part, each)
+            kind = kind_of(part, each)
             if strategy.layout.size("context") > 1 and each.kind != "routed":
                 faults[kind] = "it needs whole sequences, which the context axis divides"
             if strategy.layout.pipeline > 1 and each.kind == "list":
                 faults[kind] = "experts of a list are whole for a batch, not for its microbatches"
+            divisions = (a.division(name) for a in strategy.axes for name in each.parameters)
+            if self._divides_layers and (each.kind == "list" or not any(divisions)):
+                faults[kind] = "the tensor plan does not divide the layers of each expert"
             if kind not in faults:
                 fault = prove(
                     part,
@@ -333,13 +345,14 @@ class ExpertAxis(Axis):
         if not self.divided:
             raise ConfigError(
                 f"expert={self.asked!r} was asked for, and no experts can be divided: "
-                f"{'; '.join(texts)}. Leave expert out."
+                f"{'; '.join(texts)}. Leave {'expert_tensor' * self._divides_layers or 'expert'} "
+                f"out."
             )
         if strategy.is_global_zero:
             for text in texts:
                 warnings.warn(f"Experts that are not divided: {text}.", stacklevel=2)
         equal_rows = None
-        if strategy.layout.tensor > 1:
+        if self._sharing > 1:
             equal_rows = EqualRows(strategy.groups["tensor"])
         for divided in self.divided.values():
             divided.put_on()
@@ -359,8 +372,7 @@ class ExpertAxis(Axis):
     def _places(self, divided: "DividedExperts") -> int:
         """Return the rows that an expert takes of each rank's batch. Collective."""
         assert self.capacity is not None
-        layout = self.strategy.layout
-        shape = self._part(divided).part(layout.tensor)
+        shape = self._part(divided).part(self._sharing)
         of_ranks: list[int] = [0] * dist.get_world_size()
         dist.all_gather_object(of_ranks, math.ceil(shape.num_rows) * shape.num_choices)
         return max(1, math.ceil(self.capacity * max(of_ranks) / shape.num_experts))
@@ -369,6 +381,11 @@ class ExpertAxis(Axis):
         """Return the sizes of an exchange of rows that this rank and its tensor group have."""
         part = divided.shape.part(self.strategy.layout.size("context"))
         return part.part(self._parts_per_batch)
+
+    @property
+    def _sharing(self) -> int:
+        """Ranks that have the same rows and send a part of them each."""
+        return 1 if self._divides_layers else self.strategy.layout.tensor
 
     @property
     def _parts_per_batch(self) -> int:
@@ -386,7 +403,8 @@ class ExpertAxis(Axis):
 
     def _count(self, name: str, chosen: Tensor, num_experts: int) -> None:
         # The recorder is that of the run: another one for each fit.
-        self.strategy.recorder.expert_rows(name, chosen, num_experts)
+        if self._counts_rows:
+            self.strategy.recorder.expert_rows(name, chosen, num_experts)
         is_training = self.divided[name].module.training and not is_in_backward()
         if name in self._biases and is_training:
             rows = chosen.new_zeros(num_experts, dtype=torch.float32)
@@ -395,7 +413,13 @@ class ExpertAxis(Axis):
             self._chosen[name] = self._chosen.get(name, 0) + rows
 
     def _drop(self, name: str, count: Tensor) -> None:
-        self.strategy.recorder.dropped_rows(name, count)
+        if self._counts_rows:
+            self.strategy.recorder.dropped_rows(name, count)
+
+    @property
+    def _counts_rows(self) -> bool:
+        """Whether no other rank records the same rows."""
+        return self._sharing > 1 or self.strategy.coordinates["tensor"] == 0
 
     @override
     def start(self, trainer: Trainer) -> None:
@@ -451,7 +475,7 @@ class ExpertAxis(Axis):
             return []
         blocks = self.strategy.recomputation.blocks
         recomputed = {part for block in blocks for part in block.modules()}
-        sharing = self.strategy.layout.tensor
+        sharing = self._sharing
         shapes = [(self._part(each), each.module in recomputed) for each in self._held]
         if not shapes:
             return []
@@ -471,13 +495,6 @@ class ExpertAxis(Axis):
             why = "results of experts, and gradients of their rows and weights, of all parts"
             expected.append(ExpectedTraffic("tensor", "_allgather_base", payload, calls, why))
         return expected
-
-
-def _kind(module: Module, experts: Experts) -> tuple[Any, ...]:
-    """Return a key for experts that one proof covers."""
-    shapes = tuple((name, each.shape) for name, each in module.named_parameters())
-    slots = tuple(experts.slots.items())
-    return type(module), experts.kind, experts.num_experts, slots, shapes
 
 
 def _reasons(whole: dict[str, str]) -> "list[str]":

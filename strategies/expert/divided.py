@@ -19,7 +19,7 @@ from torch.nn import Module
 from boltmesh.strategies.expert.exchange import Compute, EqualRows, ExpertExchange, with_unused
 from boltmesh.strategies.expert.expected_traffic import ExchangeShape
 from boltmesh.strategies.expert.find import ExpertCall, Experts, Slot, arguments
-from boltmesh.strategies.torch_compat.modules import swapped_state
+from boltmesh.strategies.torch_compat.modules import rewrapped, swapped_state, unwrapped
 
 OnRows = Callable[[Callable[..., Tensor], tuple[Any, ...], Mapping[str, Any]], Tensor]
 
@@ -65,7 +65,8 @@ class DividedExperts:
         """Ranks that have the same rows as this one; None: there are none."""
         self.on_rows: OnRows = _called
         """Calls a function of rows with those of this rank, where tensors stand for others' too."""
-        self._forward = module.forward
+        self._before = vars(module).get("forward")
+        self._forward = unwrapped(module.forward)
         self._around = around
         given = arguments(call.args, call.kwargs)
         rows: Tensor = given[experts.slots["rows"]] if call.rows is None else call.rows
@@ -94,15 +95,22 @@ class DividedExperts:
 
     def put_on(self) -> None:
         """Take the place of the module's ``forward``; parameters are those of this rank's part."""
-        vars(self.module)["forward"] = self
+        # A tensor plan sums what its ranks compute of each expert where all rows are back.
+        self._put(self)
         self._set_counts(self.exchange.num_local)
 
     def take_off(self) -> None:
         """Undo ``put_on``."""
-        vars(self.module).pop("forward", None)
         if self.on_rows is not _called:
-            vars(self.module)["forward"] = by_rows(self.on_rows, self._forward)
+            self._put(by_rows(self.on_rows, self._forward))
+        elif self._before is None:
+            vars(self.module).pop("forward", None)
+        else:
+            vars(self.module)["forward"] = self._before
         self._set_counts(self.experts.num_experts)
+
+    def _put(self, forward: Callable[..., Tensor]) -> None:
+        vars(self.module)["forward"] = rewrapped(self._before or forward, forward)
 
     def _set_counts(self, number: int) -> None:
         inside = dict(self.module.named_modules())
@@ -112,7 +120,7 @@ class DividedExperts:
 
     def is_on(self) -> bool:
         """Whether this has the place of the module's ``forward``."""
-        return vars(self.module).get("forward") is self
+        return unwrapped(self.module.forward) is self
 
     def whole_shapes(self) -> AbstractContextManager[None]:
         """Within it, parameters that this rank has rows of have their whole shape, and no data."""
@@ -148,6 +156,7 @@ class DividedExperts:
         with torch.no_grad(), self._around():
             self.exchange.run(rows, chosen, weights, self._computing((), {}))
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward with rows of all ranks of the group. Collective over it."""
         return self.on_rows(self._exchange, args, kwargs)

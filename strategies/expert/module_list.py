@@ -77,13 +77,14 @@ class DividedList(DividedExperts):
 
     @override
     def put_on(self) -> None:
-        vars(self.module)["forward"] = self
+        super().put_on()
         for number, each in enumerate(self._members):
             vars(each)["forward"] = _ListedExpert(self, number)
 
     @override
     def take_off(self) -> None:
-        for each in (self.module, *self._members):
+        super().take_off()
+        for each in self._members:
             vars(each).pop("forward", None)
 
     @override
@@ -97,6 +98,7 @@ class DividedList(DividedExperts):
         return whole if owner == self.exchange.group.rank() else None
 
     @override
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward with rows of all ranks of the group. Collective over it."""
         noted = _Pass([])

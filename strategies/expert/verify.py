@@ -37,6 +37,13 @@ _COARSE_TOLERANCE = 5e-2
 _MOST_TEXT = 200
 
 
+def kind_of(module: Module, experts: Experts) -> tuple[Any, ...]:
+    """Return a key for experts that one proof covers."""
+    shapes = tuple((name, each.shape) for name, each in module.named_parameters())
+    slots = tuple(experts.slots.items())
+    return type(module), experts.kind, experts.num_experts, slots, shapes
+
+
 def prove(
     module: Module,
     experts: Experts,
@@ -104,7 +111,7 @@ def prove(
         divided.put_on()
         got: dict[str, Tensor] = {}
         try:
-            got = _outcome(module, divided, experts, call, {**local, **buffers}, names)
+            got = _outcome(module, module.forward, experts, call, {**local, **buffers}, names)
         except RuntimeError as error:
             raised.append(_raised(error))
         finally:

@@ -208,7 +208,9 @@ class GradientHandler:
         expected = self._expected.get(bucket, len(bucket.slots))
         if gradients.num_arrivals == expected:
             gradients.send()
-            weigh = WorkerTask(partial(self._weigh, bucket, gradients))
+            weigh = WorkerTask(
+                partial(self._weigh, bucket, gradients), is_ready=gradients.is_copied
+            )
             self._weighing[bucket] = self._stepper.worker.submit(weigh, is_urgent=True)
 
     def _step_early(self, bucket: Bucket) -> None:

@@ -96,6 +96,10 @@ class BucketGradients:
                         into.copy_(gradient, non_blocking=True)
             self._copied = event_on_stream(self._device)
 
+    def is_copied(self) -> bool:
+        """Whether ``wait`` would return at once."""
+        return self._copied is None or self._copied.query()
+
     def wait(self) -> None:
         """Return when the copies to the host are done."""
         if self._copied is not None:
@@ -177,8 +181,15 @@ CPU = torch.device("cpu")
 class WorkerTask:
     """Something for the worker to do, once."""
 
-    def __init__(self, run: Callable[[], None], chunk: object = None) -> None:
+    def __init__(
+        self,
+        run: Callable[[], None],
+        chunk: object = None,
+        is_ready: Callable[[], bool] = lambda: True,
+    ) -> None:
         self.chunk = chunk
+        self.is_ready = is_ready
+        """False while it would only wait for the device; others go first then."""
         self.submitted: torch.Event | None = None
         """Passes when the device has done what was submitted before the task."""
         self._run = run
@@ -297,7 +308,9 @@ class Worker:
             if self._is_closed:
                 return None
             self._is_busy = True
-            return (self._urgent or self._jobs).popleft()
+            # The host of a GPU is a whole backward pass ahead of the gradients that it waits for.
+            is_urgent = self._urgent and (not self._jobs or self._urgent[0].is_ready())
+            return (self._urgent if is_urgent else self._jobs).popleft()
 
     def _following(self) -> list[WorkerTask]:
         with self._changed:

@@ -28,6 +28,7 @@ from boltmesh.strategies.dry_run.metrics import (
     metrics_replaced,
     stand_in,
 )
+from boltmesh.strategies.pipeline.loss.weights import is_number
 from boltmesh.strategies.pipeline.stage.trace import MetricTrace
 from boltmesh.strategies.pytree import Build, take_apart, tensors_in
 from boltmesh.strategies.torch_compat.tensors import tree_map_only
@@ -174,13 +175,6 @@ class MetricCalls:
                 leaves.append(_join_leaf(first.name, values, shape))
             joined.append(JoinedCall(first.name, first.method, leaves, numbers, first.build))
         return joined
-
-
-def is_number(leaf: Any) -> bool:
-    """Whether an argument of a metric is a number."""
-    if isinstance(leaf, Tensor):
-        return leaf.ndim == 0 and leaf.dtype != torch.bool
-    return isinstance(leaf, int | float) and not isinstance(leaf, bool)
 
 
 def number_key(call: int, leaf: int) -> str:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
 
 from boltmesh.errors import ConfigError
 from boltmesh.strategies.dry_run.metrics import find_metrics
@@ -311,13 +312,13 @@ class StagedModel:
             return [batch], [1]
         return self.cutter.cut(batch, wanted, fewest_rows(self._norms_of_rows))
 
-    def check_coupled(self, number: float, text: str) -> None:
+    def check_coupled(self, number: float | Tensor, text: str) -> None:
         """Refuse a number of this batch that is another one for ranks that compute with this one.
 
         Collective over these.
 
         Args:
-            number: The same on all ranks of the pipeline.
+            number: The same on all ranks of the pipeline; read only where there are such ranks.
             text: For the error, with room for the smallest and the largest number.
 
         Raises:
@@ -326,6 +327,7 @@ class StagedModel:
         group = self.context.coupled
         if group is None:
             return
+        number = float(number)
         numbers = torch.tensor([number, -number], dtype=torch.float64)
         reduce = partial(dist.all_reduce, numbers, dist.ReduceOp.MIN, group=group)
         self.others.run_collective(lambda: reduce() and None)

@@ -255,7 +255,7 @@ def training_step(
         model.average(model.context.data.pass_over_batch)
         return None
     if len(sizes) > 1:
-        model.check_coupled(float(total), _WEIGHTS)
+        model.check_coupled(total, _WEIGHTS)
     if delayed is None:
         deposit.replace(model.holdings.shared.add_up(deposit.made()))
     else:

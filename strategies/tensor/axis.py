@@ -324,6 +324,17 @@ class TensorAxis(Axis):
         forget_parts(self.placement.parts)
         self.placement = replace(self.placement, parts=tuple(self.placement.applied.sharded))
         self._register_parts()
+        if len(self.strategy.layout.groups(self.name)) > self.strategy.layout.pipeline:
+            self._couple_blocks()
+
+    def _couple_blocks(self) -> None:
+        """Tell blocks with experts that other replicas take part in each of their calls."""
+        assert self.placement is not None
+        owned = [each for axis in self.strategy.axes if (each := axis.owned_rows()) is not None]
+        exchanging = {exchange.module for each in owned for exchange in each.exchanges}
+        for guard in self.placement.applied.guards:
+            if not exchanging.isdisjoint(guard.block.modules()):
+                guard.couple("its experts get rows of ranks that do not verify it with this one")
 
     @property
     @override

@@ -22,6 +22,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, ReduceScatterOptions, Store
+from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
+    _resolve_process_group,
+)
 from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
@@ -59,6 +62,57 @@ def _named(newest: str, before: str) -> Any:
 # The names until torch 2.12 still work, and warn on every rank.
 all_gather_single = _named("all_gather_single", "all_gather_into_tensor")
 reduce_scatter_single = _named("reduce_scatter_single", "reduce_scatter_tensor")
+
+
+# [Note: Collectives in compiled code]
+# Dynamo rewrites `dist.all_reduce` to an operator and a copy into its argument. Until torch 2.12
+# such a copy in the forward pass of an autograd.Function loses the gradient of the result without
+# an error. An operator of its own is one node of the graph, whose result is a new tensor. For the
+# same reason what follows it is `clone`, and not `contiguous`, which may return its argument.
+
+
+def _group_named(name: str) -> dist.ProcessGroup:
+    return _resolve_process_group(cast("Any", name))
+
+
+@torch.library.custom_op("boltmesh::all_reduce", mutates_args=())
+def compiled_all_reduce(value: Tensor, group_name: str, is_maximum: bool) -> Tensor:
+    """Return the sum, or the largest, over the ranks of a group. A new tensor."""
+    total = value.clone(memory_format=torch.contiguous_format)
+    operation = dist.ReduceOp.MAX if is_maximum else dist.ReduceOp.SUM
+    dist.all_reduce(total, operation, group=_group_named(group_name))
+    return total
+
+
+@compiled_all_reduce.register_fake
+def _(value: Tensor, group_name: str, is_maximum: bool) -> Tensor:
+    return torch.empty_like(value, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("boltmesh::all_gather", mutates_args=())
+def compiled_all_gather(part: Tensor, group_name: str, group_size: int) -> Tensor:
+    """Return the parts of all ranks joined along the first dimension."""
+    joined = part.new_empty(group_size * part.shape[0], *part.shape[1:])
+    all_gather_single(joined, part.contiguous(), group=_group_named(group_name))
+    return joined
+
+
+@compiled_all_gather.register_fake
+def _(part: Tensor, group_name: str, group_size: int) -> Tensor:
+    return part.new_empty(group_size * part.shape[0], *part.shape[1:])
+
+
+@torch.library.custom_op("boltmesh::reduce_scatter", mutates_args=())
+def compiled_reduce_scatter(value: Tensor, group_name: str, group_size: int) -> Tensor:
+    """Return this rank's part along the first dimension of the sum over the ranks."""
+    own = value.new_empty(value.shape[0] // group_size, *value.shape[1:])
+    reduce_scatter_single(own, value.contiguous(), group=_group_named(group_name))
+    return own
+
+
+@compiled_reduce_scatter.register_fake
+def _(value: Tensor, group_name: str, group_size: int) -> Tensor:
+    return value.new_empty(value.shape[0] // group_size, *value.shape[1:])
 
 
 def device_index(device: torch.device) -> list[int] | None:

@@ -85,11 +85,11 @@ def train(
 @pytest.mark.parametrize(
     ("most_bytes", "model", "chosen"),
     [
-        (None, {}, "bolt_ddp"),
-        (None, {"is_late": True}, "bolt_ddp"),
+        pytest.param(None, {}, "bolt_ddp", marks=pytest.mark.full),
+        pytest.param(None, {"is_late": True}, "bolt_ddp", marks=pytest.mark.full),
         (None, {"reads_data": True}, "bolt_ddp"),
         (230_000, {}, "bolt_zero1"),
-        (193_990, {}, "bolt_zero3"),
+        pytest.param(193_990, {}, "bolt_zero3", marks=pytest.mark.full),
         (193_990, {"is_late": True}, "bolt_zero3"),
     ],
     ids=str,

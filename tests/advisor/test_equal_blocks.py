@@ -27,6 +27,7 @@ def all_run(monkeypatch: pytest.MonkeyPatch) -> Any:
     return lambda: monkeypatch.setattr(module_of_blocks, "MANY", 10**6)
 
 
+@pytest.mark.sample("gpt-None", "llama-selective", "gpt-full")
 @pytest.mark.parametrize("recompute", [None, "selective", "full"])
 @pytest.mark.parametrize("line", [GPT, LLAMA], ids=["gpt", "llama"])
 def test_a_step_with_a_few_of_the_equal_blocks_counts_as_one_with_all(
@@ -44,7 +45,10 @@ def test_a_step_with_a_few_of_the_equal_blocks_counts_as_one_with_all(
     [
         {"pipeline": 1, "data": 2, "tensor": 2, "zero_stage": 1},
         {"pipeline": 2, "data": 2, "tensor": 1, "zero_stage": 1},
-        {"pipeline": 1, "data": 2, "context": 2, "tensor": 1, "zero_stage": 3},
+        pytest.param(
+            {"pipeline": 1, "data": 2, "context": 2, "tensor": 1, "zero_stage": 3},
+            marks=pytest.mark.full,
+        ),
     ],
     ids=str,
 )

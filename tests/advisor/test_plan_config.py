@@ -2,15 +2,17 @@
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from boltmesh.advisor.layouts import PlannedLayout, splits
+from boltmesh.advisor.layouts import AXES, PlannedLayout, splits
 from boltmesh.advisor.machine import Hardware, measure_here, rates_file, read_rates, remember
 from boltmesh.advisor.prediction import Collective, RankStep, predict_step
+from boltmesh.advisor.report import overrides_of
 from boltmesh.advisor.search import ConfigSearcher
 from boltmesh.bench.figures import BenchRun
 from boltmesh.bench.running import OUT_OF_MEMORY, Ended, run_variant
@@ -22,6 +24,7 @@ from boltmesh.plan.dry_model import describe_model
 from boltmesh.planner.layout import Layout
 from boltmesh.planner.machine import accelerator_named, build_cluster
 from boltmesh.planner.rates import default_rates
+from boltmesh.planner.search import Allowed, divisions
 from boltmesh.planner.step_time import StepTimeModel
 from boltmesh.planner.transformer import transformer_named
 from boltmesh.strategies.cost_model.model import StepWork
@@ -41,6 +44,7 @@ SMALL = (
     *("model.init_args.n_layer=2", "model.init_args.n_embd=32", "model.init_args.block_size=32"),
     *("data.init_args.batch_size=8", "max_steps=2", "limit_val_batches=0"),
     *("run.checkpoint.enabled=false", "enable_model_summary=false"),
+    f"data.init_args.path={__file__}",  # any text that is read at once
 )
 
 
@@ -125,24 +129,70 @@ def test_remembered_rates_are_read_back(remembered: Path) -> None:
     assert read_rates(remembered) == RATES
 
 
-@pytest.mark.slow(60)
+def starts(line: Sequence[str], folder: Path) -> None:
+    """Train two steps by a command line."""
+    done = run_python(*BOLTMESH, "fit", *line, f"run.dir={folder}", cwd=folder.parent)
+    assert done.returncode == 0, (line, done.stderr)
+
+
+@pytest.mark.slow(30)
 def test_every_layout_that_is_printed_starts(remembered, tmp_path, capsys) -> None:
     assert run_command(["plan", "auto", "ddp", *SMALL, "--top", "8", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert str(remembered) in found["rates_from"]
     assert found["rows"] == 16
     sizes = [each["sizes"] for each in found["best"]]
-    assert {"pipeline": 2, "data": 1, "context": 1, "tensor": 1} in sizes
-    assert {"pipeline": 1, "data": 1, "context": 1, "tensor": 2} in sizes
-    assert {"pipeline": 1, "data": 1, "context": 2, "tensor": 1} in sizes
+    for axis in ("pipeline", "tensor", "context"):
+        assert {**dict.fromkeys(AXES, 1), axis: 2} in sizes
     for each in found["best"]:
         assert each["step_s"] == pytest.approx(sum(each["time_s"].values()))
     # One start of each division of the ranks.
     first = {str(each["sizes"]): each for each in reversed(found["best"])}
     for number, each in enumerate(first.values()):
-        line = [*SMALL, *each["overrides"], f"run.dir={tmp_path / str(number)}"]
-        done = run_python(*BOLTMESH, "fit", "ddp", *line, cwd=tmp_path)
-        assert done.returncode == 0, (each["command"], done.stderr)
+        starts(["ddp", *SMALL, *each["overrides"]], tmp_path / str(number))
+
+
+MIXTURE = (
+    *("model.init_args.config.num_hidden_layers=2", "precision=32-true", "max_steps=2"),
+    *("model.init_args.config.output_router_logits=false", "limit_val_batches=0"),
+    *("run.checkpoint.enabled=false", "enable_model_summary=false"),
+    f"data.init_args.path={__file__}",
+)
+KINDS = {
+    "pipeline+context": ("ddp", 64.0),
+    "pipeline+tensor": ("ddp", 64.0),
+    "context+tensor": ("ddp", 64.0),
+    "data+context+expert": ("expert_hf", 64.0),
+    "data+tensor+expert": ("expert_hf", 64.0),
+    "pipeline+data+expert": ("expert_hf", 64.0),
+    "pipeline+context+expert": ("expert_hf", 64.0),
+    "pipeline+data, selective": ("ddp", 0.51 / 1024),
+    "pipeline+context, full": ("ddp", 0.46 / 1024),
+    "data+tensor, full": ("ddp", 1.13 / 1024),
+}
+"""Axes of several ranks and what saves memory, with a config and GiB of a rank."""
+
+
+@pytest.mark.slow(30)
+@pytest.mark.sample("pipeline+context, full", "pipeline+data+expert")
+@pytest.mark.parametrize("kind", KINDS)
+def test_layouts_of_several_axes_start(kind, tmp_path, monkeypatch) -> None:
+    config, gib = KINDS[kind]
+
+    def axes_of(layout: Layout) -> str:
+        return "+".join(axis for axis in AXES if getattr(layout, axis) > 1)
+
+    def of_kind(allowed: Allowed) -> list[Layout]:
+        return [each for each in divisions(allowed) if axes_of(each) == kind.partition(",")[0]]
+
+    monkeypatch.setattr("boltmesh.advisor.search.divisions", of_kind)
+    line = [*(MIXTURE if config == "expert_hf" else SMALL), "devices=4"]
+    hardware = Hardware(replace(RATES, host_gib=gib), 4, 1, True, "", "")
+    found = ConfigSearcher(config, line, source=config, hardware=hardware).search()
+
+    recompute = kind.partition(", ")[2] or "none"
+    wanted = next(each for each in found.fitting if each.layout.axes.recompute == recompute)
+    starts([config, *line, *overrides_of(found, wanted)], tmp_path / "run")
 
 
 def test_a_plan_for_gpus_names_them_and_their_nodes(capsys, monkeypatch) -> None:
@@ -192,7 +242,7 @@ LARGE = (
             ["strategy.name=bolt_zero3_nvme"],
         ),
         (
-            "model.init_args.n_layer=16 model.init_args.block_size=16384 --gpu rtx4090 --devices 2",
+            "model.init_args.n_layer=10 model.init_args.block_size=16384 --gpu rtx4090 --devices 2",
             ["strategy.activation_checkpointing={'full': "],
         ),
         (
@@ -217,9 +267,8 @@ def test_what_saves_memory_is_tried_where_it_is_needed(line, wanted, capsys, mon
 def test_a_pipeline_that_could_be_the_fastest_is_planned_with_every_schedule(
     remembered, capsys, monkeypatch
 ) -> None:
-    sizes = {"pipeline": 2, "data": 1, "context": 1, "tensor": 1}
-    monkeypatch.setattr(ConfigSearcher, "_ways", lambda *_: iter(()))
-    monkeypatch.setattr(ConfigSearcher, "_divisions", lambda *_: iter([sizes]))
+    pipeline = Layout(pipeline=2)
+    monkeypatch.setattr("boltmesh.advisor.search.divisions", lambda _: iter([pipeline]))
     planned: list[dict[str, Any]] = []
 
     def plan(searcher, layout):
@@ -432,13 +481,17 @@ def test_experts_are_divided_with_the_memory_and_bytes_that_their_own_plan_state
     stated = json.loads(capsys.readouterr().out)["expert"]
     hardware = Hardware(RATES, 2, 1, True, "", "")
     found = ConfigSearcher("expert_hf", small, source="expert_hf", hardware=hardware).search()
-    (divided,) = (each for each in found.candidates if each.layout.name == "bolt_expert")
+    (divided,) = (
+        each
+        for each in found.candidates
+        if each.layout.name == "bolt_expert" and each.layout.axes.zero == 1
+    )
     experts = sum(each["whole_bytes"] for each in stated["experts"])
     kept = divided.memory.kept["parameters"]
     assert kept.host == pytest.approx(experts / 2 + stated["other_bytes"] / 2, rel=0.01)
     moved = sum(each.payload_bytes for each in divided.step.traffic if each.axis == "expert")
     assert moved == sum(each["sent_bytes"] for each in stated["experts"])
-    assert divided.layout.dimensions["operator"] == "experts over 2 ranks"
+    assert divided.layout.axes.dimensions["operator"] == "experts over 2 ranks"
     assert found.own == divided
 
 
@@ -451,9 +504,14 @@ def test_a_pipeline_without_room_runs_a_part_of_its_blocks_again(monkeypatch) ->
         return [each for each in found.candidates if each.layout.sizes["pipeline"] == 2]
 
     (whole, *_) = planned(64.0)
+    assert whole.layout.axes.recompute == "none"
     room = 0.99 * whole.memory.peak.host / 2**30
-    again = [each for each in planned(room) if "activation_checkpointing" in each.layout.arguments]
-    (half,) = again
+    again = [each for each in planned(room) if each.layout.axes.recompute != "none"]
+    half, selective = sorted(again, key=lambda each: each.layout.axes.recompute)
+    assert selective.layout.arguments["activation_checkpointing"] == "selective"
+    assert selective.is_tight
     assert half.layout.arguments["activation_checkpointing"] == {"full": 0.5}
-    assert half.fits
-    assert half.time["recompute"] == pytest.approx(half.time["compute"] / 6)
+    assert half.has_room
+    assert half.memory.peak.host < selective.memory.peak.host < whole.memory.peak.host
+    # Half of the blocks' forward pass, which is a third of a step without its head.
+    assert 0 < half.time["recompute"] < half.time["compute"] / 6

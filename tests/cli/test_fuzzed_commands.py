@@ -140,7 +140,7 @@ def parsed(text: str) -> Any:
     return found["value"]
 
 
-@pytest.mark.parametrize("num_cases", [120, pytest.param(NUM_CASES, marks=pytest.mark.full)])
+@pytest.mark.parametrize("num_cases", [40, pytest.param(NUM_CASES, marks=pytest.mark.full)])
 def test_configs(
     num_cases: int, workplace: Path, capfd: Any, figure: Callable[[str, int, int], None]
 ) -> None:

@@ -84,6 +84,8 @@ class Campaign:
     def environment(self, rank: int = 0, world_size: int = 1, port: int = 0) -> dict[str, str]:
         """Return the environment of a rank; on a GPU each is a host of its own to NCCL."""
         made = {**os.environ, "BOLTMESH_CAMPAIGN": "cpu" if self.is_dry else "cuda"}
+        if self.is_dry:
+            made["CUDA_VISIBLE_DEVICES"] = ""
         if world_size == 1:
             return made
         made.update(
@@ -258,6 +260,12 @@ CASES: list[tuple[str, int, int, dict[str, Any]]] = [
     ("context beside a pipeline", 4, 1, {**MESH, "pipeline": 2, "context": 2}),
     ("compiled blocks, zero3", 2, 2, {**ZERO, "stage": 3, "compile_blocks": True}),
     ("compiled blocks, tensor", 2, 1, {**TENSOR, "compile_blocks": True}),
+    (
+        "compiled blocks, 3d",
+        4,
+        2,
+        {"name": "Parallel3DStrategy", "tensor": 2, "zero_stage": 3, "compile_blocks": True},
+    ),
     ("experts", 2, 2, {**ZERO, "stage": 2, "expert": 2}),
     ("experts, zero3", 4, 4, {**ZERO, "stage": 3, "expert": 2}),
     ("experts beside a pipeline", 4, 2, {**MESH, "pipeline": 2, "expert": 2}),

@@ -16,6 +16,8 @@ from tests.support.models import Regression, regression_data
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
+    # Lightning steps schedulers also where the first step of fp16 is skipped.
+    pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning"),
 ]
 
 

@@ -1,5 +1,6 @@
 """The context axis beside data, tensor and pipeline axes, compared with one process."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ from lightning.pytorch import Callback, Trainer
 from torch.optim import Optimizer
 
 from boltmesh.errors import ConfigError, LayoutError
-from boltmesh.strategies import Parallel3DStrategy
+from boltmesh.strategies import Parallel3DStrategy, deferred_init
 from tests.parity.test_context import AdamW, loader, values_of
 from tests.support.context_models import built
 from tests.support.pipelines import quiet_trainer
@@ -40,10 +41,17 @@ class Kept(Callback):
 
 
 def trained(
-    name: str, strategy: Any, devices: int, texts: Any, options: dict[str, Any]
+    name: str,
+    strategy: Any,
+    devices: int,
+    texts: Any,
+    options: dict[str, Any],
+    defers: bool = False,
 ) -> tuple[AdamW, Trainer, Kept]:
     torch.manual_seed(1)
-    module, kept = AdamW(built(name)), Kept()
+    with deferred_init(min_bytes=1) if defers else nullcontext():
+        module = AdamW(built(name))
+    kept = Kept()
     trainer = quiet_trainer(devices, strategy, callbacks=[kept], **options)
     trainer.fit(module, texts, texts)
     return module, trainer, kept
@@ -53,12 +61,13 @@ def fit_beside(
     rank: int, size: int, name: str, sizes: dict[str, Any], options: dict[str, Any]
 ) -> dict[str, float]:
     """Train on all ranks, then in one process; return how far apart they are."""
+    defers = sizes.pop("defers", False)
     strategy = Parallel3DStrategy(**{"telemetry": False, "timeout_s": 60.0, **sizes})
     layout = strategy.layout_of(size)
     data, own = layout.data, layout.coordinates(rank)["data"]
     rows = 4 if layout.pipeline > 1 < layout.tensor else 2  # microbatches of two rows at least
     texts, whole = loader(own, data, rows), loader(0, 1, rows * data)
-    divided, trainer, kept = trained(name, strategy, size, texts, options)
+    divided, trainer, kept = trained(name, strategy, size, texts, options, defers)
     values = values_of(divided)
     one, reference, expected = trained(name, "auto", 1, whole, options)
     pairs = zip(values, one.parameters(), strict=True)
@@ -159,10 +168,11 @@ def test_data_tensor_and_context_axes_train_together() -> None:
     check(8, "gpt", {"data": 2, "tensor": 2, "context": 2, "zero_stage": 3})
 
 
+@pytest.mark.sample("masked-{'schedule': '1f1b', 'defers': True}")
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [
-        ("masked", {"schedule": "1f1b"}),
+        ("masked", {"schedule": "1f1b", "defers": True}),
         ("llama", {"schedule": "interleaved_1f1b", "stages_per_rank": 2, "balance": "zigzag"}),
     ],
     ids=str,

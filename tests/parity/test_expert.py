@@ -185,7 +185,6 @@ BESIDE: dict[str, tuple[str, int, int, dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.sample(
     "data, stage 0",
     "context",
-    "tensor, stage 1",
     "tensor, list",
     "tensor, sequence",
     "data x tensor, expert 4",

@@ -75,6 +75,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "shards": (2, {"stage": 3}),
     "tensor 2, 2 of 4": (4, {"zero_stage": 1, "tensor": 2, "expert": 2}),
     "tensor 2, 2 of 2": (2, {"zero_stage": 3, "tensor": 2, "expert": 2}),
+    "layers": (4, {"zero_stage": 2, "tensor": 2, "expert": 2, "expert_tensor": "tensor"}),
     "offloaded": (
         2,
         {"stage": 3, "expert": 2, "offload_optimizer": "cpu", "offload_parameters": "cpu"},
@@ -93,6 +94,8 @@ CASES = [
     *((one, other, kind) for one, other in PAIRS for kind in ("mixtral", "list")),
     *(("pipeline", other, "stacked") for other in ("one", "2 of 2", "pipeline")),
     ("4 of 4", "pipeline", "stacked"),
+    *(("layers", other, "stacked") for other in ("one", "2 of 2", "tensor 2, 2 of 4")),
+    ("2 of 4", "layers", "stacked"),
 ]
 
 
@@ -119,6 +122,7 @@ def evaluate(
     return place, [float(each) for each in predicted]
 
 
+@pytest.mark.sample("options2-counts2-repeated", "options3-counts3-stacked")
 @pytest.mark.parametrize(
     ("options", "counts", "kind"),
     [
@@ -128,6 +132,12 @@ def evaluate(
         ({"zero_stage": 3, "pipeline": 2, "expert": 2, "microbatches": 2}, [1, 3], "stacked"),
         pytest.param(
             {"zero_stage": 3, "tensor": 2, "expert": 4}, [1, 3], "mixtral", marks=pytest.mark.full
+        ),
+        pytest.param(
+            {"zero_stage": 3, "tensor": 2, "expert": 2, "expert_tensor": 2},
+            [1, 3],
+            "mixtral",
+            marks=pytest.mark.full,
         ),
     ],
 )

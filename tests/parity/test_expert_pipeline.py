@@ -57,7 +57,7 @@ def beside_stages(options: Options) -> Options:
     return {"pipeline": 2, "expert": 2, "microbatches": 2, "zero_stage": 1, **options}
 
 
-@pytest.mark.sample("auto", "1f1b", "tensor")
+@pytest.mark.sample("1f1b", "tensor")
 @pytest.mark.parametrize("case", CASES)
 def test_experts_of_stages_equal_one_process(case: str) -> None:
     kind, world_size, data, strategy, options = CASES[case]
@@ -81,11 +81,6 @@ def test_experts_of_stages_equal_one_process(case: str) -> None:
 def test_what_would_give_other_numbers_is_refused(kind: str, strategy: Options, text: str) -> None:
     with pytest.raises(RankFailure, match=text):
         run_ranks(partial(train, kind=kind, strategy=beside_stages(strategy)), 4)
-
-
-def test_experts_that_are_divided_themselves_are_refused() -> None:
-    with pytest.raises(ConfigError, match="expert_tensor='tensor' was asked for, and experts bes"):
-        strategy_of(zero_stage=1, tensor=2, expert=2, expert_tensor="tensor")
 
 
 def test_a_schedule_with_two_versions_of_weights_is_refused() -> None:

@@ -72,6 +72,7 @@ def test_a_loss_over_the_whole_batch_trains_as_in_one_process(
         assert find_differences(reference, trace) == []
 
 
+@pytest.mark.sample("Contrastive")
 @pytest.mark.parametrize("model", [Contrastive, Ratio, Balanced])
 def test_1f1b_refuses_such_a_loss_and_names_the_schedule(model: type[Stack]) -> None:
     for told in run_ranks(pipeline, 2, model, {"schedule": "1f1b"}, timeout_s=110):
@@ -79,6 +80,7 @@ def test_1f1b_refuses_such_a_loss_and_names_the_schedule(model: type[Stack]) -> 
         assert "use schedule='gpipe'" in told
 
 
+@pytest.mark.sample("options0")
 @pytest.mark.parametrize("options", [{}, {"schedule": "gpipe"}])
 def test_views_in_place_of_rows_are_refused_with_the_reason(options: dict[str, Any]) -> None:
     for told in run_ranks(pipeline, 2, Concatenated, options, timeout_s=110):

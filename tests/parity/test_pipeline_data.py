@@ -275,6 +275,7 @@ def mix_in_one_process(rank: int, world_size: int, drawn: list[Any]) -> dict[str
     return {name: each.detach() for name, each in module.named_parameters()}
 
 
+@pytest.mark.sample("interleaved_1f1b")
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b"])
 def test_numpy_and_python_draw_the_same_on_all_stages(schedule: str) -> None:
     ranks = run_ranks(mix, 2, schedule)

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.plugins import MixedPrecision
 from torch.amp import GradScaler
 
@@ -17,6 +17,7 @@ from tests.support.causal_training import CausalTraining
 from tests.support.gpts import TinyGPT, text_data
 from tests.support.pipeline_tensor import PipelineTensor
 from tests.support.ranks import run_ranks
+from tests.support.recording_path import RecordingPath
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
@@ -57,22 +58,15 @@ def test_it_equals_one_process(case: Case) -> None:
 def train(rank: int, world_size: int, options: dict[str, Any]) -> str:
     seed_everything(1, verbose=False)
     strategy = PipelineTensor(**options)
-    path = []
-
-    class Notes(Callback):
-        reads_gradients = False
-
-        def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-            path.append(str(strategy.recorder.path))
-
+    recording = RecordingPath()
     trainer = Trainer(
-        accelerator="cpu", devices=world_size, strategy=strategy, callbacks=[Notes()],
+        accelerator="cpu", devices=world_size, strategy=strategy, callbacks=[recording],
         plugins=[MixedPrecision("16-mixed", "cpu", GradScaler("cpu"))],
         max_steps=12, accumulate_grad_batches=2, gradient_clip_val=1.0, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     trainer.fit(TinyGPT(depth=4, ties=True, dropout=0.1), text_data(192, 8))
-    return path[0]
+    return recording.path
 
 
 @pytest.mark.parametrize("schedule", ["zero_bubble"])

@@ -191,7 +191,7 @@ def average_within(rank: int, world_size: int, name: str) -> dict[str, Tensor]:
     return whole(module)
 
 
-@pytest.mark.sample("tensor", "pipeline", "zero3_cpu")
+@pytest.mark.sample("tensor", "pipeline")
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_an_average_that_a_module_keeps_equals_that_of_one_process(name: str) -> None:
     (expected,) = run_ranks(average_within, 1, "auto")

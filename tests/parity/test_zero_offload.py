@@ -74,7 +74,7 @@ def layouts(rank: int, world_size: int, case: Case, folder: str, names: list[str
 THIRDS = [list(LAYOUTS)[first::3] for first in range(3)]
 
 
-@pytest.mark.sample("accumulation of 3, clipping, 4 ranks-second", "tied weights, 4 ranks-third")
+@pytest.mark.sample("frozen layers-second", "tied weights, 4 ranks-third")
 @pytest.mark.slow
 @pytest.mark.parametrize("names", THIRDS, ids=["first", "second", "third"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -83,11 +83,14 @@ def test_every_layout_equals_one_process(case: Case, names: list[str], tmp_path:
 
 
 @pytest.mark.sample(
-    "steps enough to guess, clipped late, 4 ranks", "a block that odd steps leave out"
+    "steps enough to guess, clipped late, 4 ranks-stage 3, three tiers",
+    "a block that odd steps leave out-stage 2, cpu",
+    "a block that odd steps leave out-stage 3, nvme, parameters too",
 )
+@pytest.mark.parametrize("layout", SHORT)
 @pytest.mark.parametrize("case", SHORT_CASES, ids=lambda case: case.name)
-def test_some_layouts_equal_one_process(case: Case, tmp_path: Path) -> None:
-    check(case, list(SHORT), tmp_path)
+def test_some_layouts_equal_one_process(case: Case, layout: str, tmp_path: Path) -> None:
+    check(case, [layout], tmp_path)
 
 
 def parked(rank: int, world_size: int, case: Case, options: dict[str, Any]) -> list[Any]:
@@ -118,6 +121,7 @@ def parked(rank: int, world_size: int, case: Case, options: dict[str, Any]) -> l
     return found
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize(
     "case",
     [Case("frozen layers", model={"freezes": True}, trainer=BF16), Case("sgd", model=SGD)],

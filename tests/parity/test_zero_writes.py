@@ -295,7 +295,7 @@ KINDS: list[type[Any]] = [
 ]
 
 
-@pytest.mark.sample("Dino", "MomentumEncoder", "BeforeZeroGrad", "MocoOrder")
+@pytest.mark.sample("Dino", "BeforeZeroGrad", "MocoOrder")
 @pytest.mark.parametrize("kind", KINDS)
 def test_written_parameters_equal_those_of_one_process(
     kind: type[MomentumEncoder], tmp_path: Path
@@ -303,6 +303,7 @@ def test_written_parameters_equal_those_of_one_process(
     compare(kind, list(STRATEGIES), tmp_path)
 
 
+@pytest.mark.sample("MomentumEncoder")
 @pytest.mark.parametrize("kind", [MomentumEncoder, Dino])
 def test_they_do_in_an_accumulation_window(kind: type[MomentumEncoder], tmp_path: Path) -> None:
     compare(kind, ["zero1", "zero2", "zero3", "zero3_cpu"], tmp_path, accumulate_grad_batches=2)

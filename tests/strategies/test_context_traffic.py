@@ -4,12 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch import Trainer, seed_everything
 
 from boltmesh.strategies import ContextParallelStrategy, Parallel3DStrategy
 from boltmesh.telemetry.reader.reader import open_job
 from tests.support.gpts import TinyGPT, text_data
 from tests.support.ranks import run_ranks
+from tests.support.recording_path import RecordingPath
 
 pytestmark = pytest.mark.ranks
 
@@ -20,22 +21,15 @@ def train(rank: int, world_size: int, options: Any, trainer_options: Any) -> str
     seed_everything(1, verbose=False)
     kind: Any = Parallel3DStrategy if "context" in options else ContextParallelStrategy
     strategy = kind(**options)
-    path = []
-
-    class Notes(Callback):
-        reads_gradients = False
-
-        def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-            path.append(str(strategy.recorder.path))
-
+    recording = RecordingPath()
     accumulate = trainer_options.get("accumulate_grad_batches", 1)
     trainer = Trainer(
         accelerator="cpu", devices=world_size, strategy=strategy, max_steps=12, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        callbacks=[Notes()], **trainer_options,
+        callbacks=[recording], **trainer_options,
     )  # fmt: skip
     trainer.fit(TinyGPT(), text_data(12 * accumulate * ROWS * strategy.layout.data, ROWS))
-    return path[0]
+    return recording.path
 
 
 @pytest.mark.sample(

@@ -58,6 +58,8 @@ ON_HOST = {
     "pipeline/step_report.py:take": "one of these rows",
     "pipeline/step_report.py:hear": "one of these rows",
     "pipeline/step_report.py:row": "one of these rows",
+    "telemetry/writer/step_queue.py:_number": "a loss on the host; a device's is copied, and read "
+    "once an event has passed",
     "torch_compat/tensors.py:scalar_on": "a number that is on the host",
     "offload/": "gradients' norms, in pinned memory once an event has passed",
     "pipeline/metrics.py:receive": "the length of a message, over gloo",
@@ -139,7 +141,7 @@ def reader() -> str | None:
     """Return the file of boltmesh and the function that reads; None for others' code."""
     frame: Any = sys._getframe(2)
     package = Path(boltmesh.__file__).resolve().parents[1]
-    others = (str(Path(torch.__file__).parent), warnings.__file__)
+    others = (str(Path(torch.__file__).parent), warnings.__file__, __file__)
     while frame is not None and frame.f_code.co_filename.startswith(others):
         frame = frame.f_back
     if frame is None:
@@ -150,8 +152,9 @@ def reader() -> str | None:
     inside = path.relative_to(package)
     if inside.parts[0] not in {"boltmesh", "strategies"}:  # tests, or an environment in the folder
         return None
-    if inside.parts[0] == "strategies":
-        inside = inside.relative_to("strategies")
+    for folder in ("boltmesh", "strategies"):  # an installed package holds what is linked here
+        if inside.parts[0] == folder:
+            inside = inside.relative_to(folder)
     return f"{inside}:{frame.f_code.co_name}"
 
 

@@ -23,6 +23,7 @@ from boltmesh.telemetry.reader.reader import open_job
 from tests.support.gpts import TinyGPT, text_data
 from tests.support.planned_meshes import check_memory, planned, said
 from tests.support.ranks import run_ranks
+from tests.support.recording_path import RecordingPath
 from tests.support.turns import in_turn
 
 QKV, UP = "blocks.0.attention.qkv.weight", "blocks.0.up.weight"
@@ -276,19 +277,12 @@ class Texts(LightningDataModule):
 def train(rank: int, world_size: int, options: Any, trainer_options: Any) -> str:
     seed_everything(1, verbose=False)
     strategy = Parallel3DStrategy(tensor=2, **options)
-    paths = []
-
-    class Notes(Callback):
-        reads_gradients = False
-
-        def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-            paths.append(str(strategy.recorder.path))
-
+    recording = RecordingPath()
     trainer = trainer_of(
-        world_size, 0, strategy=strategy, max_steps=10, callbacks=[Notes()], **trainer_options
+        world_size, 0, strategy=strategy, max_steps=10, callbacks=[recording], **trainer_options
     )
     trainer.fit(Silent(ties=True), data(rank // 2, 2, steps=20))
-    return paths[0]
+    return recording.path
 
 
 @pytest.mark.ranks

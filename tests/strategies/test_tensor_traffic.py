@@ -4,13 +4,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch import Trainer, seed_everything
 
 from boltmesh.strategies import TensorParallelStrategy
 from boltmesh.telemetry.reader.reader import open_job
 from boltmesh.telemetry.tensor_plan import WHOLE
 from tests.support.gpts import LENGTH, TinyGPT, text_data
 from tests.support.ranks import run_ranks
+from tests.support.recording_path import RecordingPath
 
 pytestmark = pytest.mark.ranks
 
@@ -22,24 +23,17 @@ def train(
 ) -> tuple[str, int]:
     seed_everything(1, verbose=False)
     strategy = TensorParallelStrategy(**options)
-    path = []
-
-    class Notes(Callback):
-        reads_gradients = False
-
-        def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-            path.append(str(strategy.recorder.path))
-
+    recording = RecordingPath()
     accumulate = trainer_options.get("accumulate_grad_batches", 1)
     trainer = Trainer(
         accelerator="cpu", devices=world_size, strategy=strategy, max_steps=12, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        callbacks=[Notes()], **trainer_options,
+        callbacks=[recording], **trainer_options,
     )  # fmt: skip
     trainer.fit(TinyGPT(**model), text_data(12 * accumulate * ROWS * strategy.layout.data, ROWS))
     assert strategy.plan is not None
     in_blocks = sum(name.startswith("blocks") for name in strategy.plan.sharded)
-    return path[0], in_blocks
+    return recording.path, in_blocks
 
 
 @pytest.mark.sample(

@@ -26,6 +26,7 @@ from boltmesh.telemetry.reader.reader import open_job
 from tests.support.gpts import TinyGPT, text_data
 from tests.support.planned_meshes import check_memory, measured, planned, said
 from tests.support.ranks import run_ranks
+from tests.support.recording_path import RecordingPath
 
 # Of two axes at a time other tests keep this; three train in tests/parity/test_three_axes.py.
 pytestmark = [pytest.mark.ranks, pytest.mark.slow(20), pytest.mark.timeout(400), pytest.mark.full]
@@ -157,17 +158,10 @@ def train(rank: int, world_size: int, settings: dict[str, Any], **options: Any) 
     """Train with telemetry and return where it is."""
     seed_everything(1, verbose=False)
     strategy = strategy_of(world_size, telemetry=True, **options)
-    paths = []
-
-    class Notes(Callback):
-        reads_gradients = False
-
-        def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-            paths.append(str(strategy.recorder.path))
-
-    trainer = trainer_of(world_size, strategy, max_steps=10, callbacks=[Notes()], **settings)
+    recording = RecordingPath()
+    trainer = trainer_of(world_size, strategy, max_steps=10, callbacks=[recording], **settings)
     trainer.fit(Silent(depth=4, ties=True), data(rank, SIZE, steps=20))
-    return paths[0]
+    return recording.path
 
 
 TRAINED: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (

@@ -78,7 +78,7 @@ class Sentences(Dataset[Tensor]):
 def base(seed: int = 7) -> LlamaForCausalLM:
     torch.manual_seed(seed)
     config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=3,
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=32,
         attn_implementation="eager",
     )  # fmt: skip

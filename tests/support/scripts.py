@@ -54,7 +54,9 @@ def wait_until_gone(pid: int, seconds: float) -> bool:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         try:
-            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+            process = psutil.Process(pid)
+            # Its files are open until its last thread has ended.
+            if process.status() == psutil.STATUS_ZOMBIE and process.num_threads() <= 1:
                 return True
         except psutil.NoSuchProcess:
             return True

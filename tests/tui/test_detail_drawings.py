@@ -96,7 +96,7 @@ STATES: dict[str, Callable[[], State]] = {
 def test_every_drawing_fits_any_size_in_any_look(drawing: str, name: str) -> None:
     seen = STATES[name]()
     draw = (TABLES | OTHERS)[drawing]
-    for width, height in SIZES:
+    for width, height in SIZES[::4] if name == "a thousand" else SIZES:
         for look in LOOKS:
             lines = draw(seen, width, height, look)
             assert len(lines) <= height

@@ -21,6 +21,7 @@ from boltmesh.telemetry.sanitize import clean
 from boltmesh.telemetry.snapshot import RankSnapshot, StepRecord
 from boltmesh.tui import units
 from boltmesh.tui.devices import DeviceReading
+from boltmesh.tui.metrics.step_time import INTERRUPTIONS, working_seconds
 from boltmesh.tui.state import State
 
 MEMORY_MARGIN = 0.02
@@ -181,7 +182,6 @@ MAX_WINDOWS = 2048
 """Rates that are kept; beyond it every second one of the older half goes."""
 MARGIN = 0.05
 """Share of the threshold by which the rate has to be above it again."""
-PAUSES = frozenset({"validation", "checkpoint"})
 
 _Unit = Literal["tokens", "samples", "batches"]
 
@@ -272,7 +272,9 @@ class StallRule:
         ended = max((rank.steps[-1].end_time for rank in job.ranks if rank.steps), default=0.0)
         moved = max(ended, job.started, self._moved)
         has_moved = self._global_step is not None and job.global_step != self._global_step
-        if has_moved or any(rank.phase in PAUSES for rank in job.ranks if rank.state == "running"):
+        if has_moved or any(
+            rank.phase in INTERRUPTIONS for rank in job.ranks if rank.state == "running"
+        ):
             # Ranks of other hosts may be known by their step alone.
             moved = max(moved, state.time)
         before, self._moved, self._global_step = self._moved, moved, job.global_step
@@ -296,14 +298,10 @@ def _rate(steps: Collection[StepRecord], unit: _Unit | None) -> float | None:
     """Return the items a second of all batches but the slowest."""
     if len(steps) < WINDOW or unit is None:
         return None
-    counted = sorted(steps, key=_own_seconds)[:-1]
-    seconds = sum(map(_own_seconds, counted))
+    counted = sorted(steps, key=working_seconds)[:-1]
+    seconds = sum(map(working_seconds, counted))
     amount = sum(1 if unit == "batches" else getattr(step, unit) or 0 for step in counted)
     return amount / seconds if seconds > 0 and amount > 0 else None
-
-
-def _own_seconds(step: StepRecord) -> float:
-    return step.seconds - sum(phase.seconds for phase in step.phases if phase.name in PAUSES)
 
 
 AlertKind = Literal["loss", "throughput", "memory", "temperature", "stall", "failed", "hook"]

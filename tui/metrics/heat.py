@@ -92,14 +92,6 @@ def _share(value: float | None) -> str:
     return units.percent(None if value is None else 100 * value)
 
 
-def _celsius(value: float | None) -> str:
-    return units.UNKNOWN if value is None else f"{value:.0f} C"
-
-
-def _speed(value: float | None) -> str:
-    return units.UNKNOWN if value is None else f"{units.traffic(value)}/s"
-
-
 def _steps(value: float | None) -> str:
     return units.count(value)
 
@@ -123,7 +115,7 @@ _FIGURES: Final[Mapping[str, _Figure]] = MappingProxyType(
             lambda row: row.phase_share("communication"), _share, ends=(0.0, 0.5)
         ),
         "bubble": _Figure(None, _share, ends=(0.0, 0.5), of_job=_idle),
-        "bytes/s": _Figure(None, _speed, least_span=_TIMES, of_job=_bytes_per_second),
+        "bytes/s": _Figure(None, units.bandwidth, least_span=_TIMES, of_job=_bytes_per_second),
         "data": _Figure(lambda row: row.phase_share("data", "transfer"), _share, ends=(0.0, 0.5)),
         "utilisation": _Figure(
             lambda row: _percent(row.utilization_percent),
@@ -133,7 +125,9 @@ _FIGURES: Final[Mapping[str, _Figure]] = MappingProxyType(
         ),
         "memory": _Figure(lambda row: row.memory_share, _share, ends=(0.0, 1.0)),
         "memory used": _Figure(lambda row: row.memory_used_bytes, units.memory, least_span=_TIMES),
-        "temperature": _Figure(lambda row: row.temperature_celsius, _celsius, ends=(30.0, 95.0)),
+        "temperature": _Figure(
+            lambda row: row.temperature_celsius, units.celsius, ends=(30.0, 95.0)
+        ),
         "tokens/s": _Figure(
             lambda row: row.tokens_per_second, units.rate, least_span=_TIMES, is_bad_high=False
         ),

@@ -281,7 +281,12 @@ DEVIATION = 1.4826
 WARM_UP_STEPS = 3
 """Batches at the start of a run that are not judged: kernels are chosen, buckets arranged."""
 
-_INTERRUPTIONS = ("validation", "checkpoint")
+INTERRUPTIONS = ("validation", "checkpoint")
+
+
+def working_seconds(step: StepRecord) -> float:
+    """Return the time without validation and checkpoints."""
+    return step.seconds - sum(phase.seconds for phase in step.phases if phase.name in INTERRUPTIONS)
 
 
 class RankProfile(msgspec.Struct, frozen=True):
@@ -362,10 +367,10 @@ def _own(step_s: float, wait_s: float, idle_s: float) -> float:
 
 def _ordinary(times: RecentTimes) -> RecentTimes:
     """Return the columns without steps that warm up, validate or write a checkpoint."""
-    is_interrupted = any(name in times.phases for name in _INTERRUPTIONS)
+    is_interrupted = any(name in times.phases for name in INTERRUPTIONS)
     if times.indexes[0] >= WARM_UP_STEPS and not is_interrupted:
         return times
-    interruptions = [times.phases[name] for name in _INTERRUPTIONS if name in times.phases]
+    interruptions = [times.phases[name] for name in INTERRUPTIONS if name in times.phases]
     kept = [
         place
         for place, index in enumerate(times.indexes)

@@ -452,13 +452,9 @@ def _process_cells(row: ProcessRow) -> list[Cell]:
         units.memory(reading.memory_used_bytes),
         Line(units.memory(reading.shared_memory_bytes), "muted"),
         units.count(reading.num_threads),
-        _rate(reading.disk_read_bytes_per_second),
-        _rate(reading.disk_written_bytes_per_second),
+        units.bandwidth(reading.disk_read_bytes_per_second),
+        units.bandwidth(reading.disk_written_bytes_per_second),
     ]
-
-
-def _rate(value: float | None) -> str:
-    return units.UNKNOWN if value is None else f"{units.traffic(value)}/s"
 
 
 def _host(state: State, width: int) -> list[Line]:

@@ -22,6 +22,7 @@ from boltmesh.tui import units
 from boltmesh.tui.metrics.hangs import hangs, whereabouts
 from boltmesh.tui.metrics.memo import remember_last
 from boltmesh.tui.metrics.sequences import has_ended
+from boltmesh.tui.metrics.step_time import INTERRUPTIONS, working_seconds
 from boltmesh.tui.render.line import Line, Role, fit
 from boltmesh.tui.render.style import Style, heading, sentence
 from boltmesh.tui.render.table import AS_IT_COMES, Cell, Column, browse, selected_row
@@ -46,7 +47,6 @@ MAX_SLOW_STEPS = 8
 CULPRIT_SHARE = 0.5
 """A rank is named when the time that it alone took is this much of the delay."""
 
-_INTERRUPTIONS = frozenset({"validation", "checkpoint"})
 _COMMUNICATION = PHASES.index("communication")
 
 
@@ -102,19 +102,12 @@ def _slow_records(steps: Sequence[StepRecord]) -> Iterable[tuple[StepRecord, flo
         deviation_s = median(abs(seconds - usual_s) for seconds in times)
         limit_s = max(SLOW_FACTOR * usual_s, usual_s + SLOW_DEVIATIONS * deviation_s)
         for step in records:
-            if step.seconds > limit_s and _worked_s(step) > limit_s:
+            if step.seconds > limit_s and working_seconds(step) > limit_s:
                 yield step, usual_s
 
 
-def _worked_s(step: StepRecord) -> float:
-    """Return the time without validation and checkpoints, which are events of their own."""
-    return step.seconds - sum(
-        phase.seconds for phase in step.phases if phase.name in _INTERRUPTIONS
-    )
-
-
 def _explain(job: JobSnapshot, seen: RankSnapshot, step: StepRecord, usual_s: float) -> SlowStep:
-    delay_s = _worked_s(step) - usual_s
+    delay_s = working_seconds(step) - usual_s
     own = sorted(
         (
             (_own_s(record), rank)
@@ -170,7 +163,7 @@ def _longest_phase(rank: RankSnapshot, step: StepRecord) -> tuple[str | None, fl
     excess = [
         (phase.seconds - (median(usual[phase.name]) if phase.name in usual else 0.0), phase.name)
         for phase in step.phases
-        if phase.name not in _INTERRUPTIONS
+        if phase.name not in INTERRUPTIONS
     ]
     excess_s, name = max(excess, default=(0.0, None))
     return name, excess_s

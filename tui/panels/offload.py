@@ -111,7 +111,7 @@ def draw_offload(rows: tuple[OffloadRow, ...], width: int, look: Style) -> list[
         [
             Line(_way(row), "strong"),
             units.traffic(row.per_step),
-            _speed(row.bandwidth),
+            units.bandwidth(row.bandwidth),
             _busy(row),
             *([Line("" if row.slowest is None else _slowest(row), "muted")] if has_several else ()),
             Line(units.traffic(row.moved_bytes), "muted"),
@@ -126,12 +126,8 @@ def _way(row: OffloadRow) -> str:
     return f"{'from' if row.direction == 'read' else 'to'} {row.place}"
 
 
-def _speed(bandwidth: float | None) -> str:
-    return units.UNKNOWN if bandwidth is None else f"{units.traffic(bandwidth)}/s"
-
-
 def _slowest(row: OffloadRow) -> str:
-    return f"rank {row.slowest}, {_speed(row.slowest_bandwidth)}"
+    return f"rank {row.slowest}, {units.bandwidth(row.slowest_bandwidth)}"
 
 
 def _busy(row: OffloadRow) -> Line:

@@ -300,8 +300,8 @@ def draw_axes(
             Line(units.traffic(row.expected_bytes), "muted"),
             verdict(row, look),
             *([units.traffic(own.get(row.axis))] if own else []),
-            _share(row.byte_share),
-            *([_share(row.time_share)] if has_time else []),
+            units.whole_share(row.byte_share),
+            *([units.whole_share(row.time_share)] if has_time else []),
             Line(", ".join(row.operators), "muted"),
         ]
         for row in rows
@@ -323,9 +323,3 @@ def verdict(row: AxisRow, look: Style) -> Line:
         rest = "" if verdicts == {"equal"} else ", as far as stated"
         return Line(f"{look.sign(look.glyphs.equal)}as expected{rest}", "good")
     return Line("no formula" if row.rows else "nothing yet", "muted")
-
-
-def _share(share: float | None) -> str:
-    if share is None:
-        return units.UNKNOWN
-    return "<1%" if 0 < share < 0.005 else units.percent(100 * share)

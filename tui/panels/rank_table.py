@@ -215,7 +215,7 @@ def _cells(row: RankRow, rank: RankSnapshot, columns: list[Column], look: Style)
         "behind": _behind(row),
         "util": units.percent(row.utilization_percent),
         "memory": _memory(row),
-        "temp": _temperature(row.temperature_celsius),
+        "temp": units.celsius(row.temperature_celsius),
         "tokens/s": units.rate(row.tokens_per_second),
         "loss": units.number(row.loss),
     }
@@ -260,7 +260,3 @@ def _memory(row: RankRow) -> Line:
         return Line(units.memory(row.memory_used_bytes))
     role: Role = "warn" if share >= NEARLY_FULL else "text"
     return Line(units.percent(100 * share), role)
-
-
-def _temperature(celsius: float | None) -> str:
-    return units.UNKNOWN if celsius is None else f"{celsius:.0f} C"

@@ -121,8 +121,7 @@ def difference(row: TrafficRow, look: Style) -> Line:
 
 def wire_speed(row: TrafficRow) -> str:
     """Bytes a second on the wire while the operator runs."""
-    speed = row.wire_bytes_per_second
-    return units.UNKNOWN if speed is None else f"{units.traffic(speed)}/s"
+    return units.bandwidth(row.wire_bytes_per_second)
 
 
 def uncounted_note(state: State, width: int, look: Style) -> Line | None:
@@ -179,8 +178,8 @@ def _cells(row: TrafficRow, rows: Sequence[TrafficRow], look: Style) -> list[Cel
         units.traffic(row.payload_bytes),
         _spread(row),
         *([wire_speed(row)] if has_time else []),
-        _share(row.byte_share),
-        *([_share(row.time_share)] if has_time else []),
+        units.whole_share(row.byte_share),
+        *([units.whole_share(row.time_share)] if has_time else []),
         Line(units.traffic(row.expected_bytes), "muted"),
         difference(row, look),
         Line((row.reason if row.is_wrong else row.why) or "", "muted"),
@@ -198,8 +197,8 @@ def _total_cells(total: AxisTotal, rows: Sequence[TrafficRow]) -> list[Cell]:
         units.traffic(total.payload_bytes),
         "",
         *([""] if has_time else []),
-        _share(total.byte_share),
-        *([_share(total.time_share)] if has_time else []),
+        units.whole_share(total.byte_share),
+        *([units.whole_share(total.time_share)] if has_time else []),
         "",
         "",
         "",
@@ -209,12 +208,6 @@ def _total_cells(total: AxisTotal, rows: Sequence[TrafficRow]) -> list[Cell]:
 
 def _calls(calls: float | None) -> str:
     return units.count(None if calls is None else round(calls, 1))
-
-
-def _share(share: float | None) -> str:
-    if share is None:
-        return units.UNKNOWN
-    return "<1%" if 0 < share < 0.005 else units.percent(100 * share)
 
 
 def _spread(row: TrafficRow) -> Line:

@@ -204,6 +204,8 @@ class AppliedPlan:
     """They count for which functions logits were gathered."""
     sequences: list[SequenceParts] = field(default_factory=list, repr=False)
     """Of each stack of blocks between which sequences are divided."""
+    guards: list[SignatureGuard] = field(default_factory=list, repr=False)
+    """They verify blocks again for other calls."""
 
     @property
     def sharded(self) -> dict[Parameter, ShardedParameter]:
@@ -289,7 +291,8 @@ def apply_plan(
     applied.vocabularies = divide_vocabularies(
         module, kept, group, applied.changes, loss_parallel=loss_parallel, tell=tell
     )
-    for guard in application.guards:
+    applied.guards = application.guards
+    for guard in applied.guards:
         guard.originals = applied.changes.originals_of(guard.block)
     return applied
 

@@ -43,7 +43,13 @@ from torch.nn import functional as F
 from typing_extensions import Self, override
 
 from boltmesh.strategies.torch_compat.autograd import is_wanted
-from boltmesh.strategies.torch_compat.communication import all_gather_single, reduce_scatter_single
+from boltmesh.strategies.torch_compat.communication import (
+    all_gather_single,
+    compiled_all_gather,
+    compiled_all_reduce,
+    compiled_reduce_scatter,
+    reduce_scatter_single,
+)
 
 
 @dataclass(frozen=True)
@@ -67,6 +73,11 @@ class TensorGroup:
     def rank(self) -> int:
         """Of this process, within the group."""
         return self.process_group.rank()
+
+    @property
+    def name(self) -> str:
+        """The name of the process group, by which compiled code finds it."""
+        return self.process_group.group_name
 
     @cached_property
     def mesh(self) -> DeviceMesh:
@@ -276,6 +287,8 @@ def scatter_sum(part: Tensor, group: TensorGroup, dim: int) -> Tensor:
 
 def all_reduce(value: Tensor, group: TensorGroup, *, is_maximum: bool = False) -> Tensor:
     """Return the sum, or the largest, over the ranks, without a gradient. A new tensor."""
+    if group.size > 1 and is_compiling():
+        return cast("Tensor", compiled_all_reduce(value.detach(), group.name, is_maximum))
     total = value.detach().clone(memory_format=torch.contiguous_format)
     if group.size > 1:
         operator = dist.ReduceOp.MAX if is_maximum else dist.ReduceOp.SUM
@@ -288,6 +301,9 @@ def all_gather(part: Tensor, group: TensorGroup, dim: int) -> Tensor:
     part = part.detach()
     if group.size == 1:
         return part
+    if is_compiling():
+        joined = cast("Tensor", compiled_all_gather(part.movedim(dim, 0), group.name, group.size))
+        return joined.movedim(0, dim).clone(memory_format=torch.contiguous_format)
     along_first = part.movedim(dim, 0).contiguous()
     joined = along_first.new_empty(group.size * along_first.shape[0], *along_first.shape[1:])
     all_gather_single(joined, along_first, group=group.process_group)
@@ -299,6 +315,9 @@ def reduce_scatter(value: Tensor, group: TensorGroup, dim: int) -> Tensor:
     value = value.detach()
     if group.size == 1:
         return value
+    if is_compiling():
+        own = cast("Tensor", compiled_reduce_scatter(value.movedim(dim, 0), group.name, group.size))
+        return own.movedim(0, dim).clone(memory_format=torch.contiguous_format)
     along_first = value.movedim(dim, 0).contiguous()
     own = along_first.new_empty(along_first.shape[0] // group.size, *along_first.shape[1:])
     reduce_scatter_single(own, along_first, group=group.process_group)

@@ -16,7 +16,6 @@ Cuts parameters into the shards of the ranks, and joins shards into whole tensor
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +30,7 @@ from boltmesh.strategies.tensor.runtime.collectives import (
     differentiable,
     reduce_gradient,
 )
+from boltmesh.strategies.torch_compat.modules import wrapped
 from boltmesh.strategies.torch_compat.tensors import tree_map_only
 
 Around = Callable[..., Any]
@@ -54,8 +54,7 @@ class Changes:
         A copy of the module calls the copy's method: ``around`` is to hold the module only in ways
         that ``copy.deepcopy`` follows.
         """
-        # Lightning reads the code of a partial's function to see whether a step is overridden.
-        self.set(module, method, partial(_call, around, getattr(module, method)))
+        self.set(module, method, wrapped(getattr(module, method), around))
 
     def set(self, module: Module, name: str, value: object) -> None:
         """Give an instance an attribute that is neither parameter, buffer nor module."""
@@ -99,10 +98,6 @@ def _restore(values: Iterable[Original]) -> None:
             vars(module)[name] = value
         else:
             vars(module).pop(name, None)
-
-
-def _call(around: Around, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    return around(method, *args, **kwargs)
 
 
 def shard_of(whole: Tensor, entry: ShardedParameter, *, size: int, rank: int) -> Tensor:

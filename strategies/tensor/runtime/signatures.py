@@ -109,6 +109,14 @@ class Verified:
             return self.forward_only.get(signature)
         return known
 
+    def leave_out_sizes(self) -> None:
+        """Let it not matter from now on which dims have one element."""
+        self.has_sizes = False
+        for known in (self.with_gradient, self.forward_only):
+            found = {without_sizes(signature): is_right for signature, is_right in known.items()}
+            known.clear()
+            known.update(found)
+
     def add(self, signature: Signature, *, has_gradient: bool, is_right: bool) -> None:
         """Keep the result for a signature."""
         if not self.has_sizes:
@@ -196,6 +204,12 @@ class SignatureGuard:
                 )
             self.verified.add(signature, has_gradient=has_gradient, is_right=is_right)
         return forward(*args, **kwargs) if is_right else self._whole(*args, **kwargs)
+
+    def couple(self, reason: str) -> None:
+        """Verify no more calls: other ranks would have to take part in each, for that reason."""
+        self.depends_on = reason
+        if self.verified.has_sizes:
+            self.verified.leave_out_sizes()
 
     def of_its_kind(self) -> dict[str, object]:
         """Return what decides how the block runs: all but names in the model."""

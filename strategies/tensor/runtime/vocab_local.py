@@ -20,6 +20,7 @@ from boltmesh.strategies.tensor.runtime.collectives import reduce_gradient
 from boltmesh.strategies.tensor.runtime.vocab_tensor import (
     NO_RULE,
     VocabularyTensor,
+    holds_divided,
     rule_for,
     unwrap,
     wrap,
@@ -227,7 +228,7 @@ _EVERYTHING = slice(None)
 @rule_for("__getitem__")
 def get_item(func: Callable[..., Any], divided: Any, index: Any) -> Any:
     """Choose positions."""
-    if not isinstance(divided, VocabularyTensor) or _holds_divided(index):
+    if not isinstance(divided, VocabularyTensor) or holds_divided(index):
         return NO_RULE
     items = _expanded(divided, index)
     if items is None:
@@ -249,7 +250,7 @@ def set_item(func: Callable[..., Any], divided: Any, index: Any, value: Any) -> 
     """Write a number to all tokens of some positions."""
     if not isinstance(divided, VocabularyTensor) or isinstance(value, Tensor):
         return NO_RULE
-    items = None if _holds_divided(index) else _expanded(divided, index)
+    items = None if holds_divided(index) else _expanded(divided, index)
     if items is None:
         return NO_RULE
     if any(isinstance(each, Tensor) for each in items):
@@ -272,11 +273,6 @@ def index_select(
         return NO_RULE
     part = func(unwrap(divided), dim, index)
     return wrap(part, divided.vocabulary, divided.divided_dim)
-
-
-def _holds_divided(index: Any) -> bool:
-    items = index if isinstance(index, (tuple, list)) else [index]
-    return any(isinstance(each, VocabularyTensor) for each in items)
 
 
 def _expanded(divided: VocabularyTensor, index: Any) -> list[Any] | None:

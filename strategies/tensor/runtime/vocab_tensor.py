@@ -271,7 +271,7 @@ class VocabularyTensor(Tensor):
             divided = next(each for each in args if isinstance(each, VocabularyTensor))
             return _like(divided, func(*(part_like(divided, each) for each in args)))
         for value, is_written in written_or_viewed(func, args, kwargs):
-            if is_written and _holds_divided(value):
+            if is_written and holds_divided(value):
                 raise NotImplementedError(
                     f"{name} writes to a tensor of which each rank has {_length(value)} tokens. "
                     "Write to a clone, or set strategy.loss_parallel=false."
@@ -317,7 +317,7 @@ def apply_rule(
         args, kwargs = (kwargs["input"], *args), {k: v for k, v in kwargs.items() if k != "input"}
     result = NO_RULE if rule is None or "out" in kwargs else rule(func, *args, **kwargs)
     if result is NO_RULE:
-        if _holds_divided(kwargs.get("out")):
+        if holds_divided(kwargs.get("out")):
             raise NotImplementedError(f"{name} cannot write its result to a divided tensor.")
         note(args, kwargs, name)
         args, kwargs = gathered((args, kwargs))
@@ -429,7 +429,8 @@ def _gather_value(divided: VocabularyTensor) -> Tensor:
         return divided.vocabulary.gather(_local_of(divided), divided.divided_dim)
 
 
-def _holds_divided(value: Any) -> bool:
+def holds_divided(value: Any) -> bool:
+    """Whether a value, or an item of a list or tuple, is a divided tensor."""
     values = value if isinstance(value, (list, tuple)) else [value]
     return any(isinstance(each, VocabularyTensor) for each in values)
 

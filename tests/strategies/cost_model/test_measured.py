@@ -189,7 +189,7 @@ def by_kind_and_place(memory) -> dict[str, int]:
     }
 
 
-@pytest.mark.sample("bolt_zero2_cpu-None", "bolt_zero3_nvme-None", "bolt_zero3_cpu-90000")
+@pytest.mark.sample("bolt_zero2_cpu-None", "bolt_zero3_nvme-None")
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("name", "tile_bytes"),

@@ -151,6 +151,7 @@ def test_in_the_first_step_every_rank_names_both(case):
             assert word in said
 
 
+@pytest.mark.sample("last skipped")
 @pytest.mark.parametrize("case", ["skipped", "last skipped"])
 def test_in_a_later_step_who_leaves_the_common_route_names_both(case):
     mine, other, *words = CASES[case]

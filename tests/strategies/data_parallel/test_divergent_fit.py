@@ -81,7 +81,12 @@ def fit_worker(rank, world_size, folder, stage, leaves_at, where, together, **op
 
 @pytest.mark.parametrize(
     ("stage", "leaves_at", "where"),
-    [(3, 0, "training"), (3, 2, "training"), (1, 2, "training"), (3, 2, "validation")],
+    [
+        (3, 0, "training"),
+        pytest.param(3, 2, "training", marks=pytest.mark.full),
+        (1, 2, "training"),
+        (3, 2, "validation"),
+    ],
 )
 def test_a_fit_ends_with_rank_and_module_named(tmp_path, stage, leaves_at, where):
     with pytest.raises(RankFailure, match="died with exit code 3"):

@@ -12,23 +12,13 @@ from tests.strategies.cost_model.test_measured import held_bytes
 from tests.support.expert_models import MoeModule
 from tests.support.expert_runs import loader, strategy_of, trainer
 from tests.support.ranks import run_ranks
+from tests.support.recording_path import RecordingPath
 
 pytestmark = pytest.mark.ranks
 
 
-class Notes(Callback):
-    """Keeps where the telemetry of a run is."""
-
-    path = ""
-
-    @override
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        strategy: Any = trainer.strategy
-        self.path = str(strategy.recorder.path)
-
-
 def fit(rank: int, world_size: int, kind: str, options: dict[str, Any], accumulate: int) -> str:
-    notes = Notes()
+    notes = RecordingPath()
     run = trainer(
         world_size,
         strategy_of(**options if "zero_stage" in options else {"stage": 1, **options}),
@@ -44,7 +34,7 @@ def fit(rank: int, world_size: int, kind: str, options: dict[str, Any], accumula
 STAGES = {"expert": 2, "pipeline": 2, "microbatches": 2}
 
 
-@pytest.mark.sample("2-2", "list-4-2", "stages")
+@pytest.mark.sample("2-2", "list-4-2", "layers", "stages")
 @pytest.mark.parametrize(
     ("world_size", "kind", "options", "accumulate"),
     [
@@ -54,6 +44,7 @@ STAGES = {"expert": 2, "pipeline": 2, "microbatches": 2}
         (2, "list, even", {"expert": 2, "activation_checkpointing": "full"}, 1),
         (4, "list, even", {"expert": 2}, 2),
         (2, "all", {"expert": 2, "tensor": 2, "zero_stage": 1}, 1),
+        (4, "all", {"expert": 2, "tensor": 2, "zero_stage": 1, "expert_tensor": "tensor"}, 2),
         (2, "all", {"expert": 2, "expert_capacity": 1.0}, 2),
         (4, "all", {**STAGES, "zero_stage": 2}, 2),
         (4, "all", {**STAGES, "tensor": 2, "zero_stage": 1, "schedule": "1f1b"}, 1),
@@ -61,7 +52,8 @@ STAGES = {"expert": 2, "pipeline": 2, "microbatches": 2}
         (4, "all", {**STAGES, "zero_stage": 1, "expert_capacity": 1.0}, 2),
     ],
     ids=[
-        *("2-2", "recomputed", "4-2", "list-recomputed", "list-4-2", "tensor", "capacity"),
+        *("2-2", "recomputed", "4-2", "list-recomputed", "list-4-2", "tensor"),
+        *("layers", "capacity"),
         *("stages", "stages-tensor", "zero_bubble", "stages-capacity"),
     ],
 )
@@ -84,7 +76,9 @@ def test_a_step_moves_what_is_expected(
     }
     assert {axis for axis, _ in expected} <= axes
     assert ("expert", "alltoall_base") in expected
-    for ranks in [[each] for each in snapshot.ranks] if per_rank else [snapshot.ranks]:
+    # Those of another tensor rank have another part of the vocabulary to shard.
+    first = snapshot.ranks[:: options["tensor"] if "expert_tensor" in options else 1]
+    for ranks in [[each] for each in first] if per_rank else [snapshot.ranks]:
         counted: dict[tuple[str, str], tuple[float, float]] = {}
         for each in (one for rank in ranks for one in rank.collectives):
             if each.bytes_per_step and each.axis in axes:

@@ -40,6 +40,23 @@ def test_jobs_run_in_order_and_urgent_ones_before_them(worker: Worker) -> None:
     assert done == ["urgent", "first", "second"]
 
 
+def test_an_urgent_job_that_would_wait_for_the_device_lets_others_go_first(worker: Worker) -> None:
+    free, _ = held_up(worker)
+    done: list[str] = []
+    is_ready = lambda: "second" in done  # noqa: E731
+    urgent = WorkerTask(lambda: done.append("urgent"), is_ready=is_ready)
+    worker.submit(urgent, is_urgent=True)
+    for name in ("first", "second", "third"):
+        worker.submit(WorkerTask(lambda name=name: done.append(name)))  # type: ignore[misc]
+    free.set()
+    worker.drain()
+    assert done == ["first", "second", "urgent", "third"]
+    never = WorkerTask(lambda: done.append("alone"), is_ready=lambda: False)
+    worker.submit(never, is_urgent=True)
+    worker.drain()
+    assert done[-1] == "alone"
+
+
 def test_a_job_that_has_not_begun_can_be_cancelled_and_no_other(worker: Worker) -> None:
     free, running = held_up(worker)
     done: list[str] = []

@@ -74,6 +74,7 @@ def fit(rank: int, world_size: int, overflowing: str, freezes: bool) -> Any:
     return values, scaler.get_scale()
 
 
+@pytest.mark.sample("embedding.weight-False", "head.weight-True")
 @pytest.mark.parametrize(
     ("overflowing", "freezes"),
     [("embedding.weight", False), ("head.weight", False), ("head.weight", True)],

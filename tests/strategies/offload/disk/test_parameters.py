@@ -91,6 +91,7 @@ def test_from_the_second_step_on_every_read_was_ahead(
         assert run(store, shards, PASS) == 0
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize("window_pages", [0, 1, 5, 17, 1000])
 @pytest.mark.parametrize("seed", range(3))
 def test_values_are_right_whatever_the_window_and_the_order(

@@ -40,8 +40,11 @@ def _both(function: Callable[[Tensor], Tensor], value: Tensor, seed: int) -> tup
     return out.detach(), value.grad
 
 
-def _every_border(rank: int, world_size: int) -> dict[tuple[str, int], tuple[Tensor, Tensor]]:
+def _every_border(
+    rank: int, world_size: int, is_compiled: bool
+) -> dict[tuple[str, int], tuple[Tensor, Tensor]]:
     group = world()
+    assert (group.size, group.rank) == (world_size, rank)  # before anything is compiled
     results = {}
     for name in NAMES:
         for dim in (0, 1):
@@ -51,6 +54,9 @@ def _every_border(rank: int, world_size: int) -> dict[tuple[str, int], tuple[Ten
             def border(value: Tensor, function: Callable = function, dims: tuple = dims) -> Tensor:
                 return function(value, group, *dims)
 
+            if is_compiled:
+                torch._dynamo.reset()
+                border = torch.compile(border, backend="eager", fullgraph=True)
             results[name, dim] = _both(border, _input(rank), 10 + rank)
     return results
 
@@ -59,9 +65,10 @@ def _parts(value: Tensor, size: int, dim: int) -> list[Tensor]:
     return list(value.chunk(size, dim))
 
 
-@pytest.fixture(scope="module", params=[1, 2])
+@pytest.fixture(scope="module", params=[(1, False), (2, False), (2, True)], ids=str)
 def by_rank(request: pytest.FixtureRequest) -> list[dict]:
-    return run_ranks(_every_border, request.param)
+    size, is_compiled = request.param
+    return run_ranks(_every_border, size, is_compiled)
 
 
 @pytest.mark.parametrize("dim", [0, 1])

@@ -155,6 +155,7 @@ def _small_models(
 
 
 @pytest.mark.ranks
+@pytest.mark.each_choice
 @pytest.mark.parametrize("loss_parallel", ["auto", False])
 @pytest.mark.parametrize(("size", "tokens"), [(2, 16), (2, 15), (4, 18)])
 def test_tables_and_heads_give_the_numbers_of_whole_ones(

@@ -188,6 +188,7 @@ def _every_use(rank: int, size: int, tokens: int, names: list[str]) -> dict[str,
     return noted
 
 
+@pytest.mark.sample("2-11", "4-19")
 @pytest.mark.parametrize(("size", "tokens"), [(2, 16), (2, 11), (4, 19)])
 def test_what_has_a_rule_stays_divided_and_what_has_none_gathers(size: int, tokens: int) -> None:
     expected = dict.fromkeys(DIVIDED, False) | dict.fromkeys(GATHERED, True)

@@ -1,0 +1,132 @@
+"""Memory that ``plan auto`` states of a layout, beside what telemetry measures of its run."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch import Trainer, seed_everything
+
+from boltmesh.advisor.layouts import ConfigLayout, PlannedLayout
+from boltmesh.advisor.machine import Hardware
+from boltmesh.advisor.search import ConfigSearcher
+from boltmesh.configs.classes import build
+from boltmesh.configs.load import load
+from boltmesh.planner.layout import Layout
+from boltmesh.strategies.cost_model.step_time import Machine
+from boltmesh.strategies.registry import build_strategy
+from boltmesh.telemetry.reader.reader import open_job
+from tests.support.ranks import run_ranks
+from tests.support.recording_path import RecordingPath
+from tests.support.turns import in_turn
+
+RANKS = 4
+TEXT = f"data.init_args.path={__file__}"  # any text that is read at once
+LINES = {
+    "ddp": (
+        *("model.init_args.n_layer=4", "model.init_args.n_embd=32"),
+        *("model.init_args.block_size=32", "data.init_args.batch_size=8", TEXT),
+    ),
+    "expert_hf": (
+        *("model.init_args.config.num_hidden_layers=2", "precision=32-true", TEXT),
+        "model.init_args.config.output_router_logits=false",
+        *("model.init_args.config.hidden_size=32", "data.init_args.batch_size=8"),
+    ),
+}
+"""Changes of configs that make their models small."""
+LAYOUTS: dict[str, tuple[str, Layout]] = {
+    "ddp": ("ddp", Layout(data=4)),
+    "zero1": ("ddp", Layout(data=4, zero=1)),
+    "zero2": ("ddp", Layout(data=4, zero=2)),
+    "zero3": ("ddp", Layout(data=4, zero=3)),
+    "shards of two": ("ddp", Layout(data=4, zero=3, shard=2)),
+    "optimizer on the host": ("ddp", Layout(data=4, zero=1, offload="optimizer")),
+    "all on the host": ("ddp", Layout(data=4, zero=3, offload="all")),
+    "pipeline": ("ddp", Layout(pipeline=2, data=2, zero=1)),
+    "tensor": ("ddp", Layout(tensor=2, data=2, zero=1)),
+    "context": ("ddp", Layout(context=2, data=2, zero=3)),
+    "pipeline, tensor": ("ddp", Layout(pipeline=2, tensor=2)),
+    "pipeline, context": ("ddp", Layout(pipeline=2, context=2, zero=1)),
+    "pipeline on the host": ("ddp", Layout(pipeline=2, data=2, zero=1, offload="optimizer")),
+    "recomputed": ("ddp", Layout(tensor=2, data=2, zero=1, recompute="full")),
+    "experts": ("expert_hf", Layout(data=4, expert=2, zero=1)),
+    "experts, pipeline": ("expert_hf", Layout(pipeline=2, data=2, expert=2, zero=1)),
+    "experts, tensor": ("expert_hf", Layout(tensor=2, data=2, expert=2, zero=1)),
+    "experts, context": ("expert_hf", Layout(context=2, data=2, expert=2, zero=1)),
+}
+GROUPS = {
+    "whole models": ("ddp", "zero1", "zero3", "optimizer on the host"),
+    "divided layers": ("pipeline", "tensor", "context"),
+    "more of whole models": ("zero2", "shards of two", "all on the host"),
+    "several axes": (
+        *("pipeline, tensor", "pipeline, context", "pipeline on the host", "recomputed"),
+    ),
+    "experts": ("experts", "experts, pipeline", "experts, tensor", "experts, context"),
+}
+"""Layouts that are run by the same ranks."""
+KINDS = ("parameters", "gradients", "optimizer", "buffers")
+"""Kinds of memory that are kept between two steps."""
+NEAR = 0.05
+"""Share by which memory of a rank may differ."""
+
+
+def planned(config: str, axes: Layout) -> PlannedLayout:
+    """Plan one layout on CPU ranks."""
+    machine = Machine(device_tflops=0.05, memory_gb_s=5.0, host_gib=64.0)
+    hardware = Hardware(machine, RANKS, 1, True, "", "")
+    line = [*LINES[config], f"devices={RANKS}"]
+    searcher = ConfigSearcher(config, line, source=config, hardware=hardware)
+    searcher.search()
+    found = searcher._planned(ConfigLayout(replace(axes, balance=None)))
+    assert found is not None
+    return found
+
+
+def train(rank: int, world_size: int, config: str, name: str, arguments: Any) -> str:
+    """Train some steps of one batch, for gradients are seen at any moment; return the recording."""
+    loaded = load(config, LINES[config])
+    seed_everything(1, verbose=False)
+    strategy = build_strategy(name, **arguments)
+    recording = RecordingPath()
+    trainer = Trainer(
+        accelerator="cpu", devices=world_size, strategy=strategy, max_steps=4, logger=False,
+        callbacks=[recording], enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, limit_val_batches=0,
+    )  # fmt: skip
+    model = build(loaded.model, "model", source=config)
+    trainer.fit(model, build(loaded.data, "data", source=config))
+    return recording.path
+
+
+def shares_off(names: Sequence[str]) -> dict[str, float]:
+    """Return by how much of the measured bytes of a rank the planned ones differ, by layout."""
+    plans = {name: planned(*LAYOUTS[name]) for name in names}
+    runs = [
+        (LAYOUTS[name][0], each.layout.name, dict(each.layout.arguments))
+        for name, each in plans.items()
+    ]
+    found = run_ranks(in_turn, RANKS, train, runs, timeout_s=100)
+    off = {}
+    for path, (name, each) in zip(found[0], plans.items(), strict=True):
+        with open_job(Path(path)) as job:
+            seen = job.snapshot()
+        held = [
+            sum(one.measured_bytes or 0 for one in rank.memory_kinds if one.kind in KINDS)
+            for rank in seen.ranks
+        ]
+        stated = each.memory.between_steps
+        off[name] = (stated.host + stated.device + stated.disk) / max(held) - 1
+    return off
+
+
+@pytest.mark.ranks
+@pytest.mark.slow(30)
+@pytest.mark.sample("whole models", "divided layers")
+@pytest.mark.parametrize("group", GROUPS)
+def test_memory_that_is_planned_is_what_telemetry_measures(group, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("BOLTMESH_RUN_DIR", str(tmp_path / "telemetry"))
+    monkeypatch.setattr("boltmesh.advisor.search.divisions", lambda _: [Layout(data=RANKS)])
+    off = shares_off(GROUPS[group])
+    assert max(map(abs, off.values())) < NEAR, off
