@@ -46,7 +46,7 @@ from boltmesh.strategies.offload.engine import OffloadEngine
 from boltmesh.strategies.offload.stores import OffloadPlan
 from boltmesh.strategies.torch_compat.autograd import after_backward
 from boltmesh.strategies.torch_compat.fsdp import forget_step
-from boltmesh.strategies.torch_compat.fsdp_hooks import end_every_backward, observe_waits
+from boltmesh.strategies.torch_compat.fsdp_hooks import observe_waits
 from boltmesh.strategies.torch_compat.optimizers import agree_on_overflow
 from boltmesh.strategies.whole_steps import ShardExchange, WholeSteps, add_whole_steps
 from boltmesh.telemetry.snapshot import MemoryKind
@@ -55,9 +55,6 @@ from boltmesh.telemetry.writer.memory import StoredBytes
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
-
-
-Held = Mapping[str, Sequence[Tensor | StoredBytes]]
 
 
 def open_engine(
@@ -85,16 +82,6 @@ def open_engine(
     names = ["", *(name for name in model.units if name)]
     engine.attach(model.module, {name: model.units[name] for name in names})
     return engine
-
-
-def with_stored(held: Held, engine: OffloadEngine | None) -> Held:
-    """Add what the engine holds to what tensors show."""
-    if engine is None:
-        return held
-    total = {kind: list(tensors) for kind, tensors in held.items()}
-    for kind, stored in engine.stored().items():
-        total.setdefault(kind, []).extend(stored)
-    return total
 
 
 class ZeroAxis(DataAxis):
@@ -156,9 +143,8 @@ class ZeroAxis(DataAxis):
         if self.sharded is None or self.sharded.module is not module:
             self.sharded = shard_model(module, self.options, context)
             self.sharded.root.register_forward_pre_hook(self._before_forward, prepend=True)
+            self.sharded.root.register_forward_hook(self._after_forward)
             self._guard = self._build_guard(context)
-            if not module.automatic_optimization:
-                end_every_backward(self.sharded.root_unit)
             if self.options.stage < 3:  # stage 3 gathers little at a time
                 self._stale = EarlyZeroGrad(self.sharded.root, self.sharded.units)
         else:
@@ -227,6 +213,10 @@ class ZeroAxis(DataAxis):
                 self._stale.begin()
         if root.training and torch.is_grad_enabled() and self._is_synchronised:
             self._model.buffers.send()
+
+    def _after_forward(self, *_: object) -> None:
+        if not (self._model.module.automatic_optimization and torch.is_grad_enabled()):
+            self._model.put_back()  # else when the backward pass has ended
 
     def _refuse_lost(self) -> None:
         if self._lost is not None:
@@ -515,7 +505,11 @@ class ZeroAxis(DataAxis):
     ) -> Mapping[str, Sequence[Tensor | StoredBytes]] | None:
         if self.sharded is None:
             return None
-        return with_stored(held_tensors(self.sharded, optimizers), self._offload)
+        held = held_tensors(self.sharded, optimizers)
+        if self._offload is not None:
+            for kind, stored in self._offload.stored().items():
+                held.setdefault(kind, []).extend(stored)
+        return held
 
 
 def _nothing() -> None:

@@ -33,6 +33,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.nn import Parameter
 from typing_extensions import override
 
+from boltmesh.errors import UnsupportedError
 from boltmesh.strategies.torch_compat.autograd import (
     after_gradient,
     backward_number,
@@ -77,6 +78,8 @@ class InstrumentedParamGroup(FSDPParamGroup):
     phases: Phases
     has_gathered = False
     """Whether the unsharded parameters exist, maybe without memory."""
+    is_reducing = False
+    """Whether gradients of the unsharded parameters are being taken to the shards."""
     _is_reached = False
     """Whether the backward pass has come to the unit, which is no prefetch then."""
     _is_needed_again = False
@@ -113,6 +116,13 @@ class InstrumentedParamGroup(FSDPParamGroup):
 
     @override
     def post_backward(self, *unused: Any) -> None:
+        self.is_reducing = True
+        try:
+            self._post_backward(*unused)
+        finally:
+            self.is_reducing = False
+
+    def _post_backward(self, *unused: Any) -> None:
         if any(keeps() for keeps in self.phases.keep_gathered):
             self._training_state = TrainingState.POST_BACKWARD
             self._is_needed_again = torch.is_grad_enabled()
@@ -136,9 +146,33 @@ class InstrumentedParamGroup(FSDPParamGroup):
             super().reshard()
 
     @override
+    def _to_unsharded(self) -> None:
+        if not self.is_unsharded:
+            self._refuse_others("sharded_param")
+        super()._to_unsharded()  # type: ignore[no-untyped-call]
+
+    def _refuse_others(self, own: str) -> None:
+        """Refuse parameters that were put in the places of those of the unit, and would be lost.
+
+        Raises:
+            UnsupportedError: Naming one.
+        """
+        for param in self.fsdp_params:
+            place = param._module_info
+            if place.module._parameters.get(place.param_name) is not getattr(param, own):
+                name = (param._param_fqn or place.param_name).removeprefix("module.")
+                raise UnsupportedError(
+                    f"{name!r} was replaced by another tensor in a step, by an assignment or by "
+                    f"torch.func.functional_call, and ZeRO gathers and frees the parameter that it "
+                    f"has sharded. Write to it in place, or use bolt_ddp or bolt_tensor."
+                )
+
+    @override
     def _to_sharded(self) -> None:
         if self.is_sharded:
             return
+        if self.is_unsharded:
+            self._refuse_others("_unsharded_param")
         _run(self.phases.before_reshard)
         super()._to_sharded()  # type: ignore[no-untyped-call]
         _run(self.phases.after_reshard)
