@@ -52,7 +52,11 @@ from boltmesh.strategies.offload.state import Staging
 from boltmesh.strategies.parameter_access import register_units
 from boltmesh.strategies.tiling.apply import TiledWeight, apply_tiling
 from boltmesh.strategies.torch_compat.fsdp import StepUnits, is_gathered, prepare_class
-from boltmesh.strategies.torch_compat.fsdp_hooks import instrument, keep_for_derivatives
+from boltmesh.strategies.torch_compat.fsdp_hooks import (
+    end_every_backward,
+    instrument,
+    keep_for_derivatives,
+)
 from boltmesh.strategies.torch_compat.gathered_writes import GatheredWrites
 from boltmesh.strategies.torch_compat.tensors import write_through_data
 
@@ -370,6 +374,8 @@ def shard_model(
     park_unit(parking, module, root, in_tiles, context)
     sharded = as_units([*units.items(), ("", root)])
     register_units(sharded.values())
+    if not module.automatic_optimization:
+        end_every_backward(sharded[""])
     keep_for_derivatives(
         list(reversed(sharded.values())),  # the root, which nearly every loss goes through, first
         lambda: [

@@ -17,9 +17,7 @@
   tensor. What is sent follows from the model alone, so it is the same on every rank.
 - ``EarlyZeroGrad``: the Trainer zeroes gradients between forward and backward pass, so during the
   forward pass the old ones are in memory beside all gathered parameters, where no formula of ZeRO
-  has any. Those of a block are dropped when its forward begins: from there on the block's
-  attributes are the gathered parameters, which have no gradients yet, so the module shows no
-  difference.
+  has any. Those of a block are dropped when its forward begins.
 """
 
 from abc import ABC, abstractmethod

@@ -57,9 +57,6 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
 
-Held = Mapping[str, Sequence[Tensor | StoredBytes]]
-
-
 def open_engine(
     model: ShardedModel,
     options: ZeroOptions,
@@ -85,16 +82,6 @@ def open_engine(
     names = ["", *(name for name in model.units if name)]
     engine.attach(model.module, {name: model.units[name] for name in names})
     return engine
-
-
-def with_stored(held: Held, engine: OffloadEngine | None) -> Held:
-    """Add what the engine holds to what tensors show."""
-    if engine is None:
-        return held
-    total = {kind: list(tensors) for kind, tensors in held.items()}
-    for kind, stored in engine.stored().items():
-        total.setdefault(kind, []).extend(stored)
-    return total
 
 
 class ZeroAxis(DataAxis):
@@ -156,6 +143,7 @@ class ZeroAxis(DataAxis):
         if self.sharded is None or self.sharded.module is not module:
             self.sharded = shard_model(module, self.options, context)
             self.sharded.root.register_forward_pre_hook(self._before_forward, prepend=True)
+            self.sharded.root.register_forward_hook(self._after_forward)
             self._guard = self._build_guard(context)
             if self.options.stage < 3:  # stage 3 gathers little at a time
                 self._stale = EarlyZeroGrad(self.sharded.root, self.sharded.units)
@@ -225,6 +213,10 @@ class ZeroAxis(DataAxis):
                 self._stale.begin()
         if root.training and torch.is_grad_enabled() and self._is_synchronised:
             self._model.buffers.send()
+
+    def _after_forward(self, *_: object) -> None:
+        if not (self._model.module.automatic_optimization and torch.is_grad_enabled()):
+            self._model.put_back()  # else when the backward pass has ended
 
     def _refuse_lost(self) -> None:
         if self._lost is not None:
@@ -513,7 +505,11 @@ class ZeroAxis(DataAxis):
     ) -> Mapping[str, Sequence[Tensor | StoredBytes]] | None:
         if self.sharded is None:
             return None
-        return with_stored(held_tensors(self.sharded, optimizers), self._offload)
+        held = held_tensors(self.sharded, optimizers)
+        if self._offload is not None:
+            for kind, stored in self._offload.stored().items():
+                held.setdefault(kind, []).extend(stored)
+        return held
 
 
 def _nothing() -> None:

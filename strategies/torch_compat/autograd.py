@@ -48,6 +48,20 @@ def share_gradient_hooks(of: Tensor, to: Tensor) -> None:
     to._backward_hooks = ours
 
 
+_GRAD: Any = Tensor.grad  # torch declares its descriptor as a plain attribute
+
+
+def own_gradient(tensor: Tensor) -> Tensor | None:
+    """Return the gradient that backward passes have added up in a tensor, whatever its class."""
+    gradient: Tensor | None = _GRAD.__get__(tensor)
+    return gradient
+
+
+def set_own_gradient(tensor: Tensor, value: Tensor | None) -> None:
+    """Set the gradient that backward passes add to, whatever the class of the tensor."""
+    _GRAD.__set__(tensor, value)
+
+
 def after_gradient(parameter: Parameter, hook: Callable[[Parameter], None]) -> RemovableHandle:
     """Call ``hook`` when the gradient of a parameter is complete; torch has no types for it."""
     handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]

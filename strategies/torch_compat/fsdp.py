@@ -12,6 +12,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.nn import Module, Parameter
 
 from boltmesh.errors import UnsupportedError
+from boltmesh.strategies.torch_compat.autograd import own_gradient, set_own_gradient
 
 
 def prepare_class(kind: type[Module]) -> None:
@@ -90,7 +91,8 @@ def unit_parameters(unit: FSDPModule) -> list[tuple[Parameter, Parameter | None]
 def unsharded_gradients(unit: FSDPModule) -> list[Tensor]:
     """Return the gradients of a unit that no rank has reduced yet."""
     found = [getattr(param, "unsharded_accumulated_grad", None) for param in _params(unit)]
-    found += [getattr(unsharded_parameter(param), "grad", None) for param in _params(unit)]
+    unsharded = [unsharded_parameter(param) for param in _params(unit)]
+    found += [own_gradient(each) for each in unsharded if each is not None]
     return [gradient for gradient in found if gradient is not None]
 
 
@@ -123,7 +125,7 @@ def forget_step(root: FSDPModule) -> None:
             for param in group.fsdp_params:
                 param.unsharded_accumulated_grad = None
                 if (unsharded := unsharded_parameter(param)) is not None:
-                    unsharded.grad = None
+                    set_own_gradient(unsharded, None)
         if not has_remedy:
             unit_state._training_state = TrainingState.IDLE
 

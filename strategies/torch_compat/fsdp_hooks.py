@@ -30,11 +30,15 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
 )
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.nn import Parameter
 from typing_extensions import override
 
+from boltmesh.errors import UnsupportedError
 from boltmesh.strategies.torch_compat.autograd import (
+    after_gradient,
     backward_number,
     goes_to_the_end,
+    has_accumulation_hooks,
     is_given_gradient,
     share_gradient_hooks,
 )
@@ -74,6 +78,8 @@ class InstrumentedParamGroup(FSDPParamGroup):
     phases: Phases
     has_gathered = False
     """Whether the unsharded parameters exist, maybe without memory."""
+    is_reducing = False
+    """Whether gradients of the unsharded parameters are being taken to the shards."""
     _is_reached = False
     """Whether the backward pass has come to the unit, which is no prefetch then."""
     _is_needed_again = False
@@ -110,6 +116,13 @@ class InstrumentedParamGroup(FSDPParamGroup):
 
     @override
     def post_backward(self, *unused: Any) -> None:
+        self.is_reducing = True
+        try:
+            self._post_backward(*unused)
+        finally:
+            self.is_reducing = False
+
+    def _post_backward(self, *unused: Any) -> None:
         if any(keeps() for keeps in self.phases.keep_gathered):
             self._training_state = TrainingState.POST_BACKWARD
             self._is_needed_again = torch.is_grad_enabled()
@@ -133,9 +146,33 @@ class InstrumentedParamGroup(FSDPParamGroup):
             super().reshard()
 
     @override
+    def _to_unsharded(self) -> None:
+        if not self.is_unsharded:
+            self._refuse_others("sharded_param")
+        super()._to_unsharded()  # type: ignore[no-untyped-call]
+
+    def _refuse_others(self, own: str) -> None:
+        """Refuse parameters that were put in the places of those of the unit, and would be lost.
+
+        Raises:
+            UnsupportedError: Naming one.
+        """
+        for param in self.fsdp_params:
+            place = param._module_info
+            if place.module._parameters.get(place.param_name) is not getattr(param, own):
+                name = (param._param_fqn or place.param_name).removeprefix("module.")
+                raise UnsupportedError(
+                    f"{name!r} was replaced by another tensor in a step, by an assignment or by "
+                    f"torch.func.functional_call, and ZeRO gathers and frees the parameter that it "
+                    f"has sharded. Write to it in place, or use bolt_ddp or bolt_tensor."
+                )
+
+    @override
     def _to_sharded(self) -> None:
         if self.is_sharded:
             return
+        if self.is_unsharded:
+            self._refuse_others("_unsharded_param")
         _run(self.phases.before_reshard)
         super()._to_sharded()  # type: ignore[no-untyped-call]
         _run(self.phases.after_reshard)
@@ -202,6 +239,33 @@ def _share_hooks(group: InstrumentedParamGroup) -> None:
             vars(unsharded).update(vars(shard))
         share_gradient_hooks(shard, unsharded)
     group.has_gathered = True
+
+
+def end_every_backward(root: FSDPModule) -> None:
+    """Reduce the root's gradients of a backward pass that goes through no other unit.
+
+    FSDP2 learns of a backward pass where it reaches an output of a unit. Under manual optimisation
+    the root has none yet, and a loss may be of its own parameters alone, as of a temperature.
+
+    Args:
+        root: The unit that holds the others.
+    """
+    for group in instrument(root):
+        group.phases.after_gather.append(partial(_watch_gradients, root, group))
+
+
+def _watch_gradients(root: FSDPModule, group: InstrumentedParamGroup) -> None:
+    state: Any = root._get_fsdp_state()
+
+    def end(_: Parameter) -> None:
+        state._register_root_post_backward_final_callback()
+
+    for param in group.fsdp_params:
+        unsharded: Any = param._unsharded_param
+        if not has_accumulation_hooks(unsharded):
+            is_trained = unsharded.requires_grad
+            after_gradient(unsharded.requires_grad_(), end)
+            unsharded.requires_grad_(is_trained)
 
 
 def intercept_collectives(

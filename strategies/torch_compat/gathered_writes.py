@@ -15,6 +15,9 @@ A write to the shards between a gather and the reshard is known by the version c
 
 Where units stay gathered (stages 1 and 2), a step may compute with ``.data`` of a unit that has run
 and of a frozen one that has not (MoCo): the latter is gathered too when its ``.data`` is read.
+
+What stays gathered beyond a backward pass, as the root under manual optimisation, or is gathered
+before gradients are zeroed, has the ``.grad`` of its shard: the one that the optimizer is given.
 """
 
 from collections.abc import Callable, Iterable
@@ -24,8 +27,15 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
+from boltmesh.errors import UnsupportedError
+from boltmesh.strategies.torch_compat.autograd import (
+    is_in_backward,
+    own_gradient,
+    set_own_gradient,
+)
 from boltmesh.strategies.torch_compat.fsdp_hooks import InstrumentedParamGroup, instrument
 from boltmesh.strategies.torch_compat.tensors import (
     is_equal,
@@ -35,13 +45,18 @@ from boltmesh.strategies.torch_compat.tensors import (
     times_data_was_used,
 )
 
-_DATA: Any = Parameter.data  # torch declares its descriptor as a plain attribute
+_DATA: Any = Parameter.data  # torch declares its descriptors as plain attributes
 
 
 class GatheredParameter(Parameter):
-    """An unsharded parameter that notes whether its ``.data`` was read or set."""
+    """An unsharded parameter that notes whether its ``.data`` was read or set.
+
+    Outside of backward passes its ``.grad`` is that of its shard.
+    """
 
     was_data_used = False
+    origin: tuple[InstrumentedParamGroup, Any] | None = None
+    """The group and its ``FSDPParam``; None where no unit gathered it."""
 
     def _read_data(self) -> Tensor:
         """The values, without autograd."""
@@ -54,6 +69,34 @@ class GatheredParameter(Parameter):
         _DATA.__set__(self, value)
 
     data = property(_read_data, _write_data)
+
+    def _read_grad(self) -> Tensor | None:
+        """The gradient, without which an optimizer leaves the parameter out."""
+        own = own_gradient(self)
+        shard = self._shard() if own is None else None
+        return own if shard is None else shard.grad
+
+    def _write_grad(self, value: Tensor | None) -> None:
+        shard = self._shard()
+        if shard is None or value is None:
+            set_own_gradient(self, value)
+        if shard is not None:
+            if value is not None and not isinstance(value, DTensor):
+                raise UnsupportedError(
+                    "A gradient of this rank alone was put into .grad of a parameter, and under "
+                    "ZeRO the optimizer is given a shard of the average over all ranks. Make it by "
+                    "self.manual_backward, change .grad in place, or use bolt_tensor."
+                )
+            shard.grad = value
+
+    def _shard(self) -> Parameter | None:
+        """The shard whose gradient this one's is now."""
+        if self.origin is None or is_in_backward() or self.origin[0].is_reducing:
+            return None
+        shard: Parameter = self.origin[1].sharded_param
+        return shard
+
+    grad = property(_read_grad, _write_grad)
 
 
 class GatheredWrites:
@@ -126,7 +169,7 @@ class GatheredWrites:
             shard_versions = [self._versions[param][0] for param in gathered]
             self._write_back(group)
             for param, shard_version in zip(gathered, shard_versions, strict=True):
-                self._note(param, shard_version)
+                self._note(group, param, shard_version)
         self._raise_refused()
 
     def stale(self) -> dict[str, FSDPModule]:
@@ -149,12 +192,13 @@ class GatheredWrites:
 
     def _after_gather(self, group: InstrumentedParamGroup) -> None:
         for param in group.fsdp_params:
-            self._note(param, param.sharded_param._version)
+            self._note(group, param, param.sharded_param._version)
 
-    def _note(self, param: Any, shard_version: int) -> None:
+    def _note(self, group: InstrumentedParamGroup, param: Any, shard_version: int) -> None:
         unsharded = param._unsharded_param
         if type(unsharded) is Parameter:
             unsharded.__class__ = GatheredParameter
+            vars(unsharded)["origin"] = group, param
         vars(unsharded).pop("was_data_used", None)
         self._versions[param] = shard_version, _version(unsharded)
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from lightning.pytorch import Trainer, seed_everything
 
-from boltmesh.strategies import ZeROStrategy
+from boltmesh.errors import UnsupportedError
+from boltmesh.strategies import ZeROStrategy, gathered_parameters
 from tests.support.ranks import run_ranks
 from tests.support.sharded import whole
 from tests.support.stack import Stack, token_data
@@ -38,9 +39,62 @@ class Raw(Stack):
             self.losses += [before.item(), after.item()]
 
 
-def fit(rank: int, world_size: int, stage: int, offload: Any) -> Any:
+class Temperature(Raw):
+    """A loss of the module's own parameter alone, as of the temperature of soft actor-critic."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log_alpha = torch.nn.Parameter(torch.zeros(1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        trained, of_alpha = self.optimizers()  # type: ignore[attr-defined]
+        loss = self.loss(batch) * self.log_alpha.exp().detach()
+        entropy = -(self.log_alpha * (loss.detach() + 2)).mean()
+        for optimizer, each in ((trained, loss), (of_alpha, entropy)):
+            optimizer.zero_grad()
+            self.manual_backward(each)
+            optimizer.step()
+        self.losses += [loss.item(), entropy.item()] * 2
+
+    def configure_optimizers(self) -> Any:
+        others = [each for each in self.parameters() if each is not self.log_alpha]
+        return torch.optim.SGD(others, 0.1), torch.optim.SGD([self.log_alpha], 0.1)
+
+
+class Scalar(Temperature):
+    """The same of a parameter without dimensions, read in a hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log_alpha = torch.nn.Parameter(torch.tensor(0.0))
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        with gathered_parameters(self) as whole:
+            self.losses[-1] = whole["log_alpha"].item()
+
+
+class ReadsGradients(Raw):
+    """Zeroes, adds and scales gradients through the module."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        loss = self.loss(batch)
+        self.zero_grad()
+        self.manual_backward(loss, retain_graph=True)
+        first = [each.grad.clone() for each in self.parameters() if each.grad is not None]
+        self.zero_grad()
+        self.manual_backward(2 * loss)
+        trained = [each for each in self.parameters() if each.grad is not None]
+        for each, before in zip(trained, first, strict=True):
+            assert each.grad is not None
+            each.grad = each.grad + before
+            each.grad.mul_(0.3)
+        self.optimizers(use_pl_optimizer=False).step()
+        self.losses += [loss.item(), len(first)] * 2
+
+
+def fit(rank: int, world_size: int, kind: type[Raw], stage: int, offload: Any) -> Any:
     seed_everything(1)
-    module = Raw()
+    module = kind()
     strategy: Any = "auto"
     if stage:
         strategy = ZeROStrategy(stage=stage, telemetry=False, offload_optimizer=offload)
@@ -53,11 +107,36 @@ def fit(rank: int, world_size: int, stage: int, offload: Any) -> Any:
     return module.losses, {name: whole(each) for name, each in module.named_parameters()}
 
 
-def test_a_raw_step_is_seen_by_the_forward_pass_that_follows_it() -> None:
-    ((losses, expected),) = run_ranks(fit, 1, 0, None)
+class Replaces(Raw):
+    """Computes with other tensors in the places of a block's parameters."""
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        block = self.blocks[1]
+        instead = {name: torch.zeros(each.shape) for name, each in block.named_parameters()}
+        hidden = torch.func.functional_call(block, instead, (self.embedding(batch[0]),))
+        return self.head(hidden).square().mean()
+
+
+def refusal(rank: int, world_size: int, stage: int) -> str:
+    with pytest.raises(UnsupportedError) as caught:
+        fit(rank, world_size, Replaces, stage, None)
+    return str(caught.value)
+
+
+def test_parameters_in_the_places_of_sharded_ones_are_refused() -> None:
+    for texts in run_ranks(in_turn, 2, refusal, [(1,), (3,)]):
+        for text in texts:
+            assert text.startswith("'blocks.1.norm.weight' was replaced by another tensor")
+
+
+@pytest.mark.parametrize("kind", [Raw, Temperature, Scalar, ReadsGradients])
+def test_a_step_is_seen_by_what_follows_it(kind: type[Raw]) -> None:
+    ((losses, expected),) = run_ranks(fit, 1, kind, 0, None)
     assert len(losses) == 12
-    assert len(set(losses)) > 6, "a step changes something"
-    calls = [(1, None), (2, None), (3, None), (3, "cpu")]
+    assert len(set(losses)) > 3, "a step changes something"
+    calls: list[tuple[Any, ...]] = [(kind, 1, None), (kind, 2, None), (kind, 3, None)]
+    if kind is not Scalar:  # which is not offloaded
+        calls.append((kind, 3, "cpu"))
     for runs in run_ranks(in_turn, 2, fit, calls):
         for seen, found in runs:
             assert seen == pytest.approx(losses, rel=1e-5)

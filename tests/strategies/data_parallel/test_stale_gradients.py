@@ -85,9 +85,10 @@ OF_BLOCKS = len(list(Stack().blocks.parameters()))
 def test_only_the_first_forward_pass_of_a_step_frees_gradients() -> None:
     calls = [(Looks, 1, 1, False), (Looks, 2, 2, False), (Looks, 3, 1, False)]
     for once, twice, freed in run_ranks(in_turn, 2, fit, calls):
-        # What the module shows before the forward pass is there still, what it hides is not.
+        # What the module shows before the first forward pass of a step is not there behind it.
         assert once == [(0, 0), (OF_BLOCKS, 0)]
-        assert twice == [(0, 0), (0, NUM_PARAMETERS), (OF_BLOCKS, 0), (0, NUM_PARAMETERS)]
+        seen = OF_BLOCKS, NUM_PARAMETERS
+        assert twice == [(0, 0), seen, (OF_BLOCKS, 0), seen]
         assert freed[1] == (OF_BLOCKS, NUM_PARAMETERS)
 
 
