@@ -4,7 +4,7 @@ The rings of a job forget; the state remembers each metric for as long as somebo
 so that its size stays bounded however long that is.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import msgspec
 
@@ -32,8 +32,7 @@ class State(msgspec.Struct, frozen=True):
     devices: tuple[DeviceReading, ...]
     series: Mapping[str, Series]
     trends: Mapping[str, Series] = {}
-    """The same of what the job costs: ``step_s``, ``tokens_per_s`` and ``memory_bytes`` as it has
-    recorded them, utilisation, power and temperature since it is watched."""
+    """The same of what the job costs, as ``JobSnapshot.trends`` names it."""
     standing: frozenset[str] = frozenset()
     """Kinds of the findings at the look before."""
     other: "State | None" = None
@@ -57,7 +56,7 @@ def fold(state: State | None, seen: Observation) -> State:
         job=seen.job,
         devices=seen.devices,
         series=_extend(known, seen.job.history),
-        trends=_extend(trends, (*seen.job.trends, *_device_points(seen))),
+        trends=_extend(trends, seen.job.trends),
         standing=standing,
     )
 
@@ -88,29 +87,6 @@ def _extend(known: Mapping[str, Series], history: tuple[MetricPoint, ...]) -> Ma
             )
         )
     return extended
-
-
-def _device_points(seen: Observation) -> list[MetricPoint]:
-    """Return means of utilisation and power and the highest temperature of the job's devices."""
-    if seen.job.state != "running":
-        return []
-    gpus = [device for device in seen.devices if device.kind == "gpu"]
-    shown = gpus or [device for device in seen.devices if device.kind == "process"]
-    found = {
-        "utilisation_percent": _mean(device.utilization_percent for device in shown),
-        "power_watts": _mean(device.power_watts for device in gpus),
-        "temperature_celsius": max(
-            (gpu.temperature_celsius for gpu in gpus if gpu.temperature_celsius is not None),
-            default=None,
-        ),
-    }
-    step = seen.job.global_step
-    return [MetricPoint(name, step, value) for name, value in found.items() if value is not None]
-
-
-def _mean(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
 
 
 def _thin(series: Series) -> Series:

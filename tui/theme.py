@@ -14,7 +14,7 @@ import msgspec
 from rich.style import Style
 from textual.theme import BUILTIN_THEMES, Theme
 
-from boltmesh.tui.render.line import Role
+from boltmesh.tui.render.line import SELECTED, Role
 
 
 class Palette(msgspec.Struct, frozen=True):
@@ -30,9 +30,14 @@ class Palette(msgspec.Struct, frozen=True):
 
 
 def _palette(theme: Theme, styles: dict[Role, str]) -> Palette:
-    return Palette(
-        theme, MappingProxyType({role: Style.parse(text) for role, text in styles.items()})
-    )
+    parsed = {role: Style.parse(text) for role, text in styles.items()}
+    for role, selected in SELECTED.items():
+        parsed[selected] = (
+            parsed[role]
+            + Style.parse(styles["selected"]).without_color
+            + Style(bgcolor=Style.parse(styles["selected"]).bgcolor)
+        )
+    return Palette(theme, MappingProxyType(parsed))
 
 
 NIGHT: Final = _palette(

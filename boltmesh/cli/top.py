@@ -72,8 +72,8 @@ def top(
 ) -> int:
     """Watch a running job, or look back at one that has ended.
 
-    JOB is an id, the beginning of one, or the folder of a job; without it the running one.
-    With --demo it is what happens to the made-up job.
+    JOB is a name, an id, the beginning of either, or the folder of a job; without it the
+    running one. With --demo it is what happens to the made-up job.
     With OTHER the two are compared; each may be a recording.
     """
     from boltmesh.tui.commands.top import top as show

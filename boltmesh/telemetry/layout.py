@@ -171,7 +171,8 @@ class Section(NamedTuple):
 
 TREND: Final = "boltmesh/trend/"
 """Begins the names of series that the recorder itself adds: seconds of a step, tokens a second,
-bytes of memory, bytes a second, the wall clock. They are no metrics of the user's."""
+bytes of memory, bytes a second, the load of its device, the wall clock. They are no metrics of the
+user's."""
 
 POINTS_PER_SERIES: Final = 512
 """One slot for the newest value, the others for the thinned series."""

@@ -3,11 +3,14 @@
 from contextlib import contextmanager
 from types import SimpleNamespace
 
+import pynvml
 import pytest
 import torch
 
 from boltmesh.telemetry.snapshot import PHASES
-from boltmesh.telemetry.writer.device import MAX_WAITS, CudaTimeline, uuid
+from boltmesh.telemetry.writer import device as devices
+from boltmesh.telemetry.writer.device import MAX_WAITS, CudaTimeline, DeviceLoad, uuid
+from tests.tui.fake_nvml import FakeNvml
 
 DATA, FORWARD, BACKWARD, COMMUNICATION, OPTIMIZER = map(
     PHASES.index, ("data", "forward", "backward", "communication", "optimizer")
@@ -117,3 +120,44 @@ def test_a_slice_of_a_gpu_has_the_name_that_nvml_gives_it(name, expected, monkey
     properties = SimpleNamespace(name=name, uuid="8f3c")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     assert uuid(torch.device("cuda", 0)) == expected
+
+
+@pytest.fixture
+def passed(monkeypatch):
+    """Adds seconds to the clocks of the wall and of the process."""
+    now = {"monotonic": 50.0, "process_time": 7.0}
+
+    def add(wall_s, cpu_s):
+        now["monotonic"] += wall_s
+        now["process_time"] += cpu_s
+
+    clocks = {name: lambda name=name: now[name] for name in now}
+    monkeypatch.setattr(devices, "time", SimpleNamespace(**clocks))
+    return add
+
+
+def test_the_load_of_a_process_is_its_cpu_time_at_most_once_a_second(passed):
+    load = DeviceLoad(None)
+    assert load.read() == {}
+    passed(2.0, 3.0)
+    assert load.read() == {"utilisation_percent": pytest.approx(150)}
+    passed(0.5, 0.5)
+    assert load.read() == {}
+    passed(0.5, 0.0)
+    assert load.read() == {"utilisation_percent": pytest.approx(50)}
+
+
+@pytest.mark.parametrize("unsupported", [(), ("nvmlDeviceGetPowerUsage",), ("nvmlInit",)])
+def test_the_load_of_a_gpu_is_what_its_driver_tells(monkeypatch, passed, unsupported):
+    nvml = FakeNvml(*unsupported)
+    for name in ("DeviceGetUtilizationRates", "DeviceGetPowerUsage", "DeviceGetTemperature"):
+        monkeypatch.setattr(pynvml, f"nvml{name}", getattr(nvml, f"nvml{name}"))
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByUUID", nvml.nvmlDeviceGetHandleByUUID)
+    if "nvmlInit" not in unsupported:  # the driver's own says that there is none here
+        monkeypatch.setattr(pynvml, "nvmlInit", nvml.nvmlInit)
+    load = DeviceLoad("GPU-a")
+    passed(1.0, 1.0)
+    told = {"utilisation_percent": 97.0, "power_watts": 650.5, "temperature_celsius": 61.0}
+    if unsupported:
+        del told["power_watts"]
+    assert load.read() == ({} if "nvmlInit" in unsupported else told)

@@ -134,7 +134,7 @@ def test_the_selected_row_is_marked(drawing: str) -> None:
     seen = state(msgspec.structs.replace(mesh_job(CUBE), events=(Event(NOW, 0, "start", "x"),)))
     lines = TABLES[drawing](seen, 120, 30, LOOKS[0], table=TableView(selected=0))
     roles = [{span.role for span in line.spans} for line in lines]
-    assert roles.count({"selected"}) == 1
+    assert sum("selected" in found for found in roles) == 1
     plain = TABLES[drawing](seen, 120, 30, LOOKS[0])
     assert all("selected" not in {span.role for span in line.spans} for line in plain)
 

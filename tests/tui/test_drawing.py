@@ -201,7 +201,7 @@ def test_labels_of_an_axis_differ(low: float, high: float, newest: str) -> None:
 
 def _plot(*values: float, width: int = 20, height: int = 4, glyphs: Glyphs = UNICODE) -> list[str]:
     series = Series(tuple(range(1, len(values) + 1)), values)
-    return [line.plain for line in plot_series(series, width, height, Style(glyphs))]
+    return [line.plain for line in plot_series(series, width, height, Style(glyphs)).lines]
 
 
 def test_a_falling_curve_falls() -> None:

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from boltmesh.telemetry.snapshot import Event, MetricPoint
+from boltmesh.tui import units
 from boltmesh.tui.commands.export import write_report
 from boltmesh.tui.export.html import html_page
+from boltmesh.tui.metrics.figures import figures
 from boltmesh.tui.sources.live import Observation
 from boltmesh.tui.state import fold
 from tests.tui.samples import NOW, crashed_demo, demo, job, rank
@@ -64,13 +66,14 @@ def test_a_page_is_whole_and_loads_nothing(seen: Observation) -> None:
 
 
 def test_a_page_has_what_the_screens_have() -> None:
-    text = html_page(fold(None, demo()))
+    state = fold(None, demo())
+    text, bubble = html_page(state), units.share(figures(state).bubble_ratio.value)
     for title in (
         "Headline figures", "Charts", "Time of a step", "Ranks", "Memory", "Communication",
         "Config", "Events", "Output",
     ):  # fmt: skip
         assert f"<h2>{title}" in text
-    for words in ("12.8%", "bubble_ratio", "val_loss", "<polyline", "9.87 GB", "as expected"):
+    for words in (bubble, "bubble_ratio", "val_loss", "<polyline", "9.87 GB", "as expected"):
         assert words in text
     crashed = html_page(fold(None, crashed_demo()))
     assert '<span class="state bad">crashed</span>' in crashed

@@ -142,7 +142,7 @@ def test_what_is_not_known_is_said_with_its_reason() -> None:
         in text
     )
     assert "optimizer (disk), measured: not known: no rank measures it" in text
-    assert "predicted, 3 of 5 kinds 8.00 GiB" in text
+    assert "predicted 8.00 GiB without activations, cache" in text
 
 
 def test_a_rank_that_does_not_split_its_memory_shows_it_whole() -> None:

@@ -86,7 +86,7 @@ def test_it_sorts_by_every_column(column: str) -> None:
 
 def test_it_is_filtered_by_words_and_columns() -> None:
     shown = state(planned())
-    names = [row.pattern for row in shown_plan(shown, TableView(filter="style=whole"))]
+    names = [row.pattern for row in shown_plan(shown, TableView(filter="style=replicated"))]
     assert names == ["norm.weight"]
     assert "nothing fits the filter" in "\n".join(drawn(planned(), filter="nothing like it"))
 
@@ -140,7 +140,7 @@ async def test_rows_are_chosen_sorted_and_filtered_by_keys() -> None:
     async with open_app(demo(), size=(120, 40)) as pilot:
         await pilot.press("9", "j", "j")
         assert "because:" in screen_text(pilot.app)
-        await pilot.press("s", "slash", *"vocabulary", "enter")
+        await pilot.press("s", "slash", *"vocab-parallel", "enter")
         text = screen_text(pilot.app)
         assert "parameter ↑" in text
         assert "tokens.weight" in text

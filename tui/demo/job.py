@@ -25,6 +25,7 @@ from boltmesh.tui.demo.model import (
     activation_bytes,
     device_readings,
     flops_per_batch,
+    gpu_load,
     memory,
     memory_kinds,
     offload,
@@ -58,22 +59,26 @@ def loss(step: int) -> float:
 
 
 def _trends(
-    setup: Setup, timeline: Timeline, step: int, *, memory_bytes: int, moment: float
+    setup: Setup, timeline: Timeline, step: int, *, memory_bytes: int, started: float
 ) -> tuple[MetricPoint, ...]:
-    """Return what ranks record over the run, 250 points of each; ``moment`` is the last step's."""
-    seconds = timeline.period_s
+    """Return what ranks record over the run, 250 points of each: means of 8 steps."""
     sent = sum(item.payload_bytes for item in moved(setup, 0))
-    every = max(1, step // 250)
+    every = max(8, step // 250)
     points = []
     for at in range(every, step + 1, every):
+        seconds = (timeline.end(at) - timeline.end(at - 8)) / 8
         share = 1 + 0.01 * normal(9, at)
+        load = gpu_load(setup, 0, int(timeline.end(at)))
         points += [
-            MetricPoint("step_s", at, seconds * share),
-            MetricPoint("tokens_per_s", at, setup.data * setup.tokens_per_step / seconds / share),
+            MetricPoint("step_s", at, seconds),
+            MetricPoint("tokens_per_s", at, setup.data * setup.tokens_per_step / seconds),
             MetricPoint("memory_bytes", at, memory_bytes * min(1.0, 0.9 + at / 2000)),
-            MetricPoint("bytes_per_s", at, sent / seconds / share),
+            MetricPoint("bytes_per_s", at, sent / seconds),
             MetricPoint("bubble_ratio", at, timeline.bubble_ratio * share),
-            MetricPoint("wall_s", at, moment - (step - at) * seconds),
+            MetricPoint("utilisation_percent", at, load.percent),
+            MetricPoint("power_watts", at, load.watts),
+            MetricPoint("temperature_celsius", at, load.celsius),
+            MetricPoint("wall_s", at, started + timeline.end(at)),
         ]
     return tuple(point for point in points if point.value > 1e-6)
 
@@ -322,7 +327,7 @@ class SimulatedJob:
                 self._timeline,
                 step,
                 memory_bytes=(ranks[0].memory.device_reserved_bytes or 0) + CONTEXT_BYTES,
-                moment=self._started + moment.seconds,
+                started=self._started,
             ),
             metrics={point.name: point.value for point in history},
             history=history,

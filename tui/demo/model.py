@@ -6,6 +6,7 @@ Readings of NVML and psutil are made for the host of the first rank.
 import functools
 import math
 from math import prod
+from typing import NamedTuple
 
 from boltmesh.telemetry.snapshot import Memory, MemoryKind, OffloadTotal
 from boltmesh.telemetry.tensor_plan import WHOLE, PlannedBlocks, PlannedParameters, TensorPlanTable
@@ -269,7 +270,19 @@ def device_readings(
     return (*gpus, *processes, _host(setup, tuple(ranks), second))
 
 
-def _gpu(setup: Setup, rank: int, second: int, *, is_alive: bool, is_hung: bool) -> DeviceReading:
+class GpuLoad(NamedTuple):
+    """Load of a GPU in one second."""
+
+    percent: float
+    watts: float
+    celsius: float
+
+
+@functools.lru_cache(maxsize=2048)
+def gpu_load(
+    setup: Setup, rank: int, second: int, *, is_alive: bool = True, is_hung: bool = False
+) -> GpuLoad:
+    """Return the load of the rank's GPU."""
     noise = functools.partial(normal, setup.seed, 7, second, rank)
     is_victim = rank == setup.victim
     is_hot = is_alive and is_victim and setup.scenario == "straggler"
@@ -281,7 +294,16 @@ def _gpu(setup: Setup, rank: int, second: int, *, is_alive: bool, is_hung: bool)
     )
     if not is_alive or (is_hung and is_victim):
         busy, power = 0.0, 121.0
-    is_calm = power < 300
+    celsius = 89 if is_hot else (43 if power < 300 else 61) + rank % 4 + 0.7 * noise(3)
+    watts = 452 + 6 * noise(2) if is_hot else power
+    return GpuLoad(float(round(busy)), float(round(watts)), float(round(celsius)))
+
+
+def _gpu(setup: Setup, rank: int, second: int, *, is_alive: bool, is_hung: bool) -> DeviceReading:
+    noise = functools.partial(normal, setup.seed, 7, second, rank)
+    is_hot = is_alive and rank == setup.victim and setup.scenario == "straggler"
+    load = gpu_load(setup, rank, second, is_alive=is_alive, is_hung=is_hung)
+    busy, is_calm = load.percent, load.watts < 300
     reserved = memory(memory_kinds(setup, rank)).device_reserved_bytes or 0
     used = reserved + CONTEXT_BYTES if is_alive else 620 * 2**20
     moving = is_alive and not is_hung
@@ -290,13 +312,11 @@ def _gpu(setup: Setup, rank: int, second: int, *, is_alive: bool, is_hung: bool)
         ranks=(rank,),
         name=NAME,
         uuid=uuid(rank),
-        utilization_percent=float(round(busy)),
+        utilization_percent=busy,
         memory_used_bytes=used,
         memory_total_bytes=_TOTAL_BYTES,
-        power_watts=float(round(452 + 6 * noise(2) if is_hot else power)),
-        temperature_celsius=float(
-            round(89 if is_hot else (43 if is_calm else 61) + rank % 4 + 0.7 * noise(3))
-        ),
+        power_watts=load.watts,
+        temperature_celsius=load.celsius,
         memory_utilization_percent=float(round(0.45 * busy)) if moving else 0.0,
         sm_active_percent=round(0.86 * busy, 1) if moving else 0.0,
         sm_occupancy_percent=round(0.21 * busy, 1) if moving else 0.0,

@@ -298,7 +298,8 @@ class Timeline:
         if step <= 0:
             return 0.0
         # None at HEAD_START, so that who comes then sees exactly that step end.
-        swing = 0.5 * math.sin((step - HEAD_START) / 17) + 0.3 * math.sin((step - HEAD_START) / 6.1)
+        past = step - HEAD_START
+        swing = 0.2 * math.sin(past / 17) + 0.08 * math.sin(past / 6.1)
         return self.period_s * (step + swing - 0.015 * uniform(self._setup.seed, 1, step))
 
     def step_at(self, moment: float) -> int:

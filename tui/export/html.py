@@ -185,15 +185,20 @@ def _chart(chart: Chart) -> str:
             f'<line x1="{MARGIN}" x2="{WIDTH - 8}" y1="{y:.1f}" y2="{y:.1f}" stroke="#ddd"/>'
             f'<text x="{MARGIN - 4}" y="{y + 4:.1f}" text-anchor="end">{tick:,.6g}</text>'
         )
-    for line, colour in zip(lines, ("#2f5f94", "#c9884f"), strict=False):
+    colours = ("#2f5f94", "#c9884f")
+    for line, colour in zip(lines, colours, strict=False):
         path = " ".join(place(step, value) for step, value in line)
         parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}"/>')
     parts.append(
         f'<text x="{MARGIN}" y="{HEIGHT - 6}">step {first:,}</text>'
         f'<text x="{WIDTH - 8}" y="{HEIGHT - 6}" text-anchor="end">{last:,}</text>'
     )
+    names = [_text(chart.title)]
+    if chart.beside is not None:  # each name has the colour of its curve
+        both = zip((chart.title, chart.beside_name), colours, strict=True)
+        names = [f'<span style="color:{colour}">{_text(name)}</span>' for name, colour in both]
     return (
-        f"<figure><figcaption>{_text(chart.title)}</figcaption>"
+        f"<figure><figcaption>{', '.join(names)}</figcaption>"
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" font-size="11" '
         f'role="img">{"".join(parts)}</svg></figure>'
     )

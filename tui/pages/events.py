@@ -5,7 +5,15 @@ from typing import Final
 
 from typing_extensions import override
 
-from boltmesh.tui.layout.page import Page, Panel, Scene, Table, place, table_draw
+from boltmesh.tui.layout.page import (
+    Page,
+    Panel,
+    Scene,
+    Table,
+    place,
+    table_draw,
+    with_trends,
+)
 from boltmesh.tui.layout.region import VERY_WIDE, Item, Region, stack
 from boltmesh.tui.panels import events, sequences
 from boltmesh.tui.panels.help import PageHelp
@@ -48,14 +56,18 @@ class EventsPage(Page):
     @override
     def panels(self, scene: Scene, body: Region) -> list[Panel]:
         """The sequences have at most half of the screen."""
-        state = scene.state
+        state, view = scene.state, scene.view
+        groups = len(SEQUENCES.rows(state, view.table(SEQUENCES.name)))
+        rows = len(EVENTS.rows(state, view.table(EVENTS.name)))
+        names = ("step_s", "tokens_per_s")
         if scene.width >= VERY_WIDE:
+            needed = scene.title + 1 + max(groups + 1, rows)
+            body, trends = with_trends(scene, body, needed, names)
             left, right = body.split(45)
             plan = {"sequences": left, "events": right}
         else:
-            view = scene.view
-            groups = len(SEQUENCES.rows(state, view.table(SEQUENCES.name)))
-            rows = len(EVENTS.rows(state, view.table(EVENTS.name)))
+            needed = 2 * scene.title + 3 + groups + rows
+            body, trends = with_trends(scene, body, needed, names)
             least = min(scene.title + 3, body.height // 2)
             half = max(least, body.height // 2)
             plan = stack(
@@ -67,13 +79,11 @@ class EventsPage(Page):
                     ),
                 ),
             )
-        return place(
-            plan,
-            {
-                "sequences": table_draw(SEQUENCES, scene),
-                "events": table_draw(EVENTS, scene),
-            },
-        )
+        draws = {
+            "sequences": table_draw(SEQUENCES, scene),
+            "events": table_draw(EVENTS, scene),
+        }
+        return [*place(plan, draws), *trends]
 
 
 PAGE: Final[Page] = EventsPage()

@@ -31,8 +31,7 @@ class HistoryPage(Page):
         terms=(
             ("step time", "means of 8 steps of rank 0, without validation and checkpoints"),
             ("a, b", "two metrics on the same axes, the second one drawn over the first"),
-            ("utilisation", "mean over the devices; as power and temperature it is known"),
-            ("", "since this screen watches the job"),
+            ("utilisation", "of the GPU of rank 0; of its process in percent of a core on CPUs"),
         ),
     )
     keys = (

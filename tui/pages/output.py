@@ -5,7 +5,7 @@ from typing import Final
 
 from typing_extensions import override
 
-from boltmesh.tui.layout.page import Page, Panel, Scene, Table, table_draw
+from boltmesh.tui.layout.page import Page, Panel, Scene, Table, table_draw, with_trends
 from boltmesh.tui.layout.region import Region
 from boltmesh.tui.panels.help import PageHelp
 from boltmesh.tui.panels.texts import OUTPUT_COLUMNS, draw_output, shown_output
@@ -23,7 +23,7 @@ OUTPUT: Final = Table(
 
 
 class OutputPage(Page):
-    """One table that fills the screen."""
+    """One table."""
 
     tab = Tab("output", "Output", key="l", is_listed=False)
     help = PageHelp(
@@ -35,8 +35,11 @@ class OutputPage(Page):
 
     @override
     def panels(self, scene: Scene, body: Region) -> list[Panel]:
-        """The table has all of the room."""
-        return [Panel("output", body, table_draw(OUTPUT, scene))]
+        """The table, and below it the trends of a step if they find room."""
+        draw = table_draw(OUTPUT, scene)
+        needed = len(draw(body.width, body.height))
+        table, trends = with_trends(scene, body, needed, ("step_s", "tokens_per_s"))
+        return [Panel("output", table, draw), *trends]
 
     @override
     def empty_reason(self, state: State) -> Sequence[str]:

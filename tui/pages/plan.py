@@ -5,7 +5,16 @@ from typing import Final
 
 from typing_extensions import override
 
-from boltmesh.tui.layout.page import Page, Panel, Scene, Table, place, table_draw
+from boltmesh.tui.layout.page import (
+    Draw,
+    Page,
+    Panel,
+    Scene,
+    Table,
+    place,
+    table_draw,
+    with_trends,
+)
 from boltmesh.tui.layout.region import Item, Region, stack
 from boltmesh.tui.metrics.traffic import traffic_rows
 from boltmesh.tui.panels.help import TRAFFIC_TERMS, PageHelp
@@ -27,8 +36,8 @@ class PlanPage(Page):
         about="plan: how layers are divided over the tensor axis, and why",
         keys=(("j k", "choose a row to see all of it"),),
         terms=(
-            ("style", "column and row: of a product outputs, inputs; vocabulary: tokens"),
-            ("", "(vocab-parallel); whole: every rank has all of it (replicated)"),
+            ("style", "column, row: outputs, inputs of a product; vocab-parallel: tokens;"),
+            ("", "replicated: every rank has all of it"),
             ("parts", "of the divided dimension, as count x size: 3x24x128 are three"),
             ("", "times 24 parts of 128, and each rank has some of the 24"),
             ("per rank", "bytes that one rank keeps, of all parameters of the row together"),
@@ -43,19 +52,19 @@ class PlanPage(Page):
     def panels(self, scene: Scene, body: Region) -> list[Panel]:
         """The table has what the traffic of its axis leaves; without a plan it says why."""
         state, look = scene.state, scene.look
-        items = [Item("plan", min(LEAST_PLAN, body.height), body.height, 1, grows=True)]
         rows = [row for row in traffic_rows(state.job) if row.axis == "tensor"]
-        if rows and state.job.tensor_plan is not None:
-            size = scene.title + 1 + len(rows)
+        size = scene.title + 1 + len(rows) if rows and state.job.tensor_plan is not None else 0
+        needed = size + 1 + len(table_draw(PLAN, scene)(body.width, body.height))
+        body, trends = with_trends(scene, body, needed, ("memory_bytes", "bytes_per_s"))
+        items = [Item("plan", min(LEAST_PLAN, body.height), body.height, 1, grows=True)]
+        if size:
             items[0] = items[0]._replace(ideal=max(items[0].least, body.height - size))
             items.append(Item("axis", size, size, 2))
-        return place(
-            stack(body, items),
-            {
-                "plan": table_draw(PLAN, scene),
-                "axis": lambda width, height: draw_axis(state, width, height, look, axis="tensor"),
-            },
-        )
+        draws: dict[str, Draw] = {
+            "plan": table_draw(PLAN, scene),
+            "axis": lambda width, height: draw_axis(state, width, height, look, axis="tensor"),
+        }
+        return [*place(stack(body, items), draws), *trends]
 
     @override
     def empty_reason(self, state: State) -> Sequence[str]:

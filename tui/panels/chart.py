@@ -77,11 +77,9 @@ def draw_chart(
         value = Line(word, "muted").add("  ").join(value)
     has_axis = height >= AXIS_FROM_HEIGHT
     plot = plot_series(series, width, height - 1 - has_axis, look, is_log=is_log)
-    lines = [heading(name, width, look, right=value), *plot]
-    if has_axis and plot:
-        first = Line(f"step {x_words(series.steps[0], is_time=False)}", "muted")
-        last = Line(x_words(series.steps[-1], is_time=False), "muted")
-        lines.append(spread(first, last, width))
+    lines = [heading(Line(name, "strong"), width, look, right=value), *plot.lines]
+    if has_axis and plot.lines:
+        lines.append(_axis_line(window_of([series], View()), width, plot.start))
     return lines[:height]
 
 
@@ -153,7 +151,7 @@ class Curve(NamedTuple):
 
 
 def draw_plot(
-    title: str,
+    title: Line,
     series: Series,
     width: int,
     height: int,
@@ -187,16 +185,41 @@ def draw_plot(
         cursor=cursor,
         least_span=least_span,
     )
-    lines = [heading(title, width, look, right=Line(newest, "strong")), *plot]
-    if has_axis and plot:
-        word = "" if is_time else "step "
-        first = Line(word + x_words(window[0], is_time=is_time), "muted")
+    lines = [heading(title, width, look, right=Line(newest, "strong")), *plot.lines]
+    if has_axis and plot.lines:
         if cursor is not None:
-            about = f"at {word}{x_words(cursor, is_time=is_time)}"
-        last = Line(about, "accent").add("  " if about else "")
-        last.add(x_words(window[1], is_time=is_time), "muted")
-        lines.append(spread(first, last, width))
+            about = f"at {'' if is_time else 'step '}{x_words(cursor, is_time=is_time)}"
+        lines.append(_axis_line(window, width, plot.start, is_time=is_time, about=about))
     return lines[:height]
+
+
+X_LABEL_EVERY = 20
+"""Cells of the plot for each label of its lower axis, at most."""
+
+
+def _axis_line(
+    window: Window, width: int, start: int, *, is_time: bool = False, about: str = ""
+) -> Line:
+    """Both ends of the window, and round numbers between them where there is room.
+
+    ``start`` is the plot's first cell; ``about`` comes before the last number.
+    """
+    first, last = window
+    line = Line(("" if is_time else "step ") + x_words(first, is_time=is_time), "muted")
+    end = Line(about, "accent").add("  " if about else "")
+    end.add(x_words(last, is_time=is_time), "muted")
+    plot_width = width - start
+    unit = next(each for each in (3600, 60, 1) if each == 1 or (is_time and last > 3 * each))
+    scale = nice_scale(first / unit, last / unit, ticks=plot_width // X_LABEL_EVERY)
+    for tick in scale.ticks if last > first else ():
+        text = x_words(tick * unit, is_time=is_time)
+        at = start + round((tick * unit - first) / (last - first) * (plot_width - 1))
+        at -= len(text) // 2
+        if (is_time or tick == round(tick)) and (
+            line.width + 2 <= at and at + len(text) + 2 <= width - end.width
+        ):
+            line.pad_to(at).add(text, "muted")
+    return spread(line, end, width)
 
 
 class _Axes(NamedTuple):
@@ -224,6 +247,14 @@ def _axes(
     return _Axes(scale, labels, label_width, plot_width)
 
 
+class Plot(NamedTuple):
+    """A curve with the labels of its values, without heading and lower axis."""
+
+    lines: list[Line]
+    start: int
+    """The first cell beside the labels."""
+
+
 GRID_EVERY = 4
 """Cells between the dots of a line of the grid."""
 
@@ -239,7 +270,7 @@ def plot_series(
     window: Window | None = None,
     cursor: float | None = None,
     least_span: float = 0.0,
-) -> list[Line]:
+) -> Plot:
     """Return ``height`` lines: labels of the scale at the left, the curve beside them.
 
     Behind it are a grid at the labels and the cursor; ``over`` is drawn on top.
@@ -248,7 +279,7 @@ def plot_series(
     points = [_points(curve.series, is_log=is_log) for curve in curves]
     values = [value for each in points for _, value in each]
     if not values or height < 1:
-        return [Line("no finite value", "warn").crop(width)][:height]
+        return Plot([Line("no finite value", "warn").crop(width)][:height], 0)
     axes = _axes(values, width, height, is_log=is_log, least_span=least_span)
     if window is None:
         steps = [step for each in points for step, _ in each]
@@ -268,7 +299,7 @@ def plot_series(
         for role, run in groupby(drawn, key=lambda cell: cell[1]):
             line.add("".join(text for text, _ in run), role)
         lines.append(line.crop(width))
-    return lines
+    return Plot(lines, axes.label_width + 1)
 
 
 def _background(

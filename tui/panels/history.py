@@ -34,9 +34,9 @@ TRENDS = (
     ("bytes_per_s", "traffic of rank 0, MB/s", 1e-6),
     ("loader_queue", "batches ready in the loader of rank 0", 1.0),
     ("memory_bytes", "memory of rank 0, GiB", 2.0**-30),
-    ("utilisation_percent", "utilisation, %", 1.0),
-    ("power_watts", "power of a GPU, W", 1.0),
-    ("temperature_celsius", "hottest GPU, C", 1.0),
+    ("utilisation_percent", "utilisation of rank 0, %", 1.0),
+    ("power_watts", "power of rank 0, W", 1.0),
+    ("temperature_celsius", "temperature of rank 0, C", 1.0),
 )
 """Name, title and factor."""
 CLOCK = "wall_s"
@@ -54,6 +54,7 @@ class Chart(NamedTuple):
     """Whether the title names the unit; the newest value is then rounded."""
     other: Series | None = None
     """The same of the other run."""
+    beside_name: str = ""
 
     @property
     def least_span(self) -> float:
@@ -117,8 +118,8 @@ def _charts(state: State) -> Iterator[Chart]:
     names = metric_names(state)
     validation = next((name for name in ("val_loss", "val/loss", "loss/val") if name in names), "")
     if "loss" in names:
-        title = f"loss, {validation}" if validation else "loss"
-        yield Chart("loss", title, state.series["loss"], state.series.get(validation))
+        beside = state.series.get(validation)
+        yield Chart("loss", "loss", state.series["loss"], beside, beside_name=validation)
     for name, _, _ in TRENDS:
         if name in state.trends:
             yield _trend(state, name)
@@ -275,12 +276,17 @@ def _draw(
         read = [value_at(each, view.cursor) for each in chart.shown]
         newest = " / ".join(units.UNKNOWN if value is None else write(value) for value in read)
     over = []
+    # With two curves each name has the colour of its own.
+    has_names = chart.beside is not None or chart.other is not None
+    title = Line(chart.title, "chart" if has_names else "strong")
     if chart.beside is not None:
         over.append(Curve(seen_through(chart.beside, view, window), "warn"))
+        title.add(", ", "muted").add(chart.beside_name, "warn")
     if chart.other is not None:
         over.append(Curve(seen_through(chart.other, view, window), "optimizer", is_dashed=True))
+        title.add(" / ", "muted").add("other run", "optimizer")
     return draw_plot(
-        chart.title,
+        title,
         seen_through(chart.series, view, window),
         width,
         height,

@@ -353,8 +353,8 @@ def _bars(figures: MemoryFigures, width: int, look: Style) -> list[Line]:
     """For each place a line of figures, and bars of the measured and the predicted kinds."""
     lines: list[Line] = []
     for total in figures.totals:
-        num_kinds = sum(row.place == total.place for row in figures.rows)
-        lines.append(_headline(total, num_kinds, width))
+        kinds = [row.kind for row in figures.rows if row.place == total.place]
+        lines.append(_headline(total, kinds, width))
         whole = max(
             sum(total.parts.values()),
             sum(total.predicted.values()),
@@ -370,7 +370,7 @@ def _bars(figures: MemoryFigures, width: int, look: Style) -> list[Line]:
     return [*lines, *_legend(figures, width, look)]
 
 
-def _headline(total: PlaceTotal, num_kinds: int, width: int) -> Line:
+def _headline(total: PlaceTotal, kinds: Sequence[str], width: int) -> Line:
     """``device   fullest, rank 5, 58.2 GiB   the device 61.0 of 79.6 GiB in use, 77%   ...``."""
     measured = total.measured
     parts = [Line(total.place, "strong")]
@@ -383,9 +383,10 @@ def _headline(total: PlaceTotal, num_kinds: int, width: int) -> Line:
         parts.append(labelled(fullest, units.memory(measured.most), "strong"))
     parts.append(_limit(total))
     if total.predicted:
-        known = len(total.predicted)
-        label = "predicted" if known == num_kinds else f"predicted, {known} of {num_kinds} kinds"
-        parts.append(labelled(label, units.memory(sum(total.predicted.values()))))
+        predicted = labelled("predicted", units.memory(sum(total.predicted.values())))
+        if missing := [kind for kind in kinds if kind not in total.predicted]:
+            predicted.add(f" without {', '.join(missing)}", "muted")
+        parts.append(predicted)
     if measured is not None and measured.least != measured.most:
         parts.append(labelled("median", units.memory(measured.median)))
         parts.append(labelled("min", units.memory(measured.least)))

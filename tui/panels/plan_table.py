@@ -103,10 +103,13 @@ def cells_of(row: PlannedParameters) -> Cells:
     }
 
 
+_FIELD_WORDS = {WHOLE: "replicated", "vocabulary": "vocab-parallel"}
+
+
 def style_and_parts(row: PlannedParameters) -> tuple[str, str]:
     """Part ``column of dim 0: 3x24x128`` into its first word and the rest."""
     style, _, parts = row.style.partition(" of ")
-    return style, parts
+    return _FIELD_WORDS.get(style, style), parts
 
 
 def kept_words(plan: TensorPlanTable) -> Line:
@@ -224,7 +227,7 @@ def _detail(row: PlannedParameters, plan: TensorPlanTable, width: int, look: Sty
     kept = f"{units.memory(row.rank_bytes)} of {units.memory(row.whole_bytes)}"
     parts = [
         labelled("shape", f"{_shape(row)}, {units.count(row.count)} of them"),
-        labelled("style", row.style),
+        labelled("style", " of ".join(filter(None, style_and_parts(row)))),
         labelled("a rank keeps", f"{kept}, {units.percent(100 * share)} of all that it keeps"),
     ]
     lines = [Line(row.pattern, "strong").crop(width), *wrap_facts(parts, width)]

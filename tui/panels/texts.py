@@ -19,6 +19,8 @@ CONFIG_COLUMNS = ("key", "value")
 
 MAX_WORDS = 6
 """Lines of the selected row in full."""
+ROWS_BEFORE_WORDS = 3
+"""Where fewer rows would be left, it is not shown in full."""
 
 
 class OutputLine(NamedTuple):
@@ -133,7 +135,7 @@ def _draw(
 ) -> list[Line]:
     words = sentence(chosen, width, look, role="muted", max_lines=MAX_WORDS) if chosen else []
     top = int(look.has_headings)
-    words = words if height > top + len(words) + 4 else []
+    words = words if height > top + len(words) + 1 + min(len(shown), ROWS_BEFORE_WORDS) else []
     room = height - top - 1 - len(words) - bool(words)
     seen = browse(columns, shown, cells, width, room, look, table)
     lines = [seen.header, *seen.lines]

@@ -214,7 +214,8 @@ def _spread(row: TrafficRow) -> Line:
     """Say which ranks the mean is of, and how far apart they are where they are."""
     if row.has_uneven_ranks and row.least is not None and row.most is not None:
         spread = f"{units.traffic(row.least[1])} to {units.traffic(row.most[1])}"
-        return Line(f"{units.count(row.num_ranks)}, {spread}", "warn")
+        is_planned = row.verdict == "equal"  # stages of unequal size, for example
+        return Line(f"{units.count(row.num_ranks)}, {spread}", "muted" if is_planned else "warn")
     return Line(units.count(row.num_ranks), "muted")
 
 

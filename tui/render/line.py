@@ -4,7 +4,8 @@ Every drawing is made of these, and :meth:`Line.add` is the only way to put text
 that came from a job is cleaned on every path to a terminal, and the theme alone decides on colours.
 """
 
-from typing import Literal, NamedTuple
+from collections.abc import Mapping
+from typing import Final, Literal, NamedTuple
 
 from rich.cells import cell_len, set_cell_size
 from typing_extensions import Self
@@ -22,6 +23,9 @@ Role = Literal[
     "bad",
     "chart",
     "selected",
+    "selected good",
+    "selected warn",
+    "selected bad",
     "data",
     "transfer",
     "forward",
@@ -40,6 +44,13 @@ Role = Literal[
 ]
 """What a span means. The names of phases stand for the colour of that phase, the heats from the
 least to the most for the shades of a map."""
+
+SELECTED: Final[Mapping[Role, Role]] = {
+    "good": "selected good",
+    "warn": "selected warn",
+    "bad": "selected bad",
+}
+"""Roles that keep their colour where a row is selected."""
 
 
 class Span(NamedTuple):

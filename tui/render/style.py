@@ -134,11 +134,14 @@ class Style(msgspec.Struct, frozen=True):
         return f"{glyph} " if self.has_signs else ""
 
 
-def heading(title: str, width: int, look: Style, *, right: Line | None = None) -> Line:
+def heading(title: Line | str, width: int, look: Style, *, right: Line | None = None) -> Line:
     """A thin rule with the panel's name in it, and the panel's main figure at its right end."""
     rule = look.glyphs.rule
-    title = fit(title, max(0, width - 6), ellipsis=look.glyphs.ellipsis)
-    line = Line(rule + " ", "faint").add(title, "strong").add(" ")
+    room = max(0, width - 6)
+    if not isinstance(title, Line) or title.width > room:
+        text = title.plain if isinstance(title, Line) else title
+        title = Line(fit(text, room, ellipsis=look.glyphs.ellipsis), "strong")
+    line = Line(rule + " ", "faint").join(title).add(" ")
     room = width - line.width
     if right is not None and right.width and right.width + 4 <= room:
         line.pad_to(width - right.width - 3, rule, "faint")

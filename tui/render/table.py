@@ -9,7 +9,7 @@ from typing import Final, NamedTuple, TypeVar
 
 import msgspec
 
-from boltmesh.tui.render.line import Line, Role, fit
+from boltmesh.tui.render.line import SELECTED, Line, Role, fit
 from boltmesh.tui.render.style import ASCII, UNICODE, Style
 from boltmesh.tui.view import TableView, first_shown
 
@@ -145,12 +145,20 @@ def browse(
     if table.selected is not None and rows:
         at = min(max(0, table.selected), len(rows) - 1) - first
         if 0 <= at < len(shown):
-            lines[at] = Line(lines[at].plain, "selected").pad_to(width, role="selected")
+            lines[at] = _selected(lines[at], width)
     if not rows and table.filter.strip() and room:
         lines.insert(
             0, Line(f"nothing fits the filter: {table.filter.strip()}", "muted").crop(width)
         )
     return Browsed(header, lines, _hidden(len(rows), len(shown), first, look))
+
+
+def _selected(line: Line, width: int) -> Line:
+    """Mark a row; what is good or bad in it keeps its colour."""
+    marked = Line()
+    for text, role in line.spans:
+        marked.add(text, SELECTED.get(role, "selected"))
+    return marked.pad_to(width, role="selected")
 
 
 def selected_row(rows: Sequence[Row], table: TableView) -> Row | None:

@@ -9,14 +9,19 @@ Nothing here synchronises, and NCCL's own timing stays off, for it breaks the ov
 (https://github.com/pytorch/pytorch/issues/143890).
 """
 
+import contextlib
+import time
 from collections import deque
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from boltmesh.telemetry.snapshot import PHASES
 from boltmesh.telemetry.writer.phases import BACKWARD, COMMUNICATION, StepTime
+
+if TYPE_CHECKING:
+    from types import ModuleType
 
 MAX_WAITS: Final = 256
 """Waits for communication that are marked in a step, of either kind; the time of further ones
@@ -185,3 +190,53 @@ def memory(device: torch.device) -> DeviceMemory:
     return DeviceMemory(
         allocated.get("current", 0), reserved.get("current", 0), allocated.get("peak", 0)
     )
+
+
+LOAD_EVERY_S: Final = 1.0
+
+
+class DeviceLoad:
+    """Reads how busy, how hungry for power and how hot this rank's device is.
+
+    Args:
+        device_uuid: The GPU; None for a rank on CPUs, where only utilisation is known.
+    """
+
+    def __init__(self, device_uuid: str | None) -> None:
+        self._uuid = device_uuid
+        self._nvml: ModuleType | None = None
+        self._handle: object = None
+        self._read_at, self._cpu_s = time.monotonic(), time.process_time()
+        if device_uuid is not None:
+            import pynvml  # a rank on CPUs never loads the driver's library
+
+            with contextlib.suppress(pynvml.NVMLError):
+                pynvml.nvmlInit()
+                self._handle = pynvml.nvmlDeviceGetHandleByUUID(device_uuid)
+                self._nvml = pynvml
+
+    def read(self) -> dict[str, float]:
+        """Return utilisation in percent (of a core for a process), watts and degrees Celsius.
+
+        It is empty where less than a second has passed, and lacks what the driver does not tell.
+        """
+        now, cpu_s = time.monotonic(), time.process_time()
+        passed_s, used_s = now - self._read_at, cpu_s - self._cpu_s
+        if passed_s < LOAD_EVERY_S:
+            return {}
+        self._read_at, self._cpu_s = now, cpu_s
+        if self._uuid is None:
+            return {"utilisation_percent": 100 * used_s / passed_s}
+        nvml, found = self._nvml, {}
+        if nvml is not None:
+            with contextlib.suppress(nvml.NVMLError):  # nothing of it is known of a slice of a GPU
+                found["utilisation_percent"] = float(
+                    nvml.nvmlDeviceGetUtilizationRates(self._handle).gpu
+                )
+            with contextlib.suppress(nvml.NVMLError):
+                found["power_watts"] = nvml.nvmlDeviceGetPowerUsage(self._handle) / 1000
+            with contextlib.suppress(nvml.NVMLError):
+                found["temperature_celsius"] = float(
+                    nvml.nvmlDeviceGetTemperature(self._handle, nvml.NVML_TEMPERATURE_GPU)
+                )
+        return found

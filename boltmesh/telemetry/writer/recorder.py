@@ -127,7 +127,8 @@ class Recorder:
         self._timeline = devices.CudaTimeline(OTHER) if self._is_cuda else None
         self._clock = PhaseClock(self._timeline, COLLECTIVES)
         self._memory = MemorySampler(file, device)
-        self._steps = StepQueue(file, self._timeline, self._memory)
+        load = devices.DeviceLoad(devices.uuid(device))
+        self._steps = StepQueue(file, self._timeline, self._memory, load)
         self._counter = CommunicationCounter(
             file, self._clock, is_on_device=self._is_cuda, on_error=self.turn_off
         )

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from boltmesh.telemetry import layout
-from boltmesh.telemetry.writer.device import CudaTimeline, ScalarMailbox, StepMarks
+from boltmesh.telemetry.writer.device import CudaTimeline, DeviceLoad, ScalarMailbox, StepMarks
 from boltmesh.telemetry.writer.memory import MemorySampler
 from boltmesh.telemetry.writer.phases import CHECKPOINT, VALIDATION, StepTime
 from boltmesh.telemetry.writer.rank_file import RankFile
@@ -56,10 +56,15 @@ class StepQueue:
         file: Where steps and metrics go.
         timeline: The device's marks; None on the host.
         memory: Totals of the rank's memory.
+        load: Reads that of the rank's device.
     """
 
     def __init__(
-        self, file: RankFile, timeline: CudaTimeline | None, memory: MemorySampler
+        self,
+        file: RankFile,
+        timeline: CudaTimeline | None,
+        memory: MemorySampler,
+        load: DeviceLoad,
     ) -> None:
         self._file = file
         self._timeline = timeline
@@ -69,6 +74,7 @@ class StepQueue:
         self._waiting: deque[_Waiting] = deque()
         self._metrics: list[tuple[str, int, int]] = []
         self._memory = memory
+        self._load = load
         self._ordinary: list[tuple[int, int | None]] = []
         """Nanoseconds and tokens of ordinary steps since the last mean."""
         self._told: dict[str, float] = {}
@@ -173,7 +179,7 @@ class StepQueue:
         sent, self._sent = self._sent, (step.wall_s, self._file.payload_bytes)
         if sent is not None and step.wall_s > sent[0]:
             values["bytes_per_s"] = (self._sent[1] - sent[1]) / (step.wall_s - sent[0])
-        values |= {"wall_s": step.wall_s} | self._told
+        values |= {"wall_s": step.wall_s} | self._load.read() | self._told
         self._told.clear()
         for name, value in values.items():
             self._file.point(layout.TREND + name, step.global_step, value)
