@@ -4,13 +4,14 @@ The rings of a job forget; the state remembers each metric for as long as somebo
 so that its size stays bounded however long that is.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import msgspec
 
 from boltmesh.telemetry.snapshot import JobSnapshot, MetricPoint
 from boltmesh.tui.devices import DeviceReading
 from boltmesh.tui.sources.live import Observation
+from boltmesh.tui.units import mean
 
 MAX_POINTS = 4096
 """Points kept of one metric; beyond it every second one of the older half goes."""
@@ -97,8 +98,8 @@ def _device_points(seen: Observation) -> list[MetricPoint]:
     gpus = [device for device in seen.devices if device.kind == "gpu"]
     shown = gpus or [device for device in seen.devices if device.kind == "process"]
     found = {
-        "utilisation_percent": _mean(device.utilization_percent for device in shown),
-        "power_watts": _mean(device.power_watts for device in gpus),
+        "utilisation_percent": mean(device.utilization_percent for device in shown),
+        "power_watts": mean(device.power_watts for device in gpus),
         "temperature_celsius": max(
             (gpu.temperature_celsius for gpu in gpus if gpu.temperature_celsius is not None),
             default=None,
@@ -106,11 +107,6 @@ def _device_points(seen: Observation) -> list[MetricPoint]:
     }
     step = seen.job.global_step
     return [MetricPoint(name, step, value) for name, value in found.items() if value is not None]
-
-
-def _mean(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
 
 
 def _thin(series: Series) -> Series:
