@@ -34,6 +34,9 @@ demo: venv  ## train a small GPT on two CPU ranks for about two minutes
 	  '  boltmesh fit ddp data.init_args.path=FOLDER                 # other text' \
 	  '  boltmesh fit ddp --print-config > mine.yaml                 # a config of your own'
 
+# Each worker of pytest imports all tests, and compiles them where that is not kept.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Many tests wait, for a process to start or to end; meanwhile another worker computes.
 TESTS := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=20
 

@@ -6,6 +6,7 @@ outermost axis first. Global ranks are node-major, so the innermost axis stays i
 
 import math
 from collections.abc import Mapping
+from functools import cache
 
 AXES: tuple[str, ...] = ("pipeline", "data", "context", "tensor")
 """Outermost to innermost."""
@@ -24,6 +25,12 @@ def named_sizes(sizes: Mapping[str, int]) -> dict[str, int]:
 def full_sizes(sizes: Mapping[str, int]) -> dict[str, int]:
     """Return the size of every axis, outermost first; 1 for those that are left out."""
     return {axis: sizes.get(axis, 1) for axis in AXES}
+
+
+@cache
+def divisors(number: int) -> tuple[int, ...]:
+    """Return the sizes of an axis that divide so many ranks, smallest first."""
+    return tuple(each for each in range(1, number + 1) if number % each == 0)
 
 
 def coordinates(rank: int, sizes: Mapping[str, int]) -> dict[str, int]:

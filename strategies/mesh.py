@@ -212,13 +212,9 @@ def _layouts(world_size: int, ranks_per_host: int, others: Sequence[str]) -> Ite
             yield {"data": left}
             return
         most = math.gcd(left, ranks_per_host) if names[-1] == "tensor" else left
-        for size in _divisors(most):
+        for size in axes.divisors(most):
             for rest in divide(left // size, names[:-1]):
                 yield {**rest, names[-1]: size}
 
     for sizes in divide(world_size, others):
         yield MeshLayout(**sizes)
-
-
-def _divisors(number: int) -> list[int]:
-    return [each for each in range(1, number + 1) if number % each == 0]

@@ -14,7 +14,7 @@ Source: Liu et al. 2025, Muon is Scalable for LLM Training, https://arxiv.org/ab
 section 2.3
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -354,6 +354,12 @@ def add_whole_steps(
             known.why if why in known.why else f"{known.why}; {why}",
         )
     return found
+
+
+def is_owned(parameter: Tensor, steps: Iterable[WholeSteps]) -> bool | None:
+    """Whether this rank holds the state of a parameter, whole; None: it is stepped by none."""
+    known = (each.owns(parameter) for each in steps)
+    return next((owns for owns in known if owns is not None), None)
 
 
 def _local(parameter: Tensor) -> Tensor:

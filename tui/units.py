@@ -6,6 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 UNKNOWN = "-"
 
 
+def mean(values: Iterable[float | None]) -> float | None:
+    """Return the mean of the numbers that are known; None if none is."""
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
+
+
 def count(value: float | None) -> str:
     """1,234,567: steps and calls. A mean that is not whole keeps one decimal."""
     if value is None:

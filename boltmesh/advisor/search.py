@@ -35,6 +35,7 @@ from boltmesh.advisor.replicas import (
     scaled,
     seconds_of_part,
 )
+from boltmesh.axes import divisors
 from boltmesh.configs.load import load
 from boltmesh.errors import BoltMeshError, ConfigError
 from boltmesh.plan.strategy_options import (
@@ -238,7 +239,7 @@ class ConfigSearcher:
             per_node=hardware.ranks_per_node,
             stages=max(1, sum(1 for each in model.units if each.name)),
             positions=hardware.num_ranks,
-            tensors=_divisors(hardware.ranks_per_node),
+            tensors=divisors(hardware.ranks_per_node),
             experts=experts,
             places=places,
             has_tiles=has_fp32 and hardware.num_ranks > 1,
@@ -261,7 +262,7 @@ class ConfigSearcher:
         self._refused |= {f"experts of {name}": why for name, why in found.whole.items()}
         counts = [each.num_experts for each, _ in found.shapes]
         sizes = []
-        for size in _divisors(hardware.ranks_per_node)[1:] if counts else ():
+        for size in divisors(hardware.ranks_per_node)[1:] if counts else ():
             if uneven := [each for each in counts if each % size]:
                 self._refused[f"experts over {size} ranks"] = (
                     f"{size} does not divide {uneven[0]} experts"
@@ -504,7 +505,3 @@ def _what(layout: ConfigLayout) -> str:
     """Return what is refused of a layout: its sizes, and what was tried beside them."""
     more = [f"{key}={layout.arguments[key]}" for key in TRIED if key in layout.arguments]
     return ", ".join([_named(layout.axes), *more])
-
-
-def _divisors(number: int) -> list[int]:
-    return [each for each in range(1, number + 1) if number % each == 0]

@@ -8,6 +8,7 @@ from math import prod
 from operator import itemgetter
 from typing import Any, Protocol, TypeVar
 
+from boltmesh.axes import divisors
 from boltmesh.errors import ConfigError
 from boltmesh.planner.layout import Layout, Recompute, Tier
 from boltmesh.planner.layout_memory import LayoutMemory, estimate_layout_memory
@@ -170,8 +171,8 @@ class Allowed:
 def divisions(allowed: Allowed) -> Iterator[Layout]:
     """Yield the sizes of the axes."""
     for tensor in allowed.tensors:
-        for pipeline in _divisors(allowed.devices):
-            for context in _divisors(allowed.devices):
+        for pipeline in divisors(allowed.devices):
+            for context in divisors(allowed.devices):
                 replica = tensor * pipeline * context
                 if allowed.devices % replica or pipeline > allowed.stages:
                     continue
@@ -305,7 +306,7 @@ def _places(base: Layout, allowed: Allowed) -> Iterator[dict[str, Any]]:
     """Yield what a rank shares with others or moves elsewhere, what costs least first."""
     is_replicated = not base.is_divided and base.expert == 1
     if base.zero == 3 and is_replicated:
-        for size in _divisors(base.data)[:-1]:
+        for size in divisors(base.data)[:-1]:
             if size % allowed.per_node == 0:
                 yield {"shard": size}
     if not base.zero or base.data * base.context > 1:
@@ -343,8 +344,8 @@ def layouts(
         per_node=cluster.devices_per_node,
         stages=model.layers,
         positions=max(1, model.seq // LEAST_POSITIONS),
-        tensors=[n for n in _divisors(cluster.devices_per_node) if _divides_heads(model, n)],
-        experts=[n for n in _divisors(cluster.num_devices)[1:] if model.experts % n == 0]
+        tensors=[n for n in divisors(cluster.devices_per_node) if _divides_heads(model, n)],
+        experts=[n for n in divisors(cluster.num_devices)[1:] if model.experts % n == 0]
         if model.experts
         else (),
     )
@@ -418,11 +419,6 @@ def _divides_heads(model: Transformer, tensor: int) -> bool:
     if model.heads % tensor or model.ffn % tensor:
         return False
     return model.kv_heads % tensor == 0 or tensor % model.kv_heads == 0
-
-
-@cache
-def _divisors(number: int) -> list[int]:
-    return [each for each in range(1, number + 1) if number % each == 0]
 
 
 def _with_bubble(candidate: Candidate, predictor: StepTimeModel) -> Candidate:

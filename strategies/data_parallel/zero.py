@@ -48,7 +48,7 @@ from boltmesh.strategies.torch_compat.autograd import after_backward
 from boltmesh.strategies.torch_compat.fsdp import forget_step
 from boltmesh.strategies.torch_compat.fsdp_hooks import observe_waits
 from boltmesh.strategies.torch_compat.optimizers import agree_on_overflow
-from boltmesh.strategies.whole_steps import ShardExchange, WholeSteps, add_whole_steps
+from boltmesh.strategies.whole_steps import ShardExchange, WholeSteps, add_whole_steps, is_owned
 from boltmesh.telemetry.snapshot import MemoryKind
 from boltmesh.telemetry.traffic import ExpectedTraffic
 from boltmesh.telemetry.writer.memory import StoredBytes
@@ -371,8 +371,7 @@ class ZeroAxis(DataAxis):
 
     @override
     def keeps_whole_state(self, parameter: Tensor) -> bool | None:
-        known = (each.owns(parameter) for each in self._whole_steps)
-        return next((owns for owns in known if owns is not None), None)
+        return is_owned(parameter, self._whole_steps)
 
     @override
     def prepare_state(self, optimizer: Optimizer) -> None:

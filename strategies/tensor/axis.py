@@ -53,7 +53,7 @@ from boltmesh.strategies.tensor.runtime.apply import AppliedPlan
 from boltmesh.strategies.tensor.runtime.collectives import TensorGroup
 from boltmesh.strategies.tensor.verify import StepPrecision
 from boltmesh.strategies.torch_compat.optimizers import agree_on_overflow
-from boltmesh.strategies.whole_steps import PartExchange, WholeSteps, add_whole_steps
+from boltmesh.strategies.whole_steps import PartExchange, WholeSteps, add_whole_steps, is_owned
 from boltmesh.telemetry.traffic import ExpectedTraffic
 
 _CPU = torch.device("cpu")
@@ -358,8 +358,7 @@ class TensorAxis(Axis):
 
     @override
     def keeps_whole_state(self, parameter: Tensor) -> bool | None:
-        known = (each.owns(parameter) for each in self._whole_steps)
-        return next((owns for owns in known if owns is not None), None)
+        return is_owned(parameter, self._whole_steps)
 
     @override
     def start(self, trainer: Trainer) -> None:

@@ -21,6 +21,8 @@ from typing import NamedTuple
 
 import pynvml
 
+from boltmesh.axes import divisors
+
 
 class Link(IntEnum):
     """The slowest part of the path between two devices; a greater value is faster.
@@ -302,7 +304,7 @@ def _on_links(topology: Topology, groups: Groups) -> str | None:
         if best is not None:
             order = _order(topology, best.ranks)
             return f"{said} {_capital(best.link.words)} joins them in another order: {order}."
-        for size in _divisors_below(len(slowest)):
+        for size in divisors(len(slowest))[-2:0:-1]:
             best = arrange(topology, members, size, above=level)
             if best is not None:
                 order = "" if best.ranks == members else f", with {_order(topology, best.ranks)}"
@@ -342,10 +344,6 @@ def _largest_within(num_ranks: Sequence[int], size: int) -> int:
         for each in range(size, 0, -1)
         if not size % each and not any(n % each for n in num_ranks)
     )
-
-
-def _divisors_below(size: int) -> list[int]:
-    return [each for each in range(size - 1, 1, -1) if not size % each]
 
 
 def _group(kind: str, ranks: Sequence[int]) -> str:

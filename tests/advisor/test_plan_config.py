@@ -396,12 +396,27 @@ def test_a_bench_of_planned_layouts_runs_the_three_best(remembered, monkeypatch,
     assert all(any(each.startswith("strategy.name=") for each in one) for one in ran[1:])
 
 
-@pytest.mark.slow(60)
+TUNE = """
+import sys
+from boltmesh.advisor import machine, search
+from boltmesh.cli import run_command
+from boltmesh.strategies.cost_model.step_time import Machine
+
+machine.measure_here = lambda *_: {rates}
+search.MOST_DIVISIONS = 0
+sys.exit(run_command(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow(20)
 def test_tuning_measures_layouts_and_later_plans_remember(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr("boltmesh.advisor.search.MOST_DIVISIONS", 0)
     env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
     line = ["tune", "ddp", *SMALL[:4], "--steps", "3", "--warmup", "1", "--rounds", "1"]
     line += ["--top", "1", "--json"]
-    done = run_python(*BOLTMESH, *line, cwd=tmp_path, env=env, differentiates=True)
+    script = tmp_path / "tune.py"
+    script.write_text(TUNE.format(rates=RATES), encoding="utf-8")
+    done = run_python(str(script), *line, cwd=tmp_path, env=env, differentiates=True)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.strip().splitlines()[-1])
     (first,) = found["layouts"]

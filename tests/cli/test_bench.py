@@ -11,19 +11,20 @@ from boltmesh.bench.running import Ended
 from boltmesh.cli import run_command
 from tests.bench.test_figures import ran
 from tests.cli.conftest import TINY
+from tests.support.forked_python import BOLTMESH, run_python
 
 LINE = ["bench", str(TINY), "--strategies"]
 
 
 @pytest.mark.ranks
-def test_strategies_are_run_measured_and_written(workplace: Path, capsys: Any) -> None:
+def test_strategies_are_run_measured_and_written(workplace: Path) -> None:
     strategies = "one_process,bolt_ddp:no_p2p,one_process+model.init_args.fail_at=2"
     failing = "model.init_args.failing_rank=0"
     options = ["--steps", "3", "--warmup", "1", "--output", "table.md"]
-    assert run_command([*LINE, strategies, failing, *options]) == 0
-    shown = capsys.readouterr()
-    assert "boltmesh bench: one_process\n" in shown.err
-    assert "written: table.md\nwritten: table.csv\n" in shown.out
+    done = run_python(*BOLTMESH, *LINE, strategies, failing, *options)
+    assert done.returncode == 0, done.stderr
+    assert "boltmesh bench: one_process\n" in done.stderr
+    assert "written: table.md\nwritten: table.csv\n" in done.stdout
     with Path("table.csv").open() as file:
         one, no_p2p, failed = csv.DictReader(file)
     assert int(one["steps"]) == 3

@@ -14,7 +14,8 @@ from tests.support.stack import Stack, token_data
 
 pytestmark = pytest.mark.ranks
 
-SCHEDULES = ("gpipe", "1f1b", "looped_bfs", "interleaved_1f1b", "zero_bubble", "zbv", "dualpipev")
+ONE_CHUNK = ("gpipe", "1f1b", "zero_bubble")
+SEVERAL_CHUNKS = ("looped_bfs", "interleaved_1f1b", "zbv", "dualpipev")
 CLIP = {"gradient_clip_val": 0.5}
 BF16 = {"precision": "bf16-mixed"}
 ROUGH = Tolerance(relative=2e-2, parameters=2e-2, optimizer=5e-2)
@@ -51,7 +52,9 @@ class Case:
 
 
 CASES = [
-    Case("every schedule", schedules=SCHEDULES, microbatches=8, count=64, batch_size=16),
+    Case("schedules of one chunk", schedules=ONE_CHUNK, microbatches=8, count=64, batch_size=16),
+    Case("schedules of several chunks", schedules=SEVERAL_CHUNKS, microbatches=8,
+         count=64, batch_size=16),
     Case("4 ranks, tied weights", ranks=4, schedules=("1f1b", "zbv"),
          batch_size=16, model={"ties": True}, trainer=CLIP),
     Case("4 ranks, tied weights, interleaved", ranks=4, schedules=("interleaved_1f1b",),
@@ -96,7 +99,8 @@ def layouts(rank: int, world_size: int, case: Case) -> list[Trace]:
 
 
 @pytest.mark.sample(
-    "every schedule",
+    "schedules of one chunk",
+    "schedules of several chunks",
     "4 ranks, tied weights, interleaved",
     "shuffled batches that do not divide",
     "bf16-mixed",

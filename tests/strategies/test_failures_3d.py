@@ -1,5 +1,6 @@
 """One rank of a pipeline whose stages are shared fails or hangs: all end soon, and say where."""
 
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,11 @@ SOON_S = WAIT_S / 2
 
 
 class Stray(Callback):
-    """Lets the second block of this rank raise or hang in the third step."""
+    """Lets the second block of a rank raise in the third step, or hang until others have ended."""
 
-    def __init__(self, how: str) -> None:
+    def __init__(self, how: str, folder: str) -> None:
         self.how = how
+        self.folder = Path(folder)
         self.since_s = 0.0
 
     def on_train_batch_start(
@@ -39,13 +41,16 @@ class Stray(Callback):
 
     def stray(self, *_: Any) -> None:
         if self.how == "hangs":
-            time.sleep(100)
+            until = time.monotonic() + 100
+            while len([*self.folder.iterdir()]) < RANKS - 1 and time.monotonic() < until:
+                time.sleep(0.1)
+            os._exit(3)
         raise ValueError("no more")
 
 
 def train(rank: int, world_size: int, folder: str, how: str, sizes: Any) -> None:
     seed_everything(1, verbose=False)
-    stray = Stray(how)
+    stray = Stray(how, folder)
     timeout_s = TIMEOUT_S if how == "hangs" else WAIT_S
     strategy = Parallel3DStrategy(**sizes, timeout_s=timeout_s)
     trainer = Trainer(

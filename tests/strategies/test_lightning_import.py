@@ -30,7 +30,7 @@ class Model(pl.LightningModule):
 
 rows = torch.arange(32.0).view(8, 4) / 32
 trainer = Trainer(
-    strategy={strategy}, accelerator="cpu", devices=2, max_steps=2, logger=False,
+    strategy={strategy}, accelerator="cpu", devices={devices}, max_steps=2, logger=False,
     use_distributed_sampler=False,
     enable_progress_bar=False, enable_model_summary=False, default_root_dir=sys.argv[1],
 )
@@ -65,12 +65,13 @@ def run(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.ranks
-@pytest.mark.sample("theirs first, by name")
+@pytest.mark.sample("theirs first, by name-1")
+@pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("order", ORDERS)
-def test_both_imports_train_as_one_process(order: str, tmp_path: Path) -> None:
+def test_both_imports_train_as_one_process(order: str, devices: int, tmp_path: Path) -> None:
     imports, strategy = ORDERS[order]
     script = tmp_path / "script.py"
-    script.write_text(FIT.format(imports=imports, strategy=strategy))
+    script.write_text(FIT.format(imports=imports, strategy=strategy, devices=devices))
     done = run("", script, tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
 

@@ -3,7 +3,8 @@
 import os
 import signal
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,7 @@ def straying(base: type[lightning.LightningModule], what: str) -> lightning.Ligh
 
 def stray(rank: int, world_size: int, folder: str, strategy: str, what: str) -> None:
     job_id = os.environ["BOLTMESH_JOB_ID"] = f"{strategy}-{what}"
+    os.environ["BOLTMESH_RUN_DIR"] = f"{folder}/run"  # that of a test changes while others run
     os.dup2(os.open(f"{folder}/stderr-{rank}", os.O_WRONLY | os.O_CREAT), 2)
     rendezvous = [f"{folder}/{uuid4()}"]
     dist.broadcast_object_list(rendezvous)
@@ -114,18 +116,17 @@ JOBS = [*((name, "sleeps") for name in STRATEGIES), ("ddp", "reduces"), ("ddp", 
 
 
 @pytest.fixture(scope="module")
-def said(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Said]:
-    folders = [tmp_path_factory.mktemp("-".join(job)) for job in JOBS]
+def said(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[tuple[str, str], Future[Said]]]:
+    """All jobs, begun in the order of the tests; each test waits for its own."""
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        found = pool.map(lambda folder, job: hang(folder, *job), folders, JOBS)
-        return dict(zip(JOBS, found, strict=True))
+        yield {job: pool.submit(hang, tmp_path_factory.mktemp("-".join(job)), *job) for job in JOBS}
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_the_line_of_a_rank_that_is_asleep_is_named(
-    said: dict[tuple[str, str], Said], strategy: str
+    said: dict[tuple[str, str], Future[Said]], strategy: str
 ) -> None:
-    found = said[strategy, "sleeps"]
+    found = said[strategy, "sleeps"].result()
     line = next(
         number
         for number, text in enumerate(Path(__file__).read_text().splitlines(), start=1)
@@ -147,9 +148,9 @@ def test_the_line_of_a_rank_that_is_asleep_is_named(
 
 
 def test_ranks_that_take_other_branches_are_told_with_both_places(
-    said: dict[tuple[str, str], Said],
+    said: dict[tuple[str, str], Future[Said]],
 ) -> None:
-    found = said["ddp", "reduces"]
+    found = said["ddp", "reduces"].result()
     assert found.errors.count("boltmesh: hang: ") == 1
     for text in (found.errors, found.error):
         assert "never entered all_reduce #" in text
@@ -160,9 +161,9 @@ def test_ranks_that_take_other_branches_are_told_with_both_places(
 
 
 def test_a_rank_that_was_stopped_cannot_answer_and_that_is_said(
-    said: dict[tuple[str, str], Said],
+    said: dict[tuple[str, str], Future[Said]],
 ) -> None:
-    found = said["ddp", "stops"]
+    found = said["ddp", "stops"].result()
     assert found.errors.count("boltmesh: hang: ") == 1
     for text in (found.errors, found.error):
         assert "rank 1 never entered " in text

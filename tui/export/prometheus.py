@@ -22,6 +22,7 @@ from boltmesh.tui.metrics.findings.diagnose import diagnose
 from boltmesh.tui.metrics.findings.finding import Kind
 from boltmesh.tui.sources.live import Observation
 from boltmesh.tui.state import fold
+from boltmesh.tui.units import mean
 
 
 def device_families(devices: Iterable[DeviceReading]) -> Iterator[Family]:
@@ -321,10 +322,7 @@ def _of_ranks(job: JobSnapshot) -> Iterator[Family]:
     yield gauge(
         "rank_batch_seconds",
         f"Time of a batch, {recent}",
-        [
-            (_of(rank), _mean([step.seconds for step in rank.steps[-RECENT_STEPS:]]))
-            for rank in ranks
-        ],
+        [(_of(rank), mean(step.seconds for step in rank.steps[-RECENT_STEPS:])) for rank in ranks],
     )
     yield gauge(
         "rank_phase_seconds",
@@ -455,10 +453,6 @@ def _phases(rank: RankSnapshot) -> Iterator[Sample]:
             sums[phase.name] = sums.get(phase.name, 0.0) + phase.seconds
     for name, seconds in sums.items():
         yield {**_of(rank), "phase": name}, seconds / len(steps)
-
-
-def _mean(values: list[float]) -> float | None:
-    return sum(values) / len(values) if values else None
 
 
 def _summed(samples: Iterable[tuple[dict[str, str | int], float]]) -> list[Sample]:

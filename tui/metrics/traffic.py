@@ -14,6 +14,7 @@ from boltmesh.telemetry.snapshot import CollectiveTotal, JobSnapshot, RankSnapsh
 from boltmesh.telemetry.traffic import ExpectedTraffic
 from boltmesh.tui.metrics.memo import remember_last
 from boltmesh.tui.metrics.step_time import batches_per_step, optimizer_step_seconds
+from boltmesh.tui.units import mean
 
 POINT_TO_POINT = ("send", "recv")
 
@@ -277,7 +278,7 @@ def _row(
         for rank, size in zip(column.ranks, column.bytes, strict=True)
         if size is not None
     ]
-    payload, seconds = _mean(column.bytes), _mean(column.seconds)
+    payload, seconds = mean(column.bytes), mean(column.seconds)
     verdict = judge(payload, expected, job, is_seen=bool(column.ranks))
     least = min(sizes, default=None)
     most = max(sizes, key=lambda item: (item[0], -item[1]), default=None)
@@ -286,7 +287,7 @@ def _row(
         operator=operator,
         num_groups=len(column.groups),
         num_ranks=len(column.ranks),
-        calls=_mean(column.calls),
+        calls=mean(column.calls),
         payload_bytes=payload,
         least=None if least is None else (least[1], least[0]),
         most=None if most is None else (most[1], most[0]),
@@ -297,7 +298,7 @@ def _row(
         expected_bytes=None if expected is None else expected.payload_bytes,
         why=None if expected is None else expected.why,
         verdict=verdict,
-        reason=explain(verdict, payload, expected, _mean(column.calls), job),
+        reason=explain(verdict, payload, expected, mean(column.calls), job),
     )
 
 
@@ -327,8 +328,3 @@ def _total(parts: Iterable[tuple[float | None, float]]) -> float | None:
             return None
         total += value * weight
     return total
-
-
-def _mean(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None

@@ -24,7 +24,7 @@ from boltmesh.telemetry.sanitize import clean, clean_mapping
 from boltmesh.telemetry.snapshot import AlertThresholds, PipelinePlan, RankSnapshot
 from boltmesh.telemetry.tensor_plan import PlannedBlocks, PlannedParameters, TensorPlanTable
 from boltmesh.telemetry.traffic import ExpectedTraffic
-from boltmesh.telemetry.writer.file_records import MAX_NUMBER, MAX_TIME_S
+from boltmesh.telemetry.writer.file_records import MAX_NUMBER, is_time
 
 MAX_RANKS: Final = 65_536
 _MAX_AXES: Final = 8
@@ -41,8 +41,7 @@ def num_ranks(info: JobInfo) -> int:
 
 def started_at(info: JobInfo) -> float:
     """Return when the job started; 0 where that is no time."""
-    is_time = math.isfinite(info.started) and 0 <= info.started <= MAX_TIME_S
-    return info.started if is_time else 0.0
+    return info.started if is_time(info.started) else 0.0
 
 
 def clean_mesh(info: JobInfo) -> dict[str, int]:

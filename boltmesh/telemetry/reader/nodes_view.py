@@ -27,7 +27,7 @@ from boltmesh.telemetry.snapshot import (
     Memory,
     RankSnapshot,
 )
-from boltmesh.telemetry.writer.file_records import MAX_NUMBER, MAX_TIME_S
+from boltmesh.telemetry.writer.file_records import MAX_NUMBER, is_time
 from boltmesh.telemetry.writer.nodes import (
     NODES_FILE,
     VERSION,
@@ -137,7 +137,7 @@ class NodesView:
         except (OSError, TelemetryError, msgspec.MsgspecError, RecursionError, ValueError):
             return
         self._stamp = stamp
-        if heard.version != VERSION or not (_is_time(heard.looked) and _is_sane(heard.interval_s)):
+        if heard.version != VERSION or not (is_time(heard.looked) and _is_sane(heard.interval_s)):
             return
         self._heard = heard
         self._elsewhere = {}
@@ -150,7 +150,7 @@ class NodesView:
         except (msgspec.MsgspecError, RecursionError, ValueError):
             return
         times = (summary.time, node.received)
-        if summary.version != VERSION or not all(_is_time(each) for each in times):
+        if summary.version != VERSION or not all(is_time(each) for each in times):
             return
         if not _is_sane(summary.interval_s):
             return
@@ -235,13 +235,9 @@ def _is_possible(rank: RankSummary) -> bool:
                 rank.tokens_per_second,
             )
         )
-        and _is_time(rank.last_seen)
-        and all(group.time is None or _is_time(group.time) for group in rank.groups)
+        and is_time(rank.last_seen)
+        and all(group.time is None or is_time(group.time) for group in rank.groups)
     )
-
-
-def _is_time(seconds: float) -> bool:
-    return math.isfinite(seconds) and 0 <= seconds <= MAX_TIME_S
 
 
 def _is_sane(number: float) -> bool:

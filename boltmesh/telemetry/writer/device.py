@@ -51,15 +51,16 @@ class StepMarks(NamedTuple):
         totals = [0] * len(PHASES)
         ends = [event for _, event in self.boundaries[1:]] + [self.end]
         for (phase, start), end in zip(self.boundaries, ends, strict=True):
-            totals[phase] += _elapsed_ns(start, end)
+            totals[phase] += elapsed_ns(start, end)
         for tail in self.tails:
-            exposed = min(_elapsed_ns(tail.start, tail.end), totals[BACKWARD])
+            exposed = min(elapsed_ns(tail.start, tail.end), totals[BACKWARD])
             totals[BACKWARD] -= exposed
             totals[COMMUNICATION] += exposed
         return StepTime(sum(totals), totals)
 
 
-def _elapsed_ns(start: torch.cuda.Event, end: torch.cuda.Event) -> int:
+def elapsed_ns(start: torch.cuda.Event, end: torch.cuda.Event) -> int:
+    """Return the time between two events of a device that have passed."""
     return max(0, int(start.elapsed_time(end) * 1e6))
 
 

@@ -98,7 +98,7 @@ class Line(NamedTuple):
 def make_status(fields: tuple[Any, ...]) -> Status | None:
     """Return a status from the fields of its record."""
     _, state, _, _, *rest = fields
-    if state >= len(layout.STATES) or not _is_time(rest[3]):
+    if state >= len(layout.STATES) or not is_time(rest[3]):
         return None
     if rest[0] < 0 or not _are_counts(rest[1:3] + rest[4:]):
         return None
@@ -111,7 +111,7 @@ def make_step(fields: tuple[Any, ...]) -> StepRow | None:
     _, index, global_step, epoch, _, wall_s, total_ns = head
     if max(fields[0], index, global_step, total_ns, *phases, tail[1], tail[2]) > MAX_NUMBER:
         return None
-    if min(index, global_step, epoch) < 0 or not _is_time(wall_s):
+    if min(index, global_step, epoch) < 0 or not is_time(wall_s):
         return None
     return StepRow._make((*head, phases, *tail))
 
@@ -145,7 +145,7 @@ def make_moved(fields: tuple[Any, ...]) -> OffloadRow | None:
 def make_line(fields: tuple[Any, ...]) -> Line | None:
     """Return an event from the fields of its record; one of an unknown kind as a warning."""
     _, wall_s, kind, _, length, text = fields
-    if not _is_time(wall_s):
+    if not is_time(wall_s):
         return None
     name = layout.EVENT_KINDS[kind] if kind < len(layout.EVENT_KINDS) else "warning"
     return Line(wall_s, name, text[:length].decode("utf-8", "replace"))
@@ -162,5 +162,6 @@ def _are_counts(numbers: Sequence[int]) -> bool:
     return max(numbers) <= MAX_NUMBER and min(numbers) >= layout.UNKNOWN
 
 
-def _is_time(wall_s: float) -> bool:
+def is_time(wall_s: float) -> bool:
+    """Tell whether it is a time since the epoch, in seconds, that can be shown."""
     return math.isfinite(wall_s) and 0 <= wall_s <= MAX_TIME_S

@@ -27,6 +27,7 @@ from torch.distributed import ProcessGroup
 from typing_extensions import override
 
 from boltmesh.schedule_sim import Action
+from boltmesh.telemetry.writer.device import elapsed_ns
 
 OnChunk = Callable[[int, int, str, int, int], None]
 """Called with stage, microbatch, kind, and start and end on the monotonic clock in ns."""
@@ -169,13 +170,13 @@ class DeviceChunkTimer(ChunkTimer):
         # From step to step: the milliseconds between far events have too few digits.
         begin_ns = 0
         if self._anchor is not None:
-            begin_ns = self._anchor[1] + _elapsed_ns(self._anchor[0], first)
+            begin_ns = self._anchor[1] + elapsed_ns(self._anchor[0], first)
             self._pool.append(self._anchor[0])
         self._anchor = (first, begin_ns)
         times = [
             (
-                begin_ns + _elapsed_ns(first, chunk.start.event),
-                begin_ns + _elapsed_ns(first, chunk.end.event),
+                begin_ns + elapsed_ns(first, chunk.start.event),
+                begin_ns + elapsed_ns(first, chunk.end.event),
             )
             for chunk in chunks
         ]
@@ -202,10 +203,6 @@ class DeviceChunkTimer(ChunkTimer):
 
 def _cuda_event() -> Any:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-
-
-def _elapsed_ns(start: Any, end: Any) -> int:
-    return max(0, int(start.elapsed_time(end) * 1e6))
 
 
 MEAN_RUNS: Final = 256
