@@ -1,11 +1,13 @@
 """A step with experts divided over ranks beside transformers' exchange and one by hand.
 
     OMP_NUM_THREADS=1 python tests/benchmarks/expert_step.py [--ranks 2] [--rounds 6] [--steps 4]
+    python tests/benchmarks/expert_step.py --kernel grouped_mm  # as the model comes
     python tests/benchmarks/expert_step.py --ranks 8 --experts 128 --choices 8 --rounds 0  # rows
 
 All train the same Qwen3-MoE of Hugging Face in the same processes, in turn, round after round, each
 rank on a batch of its own; only the exchange of rows differs: this one, ``AllToAllEP`` of
-transformers, and rows sent for each choice and computed by a loop over experts as in torchtitan.
+transformers, and rows sent for each choice and computed as in torchtitan, by a loop over experts or
+by grouped products.
 Losses and gradients are compared with the whole model first. Printed are the rows sent to other
 ranks for each token, the bytes of an exchange beside those of gathering the experts twice and
 reducing their gradients (ZeRO-3), the median step of the first rank, and the median of the rounds'
@@ -48,6 +50,8 @@ class Shape:
     width: int
     rows: int
     """Tokens of a rank."""
+    kernel: str
+    """How a rank multiplies by its experts: ``eager`` (a loop) or ``grouped_mm``."""
 
 
 def build(shape: Shape) -> nn.Module:
@@ -65,7 +69,7 @@ def build(shape: Shape) -> nn.Module:
         num_experts=shape.experts,
         num_experts_per_tok=shape.choices,
         use_cache=False,
-        experts_implementation="eager",
+        experts_implementation=shape.kernel,
     )
     model: nn.Module = Qwen3MoeForCausalLM(config)
     with torch.no_grad():
@@ -101,8 +105,8 @@ class Swap(torch.autograd.Function):
 class ByHand:
     """A row for each choice, sorted by expert on arrival; weights are applied by the sender."""
 
-    def __init__(self, module: Any, size: int) -> None:
-        self.module, self.size = module, size
+    def __init__(self, module: Any, size: int, kernel: str) -> None:
+        self.module, self.size, self.kernel = module, size, kernel
 
     def __call__(self, rows: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         number = self.module.num_experts
@@ -115,18 +119,30 @@ class ByHand:
         came = Swap.apply(rows[order // chosen.shape[1]], sent, received)
         local = torch.arange(number).repeat(self.size).repeat_interleave(others)
         by_expert = local.argsort(stable=True)
-        sizes = torch.bincount(local, minlength=number).tolist()
-        made = torch.cat(
-            [self.expert(n, part) for n, part in enumerate(came[by_expert].split(sizes))]
-        )
+        sizes = torch.bincount(local, minlength=number)
+        run = self.loop if self.kernel == "eager" else self.grouped
+        made = run(came[by_expert], sizes)
         back = Swap.apply(torch.empty_like(made).index_copy(0, by_expert, made), received, sent)
         results = torch.empty_like(back).index_copy(0, order, back)
         return (results.view(*chosen.shape, -1) * weights[..., None]).sum(1)
 
+    def loop(self, rows: Tensor, sizes: Tensor) -> Tensor:
+        parts = enumerate(rows.split(sizes.tolist()))
+        return torch.cat([self.expert(number, part) for number, part in parts])
+
     def expert(self, number: int, rows: Tensor) -> Tensor:
-        gate, up = functional.linear(rows, self.module.gate_up_proj[number]).chunk(2, -1)
-        hidden = self.module.act_fn(gate) * up
+        hidden = self.gated(functional.linear(rows, self.module.gate_up_proj[number]))
         return functional.linear(hidden, self.module.down_proj[number])
+
+    def grouped(self, rows: Tensor, sizes: Tensor) -> Tensor:
+        ends = sizes.cumsum(0, dtype=torch.int32)
+        up, down = self.module.gate_up_proj.mT, self.module.down_proj.mT
+        hidden = self.gated(functional.grouped_mm(rows, up, offs=ends))
+        return functional.grouped_mm(hidden, down, offs=ends)
+
+    def gated(self, both: Tensor) -> Tensor:
+        gate, up = both.chunk(2, -1)
+        return self.module.act_fn(gate) * up
 
 
 class Variant:
@@ -158,7 +174,7 @@ class Variant:
                 pair = DeviceMesh("cpu", ranks[:, None], mesh_dim_names=("expert", "tensor"))
                 module.forward = AllToAllEP(module, pair["expert"], pair["tensor"])
             else:
-                module.forward = ByHand(module, self.size)
+                module.forward = ByHand(module, self.size, shape.kernel)
             module.register_forward_pre_hook(self.count)
         dense = {n: p for n, p in self.model.named_parameters() if n not in self.owned}
         self.dense = list(dense.values())
@@ -234,8 +250,9 @@ def main() -> None:
         ("rounds", 6), ("steps", 4),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--kernel", choices=("eager", "grouped_mm"), default="eager")
     chosen = parser.parse_args()
-    shape = Shape(chosen.experts, chosen.choices, chosen.width, chosen.rows)
+    shape = Shape(chosen.experts, chosen.choices, chosen.width, chosen.rows, chosen.kernel)
     found = run_ranks(measure, chosen.ranks, shape, chosen.rounds, chosen.steps, timeout_s=500)
     rows = {
         name: statistics.mean(each["rows"][name] for each in found) for name in found[0]["rows"]

@@ -24,6 +24,7 @@ from boltmesh.strategies import (
 )
 from boltmesh.strategies.compiled_blocks import CompiledBlocks, refuse_without_compiler
 from boltmesh.strategies.parameter_access import gathered_parameters
+from boltmesh.strategies.torch_compat.tensors import times_written
 from tests.support import expert_models, expert_runs
 from tests.support.ranks import run_ranks
 from tests.support.stack import Stack, token_data
@@ -235,6 +236,18 @@ def test_a_block_that_is_compiled_again_and_again_is_named(monkeypatch: pytest.M
     compilation.take_off()
     assert "forward" not in vars(root.blocks[0])
     assert not torch._dynamo.config.fail_on_recompile_limit_hit
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")
+def test_writes_are_counted_in_one_graph() -> None:
+    def run(x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        before = times_written(y)
+        y.mul_(3)
+        return y if times_written(y) == before else -y
+
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+    assert compiled(torch.ones(2)).tolist() == run(torch.ones(2)).tolist() == [-6, -6]
 
 
 @pytest.mark.usefixtures("by_aot_eager")
