@@ -6,7 +6,7 @@ is in ``starting/launch.py``.
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import partial
@@ -84,6 +84,20 @@ class Built:
     """What the command loads first: a path, or an address."""
     folder: Path | None
     """Where it writes; None where it writes nothing."""
+
+
+OF_A_RUN = ("run.name", "alerts.")
+"""Begins of keys that say nothing of how a run trains."""
+
+
+def _dotted(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
+    """Yield the values of a config by their whole keys, but for those that are not set."""
+    for name, value in values.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping):
+            yield from _dotted(value, f"{key}.")
+        elif value is not None and value != [] and not key.startswith(OF_A_RUN):
+            yield key, value
 
 
 class RunBuilder:
@@ -178,6 +192,8 @@ class RunBuilder:
             ) from error
         assert isinstance(made, MeshStrategy)
         made.recipe = self.source
+        values = cast("dict[str, Any]", OmegaConf.to_container(self.config, resolve=True))
+        made.settings = dict(_dotted(values))
         made.alerts = AlertThresholds(**self.config.alerts)
         return made
 

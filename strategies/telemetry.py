@@ -121,5 +121,9 @@ def tensors_within(state: object) -> Iterator[Tensor]:
 
 
 def _hyperparameters(strategy: "MeshStrategy") -> Mapping[str, object]:
+    """Return the module's hyperparameters, and the config's values where there is a config."""
     module = strategy.lightning_module
-    return dict(module.hparams) if module is not None else {}
+    settings = strategy.settings
+    own = {} if module is None else dict(module.hparams)
+    rest = {name: own[name] for name in own if f"model.init_args.{name}" not in settings}
+    return {**rest, **settings}

@@ -140,9 +140,9 @@ class MeshStrategy(LoopStrategy):
             self.replica_check = ReplicaCheck(self, verify_replicas_every)
         self.checkpoints = Checkpointing(self, in_memory_every=checkpoint_in_memory_every)
         self.recipe: str | None = None
-        """Which config the run was made from; set by ``boltmesh fit``, shown by the dashboard."""
+        self.settings: Mapping[str, object] = {}
         self.alerts: AlertThresholds | None = None
-        """When the dashboard raises an alarm; set like ``recipe``."""
+        """Set by ``boltmesh fit``: name of the config, its values by dotted keys, its limits."""
         self.is_placed = False
         """Whether each rank has got its part of a model."""
         for axis in self.axes:

@@ -117,4 +117,9 @@ def test_they_reach_the_strategy_which_tells_who_watches():
     config = load(TINY, ["alerts.stall_s=7", "devices=1"])
     rank = Rank(None, None, StopSwitch())
     builder = RunBuilder(config, "fit", place_ranks(config), rank, source="tiny")
-    assert builder.build_strategy().alerts == AlertThresholds(stall_s=7.0)
+    strategy = builder.build_strategy()
+    assert strategy.alerts == AlertThresholds(stall_s=7.0)
+    # So does every other value of the config that is set, by its whole key.
+    assert strategy.settings["data.class_path"] == config.data.class_path
+    assert strategy.settings["trainer.max_steps"] == config.trainer.max_steps
+    assert not [key for key in strategy.settings if key.startswith(("alerts.", "run.name"))]

@@ -27,6 +27,7 @@ class Counted(Model):
 def counted_worker(rank, world_size):
     chosen = strategy()
     chosen.recipe = "gpt\x1b[31m"
+    chosen.settings = {"data.init_args.batch_size": 16}
     chosen.alerts = AlertThresholds(stall_s=7.0)
     fit = trainer(max_epochs=1, limit_val_batches=0, log_every_n_steps=1, strategy=chosen)
     fit.fit(Counted(), loader())
@@ -39,6 +40,7 @@ def test_a_run_tells_its_flops_its_recipe_and_its_thresholds():
         assert seen.ranks[rank].flops_per_batch == 1234.0
         assert seen.ranks[rank].peak_flops_per_second is None  # a CPU has no data sheet
         assert seen.recipe == "gpt [31m"
+        assert seen.hyperparameters["data.init_args.batch_size"] == "16"
         assert seen.alerts == AlertThresholds(stall_s=7.0)
 
 

@@ -57,7 +57,7 @@ def test_a_view_is_the_newest_part_and_its_moving_mean() -> None:
 
 def test_two_series_share_their_axes() -> None:
     low, high = Series((0, 10), (0.0, 1.0)), Series((0, 10), (9.0, 10.0))
-    lines = draw_plot(Line("a, b"), low, 40, 12, LOOK, newest="1", over=[Curve(high, "warn")])
+    lines = draw_plot(Line("a, b"), low, 40, 12, LOOK, newest=Line("1"), over=[Curve(high, "warn")])
     roles = [{role for text, role in line.spans if text.strip()} for line in lines[1:-1]]
     assert "warn" in roles[0]
     assert "chart" in roles[-1]

@@ -57,16 +57,18 @@ class EventsPage(Page):
     def panels(self, scene: Scene, body: Region) -> list[Panel]:
         """The sequences have at most half of the screen."""
         state, view = scene.state, scene.view
-        groups = len(SEQUENCES.rows(state, view.table(SEQUENCES.name)))
+        draw = table_draw(SEQUENCES, scene)
         rows = len(EVENTS.rows(state, view.table(EVENTS.name)))
         names = ("step_s", "tokens_per_s")
         if scene.width >= VERY_WIDE:
-            needed = scene.title + 1 + max(groups + 1, rows)
+            left, right = body.split(45)
+            needed = max(len(draw(left.width, body.height)), scene.title + 1 + rows)
             body, trends = with_trends(scene, body, needed, names)
             left, right = body.split(45)
             plan = {"sequences": left, "events": right}
         else:
-            needed = 2 * scene.title + 3 + groups + rows
+            groups = len(SEQUENCES.rows(state, view.table(SEQUENCES.name)))
+            needed = len(draw(body.width, body.height)) + scene.title + 1 + rows
             body, trends = with_trends(scene, body, needed, names)
             least = min(scene.title + 3, body.height // 2)
             half = max(least, body.height // 2)
@@ -80,7 +82,7 @@ class EventsPage(Page):
                 ),
             )
         draws = {
-            "sequences": table_draw(SEQUENCES, scene),
+            "sequences": draw,
             "events": table_draw(EVENTS, scene),
         }
         return [*place(plan, draws), *trends]

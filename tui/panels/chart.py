@@ -157,7 +157,7 @@ def draw_plot(
     height: int,
     look: Style,
     *,
-    newest: str,
+    newest: Line,
     about: str = "",
     over: Sequence[Curve] = (),
     is_log: bool = False,
@@ -185,7 +185,7 @@ def draw_plot(
         cursor=cursor,
         least_span=least_span,
     )
-    lines = [heading(title, width, look, right=Line(newest, "strong")), *plot.lines]
+    lines = [heading(title, width, look, right=newest), *plot.lines]
     if has_axis and plot.lines:
         if cursor is not None:
             about = f"at {'' if is_time else 'step '}{x_words(cursor, is_time=is_time)}"

@@ -268,23 +268,26 @@ def _draw(
     chart: Chart, width: int, height: int, look: Style, view: View, window: Window
 ) -> list[Line]:
     write = units.rate if chart.has_units else units.number
-    if view.cursor is None:
-        newest = write(chart.series.values[-1])
-        if chart.other is not None and chart.other.values:
-            newest += f" / {write(chart.other.values[-1])}"
-    else:
-        read = [value_at(each, view.cursor) for each in chart.shown]
-        newest = " / ".join(units.UNKNOWN if value is None else write(value) for value in read)
-    over = []
-    # With two curves each name has the colour of its own.
-    has_names = chart.beside is not None or chart.other is not None
-    title = Line(chart.title, "chart" if has_names else "strong")
+    # With two curves or more, names and values have the colours of theirs.
+    is_alone = chart.beside is None and chart.other is None
+    title = Line(chart.title, "strong" if is_alone else "chart")
+    curves = [Curve(chart.series, "strong" if is_alone else "chart")]
     if chart.beside is not None:
-        over.append(Curve(seen_through(chart.beside, view, window), "warn"))
         title.add(", ", "muted").add(chart.beside_name, "warn")
+        curves.append(Curve(chart.beside, "warn"))
     if chart.other is not None:
-        over.append(Curve(seen_through(chart.other, view, window), "optimizer", is_dashed=True))
-        title.add(" / ", "muted").add("other run", "optimizer")
+        curves.append(Curve(chart.other, "optimizer", is_dashed=True))
+    newest = Line()
+    for curve in curves:
+        values = curve.series.values
+        if view.cursor is not None:
+            value = value_at(curve.series, view.cursor)
+        elif curve.series is chart.beside:
+            continue
+        else:
+            value = values[-1] if values else None
+        newest.add(" / " if newest.width else "", "muted").add(write(value), curve.role)
+    over = [each._replace(series=seen_through(each.series, view, window)) for each in curves[1:]]
     return draw_plot(
         title,
         seen_through(chart.series, view, window),

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from boltmesh.tui import units
@@ -121,7 +122,7 @@ def _cells(job: "JobSummary", jobs: Sequence["JobSummary"], look: Style, now: fl
         *([job.host] if any(each.host for each in jobs) else []),
         job_state(job.state, look, stalled_s=job.stalled_s, is_stopped=job.stopped),
         Line(job.id, "muted"),
-        *([job.recipe or units.UNKNOWN] if _has_recipes(jobs) else []),
+        *([Path(job.recipe or units.UNKNOWN).name] if _has_recipes(jobs) else []),
         job.strategy,
         units.mesh(job.mesh, job.world_size, times=f" {look.glyphs.times} "),
         units.duration(max(0.0, now - job.started)),

@@ -104,7 +104,7 @@ def draw_config(
     chosen = selected_row(shown, table)
     return _draw(
         "config of the run",
-        [Column("key", shrinks_to=16), Column("value")],
+        [Column("key", shrinks_to=16), Column("value", shrinks_to=24)],
         shown,
         lambda row: [Line(row.key, "muted"), row.value],
         "" if chosen is None else f"{chosen.key}: {chosen.value}",
