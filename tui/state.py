@@ -11,7 +11,6 @@ import msgspec
 from boltmesh.telemetry.snapshot import JobSnapshot, MetricPoint
 from boltmesh.tui.devices import DeviceReading
 from boltmesh.tui.sources.live import Observation
-from boltmesh.tui.units import mean
 
 MAX_POINTS = 4096
 """Points kept of one metric; beyond it every second one of the older half goes."""
