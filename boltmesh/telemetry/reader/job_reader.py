@@ -32,7 +32,6 @@ from boltmesh.telemetry.reader.job_view import (
 from boltmesh.telemetry.reader.nodes_view import NodesView
 from boltmesh.telemetry.reader.rank_reader import RankReader
 from boltmesh.telemetry.reader.rank_view import MOST_LINES, RankView, missing_rank
-from boltmesh.telemetry.reader.step_sums import RECENT_STEPS
 from boltmesh.telemetry.sanitize import clean
 from boltmesh.telemetry.snapshot import (
     PHASES,
@@ -42,7 +41,7 @@ from boltmesh.telemetry.snapshot import (
     JobState,
     RankSnapshot,
 )
-from boltmesh.telemetry.stall import STALL_AT_LEAST_S, stalled_seconds
+from boltmesh.telemetry.stall import RECENT_STEPS, STALL_AT_LEAST_S, stalled_seconds
 from boltmesh.telemetry.writer.file_records import Status
 
 if TYPE_CHECKING:

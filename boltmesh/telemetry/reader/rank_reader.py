@@ -30,8 +30,8 @@ from boltmesh.telemetry import layout
 from boltmesh.telemetry.job import open_private, pid_namespace, process_start_ticks
 from boltmesh.telemetry.layout import SECTIONS, Header
 from boltmesh.telemetry.reader.ring import Change, Ring
-from boltmesh.telemetry.reader.step_sums import RECENT_STEPS
 from boltmesh.telemetry.reader.traffic_reader import TrafficReader
+from boltmesh.telemetry.stall import RECENT_STEPS
 from boltmesh.telemetry.writer.file_records import (
     Line,
     OffloadRow,

@@ -9,10 +9,10 @@ from collections.abc import Iterable
 from typing import Final
 
 from boltmesh.telemetry import layout
+from boltmesh.telemetry.stall import RECENT_STEPS
 from boltmesh.telemetry.writer.file_records import StepRow, Traffic
 from boltmesh.telemetry.writer.phases import CHECKPOINT, VALIDATION
 
-RECENT_STEPS: Final = 50
 WARM_UP_STEPS: Final = 2
 """The first optimizer steps of a run move more: DDP rebuilds its buckets and tells all ranks."""
 
