@@ -84,6 +84,7 @@ class SequenceParts:
             )
         self._entry = entry
         self._awaited.add(entry)
+        self.begin()
         filled = self._filled(whole, whole.narrow(self.dim, entry.whole - 1, 1).detach())
         part = take_part(filled, self._group, self.dim)
         return cast("Tensor", _HeldLength.apply(part, entry))  # type: ignore[no-untyped-call]

@@ -115,6 +115,7 @@ def _again(rank: int, size: int, is_reentrant: bool) -> None:
         own = heads.chunk(size)[rank]
 
         def block(part: Tensor) -> Tensor:
+            parts.begin()
             result = part + parts.scatter(_across(parts.gather(_tokenwise(part, scale)), own))
             parts.forget()
             return result
