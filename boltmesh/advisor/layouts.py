@@ -4,7 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from omegaconf import OmegaConf
+
 from boltmesh.configs.advice import show
+from boltmesh.errors import BoltMeshError
 from boltmesh.plan.strategy_options import as_mapping
 from boltmesh.planner.command import strategy_text
 from boltmesh.planner.layout import Layout
@@ -230,6 +233,26 @@ class ConfigSearch:
         for each in self.fitting:
             chosen.setdefault(each.layout.axes.division, each)
         return list(chosen.values())[:count]
+
+
+def rows_of_batch(config: Any) -> int | None:
+    """Return the rows of a batch; None where the config has no key for them."""
+    rows = OmegaConf.select(config, BATCH_KEY)
+    return rows if isinstance(rows, int) and not isinstance(rows, bool) else None
+
+
+def batches_of_step(config: Any, ranks: int) -> int:
+    """Return the batches of a step over all replicas, by the config's own layout."""
+    own = as_mapping(config.strategy)
+    entry = STRATEGIES[own.pop("name")]
+    replicas = ranks
+    if entry.class_name not in {"DDPStrategy", "ReplicatedStrategy"}:
+        try:
+            made = entry.load()(**{**entry.arguments, **own})
+            replicas = made.choose_layout(ranks).data
+        except BoltMeshError:
+            pass  # its sizes are of other ranks: as many batches as there are ranks
+    return int(replicas * config.trainer.accumulate_grad_batches)
 
 
 def splits(batches: int, rows: int | None, replicas: int) -> tuple[int | None, int] | None:

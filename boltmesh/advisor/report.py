@@ -4,7 +4,7 @@ import shlex
 from collections.abc import Iterator
 from typing import Any
 
-from boltmesh.advisor.layouts import ConfigSearch, PlannedLayout
+from boltmesh.advisor.layouts import BATCH_KEY, ConfigSearch, PlannedLayout
 from boltmesh.plan.text import size_text
 from boltmesh.planner.step_time import TERMS
 
@@ -98,7 +98,14 @@ def memory_text(candidate: PlannedLayout) -> str:
 def nothing_lines(found: ConfigSearch) -> Iterator[str]:
     """Yield why nothing fits, and what needs least."""
     if not found.candidates:
-        yield "No layout can run."
+        ranks = found.hardware.num_ranks
+        if found.rows is None or found.rows >= ranks:
+            yield "No layout can run."
+        else:
+            yield (
+                f"No layout can run: a step has {found.rows} rows over all replicas, for {ranks} "
+                f"ranks. Give it more: {BATCH_KEY}={-(-ranks // found.batches)}."
+            )
         return
     (least,) = found.smallest(1)
     machine = found.hardware.machine

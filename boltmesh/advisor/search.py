@@ -18,6 +18,8 @@ from boltmesh.advisor.layouts import (
     ConfigLayout,
     ConfigSearch,
     PlannedLayout,
+    batches_of_step,
+    rows_of_batch,
     sizes_text,
     smaller_batches,
     splits,
@@ -36,12 +38,12 @@ from boltmesh.advisor.replicas import (
 from boltmesh.configs.load import load
 from boltmesh.errors import BoltMeshError, ConfigError
 from boltmesh.plan.strategy_options import (
-    as_mapping,
     optimizer_copies,
     trainer_reads_gradients,
 )
 from boltmesh.planner.layout import Layout, Recompute, Tier
-from boltmesh.planner.search import Allowed, by_kind, divisions, with_room
+from boltmesh.planner.search import Allowed, by_kind, by_prediction, divisions, search, with_room
+from boltmesh.planner.transformer import transformer_like
 from boltmesh.strategies.cost_model.model import (
     Bytes,
     JobShape,
@@ -51,14 +53,13 @@ from boltmesh.strategies.cost_model.model import (
     widths_of,
 )
 from boltmesh.strategies.cost_model.offload import keeps_fp32
-from boltmesh.strategies.registry import STRATEGIES
 
 MOST_RANKS = 4096
 """Larger jobs are not looked at where the one that was asked for is too small."""
 MOST_DIVISIONS = 12
-"""Divisions of layers that are planned, those into fewest parts first."""
-SEARCH_S = 15.0
-"""Seconds after which no further division is planned if a layout fits: large models take long."""
+"""Divisions of layers that are planned, the most promising first."""
+SEARCH_S = 18.0
+"""Seconds after which nothing further is planned if a layout fits: large models take long."""
 SCHEDULES = ("interleaved_1f1b", "zero_bubble", "zbv")
 """Those that are tried beside 1F1B."""
 MOST_FLOPS = 10**12
@@ -112,6 +113,7 @@ class ConfigSearcher:
         from boltmesh.plan.dry_model import describe_model
         from boltmesh.plan.stage_model import class_of
 
+        self._end = time.monotonic() + SEARCH_S
         model, optimizer, notes = describe_model(self.loaded, None, source=self.source)
         if model.work is None or model.activations is None:
             raise ConfigError(
@@ -120,21 +122,19 @@ class ConfigSearcher:
             )
         copies, assumed = optimizer_copies(self.loaded, *class_of(optimizer))
         self._copies = copies
-        self._rows = self._rows_of_batch()
-        self._batches = self._batches_of_step()
+        self._rows = rows_of_batch(self.loaded)
+        self._batches = batches_of_step(self.loaded, self.hardware.num_ranks)
         self._models = {"none": model}
         self._found = []
         experts = self._expert_sizes()
         bases = list(divisions(self._allowed(experts)))
         whole = [each for each in bases if not each.is_divided]
-        divided = by_kind(each for each in bases if each.is_divided)
-        begin = time.monotonic()
+        divided = self._ordered([each for each in bases if each.is_divided])
         for base in whole:
             self._found += self._layouts(base)
         num_planned = 0
         for base in divided[:MOST_DIVISIONS]:
-            is_late = time.monotonic() - begin > SEARCH_S
-            if is_late and any(each.fits for each in self._found):
+            if self._is_late():
                 break
             self._found += self._layouts(base)
             num_planned += 1
@@ -196,26 +196,31 @@ class ConfigSearcher:
             if best is not None and best.fits:
                 yield name, best
 
-    # Rows of a step.
+    def _is_late(self) -> bool:
+        return time.monotonic() > self._end and any(each.fits for each in self._found)
 
-    def _rows_of_batch(self) -> int | None:
-        rows = OmegaConf.select(self.loaded, BATCH_KEY)
-        return rows if isinstance(rows, int) and not isinstance(rows, bool) else None
+    def _ordered(self, bases: Sequence[Layout]) -> list[Layout]:
+        """Return divisions of layers, the most promising first.
 
-    def _batches_of_step(self) -> int:
-        """Return the batches of a step over all replicas, by the config's own layout."""
-        own = as_mapping(self.loaded.strategy)
-        name = own.pop("name")
-        entry = STRATEGIES[name]
-        ranks = self.hardware.num_ranks
-        replicas = ranks
-        if entry.class_name not in {"DDPStrategy", "ReplicatedStrategy"}:
-            try:
-                made = entry.load()(**{**entry.arguments, **own})
-                replicas = made.choose_layout(ranks).data
-            except BoltMeshError:
-                pass  # its sizes are of other ranks: as many batches as there are ranks
-        return int(replicas * self.loaded.trainer.accumulate_grad_batches)
+        On a cluster they are ordered by their predictions for a transformer of the same work.
+        """
+        model, cluster = self._models["none"], self.hardware.cluster
+        blocks = [each.numel for each in model.units if each.name]
+        has_experts = any(each.expert > 1 for each in bases)
+        if cluster is None or model.work is None or self._rows is None or has_experts:
+            return by_kind(bases)
+        like = transformer_like(
+            model.work.products,
+            rows=self._rows,
+            blocks=len(blocks),
+            block_numel=sum(blocks) / max(1, len(blocks)),
+            numel=model.numel,
+            heads=cluster.devices_per_node,
+        )
+        if like is None:
+            return by_kind(bases)
+        found = search(like, cluster, sequences=self._rows * self._batches)
+        return by_prediction(bases, found.candidates)
 
     # Limits of the search.
 
@@ -284,6 +289,8 @@ class ConfigSearcher:
                 return
 
     def _with_batches_of(self, layout: ConfigLayout, axes: Layout) -> PlannedLayout | None:
+        if axes.is_divided and self._is_late():
+            return None
         return self._planned(replace(layout, axes=axes))
 
     def _may_be_best(self, made: PlannedLayout) -> bool:
@@ -407,6 +414,8 @@ class ConfigSearcher:
             *({"microbatches": each} for each in (usual // 2, 2 * usual)),
         ]
         for change in changes:
+            if self._is_late():
+                return
             made = self._planned(replace(first.layout, **change))
             if made is not None:
                 yield made

@@ -11,7 +11,7 @@ from typing import Any
 from boltmesh.errors import ConfigError
 from boltmesh.planner.layout import Layout
 from boltmesh.planner.machine import GB, accelerator_named, build_cluster, parse_network
-from boltmesh.planner.search import Candidate, Search, search, smallest_cluster
+from boltmesh.planner.search import Candidate, Search, on_network, search, smallest_cluster
 from boltmesh.planner.step_time import TERMS, model_flops_utilization
 from boltmesh.planner.transformer import transformer_named
 from boltmesh.strategies.registry import STRATEGIES
@@ -201,20 +201,24 @@ def changes(found: Search, first: Candidate) -> Iterator[tuple[str, str]]:
     """Yield what another cluster or batch would give, each as the change and the outcome."""
     cluster = found.cluster
     if cluster.num_nodes > 1:
-        faster = replace(cluster, network_rate=2 * cluster.network_rate)
-        yield "a network of twice the rate", _outcome(found, first, replace(found, cluster=faster))
+        faster = on_network(found, 2 * cluster.network_rate)
+        yield "a network of twice the rate", _outcome(found, first, faster)
     wider = replace(cluster, num_devices=2 * cluster.num_devices)
-    yield "twice the devices", _outcome(found, first, replace(found, cluster=wider))
+    yield "twice the devices", _outcome(found, first, _again(found, cluster=wider))
     if found.model.seq >= 1024:
         shorter = replace(found.model, seq=found.model.seq // 2)
         yield (
             "half the sequence length, twice the sequences",
-            _outcome(found, first, replace(found, model=shorter, sequences=2 * found.sequences)),
+            _outcome(found, first, _again(found, model=shorter, sequences=2 * found.sequences)),
         )
 
 
-def _outcome(found: Search, first: Candidate, other: Search) -> str:
-    again = search(other.model, other.cluster, sequences=other.sequences, dtype=other.dtype)
+def _again(found: Search, **changes: Any) -> Search:
+    other = replace(found, **changes)
+    return search(other.model, other.cluster, sequences=other.sequences, dtype=other.dtype)
+
+
+def _outcome(found: Search, first: Candidate, again: Search) -> str:
     if not again.candidates:
         return "no layout divides the batch."
     candidate = again.candidates[0]

@@ -40,9 +40,8 @@ class LayoutMemory:
     @property
     def device(self) -> float:
         """Bytes on the device."""
-        return float(
-            sum(value for name, value in vars(self).items() if name not in {"host", "disk"})
-        )
+        state = self.parameters + self.gradients + self.optimizer
+        return state + self.activations + self.logits + self.other
 
     def terms(self) -> dict[str, float]:
         """Return all kinds by name."""

@@ -96,12 +96,29 @@ def search(
         if _fits(memory, cluster, FULL):
             is_tight = not _fits(memory, cluster, TIGHT)
             found.append(Candidate(layout, predictor.predict(layout), memory, is_tight))
-    found.sort(key=_rank)
+    ordered = _ordered(found, predictor)
+    return Search(model, cluster, sequences, dtype, ordered, num_layouts, least)
+
+
+def on_network(found: Search, network_rate: float) -> Search:
+    """Return the layouts that were found as they are predicted on another network.
+
+    Args:
+        found: The layouts.
+        network_rate: From a device to other nodes, bytes per second.
+    """
+    cluster = replace(found.cluster, network_rate=network_rate)
+    predictor = StepTimeModel(found.model, cluster, default_rates())
+    again = [replace(each, time=predictor.predict(each.layout)) for each in found.candidates]
+    return replace(found, cluster=cluster, candidates=_ordered(again, predictor))
+
+
+def _ordered(candidates: Iterable[Candidate], predictor: StepTimeModel) -> tuple[Candidate, ...]:
+    found = sorted(candidates, key=_rank)
     best = [_with_bubble(each, predictor) for each in _distinct(found)[:NUM_FINALISTS]]
     chosen = {each.layout for each in best}
     rest = [each for each in found if each.layout not in chosen]
-    ordered = (*sorted(best, key=_rank), *rest)
-    return Search(model, cluster, sequences, dtype, ordered, num_layouts, least)
+    return (*sorted(best, key=_rank), *rest)
 
 
 def _rank(candidate: Candidate) -> tuple[bool, float]:
@@ -169,7 +186,15 @@ def divisions(allowed: Allowed) -> Iterator[Layout]:
                 yield base
                 # The experts of a stage are divided over ranks of all other axes.
                 ranks = allowed.devices // pipeline
-                yield from (replace(base, expert=n) for n in allowed.experts if ranks % n == 0)
+                yield from (base.changed(expert=n) for n in allowed.experts if ranks % n == 0)
+
+
+def by_prediction(bases: Iterable[Layout], candidates: Iterable[Candidate]) -> list[Layout]:
+    """Return divisions in the order of candidates, then the others by kind."""
+    place: dict[tuple[int, ...], int] = {}
+    for each in candidates:
+        place.setdefault(each.layout.axis_sizes, len(place))
+    return sorted(by_kind(bases), key=lambda base: place.get(base.axis_sizes, len(place)))
 
 
 def by_kind(bases: Iterable[Layout]) -> list[Layout]:
@@ -230,7 +255,7 @@ def with_room(
         may_be_best: Whether one that has no room is fast enough for more to be added.
     """
     for zero in _zero_stages(base):
-        found = list(_at_stage(replace(base, zero=zero), allowed, evaluate, may_be_best))
+        found = list(_at_stage(base.changed(zero=zero), allowed, evaluate, may_be_best))
         yield from found
         if base.data * base.context == 1 and any(each.has_room for each in found):
             return  # without replicas the other stages are for offload alone
@@ -245,12 +270,10 @@ def _at_stage(
     kinds = allowed.recompute
     if base.schedule in {"zero_bubble", "zbv"}:
         kinds = kinds[:1]  # they halve backward passes, which recomputation joins
-    elif base.pipeline > 1 and base.context > 1:
-        kinds = [each for each in kinds if each != "selective"]  # fails in a backward pass
     for kind in kinds:
         has_room, is_first = False, True
         for place in _places(base, allowed):
-            layout = replace(base, recompute=kind, **place)
+            layout = base.changed(recompute=kind, **place)
             if (made := evaluate(layout)) is None:
                 return
             has_room = made.has_room
@@ -270,7 +293,7 @@ def _least(layout: Layout, made: E, evaluate: Callable[[Layout], E | None]) -> E
     names += ["offload_fraction"] if layout.offload == "optimizer" else []
     for name in names:
         for part in PARTS:
-            less = replace(layout, **{name: part})  # type: ignore[arg-type]
+            less = layout.changed(**{name: part})
             found = evaluate(less)
             if found is not None and found.has_room:
                 layout, made = less, found
@@ -333,14 +356,13 @@ def layouts(
     for axes in divisions(allowed):
         if sequences % axes.data:
             continue
-        base = replace(
-            axes,
+        base = axes.changed(
             sequences=sequences,
             has_sequence_parallel=axes.tensor > 1 and axes.expert == 1,
             dtype=dtype,
         )
         for schedule in SCHEDULES if base.pipeline > 1 else [""]:
-            for sized in _sized(model, replace(base, schedule=schedule)):
+            for sized in _sized(model, base.changed(schedule=schedule)):
                 fits = False
                 for each in with_room(sized, allowed, evaluate):
                     fits |= _fits(each.memory, cluster, FULL)
@@ -359,7 +381,7 @@ def _sized(model: Transformer, base: Layout) -> Iterator[Layout]:
         count = per_replica // microbatch
         if base.schedule and not _can_run(model, base.pipeline, base.schedule, stages, count):
             continue
-        yield replace(base, microbatch=microbatch, stages_per_rank=stages)
+        yield base.changed(microbatch=microbatch, stages_per_rank=stages)
 
 
 def _fits(memory: LayoutMemory, cluster: Cluster, share: float) -> bool:

@@ -1,5 +1,6 @@
 """The sizes of a transformer, from which its work and its memory follow."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -154,6 +155,46 @@ def transformer_named(text: str, *, seq: int | None = None) -> Transformer:
             f'--model "layers=32 hidden=4096 heads=32 ffn=14336 vocab=128256 seq=8192".'
         )
     return found if seq is None else replace(found, seq=seq)
+
+
+def transformer_like(
+    products: Mapping[tuple[int, int, int], float],
+    *,
+    rows: int,
+    blocks: int,
+    block_numel: float,
+    numel: int,
+    heads: int,
+) -> Transformer | None:
+    """Return a transformer with the work and the parameters of another model, roughly.
+
+    It is good enough to order layouts, not to predict them.
+
+    Args:
+        products: How many matrix products (m, k) by (k, n) a step of a batch has.
+        rows: Rows of the batch.
+        blocks: Repeated blocks.
+        block_numel: Parameters of one.
+        numel: Parameters of the model.
+        heads: Any number that all divisions of layers divide.
+
+    Returns:
+        None where no product is of tokens.
+    """
+    work: Counter[int] = Counter()
+    for (m, k, n), count in products.items():
+        for size in {m, k, n}:
+            work[size] += round(count * m * k * n)
+    # Every product has a dimension of tokens: forward, of the input and of the weight.
+    (tokens, _), *others = work.most_common() or [(0, 0)]
+    if not others or not blocks or tokens < rows:
+        return None
+    hidden = others[0][0]
+    ffn = max(1, round((block_numel / hidden - 4 * hidden) / (3 * heads))) * heads
+    vocab = max(1, round((numel - blocks * block_numel) / (2 * hidden)))
+    return Transformer(
+        blocks, hidden, heads, heads, ffn, vocab, max(1, tokens // rows), is_gated=True
+    )
 
 
 def _without_suffix(name: str) -> str:

@@ -34,6 +34,7 @@ from boltmesh.strategies.tensor.analysis.symbolic_dims import (
     representative,
 )
 from boltmesh.strategies.tensor.analysis.trace import DimTrace, of_parameters
+from boltmesh.strategies.torch_compat.autograd import unrecorded
 from boltmesh.strategies.torch_compat.tensors import fake_tensors, subclasses_unasked, tree_leaves
 
 
@@ -146,7 +147,7 @@ def ask(call: Call) -> Answer:
     if known is None:
         if len(_answers) >= _MOST_ANSWERS:  # sequences of ever new lengths
             _answers.clear()
-        with subclasses_unasked():
+        with subclasses_unasked(), unrecorded():
             known = _answers[key] = _asked(call)
     return known
 

@@ -24,9 +24,9 @@ from boltmesh.plan.dry_model import describe_model
 from boltmesh.planner.layout import Layout
 from boltmesh.planner.machine import accelerator_named, build_cluster
 from boltmesh.planner.rates import default_rates
-from boltmesh.planner.search import Allowed, divisions
+from boltmesh.planner.search import Allowed, by_prediction, divisions, search
 from boltmesh.planner.step_time import StepTimeModel
-from boltmesh.planner.transformer import transformer_named
+from boltmesh.planner.transformer import transformer_like, transformer_named
 from boltmesh.strategies.cost_model.model import StepWork
 from boltmesh.strategies.cost_model.step_time import Machine
 from boltmesh.strategies.registry import STRATEGIES
@@ -167,7 +167,8 @@ KINDS = {
     "pipeline+data+expert": ("expert_hf", 64.0),
     "pipeline+context+expert": ("expert_hf", 64.0),
     "pipeline+data, selective": ("ddp", 0.51 / 1024),
-    "pipeline+context, full": ("ddp", 0.46 / 1024),
+    "pipeline+context, selective": ("ddp", 0.51 / 1024),
+    "pipeline+context, full": ("ddp", 0.43 / 1024),
     "data+tensor, full": ("ddp", 1.13 / 1024),
 }
 """Axes of several ranks and what saves memory, with a config and GiB of a rank."""
@@ -473,6 +474,42 @@ def test_a_config_and_its_sizes_are_predicted_alike_on_a_cluster(capsys, monkeyp
     of_sizes = StepTimeModel(model, cluster_of_one, default_rates()).predict(layout)
     assert module["step_s"] == pytest.approx(of_sizes.seconds, rel=0.3)
     assert module["time_s"].keys() == of_sizes.terms().keys()
+
+
+def test_divisions_are_planned_in_the_order_of_predictions_for_like_sizes() -> None:
+    sizes = {"n_layer": 8, "n_embd": 1024, "n_head": 8, "vocab_size": 8192, "block_size": 512}
+    changes = [f"model.init_args.{key}={value}" for key, value in sizes.items()]
+    config = load("ddp", [*changes, "data.init_args.batch_size=4"])
+    model, _, _ = describe_model(config, None, source="ddp")
+    assert model.work is not None
+    blocks = [each.numel for each in model.units if each.name]
+    like = transformer_like(
+        model.work.products,
+        rows=4,
+        blocks=len(blocks),
+        block_numel=sum(blocks) / len(blocks),
+        numel=model.numel,
+        heads=8,
+    )
+    assert like is not None
+    assert (like.layers, like.hidden, like.seq) == (8, 1024, 512)
+    assert like.numel == pytest.approx(model.numel, rel=0.02)
+    cluster = build_cluster(accelerator_named("h100"), num_devices=16)
+    found = search(like, cluster, sequences=32).candidates
+    allowed = Allowed(16, 8, stages=8, positions=16, tensors=[1, 2, 4, 8])
+    ordered = by_prediction(divisions(allowed), found)
+    assert len(ordered) == len(set(ordered)) == len(list(divisions(allowed)))
+    assert ordered[0].axis_sizes == found[0].layout.axis_sizes
+    predicted = {each.layout.axis_sizes for each in found}
+    are_predicted = [each.axis_sizes in predicted for each in ordered]
+    assert are_predicted == sorted(are_predicted, reverse=True), "those that do not fit come last"
+
+
+def test_a_step_of_fewer_rows_than_ranks_says_how_many_it_needs(capsys, monkeypatch) -> None:
+    monkeypatch.setattr("boltmesh.advisor.search.MOST_DIVISIONS", 0)
+    line = ["data.init_args.batch_size=1", "--gpu", "h100", "--devices", "16"]
+    assert run_command(["plan", "auto", "tensor", *line]) == 1
+    assert "for 16 ranks. Give it more: data.init_args.batch_size=16." in capsys.readouterr().out
 
 
 def test_experts_are_divided_with_the_memory_and_bytes_that_their_own_plan_states(capsys) -> None:

@@ -168,12 +168,16 @@ def test_data_tensor_and_context_axes_train_together() -> None:
     check(8, "gpt", {"data": 2, "tensor": 2, "context": 2, "zero_stage": 3})
 
 
-@pytest.mark.sample("masked-{'schedule': '1f1b', 'defers': True}")
+@pytest.mark.sample(
+    "masked-{'schedule': '1f1b', 'defers': True}",
+    "gpt-{'schedule': '1f1b', 'activation_checkpointing': 'selective'}",
+)
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [
         ("masked", {"schedule": "1f1b", "defers": True}),
         ("llama", {"schedule": "interleaved_1f1b", "stages_per_rank": 2, "balance": "zigzag"}),
+        ("gpt", {"schedule": "1f1b", "activation_checkpointing": "selective"}),
     ],
     ids=str,
 )
