@@ -389,6 +389,7 @@ def shard_model(
         gathers[exchange.module] = UnitGather(exchange.is_on, exchange.attend)
     joined_gathers = JoinedGathers(gathers, context.group, context.device)
     writes = GatheredWrites(sharded.values(), refuse_lost_write)
+    writes.shares_gradients = True
 
     def gather(unit: FSDPModule) -> None:
         assert isinstance(unit, Module)

@@ -122,6 +122,14 @@ class ParametersUnchanged(TorchFunctionMode):
                     self._before[id(parameter)] = parameter, memory, memory.clone()
         return func(*args, **(kwargs or {}))
 
+    def changed(self) -> dict[Tensor, Tensor]:
+        """Return copies of the parameters whose values are not those before the first write."""
+        now = {each: local_tensor(each).detach() for each, _, _ in self._before.values()}
+        before = {each: value for each, _, value in self._before.values()}
+        return {
+            each: value.clone() for each, value in now.items() if not is_equal(value, before[each])
+        }
+
     @override
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]

@@ -1,8 +1,7 @@
 """Merges what microbatches gave into what the whole batch would have given.
 
 ``merge`` is for what a step returned, ``join`` for the values that its tail begins with;
-``BatchTail`` runs the end of a step once on the joined values. ``RowCheck`` refuses layers whose
-outputs cannot be merged, as a row's depends on others.
+``BatchTail`` runs the end of a step once on the joined values.
 
 [Note: The loss of a whole batch]
 A loss over the whole batch (contrastive, a ratio of sums) is no sum over microbatches. With a
@@ -17,9 +16,7 @@ other ranks wait while the end of the step runs on the batch.
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,19 +24,12 @@ from torch import Tensor
 from typing_extensions import override
 
 from boltmesh.errors import ConfigError, PipelineError
-from boltmesh.strategies.dry_run.metrics import find_metrics
-from boltmesh.strategies.dry_run.no_side_effects import modules_unchanged, no_side_effects
-from boltmesh.strategies.pipeline.microbatch import PAIR, Rows, batch_norms, pick
 from boltmesh.strategies.pipeline.microbatch_runs import Around, During, Finish, MicrobatchRun
-from boltmesh.strategies.pipeline.options import WHOLE_BATCH
 from boltmesh.strategies.pipeline.runtime.stage import ValueSpec
 from boltmesh.strategies.pipeline.stage.cut import StagePlan
 from boltmesh.strategies.pipeline.stage.plan_cache import StagePlans
-from boltmesh.strategies.pipeline.stage.rng import host_random_kept
 from boltmesh.strategies.pipeline.stage.stage_run import StageRun, Tail
-from boltmesh.strategies.pipeline.stage.trace import TensorSpec
-from boltmesh.strategies.pytree import take_apart
-from boltmesh.strategies.torch_compat.tensors import is_equal, scalar_on
+from boltmesh.strategies.torch_compat.tensors import scalar_on
 
 Joints = tuple[int | None, ...]
 """For each value the dimension that holds the batch's rows; None where it holds none of them."""
@@ -363,156 +353,6 @@ class _JoinedOutputs(torch.autograd.Function):
     def backward(ctx: Any, *_: Tensor) -> Any:
         tail, ctx.tail = ctx.tail, None
         return None, None, *tail.take_grads(ctx.number)
-
-
-class RowCheck:
-    """Refuses layers that mix the rows of a batch, of which each microbatch has some.
-
-    Each stage runs its layers twice, without gradients, on the rows of its first microbatch (of the
-    first two where they have one row each): as they are, and with copies of the first row in the
-    place of the second half. Shapes and random numbers are equal, so the first half is equal too.
-    What reaches other rows through buffers (moments of batch norms, codebooks) is left alone: these
-    change once for each microbatch.
-
-    Args:
-        plans: Stages of the model.
-        run: The first batch of a run, in several microbatches.
-        rows: Rows of that batch.
-    """
-
-    def __init__(self, plans: StagePlans, run: MicrobatchRun, rows: Rows) -> None:
-        self._plans = plans
-        self._run = run
-        self._rows = rows
-        self._end = max(plans.stage_of_unit.values())
-        self._received: dict[int, list[tuple[Tensor, ...]]] = {}
-
-    def see(self, stage: int, number: int, received: tuple[Tensor, ...], around: Around) -> None:
-        """Look at what a stage is about to compute.
-
-        Args:
-            stage: A stage of this rank.
-            number: Number of the microbatch; they come in order.
-            received: Values from the stage before.
-            around: Precision.
-
-        Raises:
-            ConfigError: When a layer mixes rows.
-        """
-        sizes = self._run.sizes
-        if sum(sizes[:number]) >= PAIR:
-            return
-        known = self._received.setdefault(stage, [])
-        known.append(tuple(each.detach().clone() for each in received))
-        if sum(sizes[: number + 1]) < PAIR:
-            return
-        module: Any = self._plans.root
-        with ExitStack() as stack:
-            stack.enter_context(around())
-            stack.enter_context(torch.no_grad())
-            stack.enter_context(host_random_kept())
-            stack.enter_context(modules_unchanged(module.modules()))
-            stack.enter_context(no_side_effects(module, find_metrics(module)))
-            for each in batch_norms(module):
-                each.training = False
-            try:
-                mixed = self._mixed(stage, self._received.pop(stage))
-            except Exception:  # noqa: BLE001 - layers may refuse such rows, which proves nothing
-                mixed = None
-        if mixed is not None:
-            raise ConfigError(
-                f"For a row of a batch, {mixed} depends on other rows, and each microbatch of a "
-                f"pipeline has some rows alone. Use microbatches=1, or do it behind the last "
-                f"layer, where schedule={WHOLE_BATCH!r} joins the microbatches."
-            )
-
-    def _mixed(self, stage: int, received: Sequence[tuple[Tensor, ...]]) -> str | None:
-        """Return what depends on other rows; None also where it cannot be seen."""
-        run, whole = self._run, self._stage(stage, self._run.batch).plan
-        parts = [self._stage(stage, each).plan for each in run.parts]
-        joints = find_joints(whole, parts, run.sizes)
-        if isinstance(joints, NoJoints):
-            return None
-        values, count = join(received, joints, whole.values_in), sum(run.sizes[: len(received)])
-        kept = count - count // 2
-        numbers = [*range(kept), *[0] * (count - kept)]
-        others = [
-            each if dim is None else each.index_select(dim, torch.tensor(numbers).to(each.device))
-            for each, dim in zip(values, joints, strict=True)
-        ]
-        buffers = [(each, each.detach().clone()) for each in self._plans.root.buffers()]
-        outputs = self._outputs(stage, range(count), values)
-        if any(not is_equal(each, value) for each, value in buffers):
-            return None
-        pairs = zip(outputs, self._outputs(stage, numbers, others), strict=True)
-        shapes = zip(_shapes(whole, stage), _shapes(parts[0], stage), strict=True)
-        for ((name, one), (_, other)), (large, small) in zip(pairs, shapes, strict=True):
-            dims = [dim for dim, size in enumerate(large) if size != small[dim]]
-            if len(dims) == 1 and one.is_floating_point() and one.shape[dims[0]] % count == 0:
-                first = (_of_rows(each, dims[0], count, kept) for each in (one, other))
-                if not any(_are_close(*each) for each in zip(*first, strict=True)):
-                    return name
-        return None
-
-    def _stage(self, stage: int, batch: Any) -> StageRun:
-        run, plans = self._run, self._plans
-        args = (run.step, batch, *run.rest)
-        with torch.enable_grad():  # as the batch is run: known plans are of that
-            if stage == self._end:  # up to its last unit
-                return plans.tail(*args, kwargs=run.kwargs, seed=run.seeds[0]).last
-            return plans.stages(*args, kwargs=run.kwargs, seed=run.seeds[0])[stage]
-
-    def _outputs(
-        self, stage: int, numbers: Sequence[int], values: Sequence[Tensor]
-    ) -> list[tuple[str, Any]]:
-        """Return what the units of a stage and the stage itself give for some rows."""
-        run = self._run
-        part = pick(run.batch, self._rows, numbers)
-        planned = self._stage(stage, part)
-        plan = planned.plan
-        names = {plan.events[event].name for event in _unit_events(plan, stage)}
-        found: list[tuple[str, Any]] = []
-
-        def keep(name: str, module: Any, args: Any, output: Any) -> None:
-            found.extend((f"the output of {name!r}", each) for each in take_apart(output)[0])
-
-        with ExitStack() as stack:
-            for name in sorted(names):
-                hook = planned.units[name].register_forward_hook(partial(keep, name))
-                stack.callback(hook.remove)
-            given = tuple(each.clone() for each in values)
-            sent = planned.forward(given, (part, *run.rest), run.kwargs, seed=run.seeds[0])
-        return found + [
-            (spec.origin, each) for spec, each in zip(plan.values_out, sent, strict=True)
-        ]
-
-
-def _unit_events(plan: StagePlan, stage: int) -> list[int]:
-    """Return the calls of units that a stage runs, less one that ends it: no hook sees that."""
-    calls = zip(plan.unit_events, plan.stage_of_call, strict=True)
-    ends = {event for event, planned in plan.handling.items() if planned.ends}
-    return [event for event, at in calls if at == stage and event not in ends]
-
-
-def _shapes(plan: StagePlan, stage: int) -> list[tuple[int, ...]]:
-    """Return the shapes of what units of a stage and the stage itself give; empty for no tensor."""
-    leaves = [each for event in _unit_events(plan, stage) for each in plan.outputs[event].leaves]
-    made = [each.shape if isinstance(each, TensorSpec) else () for each in leaves]
-    return made + [each.shape for each in plan.values_out]
-
-
-def _of_rows(output: Tensor, dim: int, count: int, kept: int) -> list[Tensor]:
-    """Return what belongs to the first rows: side by side for a row, or in views of the batch."""
-    before, after = output.shape[:dim], output.shape[dim + 1 :]
-    by_row = output.reshape(*before, count, -1, *after)
-    views = output.reshape(*before, -1, count, *after)
-    return [by_row.narrow(dim, 0, kept), views.narrow(dim + 1, 0, kept)]
-
-
-def _are_close(one: Tensor, other: Tensor) -> bool:
-    """Whether two results of one computation are equal, but for roundings of sums."""
-    tolerance = (1e-3 if one.dtype.itemsize > PAIR else 5e-2) * float(one.abs().max())
-    return torch.allclose(one, other, rtol=0.0, atol=tolerance, equal_nan=True)
 
 
 def whole_run(run: MicrobatchRun) -> MicrobatchRun:

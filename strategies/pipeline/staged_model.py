@@ -24,7 +24,7 @@ from boltmesh.strategies.pipeline.expected_traffic import PipelineEstimate
 from boltmesh.strategies.pipeline.loss.loss_check import LossChecks
 from boltmesh.strategies.pipeline.loss.reduction import BatchLossError
 from boltmesh.strategies.pipeline.loss.trial import Trial
-from boltmesh.strategies.pipeline.merge import JoinedRun, RowCheck, join_run, whole_run
+from boltmesh.strategies.pipeline.merge import JoinedRun, join_run, whole_run
 from boltmesh.strategies.pipeline.metrics import MetricBroadcast
 from boltmesh.strategies.pipeline.microbatch import MicrobatchSplitter, batch_norms, fewest_rows
 from boltmesh.strategies.pipeline.microbatch_runs import Around, MicrobatchRun, See
@@ -38,6 +38,7 @@ from boltmesh.strategies.pipeline.partition.choose import find_budget
 from boltmesh.strategies.pipeline.partition.materialize import DeferredModel
 from boltmesh.strategies.pipeline.partition.placement import StagePlacement, place
 from boltmesh.strategies.pipeline.pipedream_2bw import DelayedGradients
+from boltmesh.strategies.pipeline.row_check import RowCheck
 from boltmesh.strategies.pipeline.runtime.failure import PeerPipelines
 from boltmesh.strategies.pipeline.runtime.runtime import PipelineRuntime
 from boltmesh.strategies.pipeline.schedules.actions import RankPrograms

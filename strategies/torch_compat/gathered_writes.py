@@ -56,7 +56,7 @@ class GatheredParameter(Parameter):
 
     was_data_used = False
     origin: tuple[InstrumentedParamGroup, Any] | None = None
-    """The group and its ``FSDPParam``; None where no unit gathered it."""
+    """The group and its ``FSDPParam``; None where gradients are its own."""
 
     def _read_data(self) -> Tensor:
         """The values, without autograd."""
@@ -118,6 +118,9 @@ class GatheredWrites:
         self._shard_versions: dict[Any, int] = {}
         self._data_uses = 0
         self._refused: list[str] = []
+        self.shares_gradients = False
+        """Whether gathered parameters have the gradients of their shards: where steps go through
+        the units, which reduce them in the backward pass."""
         self._frozen: dict[int, tuple[FSDPModule, Any]] = {}
         """Unit and ``FSDPParam``, by the id of the shard."""
         for _, group in self._units:
@@ -198,7 +201,7 @@ class GatheredWrites:
         unsharded = param._unsharded_param
         if type(unsharded) is Parameter:
             unsharded.__class__ = GatheredParameter
-            vars(unsharded)["origin"] = group, param
+            vars(unsharded)["origin"] = (group, param) if self.shares_gradients else None
         vars(unsharded).pop("was_data_used", None)
         self._versions[param] = shard_version, _version(unsharded)
 

@@ -4,8 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 from typing_extensions import override
@@ -27,6 +28,7 @@ from boltmesh.strategies.pipeline.stage.data_dependent_ops import (
     select,
 )
 from boltmesh.strategies.pipeline.stage.trace import Argument, TensorSpec, UnitOutput, place_of
+from boltmesh.strategies.pipeline.stage.units import is_absent
 from boltmesh.strategies.pytree import is_constant, take_apart, tensors_in
 from boltmesh.strategies.torch_compat.modules import swapped_state
 from boltmesh.strategies.torch_compat.tensors import NEEDS_DATA, FakeTensorMode, is_fake, make_fake
@@ -77,7 +79,7 @@ def run_on_fakes(
         watch = _Watch(f"{name!r} ({type(unit).__name__})", answer=answer)
         counter = FlopCounterMode(display=False) if counts_flops else None
         state = {
-            each: make_fake(tensor, mode)
+            each: _fake_state(tensor, mode)
             for each, tensor in (*unit.named_parameters(), *unit.named_buffers())
         }
         try:
@@ -107,6 +109,15 @@ def run_on_fakes(
             f"beforehand: pad it inside {name!r}."
         )
     return found[-1]
+
+
+def _fake_state(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
+    """Return a parameter or buffer without data; one that another stage holds is contiguous."""
+    if not is_absent(tensor):
+        return make_fake(tensor, mode)
+    with mode:
+        values = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    return Parameter(values, tensor.requires_grad) if isinstance(tensor, Parameter) else values
 
 
 class _Watch(TorchFunctionMode):
