@@ -196,6 +196,11 @@ def _check_dtype(held: ShardedParam, *, is_trained: bool) -> None:
     if held.parameter.dtype == torch.float32:
         return
     kind = str(held.parameter.dtype).removeprefix("torch.")
+    if held.parameter.is_complex():
+        raise ConfigError(
+            f"{held.name} is {kind}, and offloaded state is kept in fp32. Make torch.view_as_real "
+            f"of it the parameter, and torch.view_as_complex in the layer, or leave offload out."
+        )
     if not is_trained:
         raise ConfigError(
             f"{held.name} is frozen and {kind}, and offloaded parameters are kept in fp32. Leave "

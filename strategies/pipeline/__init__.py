@@ -8,6 +8,6 @@ rank.
 ``loss`` weights the losses of microbatches, ``row_check`` refuses layers that mix rows, ``merge``
 joins outputs and runs the end of a step on all of them, ``step_report`` and ``metrics`` bring
 results to all ranks. ``stage_params`` holds this rank's parameters and tied weights,
-``pipedream_2bw`` stashes weights and gradients. ``options`` checks arguments and refuses what a pipeline cannot do; ``expected_traffic`` states what
-telemetry should measure.
+``pipedream_2bw`` stashes weights and gradients. ``options`` checks arguments and refuses what a
+pipeline cannot do; ``expected_traffic`` states what telemetry should measure.
 """

@@ -46,6 +46,8 @@ class TwoViews(nn.Linear):
 class SetFromRows(nn.Linear):
     """Sets its bias from the first rows that it sees, as an ActNorm does."""
 
+    is_set: Tensor
+
     def __init__(self) -> None:
         super().__init__(8, 8)
         self.register_buffer("is_set", torch.tensor(False))
