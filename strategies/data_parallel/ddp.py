@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 from torch._C._distributed_c10d import GradBucket
 from torch.distributed import ProcessGroup
@@ -70,6 +71,8 @@ class DdpAxis(DataAxis):
         """Names by DDP's indices."""
         self._is_static_graph_flushed = False
         self._is_graph_known = False
+        self._has_averaged = False
+        """Whether a backward pass of manual optimisation has gone through the strategy."""
 
     @override
     def for_one_rank(self) -> DataAxis:
@@ -155,6 +158,7 @@ class DdpAxis(DataAxis):
     def before_manual_backward(self, module: Module, loss: torch.Tensor) -> None:
         # Under manual optimisation the forward pass must not arm the reducer: each
         # ``manual_backward`` does, for its own loss.
+        self._has_averaged = True
         if isinstance(module, DistributedDataParallel):
             prepare_for_backward(module, loss)
 
@@ -167,6 +171,18 @@ class DdpAxis(DataAxis):
         ):
             flush_static_graph(module)
             self._is_static_graph_flushed = True
+
+    @override
+    def after_optimizer_step(self, module: Module, optimizer: Optimizer) -> None:
+        if self._has_averaged or not isinstance(module, DistributedDataParallel):
+            return
+        if not module.module.automatic_optimization:
+            self._has_averaged = True  # it is said once
+            rank_zero_warn(
+                "An optimizer stepped, and no backward pass went through self.manual_backward, so "
+                "the ranks have averaged no gradients and train apart. Write "
+                "self.manual_backward(loss) for loss.backward(), or average .grad in the step."
+            )
 
     @override
     def expected_traffic(self, module: Module) -> list[ExpectedTraffic]:

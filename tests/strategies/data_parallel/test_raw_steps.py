@@ -1,5 +1,6 @@
 """Optimizers that a step calls by themselves, past Lightning, are seen by the next forward pass."""
 
+import warnings
 from typing import Any
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from lightning.pytorch import Trainer, seed_everything
 
 from boltmesh.errors import UnsupportedError
-from boltmesh.strategies import ZeROStrategy, gathered_parameters
+from boltmesh.strategies import DDPStrategy, ZeROStrategy, gathered_parameters
 from tests.support.ranks import run_ranks
 from tests.support.sharded import whole
 from tests.support.stack import Stack, token_data
@@ -105,6 +106,44 @@ def fit(rank: int, world_size: int, kind: type[Raw], stage: int, offload: Any) -
     )  # fmt: skip
     trainer.fit(module, token_data(12, 4))
     return module.losses, {name: whole(each) for name, each in module.named_parameters()}
+
+
+class Apart(Raw):
+    """Calls ``backward`` past Lightning."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.loss(batch).backward()
+        optimizer.step()
+
+
+class Averaged(Apart):
+    """As Lightning wants it."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+
+
+def warned(rank: int, world_size: int, kind: type[Raw]) -> int:
+    """How often rank 0 warns of ranks that train apart."""
+    trainer = Trainer(
+        accelerator="cpu", devices=world_size, strategy=DDPStrategy(telemetry=False), max_epochs=1,
+        logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False,
+    )  # fmt: skip
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        trainer.fit(kind(), token_data(12, 4))
+    return sum("no gradients and train apart" in str(each.message) for each in found)
+
+
+@pytest.mark.parametrize(("kind", "times"), [(Apart, 1), (Averaged, 0)])
+def test_a_backward_pass_that_replicas_do_not_see_is_warned_of(kind: type[Raw], times: int) -> None:
+    assert run_ranks(warned, 2, kind) == [times, 0]
 
 
 class Replaces(Raw):
