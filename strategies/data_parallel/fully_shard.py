@@ -291,6 +291,12 @@ class ShardedModel:
         for each in self.plain:
             each.put_back()
 
+    def end_forward(self) -> None:
+        """Undo ``take_out`` behind a forward pass, but of what stays for a whole evaluation."""
+        for each in self.plain:
+            if torch.is_grad_enabled() or not each.stays_in_evaluation:
+                each.put_back()
+
     def give_back_memory(self) -> None:
         """Return to the system what no reduction uses now."""
         if self.on_host is not None:

@@ -69,6 +69,10 @@ class PlainInStep(ABC):
         num_batches: Batches of all ranks in a step, over which gradients are averaged.
     """
 
+    stays_in_evaluation = True
+    """Whether plain tensors stay for all batches of an evaluation: a rank that has no more of them
+    computes with its experts for others."""
+
     def __init__(self, replicas: ProcessGroup, num_batches: int) -> None:
         self.replicas, self.num_batches = replicas, num_batches
         self._places: list[tuple[Module, str, Parameter]] = []
@@ -161,6 +165,8 @@ class ScalarParams(PlainInStep):
         group: The data axis, over which their gradients are averaged.
         absent: Parameters that these ranks have no values of, and that are left as they are.
     """
+
+    stays_in_evaluation = False
 
     def __init__(
         self,

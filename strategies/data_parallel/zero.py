@@ -216,7 +216,7 @@ class ZeroAxis(DataAxis):
 
     def _after_forward(self, *_: object) -> None:
         if not (self._model.module.automatic_optimization and torch.is_grad_enabled()):
-            self._model.put_back()  # else when the backward pass has ended
+            self._model.end_forward()  # else when the backward pass has ended
 
     def _refuse_lost(self) -> None:
         if self._lost is not None:

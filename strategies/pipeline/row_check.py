@@ -76,6 +76,7 @@ class RowCheck:
             stack.enter_context(host_random_kept())
             stack.enter_context(modules_unchanged(module.modules()))
             stack.enter_context(no_side_effects(module, find_metrics(module)))
+            stack.enter_context(self._plans.writes.left_out())
             writes = stack.enter_context(ParametersUnchanged(module))
             for each in batch_norms(module):
                 each.training = False

@@ -85,6 +85,15 @@ class ParameterWrites:
             self._done = None
             self._late = []
 
+    @contextmanager
+    def left_out(self) -> Iterator[None]:
+        """Within it, stages run beside the microbatches of the batch."""
+        done, self._done = self._done, None
+        try:
+            yield
+        finally:
+            self._done = done
+
     def do(self, plan: EventPlan, write: Callable[[], Any]) -> None:
         """Do a write, once, as it was planned."""
         assert plan.writes is not None

@@ -231,9 +231,8 @@ def _content(value: Any, names: Mapping[Module, str]) -> Hashable:
         return kind, value
     if isinstance(value, Module) and value in names:
         return Module, names[value]
-    if isinstance(value, MethodType) and value.__self__ in names:
-        owner: Any = value.__self__
-        return MethodType, value.__func__, names[owner]
+    if isinstance(value, MethodType):
+        return MethodType, value.__func__, _content(value.__self__, names)
     if kind is partial:
         parts = (value.func, *value.args, *value.keywords.values())
         return kind, tuple(value.keywords), tuple(_content(each, names) for each in parts)
@@ -251,7 +250,7 @@ def _content(value: Any, names: Mapping[Module, str]) -> Hashable:
     return kind, id(value)
 
 
-_WRAPPERS = "boltmesh.strategies.tensor."
+_WRAPPERS = ("boltmesh.strategies.tensor.", "boltmesh.strategies.torch_compat.modules")
 """Where classes lie whose objects a tensor plan puts around methods. They hold all they use."""
 
 
