@@ -97,6 +97,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in STRATEGIES] + 
 ]
 CASES += [("tensor", {"sequence_parallel": True, **more}) for more in ({}, CASES[-1][1])]
 
+MOST_GRAPHS = 3 if torch.__version__ >= "2.13" else 5  # earlier ones cut graphs in more places
+
 IDS = [f"{name}-{' '.join(given) or 'plain'}" for name, given in CASES]
 
 
@@ -113,7 +115,7 @@ def test_blocks_are_compiled_once_and_train_to_the_same_numbers(
         assert apart < 1e-5
         assert graphs[2] >= 1
         assert graphs[2] == graphs[-1], "compiled again after the third step"
-        assert graphs[-1] <= 3, "one for all blocks, or one where the first gets no gradient"
+        assert graphs[-1] <= MOST_GRAPHS, "for all blocks, or those where the first has no gradient"
 
 
 LAYERS = 10
