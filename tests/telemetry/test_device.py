@@ -157,7 +157,7 @@ def test_the_load_of_a_gpu_is_what_its_driver_tells(monkeypatch, passed, unsuppo
         monkeypatch.setattr(pynvml, "nvmlInit", nvml.nvmlInit)
     load = DeviceLoad("GPU-a")
     passed(1.0, 1.0)
-    told = {"utilisation_percent": 97.0, "power_watts": 650.5, "temperature_celsius": 61.0}
+    expected = {"utilisation_percent": 97.0, "power_watts": 650.5, "temperature_celsius": 61.0}
     if unsupported:
-        del told["power_watts"]
-    assert load.read() == ({} if "nvmlInit" in unsupported else told)
+        del expected["power_watts"]
+    assert load.read() == ({} if "nvmlInit" in unsupported else expected)
