@@ -232,7 +232,7 @@ def _explain_ssh(host: str, lines: Sequence[str]) -> SshError:
             is_final=True,
         )
     if said := _find(lines, _UNKNOWN):
-        # A laptop that wakes up asks before its network is back.
+        # A laptop that wakes up resolves no name until its network is back.
         return SshError(f"there is no host {host} ({said}).", is_final=False)
     if said := _find(lines, _BAD_SETTINGS):
         return SshError(f"ssh does not start: {said}", is_final=True)
