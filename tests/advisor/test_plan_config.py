@@ -491,6 +491,25 @@ def test_a_config_and_its_sizes_are_predicted_alike_on_a_cluster(capsys, monkeyp
     assert module["time_s"].keys() == of_sizes.terms().keys()
 
 
+def test_a_plan_in_fp32_tells_what_mixed_precision_would_change(capsys, monkeypatch) -> None:
+    monkeypatch.setattr("boltmesh.advisor.search.MOST_DIVISIONS", 0)
+    sizes = {"n_layer": 4, "n_embd": 2048, "n_head": 16, "block_size": 1024}
+    line = [f"model.init_args.{key}={value}" for key, value in sizes.items()]
+    line += ["data.init_args.batch_size=4", "--gpu", "h100", "--devices", "8", "--json"]
+
+    def planned(*more: str) -> dict[str, Any]:
+        assert run_command(["plan", "auto", "ddp", *line, *more]) == 0
+        made: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return made
+
+    told = "trainer.precision=bf16-mixed"
+    single, mixed = planned(), planned("precision=bf16-mixed")
+    assert told not in mixed["changes"]
+    would_be, own = single["changes"][told]["step_s"], mixed["best"][0]["step_s"]
+    assert own == pytest.approx(would_be, rel=0.3)
+    assert single["best"][0]["step_s"] > 3 * would_be
+
+
 def test_divisions_are_planned_in_the_order_of_predictions_for_like_sizes() -> None:
     sizes = {"n_layer": 8, "n_embd": 1024, "n_head": 8, "vocab_size": 8192, "block_size": 512}
     changes = [f"model.init_args.{key}={value}" for key, value in sizes.items()]
