@@ -178,8 +178,8 @@ class ConfigSearcher:
         again = [judged(each.layout, each.memory, faster, each.step) for each in found]
         what_if = {"links twice as fast": again}
         if cluster is not None:
-            rate = of_cluster(cluster, MIXED, "highest").machine.device_tflops
-            if rate > self.hardware.machine.device_tflops:
+            rate = of_cluster(cluster, MIXED, "highest").machine.device_tflops or 0.0
+            if rate > (self.hardware.machine.device_tflops or 0.0):
                 machine = replace(self.hardware.machine, device_tflops=rate)
                 mixed = replace(self.hardware, machine=machine)
                 what_if[f"trainer.precision={MIXED}"] = [

@@ -43,6 +43,9 @@ CASES = [
     Case("two parameter groups, 4 ranks", ranks=4, model={"groups": True}, trainer=CLIP),
     Case("frozen layers", model={"freezes": True}, accumulate=2),
     Case("tied weights, 4 ranks", ranks=4, model={"ties": True}, trainer=CLIP),
+    Case("a scalar, clipping, accumulation", model={"has_scalar": True}, accumulate=2,
+         trainer=CLIP),
+    Case("a scalar, bf16-mixed, 4 ranks", ranks=4, model={"has_scalar": True}, trainer=BF16),
 ]  # fmt: skip
 SHORT_CASES = [
     Case("steps enough to guess, never clipped", steps=14, count=24),
@@ -74,7 +77,11 @@ def layouts(rank: int, world_size: int, case: Case, folder: str, names: list[str
 THIRDS = [list(LAYOUTS)[first::3] for first in range(3)]
 
 
-@pytest.mark.sample("frozen layers-second", "tied weights, 4 ranks-third")
+@pytest.mark.sample(
+    "frozen layers-second",
+    "tied weights, 4 ranks-third",
+    "a scalar, clipping, accumulation-first",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("names", THIRDS, ids=["first", "second", "third"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
