@@ -83,7 +83,12 @@ def _own_torch() -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # outside of the timeout: who waits is not slow
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Run a test marked ``alone`` while no other worker of pytest-xdist runs one."""
+    """Run a test marked ``alone`` while no other worker of pytest-xdist runs one.
+
+    The fork server of ranks imports for two minutes where a machine is busy: before the first test.
+    """
+    if ranks := sys.modules.get("tests.support.ranks"):
+        ranks.await_fork_server()
     if not hasattr(item.config, "workerinput"):
         return (yield)
     # Of each worker a folder in one that they share, and that pytest clears away.

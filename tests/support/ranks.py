@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from multiprocessing import forkserver, util
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -317,6 +318,14 @@ def fork_server() -> "multiprocessing.context.ForkServerContext":
             os.environ.clear()
             os.environ.update(environment)
     return context
+
+
+@cache
+def await_fork_server() -> None:
+    """Start the fork server, and return when it has imported what ranks begin with."""
+    process = fork_server().Process(target=int)
+    process.start()
+    process.join()
 
 
 def _wait(ranks: list[_Rank], timeout_s: float, grace_s: float) -> None:

@@ -40,13 +40,13 @@ def resume_with_scalar(rank: int, world_size: int, folder: Any) -> Any:
     found = []
 
     class Saves(Callback):
-        def __init__(self, path: Any) -> None:
-            self.path = path
+        def __init__(self, path: Any, batch: int) -> None:
+            self.path, self.batch = path, batch
 
         def on_train_batch_end(
             self, trainer: Any, module: Any, out: Any, batch: Any, at: int
         ) -> None:
-            if at == 1:
+            if at == self.batch:
                 trainer.save_checkpoint(self.path)
 
     offload = {"offload_optimizer": "cpu"}
@@ -59,7 +59,7 @@ def resume_with_scalar(rank: int, world_size: int, folder: Any) -> Any:
     for stage, options, path, saved in runs:
         seed_everything(1)
         module = Unfused(has_scalar=True)
-        callbacks = [Saves(folder / saved)] if saved else []
+        callbacks = [Saves(folder / saved, 2 if path else 1)] if saved else []
         run = trainer(world_size, stage, options=options, max_steps=4, callbacks=callbacks)
         run.fit(module, token_data(16, 2), ckpt_path=path and folder / path)
         found.append(whole_parameters(module))
