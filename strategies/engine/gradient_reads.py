@@ -2,9 +2,9 @@
 
 Within ``GradientReads`` each read of ``.grad`` is followed through the operations of a hook:
 
-- Of a shard (a DTensor of ZeRO) a number is reduced over the ranks that share the parameter, as
-  torch leaves to the reader: ``item()`` gives the rank's own otherwise.
-- Of a parameter that a tensor axis divides a number is refused.
+- A number made of a shard (a DTensor of ZeRO) is reduced over the ranks that share the parameter:
+  ``item()`` would give the rank's own.
+- A number made of the gradient of a parameter that a tensor axis divides is refused.
 - Between stages of a pipeline a number of one parameter is right where it stays a tensor, as to
   scale that gradient. One that is read, or joined with those of others, is refused.
 """
@@ -35,11 +35,11 @@ _MACHINERY = (*OF_TORCH, os.path.abspath(__file__))
 
 
 @dataclass(frozen=True)
-class _Origin:
-    """What a tensor was computed from."""
+class _GradientSource:
+    """The gradients that a tensor was computed from."""
 
     parameters: frozenset[int]
-    """Of whose gradients, by ``id``."""
+    """The parameters of these gradients, by ``id``."""
     is_number: bool
 
 
@@ -75,7 +75,7 @@ class GradientReads(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if getattr(func, "__self__", None) is _GRAD:
             if isinstance(result, Tensor):
-                self._origins[result] = _Origin(frozenset([id(args[0])]), is_number=False)
+                self._origins[result] = _GradientSource(frozenset([id(args[0])]), is_number=False)
             return result
         given = [each for each in tensors_in((args, kwargs)) if each in self._origins]
         if not given:
@@ -103,7 +103,7 @@ class GradientReads(TorchFunctionMode):
             if self._is_joint(parameters) or parameters & self._parts:
                 self._refuse(parameters)
             result = _reduced(result)
-        self._origins[result] = _Origin(parameters, is_number)
+        self._origins[result] = _GradientSource(parameters, is_number)
         return result
 
     def _is_joint(self, parameters: Collection[int]) -> bool:
