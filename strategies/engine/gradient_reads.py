@@ -2,9 +2,9 @@
 
 Within ``GradientReads`` each read of ``.grad`` is followed through the operations of a hook:
 
-- Of a shard (a DTensor of ZeRO) a number is reduced over the ranks that share the parameter, as
-  torch leaves to the reader: ``item()`` gives the rank's own otherwise.
-- Of a parameter that a tensor axis divides a number is refused.
+- A number made of a shard (a DTensor of ZeRO) is reduced over the ranks that share the parameter:
+  ``item()`` would give the rank's own.
+- A number made of the gradient of a parameter that a tensor axis divides is refused.
 - Between stages of a pipeline a number of one parameter is right where it stays a tensor, as to
   scale that gradient. One that is read, or joined with those of others, is refused.
 """
@@ -36,10 +36,10 @@ _MACHINERY = (*OF_TORCH, os.path.abspath(__file__))
 
 @dataclass(frozen=True)
 class _GradientSource:
-    """The parameters whose gradients a tensor was computed from."""
+    """The gradients that a tensor was computed from."""
 
     parameters: frozenset[int]
-    """By ``id``."""
+    """The parameters of these gradients, by ``id``."""
     is_number: bool
 
 
