@@ -106,7 +106,7 @@ def shares_off(names: Sequence[str]) -> dict[str, float]:
         (LAYOUTS[name][0], each.layout.name, dict(each.layout.arguments))
         for name, each in plans.items()
     ]
-    found = run_ranks(in_turn, RANKS, train, runs, timeout_s=100)
+    found = run_ranks(in_turn, RANKS, train, runs, timeout_s=250)
     off = {}
     for path, (name, each) in zip(found[0], plans.items(), strict=True):
         with open_job(Path(path)) as job:

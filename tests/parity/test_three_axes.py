@@ -16,7 +16,7 @@ CASES = [
 
 @pytest.mark.parametrize(("model", "layout"), CASES)
 def test_three_axes_equal_one_process(model: str, layout: Layout) -> None:
-    ((_, found),) = measure(model, [layout], timeout_s=150)
+    ((_, found),) = measure(model, [layout], timeout_s=280)
     assert isinstance(found, Apart), found
     assert found.beyond == []
     assert max(found.losses, found.norms) < 1e-5

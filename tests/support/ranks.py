@@ -123,7 +123,7 @@ def run_ranks(
     worker: Callable[..., Any],
     world_size: int,
     *args: object,
-    timeout_s: float = 60.0,
+    timeout_s: float = 180.0,
     grace_s: float = GRACE_S,
 ) -> list[Any]:
     """Run ``worker(rank, world_size, *args)`` on every rank and return the results by rank.
@@ -142,7 +142,7 @@ def reuse_ranks(
     worker: Callable[..., Any],
     world_size: int,
     *args: object,
-    timeout_s: float = 60.0,
+    timeout_s: float = 180.0,
     grace_s: float = GRACE_S,
 ) -> list[Any]:
     """Run as ``run_ranks`` does, in ranks of an earlier call, which stay for the next one.

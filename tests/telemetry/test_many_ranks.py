@@ -16,7 +16,7 @@ from boltmesh.telemetry.reader.reader import open_job
 from tests.telemetry.test_reader import make_job, make_rank, write_status, write_step
 
 NUM_RANKS = 1024
-STEADY_S = 0.1
+STEADY_S = 0.4
 """CPU that a look at a thousand ranks may take when few of them have moved. It is about 0.04 on the
 machine of the benchmarks; a reader that read whole files took 9."""
 
