@@ -97,6 +97,13 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
         return (yield)
 
 
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """End the ranks that tests of a file have shared after the last of them."""
+    ranks = sys.modules.get("tests.support.ranks")
+    if ranks and (nextitem is None or nextitem.path != item.path):
+        ranks.end_standing()
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m "not full" is looked at
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Put slow tests last, and skip by name what needs a device that is not there.

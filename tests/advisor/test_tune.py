@@ -107,6 +107,7 @@ def test_tuning_measures_layouts_and_later_plans_remember(tmp_path, monkeypatch,
     assert took == pytest.approx([first["measured_s"]])
 
 
+@pytest.mark.full
 @pytest.mark.slow(30)
 def test_a_job_that_needs_more_than_its_memory_ends_with_that_reason(tmp_path) -> None:
     line = [*SMALL, "devices=1", "model.init_args.n_embd=4096"]  # 1.6 GB of parameters

@@ -132,7 +132,7 @@ def test_options_that_do_not_fit_are_refused(options: dict[str, Any], said: str)
         Parallel3DStrategy(**options)
 
 
-@pytest.mark.sample("gpt-{'tensor': 2, 'context': 2, 'zero_stage': 3, 'sequence_parallel': True}")
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [
@@ -168,6 +168,7 @@ def test_data_tensor_and_context_axes_train_together() -> None:
     check(8, "gpt", {"data": 2, "tensor": 2, "context": 2, "zero_stage": 3})
 
 
+@pytest.mark.sample("gpt-{'schedule': '1f1b', 'activation_checkpointing': 'selective'}")
 @pytest.mark.sample(
     "masked-{'schedule': '1f1b', 'defers': True}",
     "gpt-{'schedule': '1f1b', 'activation_checkpointing': 'selective'}",

@@ -77,8 +77,8 @@ def test_runs_go_on_in_plain_lightning_and_back(tmp_path: Path) -> None:
     )
     convert("export", "tensor-half", "weights.safetensors", "--prefix", "")
     weights = convert("import", "weights.safetensors", "of-weights")
-    found = run_ranks(losses_of, 2, [*KINDS.values(), OFFLOADED], str(weights), timeout_s=110)
-    found += run_ranks(losses_of, 1, ["DDP, 1"], str(weights), timeout_s=110)
+    found = run_ranks(losses_of, 2, [*KINDS.values(), OFFLOADED], str(weights))
+    found += run_ranks(losses_of, 1, ["DDP, 1"], str(weights))
     expected = plain_losses(tmp_path / "tensor.ckpt")
     assert expected[1] != pytest.approx(expected[0], rel=1e-2)
     for each in (each for rank in found for each in rank):

@@ -61,6 +61,12 @@ def layout(rank: int, world_size: int, case: Case) -> Trace:
 
 
 @pytest.mark.sample(
+    "accumulation over an odd epoch, 4 ranks",
+    "clipping by norm, accumulation, 4 ranks",
+    "bf16-mixed, accumulation, clipping",
+    "several optimizers",
+)
+@pytest.mark.sample(
     "odd sizes, 4 ranks",
     "accumulation over an odd epoch, 4 ranks",
     "scheduled accumulation",
@@ -100,6 +106,7 @@ def train_by_lbfgs(rank: int, world_size: int) -> list[torch.Tensor]:
     return [each.detach() for each in module.parameters()]
 
 
+@pytest.mark.full
 def test_lbfgs_equals_one_process() -> None:
     (expected,) = run_ranks(train_by_lbfgs, 1)
     for found in run_ranks(train_by_lbfgs, 2):

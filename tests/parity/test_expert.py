@@ -81,6 +81,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.sample("mixtral, zero3", "list, masked", "list that is called")
 @pytest.mark.sample(
     "mixtral, zero3",
     "stacked, starved",
@@ -182,6 +183,7 @@ BESIDE: dict[str, tuple[str, int, int, dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.sample("data, stage 0", "data x tensor, expert 4", "context")
 @pytest.mark.sample(
     "data, stage 0",
     "context",
@@ -233,7 +235,7 @@ OFFLOADED: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.sample("parameters", "list")
+@pytest.mark.sample("parameters")
 @pytest.mark.parametrize("case", OFFLOADED)
 def test_offloaded_experts_equal_one_process(case: str, tmp_path: Path) -> None:
     kind, world_size, strategy, options = OFFLOADED[case]
@@ -259,6 +261,11 @@ def test_options_of_other_axes_that_do_not_fit_are_refused(
         Parallel3DStrategy(expert=2, **options)
 
 
+@pytest.mark.sample(
+    "coupled-options0-gives another output when rows are exchanged",
+    "list, read-options2-no experts can be divided: .* raises RuntimeError",
+    "dense-options4-calls no experts",
+)
 @pytest.mark.parametrize(
     ("kind", "options", "text"),
     [
@@ -275,7 +282,7 @@ def test_what_cannot_be_divided_is_refused(kind: str, options: dict[str, Any], t
         run_ranks(partial(train, kind=kind, strategy=options), 2)
 
 
-@pytest.mark.sample("list", "mixtral")
+@pytest.mark.sample("mixtral")
 @pytest.mark.parametrize("kind", ["list", "masked", "repeated", "mixtral", "stacked"])
 def test_a_step_under_autocast_equals_one_process(kind: str) -> None:
     options: dict[str, Any] = {"precision": "bf16-mixed", "steps": 2}
@@ -355,6 +362,7 @@ def validate_and_fit(rank: int, world_size: int, name: str) -> list[str]:
     return [str(getattr(parameter, "placements", ""))]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_one_trainer_runs_several_loops(world_size: int) -> None:
     found = run_ranks(partial(validate_and_fit, name="bolt_expert"), world_size)
@@ -470,6 +478,7 @@ def fit_with_places(rank: int, world_size: int, capacity: float) -> Any:
     return whole_of(module), drops.count
 
 
+@pytest.mark.sample("0.75")
 @pytest.mark.parametrize("capacity", [0.75, 8.0])
 def test_rows_that_an_expert_has_no_place_for_are_dropped_and_counted(capacity: float) -> None:
     ranks = run_ranks(partial(fit_with_places, capacity=capacity), 2)

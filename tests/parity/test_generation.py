@@ -82,7 +82,7 @@ def _expert() -> ZeROStrategy:
 
 def check(family: str, place: str, name: str, num_ranks: int = 2) -> None:
     wanted = alone(family, place)
-    found = run_ranks(_generate, num_ranks, family, place, name, timeout_s=120)
+    found = run_ranks(_generate, num_ranks, family, place, name)
     for tokens in found:
         assert tokens
         assert {key: wanted[key] for key in tokens} == tokens

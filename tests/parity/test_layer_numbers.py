@@ -39,6 +39,7 @@ def test_layers_whose_number_equals_a_size_train_as_in_one_process(layout: str) 
     check([ALL_NUMBERS], layout, 110)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("num_models", [1, pytest.param(12, marks=pytest.mark.full)])
 def test_models_of_drawn_sizes_train_as_in_one_process(num_models: int) -> None:
     check([drawn(seed) for seed in range(num_models)], "tensor", 170)

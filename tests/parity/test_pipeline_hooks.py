@@ -118,7 +118,8 @@ def refused(rank: int, world_size: int) -> list[str]:
     return [attempt(Samples(gathers=False)), attempt(FailsAtOnce(depth=4))]
 
 
+@pytest.mark.full
 def test_layers_that_a_hook_calls_and_a_step_that_fails_at_once_are_told_on_all_ranks() -> None:
-    for called, failed in run_ranks(refused, 2, timeout_s=30):
+    for called, failed in run_ranks(refused, 2):
         assert "is called outside of the steps that a pipeline runs" in called
         assert "this step needs a licence" in failed

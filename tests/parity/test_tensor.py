@@ -81,6 +81,10 @@ def layout(rank: int, world_size: int, case: Case) -> tuple[Trace, float, tuple[
 
 
 @pytest.mark.sample(
+    "an odd vocabulary, tied, 4 ranks",
+    "a sequence that is divided and computed again, 2 groups, bf16",
+)
+@pytest.mark.sample(
     "separate q, k, v, 4 ranks",
     "a sequence that is divided and computed again, 2 groups, bf16",
     "replicas, odd batches",

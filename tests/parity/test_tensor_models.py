@@ -16,7 +16,6 @@ SHARES = {
 """How much of each has to be divided, of its elements."""
 
 
-@pytest.mark.timeout(300)
 def test_losses_and_parameters_are_those_of_one_process() -> None:
     rows = measure([*SHARES], Way(), timeout_s=140)
     assert [row.refused for row in rows] == [""] * len(SHARES)

@@ -76,6 +76,13 @@ def layouts(rank: int, world_size: int, case: Case, stages: tuple[int, ...]) -> 
     "accumulation of 3, clipping, 4 ranks-stages 1 and 2",
     "bf16-mixed, accumulation of 3, clipping-stages 1 and 2",
     "two parameter groups, 4 ranks-stage 3",
+    "tied weights, 4 ranks-stage 3",
+    "several optimizers that are toggled-stage 3",
+)
+@pytest.mark.sample(
+    "accumulation of 3, clipping, 4 ranks-stages 1 and 2",
+    "bf16-mixed, accumulation of 3, clipping-stages 1 and 2",
+    "two parameter groups, 4 ranks-stage 3",
     "frozen layers-stages 1 and 2",
     "tied weights, 4 ranks-stage 3",
     "a block that odd steps leave out-stages 1 and 2",

@@ -16,7 +16,7 @@ from tests.support.cases import BF16, CLIP, SGD, Case, one_process
 from tests.support.models import Regression, TwoOptimizers
 from tests.support.ranks import run_ranks
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.ranks]
 """Several layouts in turn in the same ranks, four of them on as few cores as there are."""
 
 CPU = {"offload_optimizer": "cpu"}
@@ -77,6 +77,7 @@ def layouts(rank: int, world_size: int, case: Case, folder: str, names: list[str
 THIRDS = [list(LAYOUTS)[first::3] for first in range(3)]
 
 
+@pytest.mark.sample("tied weights, 4 ranks-third")
 @pytest.mark.sample(
     "frozen layers-second",
     "tied weights, 4 ranks-third",
@@ -89,6 +90,7 @@ def test_every_layout_equals_one_process(case: Case, names: list[str], tmp_path:
     check(case, names, tmp_path)
 
 
+@pytest.mark.sample("steps enough to guess, clipped late, 4 ranks-stage 3, three tiers")
 @pytest.mark.sample(
     "steps enough to guess, clipped late, 4 ranks-stage 3, three tiers",
     "a block that odd steps leave out-stage 2, cpu",
@@ -128,7 +130,7 @@ def parked(rank: int, world_size: int, case: Case, options: dict[str, Any]) -> l
     return found
 
 
-@pytest.mark.each_choice
+@pytest.mark.full
 @pytest.mark.parametrize(
     "case",
     [Case("frozen layers", model={"freezes": True}, trainer=BF16), Case("sgd", model=SGD)],
@@ -147,7 +149,7 @@ def test_shards_that_wait_on_the_host_train_to_the_same_bits(
 
 
 def check(case: Case, names: list[str], folder: Path) -> None:
-    reference = run_ranks(one_process, 1, case, timeout_s=120)[0]
+    reference = run_ranks(one_process, 1, case)[0]
     ranks = run_ranks(layouts, case.ranks, case, str(folder), names, timeout_s=400)
     assert len(reference.losses) == case.steps
     assert list(folder.iterdir()) == []  # nothing is left of the swap files

@@ -79,7 +79,7 @@ def held(rank: int, world_size: int, options: Options) -> dict[tuple[str, str], 
 def test_each_stage_measures_its_share_where_it_is_predicted(tmp_path: Path) -> None:
     nvme = {"offload_optimizer": "nvme", "offload_path": str(tmp_path)}
     away = {"zero_stage": 3, **nvme, "offload_parameters": "nvme", "offload_fraction": 0.5}
-    for on_host, on_disk in run_ranks(in_turn, 4, held, [(CPU,), (away,)], timeout_s=110):
+    for on_host, on_disk in run_ranks(in_turn, 4, held, [(CPU,), (away,)]):
         measured, predicted = on_host["optimizer", "host"]
         assert predicted == 3 * SHARD
         assert 3 * SHARD <= measured <= 3 * SHARD + 2**21  # one page of 2 MiB at most
@@ -131,7 +131,7 @@ def test_one_trainer_trains_and_evaluates_and_trains_on(tmp_path: Path) -> None:
     nvme = {"offload_optimizer": "nvme", "offload_path": str(tmp_path)}
     away = {"zero_stage": 3, **nvme, "offload_parameters": "nvme"}
     (alone,) = run_ranks(again, 1, {})
-    for runs in run_ranks(in_turn, 4, again, [(CPU,), (away,)], timeout_s=110):
+    for runs in run_ranks(in_turn, 4, again, [(CPU,), (away,)]):
         for found in runs:
             assert found == pytest.approx(alone, rel=1e-5)
 
@@ -147,6 +147,7 @@ def train_scalar(rank: int, world_size: int) -> dict[str, Tensor]:
         return {name: each.detach().clone() for name, each in whole.items()}
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_a_scalar_is_stepped_on_the_host_as_in_one_process() -> None:
     (alone,) = run_ranks(train_scalar, 1)
@@ -185,7 +186,7 @@ def overflow(rank: int, world_size: int) -> tuple[float, bool, int]:
 @pytest.mark.full
 @pytest.mark.ranks
 def test_an_overflow_of_one_stage_is_one_for_all() -> None:
-    for found in run_ranks(overflow, 4, timeout_s=110):
+    for found in run_ranks(overflow, 4):
         assert found == (64.0, True, 2)
 
 
@@ -212,12 +213,12 @@ def break_disk(rank: int, world_size: int, folder: str, data: int) -> None:
     trainer.fit(Layers(), DataLoader(TensorDataset(torch.randn(80, WIDTH)), batch_size=4))
 
 
-@pytest.mark.sample("2")
+@pytest.mark.full
 @pytest.mark.ranks
 @pytest.mark.parametrize("data", [1, 2])
 def test_a_disk_that_fails_ends_all_ranks_with_its_cause(data: int, tmp_path: Path) -> None:
     with pytest.raises(RankFailure) as caught:
-        run_ranks(break_disk, 2 * data, str(tmp_path), data, timeout_s=100, grace_s=20)
+        run_ranks(break_disk, 2 * data, str(tmp_path), data, grace_s=20)
     told = re.split(r"^rank \d: ", str(caught.value), flags=re.MULTILINE)[1:]
     assert len(told) == 2 * data
     for each in told:

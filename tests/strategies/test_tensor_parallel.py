@@ -63,10 +63,11 @@ def evaluate_then_fit(rank: int, world_size: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+@pytest.mark.full
 def test_evaluations_run_by_the_plan_before_and_after_training() -> None:
     (whole,) = run_ranks(evaluate_then_fit, 1)
     assert whole["shape"] == (48, 16)
-    for rank in run_ranks(evaluate_then_fit, 2, timeout_s=90):
+    for rank in run_ranks(evaluate_then_fit, 2):
         assert rank["shape"] == (24, 16)
         assert rank["step"] == whole["step"]
         for when in ("before", "after", "last"):
@@ -103,6 +104,7 @@ def look(rank: int, world_size: int) -> dict[str, Any]:
     return looking.found
 
 
+@pytest.mark.full
 def test_whole_parameters_are_read_and_written() -> None:
     for found in run_ranks(look, 2):
         assert torch.equal(found["whole"], built().get_parameter(QKV).detach())
@@ -187,7 +189,7 @@ def measure(rank: int, world_size: int, size: int | None) -> dict[str, float]:
 @pytest.mark.parametrize(("ranks", "size"), [(2, 2), (4, 2)])
 def test_metrics_count_every_batch_once(ranks: int, size: int) -> None:
     (whole,) = run_ranks(measure, 1, None)
-    for found in run_ranks(measure, ranks, size, timeout_s=90):
+    for found in run_ranks(measure, ranks, size):
         assert found["gathered"] == ranks // size
         assert found["seen"] == whole["seen"] == 24
         assert found["mean"] == pytest.approx(whole["mean"], rel=1e-5)
@@ -242,6 +244,7 @@ def draw(rank: int, world_size: int, seed: int, activation_checkpointing: Any) -
     return losses[-6:]
 
 
+@pytest.mark.full
 def test_dropout_is_alike_on_all_ranks_and_repeats_by_its_seed() -> None:
     first = run_ranks(draw, 2, 1, None)
     assert first[0] == first[1]
@@ -297,7 +300,7 @@ def test_a_deferred_model_has_the_weights_of_its_seed_and_each_rank_its_shards()
     seed_everything(1, verbose=False)
     expected = Deferred(3)
     expected.configure_model()
-    for values, shapes in run_ranks(build_late, 2, timeout_s=90):
+    for values, shapes in run_ranks(build_late, 2):
         assert shapes["gpt.blocks.2.up.weight"] == (256, 128)
         for name, each in expected.named_parameters():
             assert torch.equal(values[name], each.detach()), name
@@ -322,6 +325,7 @@ def hold(rank: int, world_size: int) -> tuple[dict[str, int], dict[str, int]]:
     return expected, held
 
 
+@pytest.mark.full
 def test_a_rank_holds_its_shards_and_no_more() -> None:
     whole = sum(each.nbytes for each in TinyGPT(ties=True, width=32).parameters())
     for expected, held in run_ranks(hold, 2):
@@ -348,7 +352,7 @@ def stop_and_go_on(rank: int, world_size: int, folder: Path) -> list[bool]:
 
 
 def test_a_run_goes_on_to_the_bit_with_dropout_and_shuffled_data(tmp_path: Path) -> None:
-    for same in run_ranks(stop_and_go_on, 2, tmp_path, timeout_s=90):
+    for same in run_ranks(stop_and_go_on, 2, tmp_path):
         assert all(same)
 
 
@@ -401,11 +405,13 @@ def _refusal(world_size: int, module: Any, options: dict[str, Any]) -> str:
     return "trained"
 
 
+@pytest.mark.full
 def test_what_cannot_be_is_refused_by_name(tmp_path: Path) -> None:
-    for found in run_ranks(refuse, 2, tmp_path, timeout_s=90):
+    for found in run_ranks(refuse, 2, tmp_path):
         assert [name for name, text in found.items() if name not in text] == []
 
 
+@pytest.mark.full
 def test_a_group_stays_on_one_host() -> None:
     strategy = TensorParallelStrategy(size=3, accelerator=None)
     strategy.parallel_devices = [torch.device("cpu")] * 4

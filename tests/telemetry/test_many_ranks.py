@@ -69,6 +69,7 @@ def cpu_of(call):
     return time.process_time() - begin, result
 
 
+@pytest.mark.full
 @pytest.mark.slow(25)
 def test_a_thousand_ranks_are_watched_by_a_small_part_of_a_core(many_files, monkeypatch):
     monkeypatch.setattr(rank_reader, "most_open", lambda: 600)

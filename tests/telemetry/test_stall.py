@@ -123,6 +123,7 @@ def full_worker(rank, world_size):
     return look()
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_a_run_that_does_all_its_steps_in_time_was_not_stopped():
     assert run_ranks(full_worker, 2)[0].stop_reason is None

@@ -112,7 +112,7 @@ def test_the_counted_payload_is_what_the_kernel_moved_but_for_headers(namespace,
         for rank in range(2)
     ]
     try:
-        said, _ = ranks[0].communicate(timeout=90)
+        said, _ = ranks[0].communicate(timeout=600)
     finally:
         for rank in ranks:
             rank.kill()

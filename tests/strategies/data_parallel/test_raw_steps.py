@@ -141,6 +141,7 @@ def warned(rank: int, world_size: int, kind: type[Raw]) -> int:
     return sum("no gradients and train apart" in str(each.message) for each in found)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("kind", "times"), [(Apart, 1), (Averaged, 0)])
 def test_a_backward_pass_that_replicas_do_not_see_is_warned_of(kind: type[Raw], times: int) -> None:
     assert run_ranks(warned, 2, kind) == [times, 0]
@@ -162,12 +163,14 @@ def refusal(rank: int, world_size: int, stage: int) -> str:
     return str(caught.value)
 
 
+@pytest.mark.full
 def test_parameters_in_the_places_of_sharded_ones_are_refused() -> None:
     for texts in run_ranks(in_turn, 2, refusal, [(1,), (3,)]):
         for text in texts:
             assert text.startswith("'blocks.1.norm.weight' was replaced by another tensor")
 
 
+@pytest.mark.sample("Raw")
 @pytest.mark.parametrize("kind", [Raw, Temperature, Scalar, ReadsGradients])
 def test_a_step_is_seen_by_what_follows_it(kind: type[Raw]) -> None:
     ((losses, expected),) = run_ranks(fit, 1, kind, 0, None)

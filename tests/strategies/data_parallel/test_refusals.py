@@ -240,6 +240,7 @@ def fit_wrongly(
     trainer.fit(kind(**options), token_data(8, 2))
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_a_layer_that_runs_without_its_block_is_explained() -> None:
     said = r"'blocks\.0\.up\.weight'.* was computed with while it was a shard: its module ran"
@@ -247,6 +248,7 @@ def test_a_layer_that_runs_without_its_block_is_explained() -> None:
         run_ranks(fit_wrongly, 2, Bypassed, {}, None)
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 @pytest.mark.parametrize("kind", [Decayed, Projected])
 def test_a_weight_in_tiles_that_is_read_directly_is_named(kind: type[Stack]) -> None:
@@ -262,6 +264,7 @@ class CopiesItself(Stack):
         copy.deepcopy(self.blocks[0])
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_a_copy_of_a_sharded_module_is_refused_with_where_to_make_it() -> None:
     with pytest.raises(RankFailure, match=r"called for Block .*Copy it before the run, in "):

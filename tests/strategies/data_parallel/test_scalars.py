@@ -80,6 +80,7 @@ def test_a_run_with_a_scalar_goes_on_from_a_checkpoint(tmp_path: Any) -> None:
             torch.testing.assert_close(each, at_once, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.full
 def test_a_scalar_is_saved_in_the_middle_of_a_window_and_loaded(tmp_path: Any) -> None:
     for saved, loaded in run_ranks(fit_scalars, 2, tmp_path):
         assert saved == loaded != 1.5

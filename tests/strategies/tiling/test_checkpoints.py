@@ -23,6 +23,7 @@ def test_a_tiled_run_goes_on_bit_by_bit_and_in_whole_layers(tmp_path: Path) -> N
     assert differences(ended, other, tolerance=OTHER_ORDER) == []
 
 
+@pytest.mark.full
 def test_a_run_of_whole_layers_goes_on_in_tiles(tmp_path: Path) -> None:
     ended = train(WHOLE, RUN, tmp_path)
     other = go_on(TILED, RUN, tmp_path / "epoch=0.ckpt", tmp_path / "other")

@@ -144,6 +144,7 @@ def _unbatched(rank: int, world_size: int) -> float:
     return max((a - b).abs().max().item() for a, b in zip(mine, expected, strict=True))
 
 
+@pytest.mark.full
 def test_one_sequence_needs_no_batch() -> None:
     assert max(run_ranks(_unbatched, 2)) < 1e-12
 
@@ -158,5 +159,6 @@ def _without_a_mask(rank: int, world_size: int) -> str:
     return "refused"
 
 
+@pytest.mark.full
 def test_a_hint_without_its_mask_is_refused_as_by_torch() -> None:
     assert run_ranks(_without_a_mask, 2) == ["refused"] * 2
