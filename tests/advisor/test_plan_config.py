@@ -147,7 +147,7 @@ KINDS = {
 """Axes of several ranks and what saves memory, with a config and GiB of a rank."""
 
 
-@pytest.mark.sample("pipeline+data+expert")
+@pytest.mark.full
 @pytest.mark.slow(30)
 @pytest.mark.parametrize("kind", KINDS)
 def test_layouts_of_several_axes_start(kind, tmp_path, monkeypatch) -> None:

@@ -202,7 +202,7 @@ def test_a_slurm_job_that_is_queued_again_goes_on_where_it_was_killed(
     """srun's part is played here: it starts a process per rank, and ends all when one is killed."""
     monkeypatch.setenv(DIR_VARIABLE, str(workplace))
     kills = f"trainer.callbacks=[{{class_path: '{KILLS}', init_args: {{steps: [9]}}}}]"
-    line = fit(keeps, "strategy.timeout_s=60", kills, "resume=auto")
+    line = fit(keeps, "strategy.timeout_s=600", kills, "resume=auto")
     for attempt in range(2):
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]

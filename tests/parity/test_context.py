@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.slow(20)]
 
 
 def context(**options: Any) -> ContextParallelStrategy:
-    return ContextParallelStrategy(**{"telemetry": False, "timeout_s": 60.0, **options})
+    return ContextParallelStrategy(**{"telemetry": False, "timeout_s": 600.0, **options})
 
 
 class AdamW(Trained):
@@ -121,6 +121,7 @@ def fit_with_dims(rank: int, size: int, dims: dict[str, int]) -> tuple[set[int],
     return {each.dim for each in strategy.context_axis.entries}, apart
 
 
+@pytest.mark.full
 def test_an_axis_that_is_named_is_divided() -> None:
     """Also one along which nothing looks: the rows of a batch."""
     for dims, apart in run_ranks(fit_with_dims, 2, {"input_ids": 0}):
@@ -234,7 +235,7 @@ def overflow(rank: int, size: int, stage: int) -> tuple[list[bool], float, bool]
     return moved, scaler.get_scale(), finite
 
 
-@pytest.mark.sample("3")
+@pytest.mark.full
 @pytest.mark.parametrize("stage", [0, 3])
 def test_an_fp16_overflow_on_one_rank_skips_the_step_on_all(stage: int) -> None:
     for found in run_ranks(overflow, 2, stage):

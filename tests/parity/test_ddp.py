@@ -66,20 +66,6 @@ def layout(rank: int, world_size: int, case: Case) -> Trace:
     "bf16-mixed, accumulation, clipping",
     "several optimizers",
 )
-@pytest.mark.sample(
-    "odd sizes, 4 ranks",
-    "accumulation over an odd epoch, 4 ranks",
-    "scheduled accumulation",
-    "clipping by norm, accumulation, 4 ranks",
-    "clipping by value",
-    "bf16-mixed, accumulation, clipping",
-    "64 bits",
-    "several buckets",
-    "a static graph",
-    "unused parameters",
-    "a frozen layer",
-    "several optimizers",
-)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_ddp_equals_one_process(case: Case) -> None:
     wanted = reference(case)

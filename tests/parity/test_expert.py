@@ -82,16 +82,6 @@ CASES: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.sample("mixtral, zero3", "list, masked", "list that is called")
-@pytest.mark.sample(
-    "mixtral, zero3",
-    "stacked, starved",
-    "mixtral, 2 of 4",
-    "capacity",
-    "list that is called",
-    "list, even on a rank",
-    "list, masked",
-    "list, adapters",
-)
 @pytest.mark.parametrize("case", CASES)
 def test_runs_equal_one_process(case: str) -> None:
     kind, world_size, strategy, options = CASES[case]
@@ -184,14 +174,6 @@ BESIDE: dict[str, tuple[str, int, int, dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.sample("data, stage 0", "data x tensor, expert 4", "context")
-@pytest.mark.sample(
-    "data, stage 0",
-    "context",
-    "tensor, list",
-    "tensor, sequence",
-    "data x tensor, expert 4",
-    "shards of 2",
-)
 @pytest.mark.parametrize("case", BESIDE)
 def test_experts_beside_other_axes_equal_one_process(case: str) -> None:
     kind, world_size, data, strategy, options = BESIDE[case]

@@ -51,9 +51,6 @@ def sharded(
 
 
 @pytest.mark.sample("muon-2-2-options1", "adafactor-1-4-options9")
-@pytest.mark.sample(
-    "muon-2-2-options1", "shampoo-2-2-options2", "shampoo-1-4-options6", "adafactor-1-4-options9"
-)
 @pytest.mark.parametrize(
     ("kind", "accumulate", "ranks", "options"),
     [

@@ -84,12 +84,6 @@ def layout(rank: int, world_size: int, case: Case) -> tuple[Trace, float, tuple[
     "an odd vocabulary, tied, 4 ranks",
     "a sequence that is divided and computed again, 2 groups, bf16",
 )
-@pytest.mark.sample(
-    "separate q, k, v, 4 ranks",
-    "a sequence that is divided and computed again, 2 groups, bf16",
-    "replicas, odd batches",
-    "an odd vocabulary, tied, 4 ranks",
-)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_it_equals_one_process(case: Case) -> None:
     wanted = reference(case)

@@ -78,11 +78,6 @@ THIRDS = [list(LAYOUTS)[first::3] for first in range(3)]
 
 
 @pytest.mark.sample("tied weights, 4 ranks-third")
-@pytest.mark.sample(
-    "frozen layers-second",
-    "tied weights, 4 ranks-third",
-    "a scalar, clipping, accumulation-first",
-)
 @pytest.mark.slow
 @pytest.mark.parametrize("names", THIRDS, ids=["first", "second", "third"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -91,11 +86,6 @@ def test_every_layout_equals_one_process(case: Case, names: list[str], tmp_path:
 
 
 @pytest.mark.sample("steps enough to guess, clipped late, 4 ranks-stage 3, three tiers")
-@pytest.mark.sample(
-    "steps enough to guess, clipped late, 4 ranks-stage 3, three tiers",
-    "a block that odd steps leave out-stage 2, cpu",
-    "a block that odd steps leave out-stage 3, nvme, parameters too",
-)
 @pytest.mark.parametrize("layout", SHORT)
 @pytest.mark.parametrize("case", SHORT_CASES, ids=lambda case: case.name)
 def test_some_layouts_equal_one_process(case: Case, layout: str, tmp_path: Path) -> None:

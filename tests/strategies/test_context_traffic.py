@@ -33,10 +33,6 @@ def train(rank: int, world_size: int, options: Any, trainer_options: Any) -> str
 
 
 @pytest.mark.sample("{'balance': 'zigzag', 'zero_stage': 3}-{'accumulate_grad_batches': 2}")
-@pytest.mark.sample(
-    "{'balance': 'zigzag', 'zero_stage': 3}-{'accumulate_grad_batches': 2}",
-    "{'activation_checkpointing': 'full', 'attention': 'ring'}-{}",
-)
 @pytest.mark.parametrize(
     ("options", "trainer"),
     [

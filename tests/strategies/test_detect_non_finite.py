@@ -65,9 +65,6 @@ def fit(rank: int, world_size: int, kind: str, value: float, on: int | None) -> 
 
 
 @pytest.mark.sample("zero3-inf-1-1")
-@pytest.mark.sample(
-    "recomputed-inf-None-0", "zero3-inf-1-1", "tensor-nan-None-0", "pipeline-nan-None-1"
-)
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("kind", "value", "on", "rank"),

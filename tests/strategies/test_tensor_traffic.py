@@ -37,11 +37,6 @@ def train(
 
 
 @pytest.mark.sample("2-{'activation_checkpointing': 'full'}-{}-{}")
-@pytest.mark.sample(
-    "2-{}-{'is_fused': False}-{'gradient_clip_val': 0.5, 'accumulate_grad_batches': 3}",
-    "2-{'activation_checkpointing': 'full'}-{}-{}",
-    "4-{'size': 2}-{'ties': True}-{'gradient_clip_val': 0.5}",
-)
 @pytest.mark.parametrize(
     ("world_size", "options", "model", "trainer"),
     [

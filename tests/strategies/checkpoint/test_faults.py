@@ -61,12 +61,6 @@ def save_and_die(rank: int, world_size: int, folder: Path, where: str) -> None:
 
 
 @pytest.mark.sample("rank 1 in its shards-1", "between two names-1")
-@pytest.mark.sample(
-    "rank 1 in its shards-1",
-    "before the manifest-1",
-    "between two names-1",
-    "before the old one is deleted-2",
-)
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("where", "step"),

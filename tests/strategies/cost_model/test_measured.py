@@ -214,9 +214,6 @@ def test_what_is_offloaded_is_predicted_to_the_byte(name, tile_bytes, tmp_path):
 
 
 @pytest.mark.sample("bolt_zero1-bf16-mixed-2-None")
-@pytest.mark.sample(
-    "bolt_zero1-bf16-mixed-2-None", "bolt_zero2-32-true-2-None", "bolt_zero3-bf16-mixed-2-9000"
-)
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("name", "precision", "accumulate", "tile_bytes"),

@@ -209,6 +209,7 @@ def clipped(rank: int, world_size: int) -> list[tuple[dict[str, Tensor], list[fl
     return found
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_clipping_by_hand_takes_the_norm_over_all_stages() -> None:
     (alone,) = run_ranks(clipped, 1)

@@ -127,13 +127,6 @@ EVERY = ["down.weight", "embedding.weight", "head.weight", "still.weight", "up.w
 
 
 @pytest.mark.sample("tied")
-@pytest.mark.sample(
-    "3 ranks, uneven",
-    "4 ranks, more than some shards have rows",
-    "tied",
-    "copies",
-    "one row a tile",
-)
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", CASES)
 def test_tiles_equal_one_process(name: str) -> None:
