@@ -140,7 +140,7 @@ def test_shards_that_wait_on_the_host_train_to_the_same_bits(
 
 def check(case: Case, names: list[str], folder: Path) -> None:
     reference = run_ranks(one_process, 1, case)[0]
-    ranks = run_ranks(layouts, case.ranks, case, str(folder), names, timeout_s=400)
+    ranks = run_ranks(layouts, case.ranks, case, str(folder), names)
     assert len(reference.losses) == case.steps
     assert list(folder.iterdir()) == []  # nothing is left of the swap files
     for traces in ranks:

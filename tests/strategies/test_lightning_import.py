@@ -61,7 +61,7 @@ def run(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-W", "ignore", *map(str, arguments)]
     if code:
         command[3:3] = ["-c", code]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
 
 
 @pytest.mark.ranks
