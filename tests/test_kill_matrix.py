@@ -9,7 +9,7 @@ from tests.kill_matrix import STRATEGIES, kill
 from tests.support.killing import MOMENTS
 
 
-@pytest.mark.sample("bolt_zero3-forward", "bolt_pipeline-optimizer step", "bolt_3d-end of training")
+@pytest.mark.sample("bolt_zero3-forward", "bolt_pipeline-optimizer step")
 @pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", MOMENTS)

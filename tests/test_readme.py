@@ -125,7 +125,7 @@ def chain_of(command: str) -> str:
     return [name for name, word in CHAINS.items() if word in command][-1]
 
 
-@pytest.mark.sample("config")
+@pytest.mark.full
 @pytest.mark.slow(15)
 @pytest.mark.ranks
 @pytest.mark.parametrize("chain", CHAINS)

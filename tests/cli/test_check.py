@@ -10,7 +10,7 @@ SMALL = [
 ]  # fmt: skip
 
 
-@pytest.mark.sample("one data rank, in the loader's order")  # of two: test_readme.py
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "overrides", "ranks"),

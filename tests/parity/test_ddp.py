@@ -61,7 +61,6 @@ def layout(rank: int, world_size: int, case: Case) -> Trace:
 
 
 @pytest.mark.sample(
-    "accumulation over an odd epoch, 4 ranks",
     "clipping by norm, accumulation, 4 ranks",
     "bf16-mixed, accumulation, clipping",
     "several optimizers",

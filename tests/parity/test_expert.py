@@ -264,7 +264,7 @@ def test_what_cannot_be_divided_is_refused(kind: str, options: dict[str, Any], t
         run_ranks(partial(train, kind=kind, strategy=options), 2)
 
 
-@pytest.mark.sample("mixtral")
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["list", "masked", "repeated", "mixtral", "stacked"])
 def test_a_step_under_autocast_equals_one_process(kind: str) -> None:
     options: dict[str, Any] = {"precision": "bf16-mixed", "steps": 2}
@@ -311,7 +311,7 @@ def fit_in_fp16(rank: int, world_size: int, kind: str, strategy: dict[str, Any])
     return moved, is_finite, scaler.get_scale()
 
 
-@pytest.mark.sample("stacked-strategy0")
+@pytest.mark.full
 @pytest.mark.parametrize(
     "strategy", [{"stage": 3}, {"zero_stage": 0}, {"tensor": 2, "zero_stage": 1}]
 )
@@ -329,6 +329,7 @@ def compiled(rank: int, world_size: int) -> None:
     trainer(world_size, ZeROStrategy(telemetry=False, expert=2)).fit(module, loader(rank, 1))
 
 
+@pytest.mark.full
 def test_compiled_layers_are_refused() -> None:
     with pytest.raises(RankFailure, match="'net' is compiled"):
         run_ranks(compiled, 2)
@@ -392,7 +393,7 @@ def fit_with_bias(rank: int, world_size: int, rate: float, strategy: dict[str, A
     return whole_of(module), {name: each.clone() for name, each in module.named_buffers()}
 
 
-@pytest.mark.sample("strategy0")
+@pytest.mark.full
 @pytest.mark.parametrize("strategy", [{"stage": 3}, {"tensor": 2, "zero_stage": 1}])
 def test_biases_of_routers_are_corrected_by_the_rows_of_all_ranks(strategy: dict[str, Any]) -> None:
     ranks = run_ranks(partial(fit_with_bias, rate=0.02, strategy=strategy), 2)

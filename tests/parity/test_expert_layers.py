@@ -41,7 +41,7 @@ CASES: dict[str, tuple[str, int, int, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.sample("recomputed")
+@pytest.mark.full
 @pytest.mark.parametrize("case", CASES)
 def test_divided_layers_of_experts_equal_one_process(case: str) -> None:
     kind, world_size, data, strategy, options = CASES[case]

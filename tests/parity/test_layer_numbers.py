@@ -33,7 +33,7 @@ def check(cases: list[Settings], layout: str, timeout_s: float) -> None:
             assert other == pytest.approx(one, rel=1e-5), settings
 
 
-@pytest.mark.sample("tensor")
+@pytest.mark.full
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layers_whose_number_equals_a_size_train_as_in_one_process(layout: str) -> None:
     check([ALL_NUMBERS], layout, 110)

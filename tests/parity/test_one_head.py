@@ -36,7 +36,7 @@ def train(rank: int, world_size: int, layout: str) -> list[float]:
     return by_a_strategy(ONE_HEAD, kind(telemetry=False, **options), world_size)
 
 
-@pytest.mark.sample("sequence")
+@pytest.mark.full
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_one_head_with_padding_in_the_first_batch(layout: str) -> None:
     pytest.importorskip("transformers")

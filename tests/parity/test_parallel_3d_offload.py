@@ -98,7 +98,7 @@ def layouts(rank: int, world_size: int, case: Case, folder: str) -> list[Trace]:
     return traces
 
 
-@pytest.mark.sample("tied weights, groups with schedules, clipping, accumulation")
+@pytest.mark.full
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_every_layout_equals_one_process(case: Case, tmp_path: Path) -> None:
     reference = run_ranks(one_process, 1, case)[0]

@@ -160,7 +160,7 @@ def meet(rank: int, world_size: int, how: str) -> tuple[str, float]:
     return "", 0.0
 
 
-@pytest.mark.sample("values-Ranks 0 and 1 have batches of the same shapes with other values")
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("how", "said"),
     [

@@ -99,6 +99,7 @@ def fit(rank: int, world_size: int) -> list[dict[str, float]]:
     return told
 
 
+@pytest.mark.full
 def test_rates_alignments_and_samples_are_those_of_one_process() -> None:
     (wanted,) = run_ranks(fit, 1)
     assert {"beta", "rate", "scheduled"} < wanted[0].keys()

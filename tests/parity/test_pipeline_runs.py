@@ -116,6 +116,7 @@ def one_after_the_other(rank: int, world_size: int) -> list[Any]:
     return [*told, module.losses]
 
 
+@pytest.mark.full
 def test_runs_follow_each_other_in_any_order() -> None:
     reference = run_ranks(one_after_the_other, 1)[0]
     for told in run_ranks(one_after_the_other, 2):

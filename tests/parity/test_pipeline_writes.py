@@ -103,7 +103,7 @@ def train(rank: int, world_size: int, name: str) -> dict[str, list[Tensor]]:
     return found
 
 
-@pytest.mark.sample("gpipe")
+@pytest.mark.full
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_writes_to_parameters_in_a_step_equal_those_of_one_process(name: str) -> None:

@@ -62,7 +62,7 @@ def layouts(rank: int, world_size: int, name: str) -> list[tuple[Trace, int]]:
     return found
 
 
-@pytest.mark.sample("interleaved")
+@pytest.mark.full
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_checkpointed_blocks_equal_one_process(name: str) -> None:
     is_pipeline = name in {"1f1b", "interleaved"}

@@ -34,7 +34,7 @@ def test_a_directory_of_each_stage_goes_on_in_every_other_layout(
         assert differences(whole, ended, tolerance=OTHER_ORDER) == [], layout
 
 
-@pytest.mark.sample("3")
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_file_of_ddp_goes_on_in_shards(tmp_path: Path, stage: int) -> None:

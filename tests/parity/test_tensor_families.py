@@ -14,7 +14,7 @@ SAMPLE: list[tuple[str, int, Case]] = [
 ]
 
 
-@pytest.mark.sample("GPT, fused q, k, v-2-case0")
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "ranks", "case"), SAMPLE)
 def test_gradients_losses_and_parameters_are_those_of_one_process(
     name: str, ranks: int, case: Case

@@ -49,7 +49,7 @@ def train(
     return losses, [str(each.message) for each in caught]
 
 
-@pytest.mark.sample("one-tensor")
+@pytest.mark.full
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("key_heads", MODELS)
 def test_a_mask_behind_a_batch_without_one(key_heads: str, layout: str) -> None:

@@ -97,7 +97,7 @@ def train_and_resume(
     return runs[0], runs[1]
 
 
-@pytest.mark.sample("zero3-ema")
+@pytest.mark.full
 @pytest.mark.slow(30)
 @pytest.mark.parametrize(
     ("name", "kind"),

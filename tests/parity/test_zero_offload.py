@@ -77,7 +77,7 @@ def layouts(rank: int, world_size: int, case: Case, folder: str, names: list[str
 THIRDS = [list(LAYOUTS)[first::3] for first in range(3)]
 
 
-@pytest.mark.sample("tied weights, 4 ranks-third")
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize("names", THIRDS, ids=["first", "second", "third"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

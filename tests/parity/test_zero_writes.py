@@ -314,7 +314,7 @@ def test_scalars_are_written_too(tmp_path: Path) -> None:
     compare(MomentumEncoder, ["zero1", "zero3"], tmp_path, has_scalar=True)
 
 
-@pytest.mark.sample("Moco")
+@pytest.mark.full
 @pytest.mark.parametrize("kind", [MomentumEncoder, Moco])
 def test_checkpoints_hold_what_was_written(kind: type[MomentumEncoder], tmp_path: Path) -> None:
     compare(kind, ["zero1", "zero3", "zero3_nvme"], tmp_path, resumes=True)

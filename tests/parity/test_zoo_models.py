@@ -121,7 +121,7 @@ def train(rank: int, world_size: int, kind: type[LightningModule], strategy: str
     return losses.kept
 
 
-@pytest.mark.sample("MessagePassing-pipeline", "Forecast-tensor")
+@pytest.mark.sample("MessagePassing-pipeline")
 @pytest.mark.parametrize(
     ("kind", "strategy"),
     [

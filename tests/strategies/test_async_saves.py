@@ -140,7 +140,7 @@ def save_both_ways(rank: int, world_size: int, folder: Path, name: str) -> Any:
     return moved
 
 
-@pytest.mark.sample("zero")
+@pytest.mark.full
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_what_is_written_beside_training_is_the_step_at_which_it_was_saved(

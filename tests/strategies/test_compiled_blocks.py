@@ -216,6 +216,7 @@ def by_aot_eager(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled_blocks, "BACKEND", "aot_eager")
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("by_aot_eager")
 def test_a_block_that_is_compiled_again_and_again_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     root: Any = model(Branching(), Branching())

@@ -32,7 +32,7 @@ def train(rank: int, world_size: int, options: Any, trainer_options: Any) -> str
     return recording.path
 
 
-@pytest.mark.sample("{'balance': 'zigzag', 'zero_stage': 3}-{'accumulate_grad_batches': 2}")
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("options", "trainer"),
     [

@@ -79,6 +79,7 @@ def fit_with_monitors(rank: int, world_size: int, folder: Path) -> Any:
     return run.current_epoch, kept, best.best_model_path, tested[0]["val_loss"], module.lr
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_monitors_loggers_and_the_lr_finder_agree_on_all_ranks(tmp_path: Path) -> None:
     first, second = run_ranks(fit_with_monitors, 2, tmp_path)

@@ -71,7 +71,6 @@ def go_on(
 
 
 @pytest.mark.full
-@pytest.mark.sample("data x pipeline")
 @pytest.mark.parametrize(
     ("sizes", "kills"),
     [

@@ -172,6 +172,7 @@ def local_parts(module: LightningModule) -> dict[str, Tensor]:
     }
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_hooks_see_the_norm_of_all_and_whole_parameters() -> None:
     metrics, whole, sizes = run_ranks(clip_and_look, 1, 0)[0]

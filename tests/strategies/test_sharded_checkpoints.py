@@ -170,7 +170,7 @@ def stop_and_resume(
     return len(saved), apart
 
 
-@pytest.mark.sample("2-stream-1")
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "kind", "accumulate"), [(1, "plain", 2), (2, "stream", 1), (3, "plain", 1)]

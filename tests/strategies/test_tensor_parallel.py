@@ -149,6 +149,7 @@ def clip(rank: int, world_size: int) -> tuple[list[float], dict[str, float]]:
     return norms.norms, {name: float(each) for name, each in trainer.callback_metrics.items()}
 
 
+@pytest.mark.full
 def test_norms_are_those_of_the_whole_model() -> None:
     (norms, metrics) = run_ranks(clip, 1)[0]
     ranks = run_ranks(clip, 2)
@@ -296,6 +297,7 @@ def build_late(rank: int, world_size: int) -> tuple[dict[str, Tensor], dict[str,
     return held.values, held.shapes
 
 
+@pytest.mark.full
 def test_a_deferred_model_has_the_weights_of_its_seed_and_each_rank_its_shards() -> None:
     seed_everything(1, verbose=False)
     expected = Deferred(3)

@@ -189,7 +189,7 @@ def failing_worker(rank, world_size, error):
     return look()
 
 
-@pytest.mark.sample("error0-ValueError: bad batch")
+@pytest.mark.full
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("error", "said"),
@@ -376,7 +376,7 @@ def norm_worker(rank, world_size, name, clip):
     }
 
 
-@pytest.mark.sample("bolt_pipeline")
+@pytest.mark.full
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", ["bolt_ddp", "bolt_zero2", "bolt_zero3_cpu", "bolt_pipeline"])
 def test_the_norm_by_which_gradients_are_clipped_is_a_metric(name):
@@ -386,6 +386,7 @@ def test_the_norm_by_which_gradients_are_clipped_is_a_metric(name):
         assert max(recorded.values()) > 0.3
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_without_clipping_there_is_no_norm():
     for _, recorded in run_ranks(partial(norm_worker, name="bolt_ddp", clip=None), 2):

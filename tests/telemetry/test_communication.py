@@ -274,6 +274,7 @@ def completion_worker(rank, world_size):
     return timed_steps(rank, world_size, "forward", reduce)
 
 
+@pytest.mark.full
 def test_completion_is_seen_and_waiting_for_a_late_peer_is_exposed():
     (punctual, (waits_s,)), (late, (late_s,)) = run_ranks(completion_worker, 2)
     for step in punctual:

@@ -69,7 +69,7 @@ def ring_worker(rank, world_size):
     return live, peers_of(rank)
 
 
-@pytest.mark.sample("2")
+@pytest.mark.full
 @pytest.mark.ranks
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_what_goes_to_and_comes_from_each_peer_is_counted_to_the_byte(world_size):

@@ -74,6 +74,7 @@ def test_shards_are_measured_as_they_are_predicted_and_gathered_copies_are_gone(
         assert moved == {}
 
 
+@pytest.mark.full
 def test_what_is_offloaded_to_the_host_is_measured_there():
     for kinds, _ in run_ranks(fit_worker, 2, {"stage": 3, "offload_optimizer": "cpu"}):
         measured, predicted = kinds["optimizer", "host"]

@@ -110,6 +110,7 @@ def max_time_worker(rank, world_size):
     return stopped, fit.global_step
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_max_time_is_why_a_run_was_stopped():
     (seen, global_step), *_ = run_ranks(max_time_worker, 2)

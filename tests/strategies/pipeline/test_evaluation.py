@@ -123,6 +123,7 @@ SOME_FULL = [
 SOME_MODELS = ["Judged", "FlatByTime", "Contrastive"]
 
 
+@pytest.mark.full
 @pytest.mark.slow(15)
 @pytest.mark.parametrize(
     "names",

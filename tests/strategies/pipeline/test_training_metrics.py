@@ -64,6 +64,7 @@ def pipelines(rank: int, world_size: int) -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.full
 def test_every_rank_counts_what_one_process_counts() -> None:
     wanted = run_ranks(one_process, 1)[0]
     assert len(wanted["steps"]) == 6

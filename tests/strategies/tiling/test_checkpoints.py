@@ -15,6 +15,7 @@ TILED = Layout(2, {"stage": 3, "tile_linear_bytes": 4096})
 WHOLE = Layout(4, {"stage": 2})
 
 
+@pytest.mark.full
 def test_a_tiled_run_goes_on_bit_by_bit_and_in_whole_layers(tmp_path: Path) -> None:
     ended = train(TILED, RUN, tmp_path)
     saved = tmp_path / "epoch=0.ckpt"

@@ -125,6 +125,7 @@ def _every_call(rank: int, world_size: int) -> dict[Any, dict[str, float]]:
     return found
 
 
+@pytest.mark.full
 def test_every_way_to_build_and_to_call_it_gives_what_torch_gives() -> None:
     for found in run_ranks(_every_call, 2):
         assert len(found) == 2 * 6 * 10 + 10

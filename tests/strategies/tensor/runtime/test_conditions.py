@@ -80,6 +80,7 @@ def _recomputed(rank: int, world_size: int) -> list[bool]:
     return found
 
 
+@pytest.mark.full
 def test_recomputed_blocks_give_the_same_bits_dropout_included() -> None:
     for found in run_ranks(_recomputed, 2):
         assert all(found)
