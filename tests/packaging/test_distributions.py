@@ -117,6 +117,7 @@ def test_the_console_script_and_the_module_run_outside_the_checkout(
         assert command in usage
 
 
+@pytest.mark.full
 def test_a_recipe_is_found_by_name_and_can_be_built(installed: Environment, tmp_path: Path) -> None:
     merged = installed.run("boltmesh", "fit", "ddp", "--print-config", cwd=tmp_path).stdout
     assert "bolt_ddp" in merged

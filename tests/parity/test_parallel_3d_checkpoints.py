@@ -20,6 +20,7 @@ pytestmark = pytest.mark.ranks
 GRID = "data 2 x tensor 2"
 
 
+@pytest.mark.full
 def test_a_run_of_two_axes_goes_on_in_every_layout(tmp_path: Path) -> None:
     found = run_all(
         tmp_path,

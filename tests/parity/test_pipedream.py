@@ -234,6 +234,7 @@ def refused(rank: int, world_size: int) -> list[str]:
     ]
 
 
+@pytest.mark.full
 def test_what_cannot_be_is_refused_by_name() -> None:
     said = [
         "accumulate_grad_batches=3 .* batches 3 times as large",

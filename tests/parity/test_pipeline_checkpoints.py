@@ -10,6 +10,7 @@ from tests.support.relays import Run, different, run_all
 pytestmark = pytest.mark.ranks
 
 
+@pytest.mark.full
 def test_runs_go_on_in_every_layout(tmp_path: Path) -> None:
     found = run_all(
         tmp_path,

@@ -96,7 +96,7 @@ def offloaded(name: str, folder: Path) -> dict[str, Any]:
     }[name]
 
 
-@pytest.mark.sample("zero3_nvme")
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["zero1_cpu", "zero2_cpu", "zero3_cpu", "zero3_nvme"])
 def test_offloaded_state_goes_on_in_another_layout(tmp_path: Path, name: str) -> None:

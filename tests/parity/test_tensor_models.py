@@ -16,6 +16,7 @@ SHARES = {
 """How much of each has to be divided, of its elements."""
 
 
+@pytest.mark.full
 def test_losses_and_parameters_are_those_of_one_process() -> None:
     rows = measure([*SHARES], Way())
     assert [row.refused for row in rows] == [""] * len(SHARES)

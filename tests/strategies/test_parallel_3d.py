@@ -288,6 +288,7 @@ def train(rank: int, world_size: int, options: Any, trainer_options: Any) -> str
     return recording.path
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_the_bytes_of_both_axes_are_the_bytes_expected() -> None:
     calls = [

@@ -215,6 +215,7 @@ def train_on_others(rank: int, world_size: int, fault: str) -> int:
     return trainer.global_step
 
 
+@pytest.mark.full
 def test_batches_that_differ_between_ranks_do_not_train() -> None:
     assert run_ranks(train_on_others, 2, "none") == [4, 4]
     with pytest.raises(RankFailure, match="All ranks of a tensor group have to get the same batch"):
@@ -353,6 +354,7 @@ def stop_and_go_on(rank: int, world_size: int, folder: Path) -> list[bool]:
     return [torch.equal(each, again[name]) for name, each in straight.items()]
 
 
+@pytest.mark.full
 def test_a_run_goes_on_to_the_bit_with_dropout_and_shuffled_data(tmp_path: Path) -> None:
     for same in run_ranks(stop_and_go_on, 2, tmp_path):
         assert all(same)

@@ -36,7 +36,7 @@ def train(
     return recording.path, in_blocks
 
 
-@pytest.mark.sample("2-{'activation_checkpointing': 'full'}-{}-{}")
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("world_size", "options", "model", "trainer"),
     [

@@ -131,6 +131,7 @@ def test_half_of_the_descriptors_that_a_process_may_have_stay_free(monkeypatch):
     assert rank_reader.most_open() > 10_000
 
 
+@pytest.mark.full
 def test_several_readers_see_the_same_while_a_rank_writes():
     path = make_job()
     ranks = Ranks(path, 1)

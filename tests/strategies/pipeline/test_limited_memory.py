@@ -107,6 +107,7 @@ def run_all(folder: Path, layout: str, world_size: int, share: float) -> list[st
         return list(pool.map(run, range(world_size)))
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "share"), [(2, 0.75), pytest.param(4, 0.5, marks=pytest.mark.full)]

@@ -69,6 +69,7 @@ store.close()
 """
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_state_of_four_times_the_memory_is_stepped_on_disk(tmp_path) -> None:
     done = run_limited(STEPS, "disk", tmp_path)

@@ -61,6 +61,7 @@ print(*planned(), sep="\\n")
 """
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_plans_are_the_same_to_the_byte_whatever_the_order_of_sets():
     done = subprocess.run(
