@@ -243,6 +243,7 @@ def fit_nested(rank: int, world_size: int) -> list[float]:
     return module.losses
 
 
+@pytest.mark.full
 def test_nested_batches_of_changing_lengths_train_as_in_one_process() -> None:
     reference = run_ranks(fit_nested, 1)[0]
     assert len(reference) == 10

@@ -170,6 +170,7 @@ def train(rank: int, world_size: int) -> list[dict[str, Tensor]]:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_published_steps_equal_those_of_one_process() -> None:
     (alone,) = run_ranks(train, 1)
