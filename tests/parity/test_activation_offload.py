@@ -73,7 +73,7 @@ def traces(rank: int, world_size: int, name: str, folder: Path) -> tuple[list[Tr
     return found, [each.host_bytes if each.swap is None else each.disk_bytes for each in spaces]
 
 
-@pytest.mark.sample("zero3")
+@pytest.mark.full
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_offloaded_inputs_change_no_bit(name: str, tmp_path: Path) -> None:
     for (plain, *offloaded), num_bytes in run_ranks(traces, 2, name, tmp_path):

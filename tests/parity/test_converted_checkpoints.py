@@ -49,6 +49,7 @@ def losses(layout: str, world_size: int, weights: str) -> list[float]:
     return found
 
 
+@pytest.mark.full
 def test_runs_go_on_in_plain_lightning_and_back(tmp_path: Path) -> None:
     def convert(verb: str, source: str, target: str, *options: str) -> Path:
         line = [verb, str(tmp_path / source), "--to", str(tmp_path / target), *options]

@@ -60,11 +60,7 @@ def layout(rank: int, world_size: int, case: Case) -> Trace:
     return trace_layout(case.problem(), strategy, devices=world_size)
 
 
-@pytest.mark.sample(
-    "clipping by norm, accumulation, 4 ranks",
-    "bf16-mixed, accumulation, clipping",
-    "several optimizers",
-)
+@pytest.mark.sample("clipping by norm, accumulation, 4 ranks", "several optimizers")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_ddp_equals_one_process(case: Case) -> None:
     wanted = reference(case)

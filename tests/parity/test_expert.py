@@ -81,7 +81,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.sample("mixtral, zero3", "list, masked", "list that is called")
+@pytest.mark.sample("mixtral, zero3", "list, masked")
 @pytest.mark.parametrize("case", CASES)
 def test_runs_equal_one_process(case: str) -> None:
     kind, world_size, strategy, options = CASES[case]

@@ -98,7 +98,7 @@ def layouts(rank: int, world_size: int, case: Case) -> list[Trace]:
     ]
 
 
-@pytest.mark.sample("schedules of one chunk", "4 ranks, tied weights, interleaved")
+@pytest.mark.sample("schedules of one chunk")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_pipeline_equals_one_process(case: Case) -> None:
     reference = run_ranks(one_process, 1, case)[0]

@@ -77,7 +77,7 @@ def layouts(
     ]
 
 
-@pytest.mark.sample("stage 3")
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("door", "cases", "replicas", "stages"),
     [

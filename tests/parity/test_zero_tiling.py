@@ -145,7 +145,7 @@ def built(rank: int, world_size: int, kind: str, is_reference: bool, tiles: Any)
     return trace, getattr(seen[0], "was_deferred", None)
 
 
-@pytest.mark.sample("configure_model-whole")
+@pytest.mark.full
 @pytest.mark.parametrize("tiles", [{}, TILES], ids=["whole", "tiled"])
 @pytest.mark.parametrize("kind", ["configure_model", "deferred_init"])
 def test_a_model_built_block_by_block_equals_one_process(kind: str, tiles: Any) -> None:

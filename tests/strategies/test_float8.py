@@ -118,7 +118,7 @@ BESIDE: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.sample("zero3-rowwise")
+@pytest.mark.full
 @pytest.mark.ranks
 @pytest.mark.slow(5)
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])

@@ -68,6 +68,7 @@ def straight(rank: int, world_size: int) -> dict[str, Tensor]:
     return fit(build(world_size, None), Regression(dropout=0.2))
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_ranks_killed_in_a_step_a_resume_and_a_save_lose_no_step(tmp_path: Path) -> None:
     folder = tmp_path / "0" / "checkpoints"

@@ -71,6 +71,7 @@ def wait_for_ranks(host: Host, wanted: list[tuple], what: str) -> dict:
         time.sleep(0.3)
 
 
+@pytest.mark.full
 def test_each_host_shows_all_ranks_of_the_job(hosts: list[Host], tmp_path: Path) -> None:
     script, stop = tmp_path / "train.py", tmp_path / "stop"
     script.write_text(textwrap.dedent(SCRIPT))

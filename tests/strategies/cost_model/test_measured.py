@@ -189,7 +189,7 @@ def by_kind_and_place(memory) -> dict[str, int]:
     }
 
 
-@pytest.mark.sample("bolt_zero3_nvme-None")
+@pytest.mark.full
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("name", "tile_bytes"),
@@ -213,7 +213,7 @@ def test_what_is_offloaded_is_predicted_to_the_byte(name, tile_bytes, tmp_path):
     assert measure.predicted == by_kind_and_place(memory), "as the strategy tells telemetry"
 
 
-@pytest.mark.sample("bolt_zero1-bf16-mixed-2-None")
+@pytest.mark.full
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("name", "precision", "accumulate", "tile_bytes"),

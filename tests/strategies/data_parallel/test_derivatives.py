@@ -132,7 +132,7 @@ def fit(rank: int, world_size: int, kind: type[LightningModule], options: Any) -
     return whole_parameters(module)
 
 
-@pytest.mark.sample("Penalised")
+@pytest.mark.full
 @pytest.mark.parametrize("kind", [Penalised, Attacked, CalledTwice, ByHand, Forced, Checkpointed])
 def test_it_trains_as_in_one_process(kind: type[LightningModule]) -> None:
     (wanted,) = run_ranks(fit, 1, kind, None)

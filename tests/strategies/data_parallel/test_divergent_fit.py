@@ -79,7 +79,7 @@ def fit_worker(rank, world_size, folder, stage, leaves_at, where, together, **op
     os._exit(3)
 
 
-@pytest.mark.sample("3-0-training")
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("stage", "leaves_at", "where"),
     [

@@ -82,7 +82,7 @@ def predict(rank: int, world_size: int, stage: int, count: int) -> None:
         torch.testing.assert_close(one, other)
 
 
-@pytest.mark.sample("2-9")
+@pytest.mark.full
 @pytest.mark.parametrize(("world_size", "count"), [(2, 9), (4, 21)])
 def test_prediction_ends_on_ranks_that_have_fewer_batches(world_size: int, count: int) -> None:
     run_ranks(in_turn, world_size, predict, [(stage, count) for stage in (1, 2, 3)])

@@ -203,7 +203,7 @@ def train(rank: int, world_size: int, is_ours: bool, leave_at_once: bool) -> lis
     return [*found, *(local_tensor(each).detach().clone() for each in model.parameters())]
 
 
-@pytest.mark.sample("True")
+@pytest.mark.full
 @pytest.mark.ranks
 @pytest.mark.parametrize("leave_at_once", [False, True])
 def test_a_model_trains_as_with_torchs_own_collectives_to_the_bit(leave_at_once: bool) -> None:

@@ -73,6 +73,7 @@ class Unfused(Stack):
         return torch.optim.AdamW(self.parameters(), lr=0.01, foreach=False, fused=False)
 
 
+@pytest.mark.full
 def test_a_run_with_a_scalar_goes_on_from_a_checkpoint(tmp_path: Any) -> None:
     for at_once, *resumed in run_ranks(resume_with_scalar, 2, tmp_path):
         assert len(resumed) == 3

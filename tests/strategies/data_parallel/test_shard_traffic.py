@@ -85,7 +85,7 @@ def counted(world_size: int, strategies: Any, trainer: Any, kind: Any = Silent) 
     return found
 
 
-@pytest.mark.sample("3")
+@pytest.mark.full
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_a_step_moves_what_the_formula_of_its_stage_says(accumulate: int) -> None:
     stages = [{"stage": stage} for stage in (1, 2, 3)]

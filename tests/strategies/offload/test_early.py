@@ -68,6 +68,7 @@ def _called_twice(folder: Path) -> None:
     assert twin.difference() < 2e-6
 
 
+@pytest.mark.full
 def test_a_unit_that_runs_twice_waits_for_both_gradients(tmp_path: Path) -> None:
     on_ranks(_called_twice, tmp_path)
 
@@ -155,6 +156,7 @@ def _not_finite(folder: Path) -> None:
         assert torch.equal(torch.isnan(ours), torch.isnan(reference))
 
 
+@pytest.mark.full
 def test_gradients_that_are_not_finite_do_what_they_do_in_torch(tmp_path: Path) -> None:
     on_ranks(_not_finite, tmp_path)
 

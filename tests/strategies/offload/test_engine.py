@@ -90,6 +90,7 @@ def _always_clipped() -> tuple[Counter[str], float]:
     return twin.engine.counts, twin.difference()
 
 
+@pytest.mark.full
 def test_nothing_is_guessed_while_every_step_is_clipped() -> None:
     ((counts, difference),) = on_ranks(_always_clipped)
     assert counts == {"plain": (WARMUP_STEPS + 4) * 4}
@@ -114,7 +115,7 @@ def _exposed() -> None:
     assert twin.difference() < CLOSE
 
 
-@pytest.mark.sample("2")
+@pytest.mark.full
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_exposed_gradients_are_where_torch_has_them_and_what_is_done_to_them_counts(
     ranks: int,
@@ -292,6 +293,7 @@ def _state_travels() -> None:
     )
 
 
+@pytest.mark.full
 def test_state_that_is_loaded_is_taken_over() -> None:
     on_ranks(_state_travels, 2)
 
@@ -510,5 +512,6 @@ def _momentum() -> None:
     assert twin.difference() < CLOSE
 
 
+@pytest.mark.full
 def test_another_optimizer_runs_through_its_own_code() -> None:
     on_ranks(_momentum, 2)
