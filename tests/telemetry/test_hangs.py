@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from uuid import uuid4
 
 import lightning.pytorch as lightning
@@ -122,7 +122,7 @@ def said(
 ) -> Iterator[dict[Job, Future[Said]]]:
     """The jobs of the tests that are run, begun in their order; each test waits for its own."""
     jobs: list[Job] = [
-        each.callspec.params["job"]
+        cast("Job", each.callspec.params["job"])
         for each in request.session.items
         if isinstance(each, pytest.Function) and each.path == request.path
     ]

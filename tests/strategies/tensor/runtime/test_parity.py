@@ -24,7 +24,7 @@ FAMILIES_THAT_NAME_WHOLE_SIZES = {"bloom", "phi3"}
 def _wanted(request: pytest.FixtureRequest) -> list[tuple[str, str]]:
     """Models and backends of the tests that are run and take this fixture, for they run as one."""
     found = [
-        (each.callspec.params["name"], each.callspec.params["backend"])
+        (str(each.callspec.params["name"]), str(each.callspec.params["backend"]))
         for each in request.session.items
         if isinstance(each, pytest.Function)
         and each.path == request.path
