@@ -91,7 +91,7 @@ class OwnedModulesParams(PlainInStep):
     @override
     def _plain_of(self, parameter: Parameter) -> Tensor:
         # Other ranks' modules must not be computed with here: these have no values.
-        return torch.empty_like(parameter, device="meta", requires_grad=False)
+        return torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
 
     @override
     def take_out(self) -> None:
