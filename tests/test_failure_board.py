@@ -64,7 +64,7 @@ def test_a_cause_waits_for_its_readers() -> None:
         assert reader.peek() == reader.peek() == "failed"
     began_s = time.monotonic()
     poster.wait_for_readers(2, 30.0)
-    assert time.monotonic() - began_s < 10.0
+    assert time.monotonic() - began_s < 25.0
 
 
 def test_without_a_store_a_rank_knows_its_own_cause() -> None:

@@ -86,7 +86,7 @@ class Sender(threading.Thread):
             os.kill(os.getpid(), self._signum)
 
 
-SOON_S = 10.0
+SOON_S = 30.0
 """What takes no time may take this on a loaded machine; a rank here would go on for a minute."""
 
 
@@ -219,7 +219,7 @@ def test_a_rank_that_leaves_without_a_word_is_named_with_its_code(workplace, cap
 def test_a_rank_that_leaves_with_code_0_is_the_cause_of_what_it_does_to_others(
     workplace, monkeypatch, capfd
 ):
-    for others in ("time.sleep(60)", "wait_for('pid-1'); time.sleep(0.5); lose_a_peer()"):
+    for others in ("time.sleep(60)", "wait_for('pid-1'); time.sleep(2); lose_a_peer()"):
         with monkeypatch.context() as patch:
             patch.setattr(launch, "STOPPED_GRACE_S", 0.5)
             assert supervisor(f"if rank.rank == 1: os._exit(0)\n{others}").run() == 1

@@ -114,7 +114,7 @@ def test_a_signal_before_the_restart_ends_the_run(workplace, monkeypatch, capfd)
     def stop():
         while not Path("start-0-0").exists():
             time.sleep(0.05)
-        time.sleep(2)
+        time.sleep(5)
         os.kill(os.getpid(), signal.SIGTERM)
 
     sender = threading.Thread(target=stop)
