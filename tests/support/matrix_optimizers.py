@@ -51,6 +51,66 @@ def _root(matrix: Tensor) -> Tensor:
     return (vectors * values.clamp(min=1e-6) ** -0.25 @ vectors.T).to(matrix.dtype)
 
 
+class Lamb(Optimizer):
+    """Adam whose steps have a length by the norms of each parameter and of its step."""
+
+    def __init__(self, params: Any, lr: float = 0.02) -> None:
+        super().__init__(params, {"lr": lr, "betas": (0.9, 0.99), "eps": 1e-6})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for each in group["params"]:
+                if each.grad is not None:
+                    change = self._direction(each, each.grad, group)
+                    length, norm = each.norm(), change.norm()
+                    ratio = torch.where((length > 0) & (norm > 0), length / norm, 1.0)
+                    each.sub_(change * ratio, alpha=group["lr"])
+        return loss
+
+    def _direction(self, parameter: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
+        first, second = group["betas"]
+        state = self.state[parameter]
+        if not state:
+            state["count"] = 0
+            state["momentum"] = torch.zeros_like(parameter)
+            state["squares"] = torch.zeros_like(parameter)
+        state["count"] += 1
+        state["momentum"].lerp_(grad, 1 - first)
+        state["squares"].lerp_(grad * grad, 1 - second)
+        root = (state["squares"] / (1 - second ** state["count"])).sqrt() + group["eps"]
+        return state["momentum"] / (1 - first ** state["count"]) / root
+
+
+class Soap(Lamb):
+    """Adam in the directions of the mean products of a matrix's gradients, which it keeps."""
+
+    def _direction(self, parameter: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
+        if grad.dim() == 1:
+            return super()._direction(parameter, grad, group)
+        state = self.state[parameter]
+        bases = []
+        for name, product in (("left", grad @ grad.T), ("right", grad.T @ grad)):
+            if name not in state:
+                state[name] = torch.eye(product.shape[0]) * 1e-3
+            state[name] = 0.9 * state[name] + 0.1 * product
+            bases.append(torch.linalg.eigh(state[name].double())[1].to(grad.dtype))
+        left, right = bases
+        if "momentum" not in state:
+            state["count"], state["momentum"] = 0, torch.zeros_like(parameter)
+            state["squares"] = torch.zeros_like(parameter)
+        state["count"] += 1
+        state["momentum"].lerp_(grad, 0.1)
+        turned = left.T @ grad @ right
+        state["squares"].lerp_(turned * turned, 0.05)
+        scaled = left.T @ state["momentum"] @ right / (state["squares"].sqrt() + 0.05)
+        return left @ scaled @ right.T
+
+
 class Matrices(Stack):
     """Trained by one of them, in two groups."""
 
@@ -76,5 +136,7 @@ class Matrices(Stack):
             return torch.optim.Muon(groups, lr=0.02)
         if self.kind == "adafactor":
             return torch.optim.Adafactor(trained, lr=0.05)
+        if self.kind in {"lamb", "soap"}:
+            return (Lamb if self.kind == "lamb" else Soap)(trained)
         # The second group has one parameter: other ranks own nothing of it.
         return Shampoo([{"params": trained[1:]}, {"params": trained[:1], "lr": 0.02}])
