@@ -64,7 +64,7 @@ CPU = {"offload_optimizer": "cpu"}
     "adafactor-1-4-options9",
     "lamb-1-2-options11",
     "soap-2-2-options13",
-    "muon-1-4-options15",
+    "wide_muon-1-4-options15",
     "lamb-1-2-options18",
 )
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ CPU = {"offload_optimizer": "cpu"}
         ("muon", 2, 2, {"stage": 2, **CPU}),
         ("soap", 2, 2, {"stage": 3, "offload_parameters": "cpu", **CPU}),
         ("adafactor", 1, 4, {"stage": 3, "shard_size": 2, **CPU}),
-        ("muon", 1, 4, {"tensor": 2, "data": 2, "zero_stage": 2}),
+        ("wide_muon", 1, 4, {"tensor": 2, "data": 2, "zero_stage": 2}),
         ("lamb", 2, 4, {"tensor": 2, "data": 2, "zero_stage": 3}),
         ("soap", 1, 4, {"tensor": 2, "data": 2, "zero_stage": 1, **CPU}),
         ("lamb", 1, 2, {"pipeline": 2, "zero_stage": 0, "microbatches": 2}),
