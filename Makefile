@@ -22,8 +22,8 @@ venv: $(INSTALLED)  ## make .venv with boltmesh, editable, and all development t
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/)' constraints.txt > $(VENV)/constraints.txt
-	$(PIP) install --quiet -c $(VENV)/constraints.txt torch
-	$(PIP) install --quiet -c $(VENV)/constraints.txt -e ".[dev]"
+	$(PIP) install --quiet --no-compile -c $(VENV)/constraints.txt torch
+	$(PIP) install --quiet --no-compile -c $(VENV)/constraints.txt -e ".[dev]"
 	touch $@
 
 demo: venv  ## train a small GPT on two CPU ranks for about two minutes
@@ -40,10 +40,10 @@ unexport PYTHONDONTWRITEBYTECODE
 # Many tests wait, for a process to start or to end; meanwhile another worker computes.
 TESTS := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=20
 
-test: check  ## check, then the tests: each capability, of matrices each pair of values; 17 minutes
+test: check  ## check, then a test of each capability; about ten minutes on two cores
 	$(TESTS) -m "not full"
 
-test-all: check  ## check, then every test there is; forty minutes
+test-all: check  ## check, then every test there is; an hour
 	$(TESTS)
 
 check: venv  ## lint, format, types, import contracts, words

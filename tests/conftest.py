@@ -83,13 +83,25 @@ def _own_torch() -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # outside of the timeout: who waits is not slow
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Run a test marked ``alone`` while no other worker of pytest-xdist runs one."""
+    """Run a test marked ``alone`` while no other worker of pytest-xdist runs one.
+
+    The fork server of ranks imports for two minutes where a machine is busy: before the first test.
+    """
+    if ranks := sys.modules.get("tests.support.ranks"):
+        ranks.await_fork_server()
     if not hasattr(item.config, "workerinput"):
         return (yield)
     # Of each worker a folder in one that they share, and that pytest clears away.
     shared = Path(item.config.getoption("basetemp")).parent
     with taking_turns(shared, alone=item.get_closest_marker("alone") is not None):
         return (yield)
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """End the ranks that tests of a file have shared after the last of them."""
+    ranks = sys.modules.get("tests.support.ranks")
+    if ranks and (nextitem is None or nextitem.path != item.path):
+        ranks.end_standing()
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m "not full" is looked at

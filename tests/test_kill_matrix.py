@@ -9,10 +9,9 @@ from tests.kill_matrix import STRATEGIES, kill
 from tests.support.killing import MOMENTS
 
 
+@pytest.mark.sample("bolt_zero3-forward", "bolt_pipeline-optimizer step")
 @pytest.mark.ranks
 @pytest.mark.slow
-@pytest.mark.timeout(700)
-@pytest.mark.each_choice
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_job_ends_by_itself_and_names_the_rank_that_was_killed(

@@ -72,7 +72,7 @@ class Workplace:
     checkout: Path
     environment: Environment
 
-    def run(self, line: str, *, timeout_s: float = 120.0) -> str:
+    def run(self, line: str, *, timeout_s: float = 600.0) -> str:
         search = f"{self.environment.folder / 'bin'}{os.pathsep}{os.environ['PATH']}"
         done = subprocess.run(
             ["bash", "-c", line],
@@ -125,9 +125,9 @@ def chain_of(command: str) -> str:
     return [name for name, word in CHAINS.items() if word in command][-1]
 
 
+@pytest.mark.full
 @pytest.mark.slow(15)
 @pytest.mark.ranks
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("chain", CHAINS)
 def test_every_command_that_goes_on_from_others_runs_as_a_fork(chain: str, tmp_path: Path) -> None:
     needing = [each for each in commands() if not NEEDS_NOTHING.match(each)]
@@ -149,6 +149,15 @@ INDEPENDENT = [
 ]
 
 
+@pytest.mark.sample(
+    "make demo",
+    "make test",
+    "pip install -c constraints.txt torch",
+    "pip install -c constraints.txt -e .",
+    "python examples/01_ddp.py",
+    "boltmesh plan zero3 --strategy zero3_nvme",
+    "boltmesh check zero3_cpu",
+)
 @pytest.mark.ranks
 @pytest.mark.parametrize("command", INDEPENDENT)
 def test_a_command_that_needs_no_other_runs_as_a_fork(command: str, tmp_path: Path) -> None:
@@ -158,7 +167,6 @@ def test_a_command_that_needs_no_other_runs_as_a_fork(command: str, tmp_path: Pa
 @pytest.mark.full
 @pytest.mark.slow(180)
 @pytest.mark.ranks
-@pytest.mark.timeout(600)
 def test_every_command_runs_in_the_order_of_the_page(workplace: Workplace) -> None:
     assert len(commands()) > 10
     for command in commands():
@@ -166,7 +174,6 @@ def test_every_command_runs_in_the_order_of_the_page(workplace: Workplace) -> No
 
 
 @pytest.mark.ranks
-@pytest.mark.timeout(300)
 def test_every_python_block_runs_as_a_fork(tmp_path: Path) -> None:
     checkout = copy_checkout(tmp_path / "boltmesh")
     for script in python_scripts(checkout):
@@ -187,7 +194,6 @@ def python_scripts(checkout: Path) -> Iterator[Path]:
 @pytest.mark.full
 @pytest.mark.slow(35)
 @pytest.mark.ranks
-@pytest.mark.timeout(300)
 def test_every_python_block_runs(installed: Workplace) -> None:
     for script in python_scripts(installed.checkout):
         installed.run(f"python {script}")
@@ -196,7 +202,6 @@ def test_every_python_block_runs(installed: Workplace) -> None:
 @pytest.mark.full
 @pytest.mark.slow(35)
 @pytest.mark.ranks
-@pytest.mark.timeout(300)
 def test_the_demo_runs_and_so_does_what_it_advises(installed: Workplace) -> None:
     recipe = installed.run("make --dry-run demo")
     (fit,) = re.findall(r"^\S*/(boltmesh fit .*)$", recipe, flags=re.MULTILINE)

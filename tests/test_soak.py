@@ -12,7 +12,6 @@ from tests.soak import STRATEGIES, soak, table
 @pytest.mark.full
 @pytest.mark.ranks
 @pytest.mark.slow(120)
-@pytest.mark.timeout(900)
 def test_jobs_hold_no_more_descriptors_threads_and_files_as_they_go_on(tmp_path: Path) -> None:
     rows = soak(tmp_path, minutes=1, strategies=STRATEGIES)
     for row in rows:
@@ -26,7 +25,6 @@ def test_jobs_hold_no_more_descriptors_threads_and_files_as_they_go_on(tmp_path:
 @pytest.mark.full
 @pytest.mark.ranks
 @pytest.mark.slow(120)
-@pytest.mark.timeout(900)
 def test_writes_to_gathered_parameters_leave_the_heap_whole() -> None:
     try:
         ctypes.CDLL(CHECKS)

@@ -44,6 +44,7 @@ def own_rank(rank, world_size):
     return rank
 
 
+@pytest.mark.sample("2")
 @pytest.mark.parametrize("times", [JOINS - 1, JOINS])
 def test_ranks_that_gloo_cannot_connect_are_started_again(times, monkeypatch):
     run_once = ranks._run_once
@@ -82,6 +83,7 @@ def test_a_failure_ends_ranks_that_stay_and_the_next_call_starts_others():
     assert before.isdisjoint(pid for pid, _ in reuse_ranks(sets_a_variable, 2, "b"))
 
 
+@pytest.mark.full
 def test_so_does_a_rank_that_was_killed_meanwhile():
     before = [pid for pid, _ in reuse_ranks(sets_a_variable, 2, "a")]
     os.kill(before[1], signal.SIGKILL)

@@ -24,7 +24,7 @@ from boltmesh.advisor.layouts import (
     smaller_batches,
     splits,
 )
-from boltmesh.advisor.machine import Hardware, key_of
+from boltmesh.advisor.machine import Hardware, key_of, of_cluster
 from boltmesh.advisor.prediction import EXCHANGES, NO_WORK, Collective, RankStep
 from boltmesh.advisor.replicas import (
     DividedExperts,
@@ -72,6 +72,8 @@ EXCHANGES_OF_LAYER = 7
 TRIED = ("schedule", "microbatches", "zero_stage")
 BEST = 3
 """Layouts that are printed."""
+MIXED = "bf16-mixed"
+"""The precision that is looked at beside fp32 on a GPU."""
 
 
 class ConfigSearcher:
@@ -163,7 +165,10 @@ class ConfigSearcher:
         )
 
     def _changes(self, found: Sequence[PlannedLayout]) -> Iterator[tuple[str, PlannedLayout]]:
-        """Yield the best layouts of a faster link, more devices and fewer tokens, that fit."""
+        """Yield the best layouts of faster links, mixed precision, fewer tokens and more devices.
+
+        Mixed precision changes the rate of products alone: memory and traffic are those of fp32.
+        """
         machine = self.hardware.machine.with_faster_links(2)
         faster = replace(self.hardware, machine=machine)
         if (cluster := self.hardware.cluster) is not None:
@@ -172,6 +177,14 @@ class ConfigSearcher:
             faster = replace(faster, cluster=cluster)
         again = [judged(each.layout, each.memory, faster, each.step) for each in found]
         what_if = {"links twice as fast": again}
+        if cluster is not None:
+            rate = of_cluster(cluster, MIXED, "highest").machine.device_tflops or 0.0
+            if rate > (self.hardware.machine.device_tflops or 0.0):
+                machine = replace(self.hardware.machine, device_tflops=rate)
+                mixed = replace(self.hardware, machine=machine)
+                what_if[f"trainer.precision={MIXED}"] = [
+                    judged(each.layout, each.memory, mixed, each.step) for each in found
+                ]
         own, refused = self.hardware, self._refused
         self._refused, self._found = {}, []  # what cannot be there is no news
         self._scale = 0.5

@@ -310,7 +310,7 @@ def shard_model(
 
     Collective over the data axis: every rank gets its share of the first rank's parameters.
     """
-    refuse_parameters(module, has_offload=options.has_offload)
+    refuse_parameters(module)
     mesh = build_mesh(options, context)
     is_freed = options.stage == 3
     units = find_units(module, options.blocks)

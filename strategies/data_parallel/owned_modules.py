@@ -22,7 +22,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 from typing_extensions import override
 
-from boltmesh.strategies.data_parallel.param_state import PlainInStep, local_values
+from boltmesh.strategies.data_parallel.param_state import (
+    InStepParameter,
+    PlainInStep,
+    local_values,
+)
 from boltmesh.strategies.engine.data_axis import OwnedModules, OwnedRows
 from boltmesh.strategies.torch_compat.modules import set_parameter
 from boltmesh.strategies.torch_compat.tensors import local_tensor
@@ -87,7 +91,7 @@ class OwnedModulesParams(PlainInStep):
     @override
     def _plain_of(self, parameter: Parameter) -> Tensor:
         # Other ranks' modules must not be computed with here: these have no values.
-        return torch.empty_like(parameter, device="meta", requires_grad=False)
+        return torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
 
     @override
     def take_out(self) -> None:
@@ -105,7 +109,7 @@ class OwnedModulesParams(PlainInStep):
         for place, whole in zip(self.mine(range(len(parameters))), wholes, strict=True):
             plain[parameters[place]] = whole
         for owner, key, parameter in self._places:
-            set_parameter(owner, key, plain[parameter])
+            set_parameter(owner, key, InStepParameter.of(plain[parameter], parameter))
         self._modules.anchors = [anchor] if anchor.requires_grad else []
         self._is_out = True
 

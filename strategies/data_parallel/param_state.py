@@ -49,7 +49,11 @@ from boltmesh.strategies.torch_compat.communication import broadcast_coalesced
 from boltmesh.strategies.torch_compat.fsdp import unit_parameters
 from boltmesh.strategies.torch_compat.modules import buffers_of, set_parameter
 from boltmesh.strategies.torch_compat.optimizers import zeroed_by
-from boltmesh.strategies.torch_compat.tensors import local_tensor, storage_key
+from boltmesh.strategies.torch_compat.tensors import (
+    disabled_torch_function,
+    local_tensor,
+    storage_key,
+)
 from boltmesh.telemetry.traffic import ExpectedTraffic
 
 if TYPE_CHECKING:
@@ -98,7 +102,7 @@ class PlainInStep(ABC):
     def _plain_of(self, parameter: Parameter) -> Tensor:
         """Return this rank's values as a plain tensor, from which gradients come back."""
         plain: Tensor = _Plain.apply(parameter, self)  # type: ignore[no-untyped-call]
-        return plain
+        return InStepParameter.of(plain, parameter)
 
     def averaged(self, gradient: Tensor) -> Tensor:
         """Return what a gradient of plain values adds to the average. Collective over replicas."""
@@ -248,6 +252,29 @@ class OwnedParams(PlainInStep):
             moved = num_batches * sum(local_tensor(param).nbytes for param in trained)
             why = "gradients of experts, over the ranks that have the same ones, once per batch"
             yield ExpectedTraffic("data", "allreduce", moved, num_batches * len(trained), why)
+
+
+class InStepParameter(Tensor):
+    """A plain tensor in the place of a parameter, whose ``.grad`` is that of the parameter."""
+
+    __torch_function__ = disabled_torch_function  # type: ignore[assignment]
+    parameter: Parameter
+
+    @staticmethod
+    def of(plain: Tensor, parameter: Parameter) -> "InStepParameter":
+        """Return a tensor over the same memory, from which gradients go the same way."""
+        made = plain.as_subclass(InStepParameter)
+        made.parameter = parameter
+        return made
+
+    def _read_grad(self) -> Tensor | None:
+        """The gradient that the optimizer is given, a DTensor."""
+        return self.parameter.grad
+
+    def _write_grad(self, value: Tensor | None) -> None:
+        self.parameter.grad = value
+
+    grad = property(_read_grad, _write_grad)
 
 
 class _Plain(torch.autograd.Function):

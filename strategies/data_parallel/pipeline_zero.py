@@ -157,7 +157,7 @@ def shard_late(module: LightningModule, options: ZeroOptions, context: AxisConte
 
     Collective over the data axis: every rank gets its share of the first rank's parameters.
     """
-    refuse_parameters(module, has_offload=options.has_offload)
+    refuse_parameters(module)
     lay_in_rows(module.modules())
     held = set(module.parameters() if context.held is None else context.held)
     buffers = BufferSync(module, context.group, holds=context.holds_buffer)

@@ -104,7 +104,7 @@ def refuse_empty_share(dataloader: object, group: ProcessGroup, device: torch.de
         )
 
 
-def refuse_parameters(module: LightningModule, *, has_offload: bool) -> None:
+def refuse_parameters(module: LightningModule) -> None:
     """Refuse parameters that cannot be sharded.
 
     Raises:
@@ -129,12 +129,6 @@ def refuse_parameters(module: LightningModule, *, has_offload: bool) -> None:
                 f"{name!r} of {type(module).__name__} has a post-accumulate-grad hook, and its "
                 f"gradient is made in whole parameters and kept in shards. Do it in "
                 f"on_after_backward, or use bolt_ddp."
-            )
-        if has_offload and parameter.dim() == 0:
-            raise UnsupportedError(
-                f"{name!r} of {type(module).__name__} is a scalar, and offloaded state is kept by "
-                f"rows. Make it a tensor of one element, torch.nn.Parameter(torch.ones(1)), or "
-                f"leave offload_optimizer out."
             )
 
 

@@ -29,6 +29,7 @@ from typing_extensions import override
 from boltmesh.strategies.dry_run.batch_check import batch_digest
 from boltmesh.strategies.dry_run.metrics import gather_over, let_gather
 from boltmesh.strategies.dry_run.step import Around
+from boltmesh.strategies.engine.gradient_reads import GradientReads
 from boltmesh.strategies.engine.groups import RankMeshStrategy
 from boltmesh.strategies.engine.memory_checkpoints import MemoryCheckpoints
 from boltmesh.strategies.engine.replica_check import ReplicaCheck
@@ -46,10 +47,13 @@ from boltmesh.strategies.lightning_compat.loops import (
 from boltmesh.strategies.lightning_compat.trainer import (
     autocast_dtype,
     callbacks_of,
+    reads_gradients,
+    run_gradient_hooks_within,
     trainer_of,
     uses_lightning_norm,
 )
 from boltmesh.strategies.torch_compat.optimizers import total_norm_replaced
+from boltmesh.strategies.torch_compat.tensors import functions_unwatched
 
 if TYPE_CHECKING:
     from boltmesh.strategies.engine.axis import StepFunction
@@ -445,7 +449,18 @@ class LoopStrategy(RankMeshStrategy):
         """
         if not any(axis.size > 1 and axis.norm_shares() for axis in self.model_axes):
             return nullcontext()
-        return total_norm_replaced(self.data_axis.norms.total)
+        return total_norm_replaced(self._total_norm)
+
+    def _total_norm(self, *args: Any, **kwargs: Any) -> Tensor:
+        with functions_unwatched():
+            return self.data_axis.norms.total(*args, **kwargs)
+
+    def _gradient_reads(self) -> AbstractContextManager[object]:
+        """Return a context that reduces or refuses numbers that hooks make of gradients."""
+        module = self.lightning_module
+        if module is None or not reads_gradients(self.trainer, module):
+            return nullcontext()
+        return GradientReads(self.data_axis.norms.shares)
 
     def gradient_norm(self, optimizer: Optimizer) -> float | None:
         """Return the norm of an optimizer's gradients over the whole model, before clipping.
@@ -454,7 +469,8 @@ class LoopStrategy(RankMeshStrategy):
         as in ``on_before_optimizer_step``; None without any gradient. Gradients that live apart
         from ``.grad`` (offload) count too.
         """
-        return self.data_axis.gradient_norm(_user_optimizer(optimizer))
+        with functions_unwatched():
+            return self.data_axis.gradient_norm(_user_optimizer(optimizer))
 
     @property  # type: ignore[explicit-override]
     @override
@@ -468,12 +484,15 @@ class LoopStrategy(RankMeshStrategy):
         # of its own keeps it.
         if precision_plugin is not None and uses_lightning_norm(precision_plugin):
             precision_plugin.clip_grad_by_norm = self._clip_by_norm  # type: ignore[method-assign]
+        if precision_plugin is not None:
+            run_gradient_hooks_within(precision_plugin, self._gradient_reads)
         self._precision_plugin = precision_plugin
 
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         optimizer = _user_optimizer(optimizer)
         parameters = self.precision_plugin.main_params(optimizer)
-        norm = self.data_axis.clip_by_norm(optimizer, parameters, clip_val)
+        with functions_unwatched():
+            norm = self.data_axis.clip_by_norm(optimizer, parameters, clip_val)
         self.clipped_norms[optimizer] = norm.detach()
 
     @classmethod

@@ -5,8 +5,12 @@ Where a copy of a LightningModule says that it is.
 Who reads, clips and zeroes gradients besides the optimizers.
 """
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
 from os import PathLike
 from pathlib import PurePath
+from typing import Any
 
 import torch
 from lightning.fabric.plugins import CheckpointIO
@@ -104,6 +108,24 @@ def tell_device(replica: Module, device: torch.device) -> None:
 def uses_lightning_norm(plugin: Precision) -> bool:
     """Whether clipping by norm is Lightning's own, so that ours may take its place."""
     return type(plugin).clip_grad_by_norm is Precision.clip_grad_by_norm
+
+
+def run_gradient_hooks_within(
+    plugin: Precision, context: Callable[[], AbstractContextManager[object]]
+) -> None:
+    """Let a plugin call hooks behind a backward pass and before a step within a context."""
+    for name in ("post_backward", "_after_closure"):
+        setattr(plugin, name, partial(_call_within, context, getattr(type(plugin), name), plugin))
+
+
+def _call_within(
+    context: Callable[[], AbstractContextManager[object]],
+    function: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    with context():
+        return function(*args, **kwargs)
 
 
 _GRADIENT_HOOKS = (

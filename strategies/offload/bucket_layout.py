@@ -88,6 +88,8 @@ def held_alone(name: str, parameter: Parameter, compute_dtype: torch.dtype | Non
 
 def _padded_shape(parameter: Parameter) -> tuple[int, ...]:
     assert isinstance(parameter, DTensor)
+    if parameter.dim() == 0:
+        return ()
     rows = parameter.shape[0]
     for dim, placement in enumerate(parameter.placements):
         if isinstance(placement, Shard):

@@ -106,7 +106,7 @@ def shares_off(names: Sequence[str]) -> dict[str, float]:
         (LAYOUTS[name][0], each.layout.name, dict(each.layout.arguments))
         for name, each in plans.items()
     ]
-    found = run_ranks(in_turn, RANKS, train, runs, timeout_s=100)
+    found = run_ranks(in_turn, RANKS, train, runs)
     off = {}
     for path, (name, each) in zip(found[0], plans.items(), strict=True):
         with open_job(Path(path)) as job:
@@ -120,9 +120,9 @@ def shares_off(names: Sequence[str]) -> dict[str, float]:
     return off
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 @pytest.mark.slow(30)
-@pytest.mark.sample("whole models", "divided layers")
 @pytest.mark.parametrize("group", GROUPS)
 def test_memory_that_is_planned_is_what_telemetry_measures(group, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -1,7 +1,7 @@
 """``boltmesh plan auto CONFIG``: layouts of a config's own model, each of which starts."""
 
 import json
-import os
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,13 +10,10 @@ from typing import Any
 import pytest
 
 from boltmesh.advisor.layouts import AXES, PlannedLayout, splits
-from boltmesh.advisor.machine import Hardware, measure_here, rates_file, read_rates, remember
+from boltmesh.advisor.machine import Hardware, measure_here, read_rates, remember
 from boltmesh.advisor.prediction import Collective, RankStep, predict_step
 from boltmesh.advisor.report import overrides_of
 from boltmesh.advisor.search import ConfigSearcher
-from boltmesh.bench.figures import BenchRun
-from boltmesh.bench.running import OUT_OF_MEMORY, Ended, run_variant
-from boltmesh.bench.variant import Variant
 from boltmesh.cli import run_command
 from boltmesh.configs.load import load
 from boltmesh.errors import ConfigError
@@ -31,30 +28,7 @@ from boltmesh.strategies.cost_model.model import StepWork
 from boltmesh.strategies.cost_model.step_time import Machine
 from boltmesh.strategies.registry import STRATEGIES
 from tests.support.forked_python import BOLTMESH, run_python
-
-RATES = Machine(
-    device_tflops=0.05,
-    memory_gb_s=5.0,
-    operator_us=5.0,
-    network_gb_s=1.0,
-    collective_us=100.0,
-    step_ms=2.0,
-)
-SMALL = (
-    *("model.init_args.n_layer=2", "model.init_args.n_embd=32", "model.init_args.block_size=32"),
-    *("data.init_args.batch_size=8", "max_steps=2", "limit_val_batches=0"),
-    *("run.checkpoint.enabled=false", "enable_model_summary=false"),
-    f"data.init_args.path={__file__}",  # any text that is read at once
-)
-
-
-@pytest.fixture
-def remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Give two CPU ranks rates, so that none are measured."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    path = rates_file("cpu", 2, "32-true")
-    remember(RATES, path)
-    return path
+from tests.support.planned_configs import RATES, SMALL
 
 
 @pytest.mark.parametrize(
@@ -174,8 +148,8 @@ KINDS = {
 """Axes of several ranks and what saves memory, with a config and GiB of a rank."""
 
 
+@pytest.mark.full
 @pytest.mark.slow(30)
-@pytest.mark.sample("pipeline+context, full", "pipeline+data+expert")
 @pytest.mark.parametrize("kind", KINDS)
 def test_layouts_of_several_axes_start(kind, tmp_path, monkeypatch) -> None:
     config, gib = KINDS[kind]
@@ -270,6 +244,7 @@ def test_a_pipeline_that_could_be_the_fastest_is_planned_with_every_schedule(
 ) -> None:
     pipeline = Layout(pipeline=2)
     monkeypatch.setattr("boltmesh.advisor.search.divisions", lambda _: iter([pipeline]))
+    monkeypatch.setattr("boltmesh.advisor.search.SEARCH_S", math.inf)
     planned: list[dict[str, Any]] = []
 
     def plan(searcher, layout):
@@ -340,108 +315,6 @@ def test_advice_where_nothing_fits_names_enough_ranks(capsys, monkeypatch) -> No
     assert "ranks of this kind ZeRO-3 fits" in out
 
 
-def test_tuning_runs_layouts_back_and_forth_so_that_a_burst_of_load_does_not_decide(
-    tmp_path, monkeypatch, capsys
-) -> None:
-    ran: list[str] = []
-
-    def run(variant: Variant, *_: object, **__: object) -> Ended:
-        ran.append(variant.label)
-        if len(ran) == 3:
-            return Ended(None, "out of memory")
-        seconds = (
-            2.0 if variant.label == ran[0] else 10.0 if len(ran) == 2 else 1.0
-        )  # a burst of load
-        return Ended(
-            BenchRun(
-                mesh={},
-                step_s=(seconds,) * 3,
-                samples=None,
-                tokens=None,
-                loss=None,
-                last_step=2,
-                bubble=(),
-                memory={},
-                host_bytes=None,
-                device_bytes=None,
-                axis_bytes={},
-            )
-        )
-
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("boltmesh.advisor.machine.measure_here", lambda *_: RATES)
-    monkeypatch.setattr("boltmesh.advisor.tune.run_variant", run)
-    assert run_command(["tune", "ddp", *SMALL[:4], "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)["layouts"]
-    first, second, _ = ran[:3]
-    assert ran[3:] == [second, first, first, second]
-    (reason,) = (each["reason"] for each in found if each["reason"])
-    assert reason.startswith("out of memory: it was to need ")
-    assert sorted(each["measured_s"] or 0.0 for each in found) == [0.0, 1.0, 2.0]
-
-
-def test_a_bench_of_planned_layouts_runs_the_three_best(remembered, monkeypatch, capsys) -> None:
-    ran: list[list[str]] = []
-
-    def run(_: object, __: object, line: list[str], **___: object) -> Ended:
-        ran.append(line)
-        return Ended(None, "stopped")
-
-    monkeypatch.setattr("boltmesh.advisor.search.MOST_DIVISIONS", 0)
-    monkeypatch.setattr("boltmesh.bench.command.run_variant", run)
-    line = ["bench", "ddp", *SMALL[:4], "accelerator=cpu", "devices=2"]
-    assert run_command([*line, "--strategies", "planned,bolt_zero2"]) == 1
-    assert "bolt_ddp, data 2 (planned " in capsys.readouterr().out
-    assert len(ran) == 4
-    assert all(any(each.startswith("strategy.name=") for each in one) for one in ran[1:])
-
-
-TUNE = """
-import sys
-from boltmesh.advisor import machine, search
-from boltmesh.cli import run_command
-from boltmesh.strategies.cost_model.step_time import Machine
-
-machine.measure_here = lambda *_: {rates}
-search.MOST_DIVISIONS = 0
-sys.exit(run_command(sys.argv[1:]))
-"""
-
-
-@pytest.mark.slow(20)
-def test_tuning_measures_layouts_and_later_plans_remember(tmp_path, monkeypatch, capsys) -> None:
-    monkeypatch.setattr("boltmesh.advisor.search.MOST_DIVISIONS", 0)
-    env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    line = ["tune", "ddp", *SMALL[:4], "--steps", "3", "--warmup", "1", "--rounds", "1"]
-    line += ["--top", "1", "--json"]
-    script = tmp_path / "tune.py"
-    script.write_text(TUNE.format(rates=RATES), encoding="utf-8")
-    done = run_python(str(script), *line, cwd=tmp_path, env=env, differentiates=True)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.strip().splitlines()[-1])
-    (first,) = found["layouts"]
-    assert first["reason"] is None
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    path = rates_file("cpu", 2, "32-true")
-    assert found["remembered"] == str(path)
-    rates = read_rates(path)
-    assert rates is not None
-    assert rates.calibration == pytest.approx(first["measured_s"] / first["predicted_s"])
-    assert run_command(["plan", "auto", *line[1:6], "--json"]) == 0
-    planned = json.loads(capsys.readouterr().out)["best"]
-    took = [each["step_s"] for each in planned if each["is_measured"]]
-    assert took == pytest.approx([first["measured_s"]])
-
-
-@pytest.mark.slow(30)
-def test_a_job_that_needs_more_than_its_memory_ends_with_that_reason(tmp_path) -> None:
-    line = [*SMALL, "devices=1", "model.init_args.n_embd=4096"]  # 1.6 GB of parameters
-    variant = Variant(label="one", strategy="bolt_ddp")
-    ended = run_variant(variant, "ddp", line, steps=1, warmup=0, host_bytes=2**28)
-    assert ended.run is None
-    assert ended.reason == OUT_OF_MEMORY
-
-
 def test_all_reduces_are_remembered_by_ranks_and_bytes(tmp_path) -> None:
     table = {2: {4: 1e-4, 2**20: 1e-3}, 8: {4: 2e-3, 2**20: 9e-3, 2**24: 1e-1}}
     path = tmp_path / "rates.yaml"
@@ -489,6 +362,25 @@ def test_a_config_and_its_sizes_are_predicted_alike_on_a_cluster(capsys, monkeyp
     of_sizes = StepTimeModel(model, cluster_of_one, default_rates()).predict(layout)
     assert module["step_s"] == pytest.approx(of_sizes.seconds, rel=0.3)
     assert module["time_s"].keys() == of_sizes.terms().keys()
+
+
+def test_a_plan_in_fp32_says_what_mixed_precision_would_change(capsys, monkeypatch) -> None:
+    monkeypatch.setattr("boltmesh.advisor.search.MOST_DIVISIONS", 0)
+    sizes = {"n_layer": 4, "n_embd": 2048, "n_head": 16, "block_size": 1024}
+    line = [f"model.init_args.{key}={value}" for key, value in sizes.items()]
+    line += ["data.init_args.batch_size=4", "--gpu", "h100", "--devices", "8", "--json"]
+
+    def planned(*more: str) -> dict[str, Any]:
+        assert run_command(["plan", "auto", "ddp", *line, *more]) == 0
+        made: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return made
+
+    change = "trainer.precision=bf16-mixed"
+    single, mixed = planned(), planned("precision=bf16-mixed")
+    assert change not in mixed["changes"]
+    would_be, own = single["changes"][change]["step_s"], mixed["best"][0]["step_s"]
+    assert own == pytest.approx(would_be, rel=0.3)
+    assert single["best"][0]["step_s"] > 3 * would_be
 
 
 def test_divisions_are_planned_in_the_order_of_predictions_for_like_sizes() -> None:

@@ -60,7 +60,7 @@ def alive(pid: int) -> bool:
     return state != "Z"
 
 
-def wait_for(*paths: Path, timeout_s: float = 60.0) -> None:
+def wait_for(*paths: Path, timeout_s: float = 300.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not all(path.exists() for path in paths):
         assert time.monotonic() < deadline, f"not there within {timeout_s} s: {paths}"

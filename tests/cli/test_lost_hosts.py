@@ -19,7 +19,6 @@ EVERY = 4
 @pytest.mark.full
 @pytest.mark.ranks
 @pytest.mark.slow(90)
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize("strategy", ["bolt_zero2", "bolt_ddp"])
 def test_a_lost_host_costs_at_most_so_many_steps_and_no_bit(tmp_path: Path, strategy: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:

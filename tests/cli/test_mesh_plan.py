@@ -142,11 +142,12 @@ def caught_info() -> Iterator[list[str]]:
             each.removeHandler(handler)
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.parametrize("runs", [RUNS[1:3], pytest.param(RUNS, marks=pytest.mark.full)])
 def test_what_a_plan_says_is_what_ranks_of_a_pipeline_measure(workplace: Path, runs: Any) -> None:
-    found = run_ranks(in_turn, 4, train, runs, timeout_s=170)
+    found = run_ranks(in_turn, 4, train, runs)
     count = len(list(Scaled().parameters()))
     for (path, message), (options, settings) in zip(found[0], runs, strict=True):
         with open_job(Path(path)) as job:

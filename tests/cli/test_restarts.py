@@ -141,7 +141,6 @@ def test_ranks_of_another_launcher_are_not_for_restarts(workplace, monkeypatch, 
 
 @pytest.mark.ranks
 @pytest.mark.slow(60)
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "strategy", ["bolt_ddp", pytest.param("bolt_zero2", marks=pytest.mark.full)]
 )
@@ -153,7 +152,7 @@ def test_a_run_whose_ranks_are_killed_twice_equals_one_that_was_not(workplace, s
     torch.save({"global_step": 99}, older)  # of an earlier run, from which none may go on
     environment = {**os.environ, "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
     command = ForkedPython(*BOLTMESH, *fit(*keep, kills, "--restarts", "3"), env=environment)
-    out, error = command.communicate(timeout=200)
+    out, error = command.communicate(timeout=800)
     assert command.returncode == 0, error
     told = [each for each in lines(error) if "restart" in each]
     last = Path("runs/tiny/1/checkpoints/last.ckpt")
@@ -189,7 +188,6 @@ def test_a_run_whose_ranks_are_killed_twice_equals_one_that_was_not(workplace, s
 @pytest.mark.full
 @pytest.mark.ranks
 @pytest.mark.slow(40)
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize(
     ("keeps", "origin"),
     [
@@ -204,7 +202,7 @@ def test_a_slurm_job_that_is_queued_again_goes_on_where_it_was_killed(
     """srun's part is played here: it starts a process per rank, and ends all when one is killed."""
     monkeypatch.setenv(DIR_VARIABLE, str(workplace))
     kills = f"trainer.callbacks=[{{class_path: '{KILLS}', init_args: {{steps: [9]}}}}]"
-    line = fit(keeps, "strategy.timeout_s=60", kills, "resume=auto")
+    line = fit(keeps, "strategy.timeout_s=600", kills, "resume=auto")
     for attempt in range(2):
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
@@ -230,7 +228,7 @@ def test_a_slurm_job_that_is_queued_again_goes_on_where_it_was_killed(
             )
             for rank in range(2)
         ]
-        said = [each.communicate(timeout=90) for each in ranks]
+        said = [each.communicate(timeout=600) for each in ranks]
         codes = [each.returncode for each in ranks]
         assert (codes == [0, 0]) == (attempt == 1), said
     assert re.search(rf"from {origin}\d* into runs/tiny/0", said[0][0])

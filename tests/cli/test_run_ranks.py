@@ -41,7 +41,7 @@ def commands(rank: int, world_size: int, folder: str, lines: list[list[str]]) ->
 
 def boltmesh(folder: Path, *lines: list[str]) -> list[list[Any]]:
     """The outcome of each line on each rank."""
-    by_rank = run_ranks(commands, 2, str(folder), list(lines), timeout_s=100.0)
+    by_rank = run_ranks(commands, 2, str(folder), list(lines))
     return [list(each) for each in zip(*by_rank, strict=True)]
 
 
@@ -163,6 +163,7 @@ def test_a_stopped_and_resumed_run_equals_one_that_was_not(tmp_path, case, overr
     assert metrics(tmp_path / "runs/whole/0") == metrics(tmp_path / "runs/cut/0")
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_sigterm_stops_like_ctrl_c(tmp_path):
     (stopped,) = boltmesh(tmp_path, fit(stop_at(5, rank=0, signum=int(signal.SIGTERM))))
@@ -170,6 +171,7 @@ def test_sigterm_stops_like_ctrl_c(tmp_path):
     assert "boltmesh: stopped by SIGTERM after step 5;" in stopped[0][2]
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_resume_auto_without_a_checkpoint_starts_at_the_beginning(tmp_path):
     started, ended = boltmesh(
@@ -181,6 +183,7 @@ def test_resume_auto_without_a_checkpoint_starts_at_the_beginning(tmp_path):
     assert "boltmesh: nothing is left to train after step 12" in ended[0][1]
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_resuming_from_a_path_leaves_the_old_run_as_it_is(tmp_path):
     _, resumed = boltmesh(
@@ -193,6 +196,7 @@ def test_resuming_from_a_path_leaves_the_old_run_as_it_is(tmp_path):
     assert checkpoint(tmp_path / "runs/tiny/1/checkpoints/last.ckpt")["global_step"] == 24
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_a_mistake_is_said_by_one_rank_and_leaves_no_folder(tmp_path):
     misspelt, uneven, wrong = boltmesh(
@@ -232,6 +236,7 @@ def test_the_optimizer_section_replaces_the_modules_own(tmp_path):
     assert group["lr"] == pytest.approx(0.5 * 0.1**2)
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_nothing_is_kept_when_checkpoints_are_off(tmp_path):
     (stopped,) = boltmesh(tmp_path, fit("checkpoint.enabled=false", stop_at(5)))

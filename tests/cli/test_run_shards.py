@@ -54,6 +54,7 @@ def test_stopped_resumed_and_evaluated(tmp_path: Path) -> None:
     assert_same(kept / "last.ckpt", tmp_path / "runs/whole/0/checkpoints/last.ckpt")
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_a_rank_that_is_killed_in_a_step_is_made_good_by_resuming(tmp_path: Path) -> None:
     swap = tmp_path / "swap"
@@ -76,6 +77,7 @@ def test_a_rank_that_is_killed_in_a_step_is_made_good_by_resuming(tmp_path: Path
     assert_same(kept / "last.ckpt", tmp_path / "runs/whole/0/checkpoints/last.ckpt")
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_an_incomplete_directory_is_refused_before_ranks_start(tmp_path: Path) -> None:
     half = tmp_path / "half.ckpt"

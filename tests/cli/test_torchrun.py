@@ -44,7 +44,6 @@ def test_a_rank_that_does_not_come_is_named() -> None:
 @pytest.mark.full
 @pytest.mark.ranks
 @pytest.mark.slow(40)
-@pytest.mark.timeout(400)
 def test_torchrun_restarts_a_job_that_is_killed_twice_with_no_step_lost(tmp_path: Path) -> None:
     kills = f"trainer.callbacks=[{{class_path: '{KILLS}', init_args: {{steps: [5, 9]}}}}]"
     keep = ["checkpoint.every_n_steps=2", "strategy.timeout_s=60"]

@@ -6,7 +6,7 @@ from tests.fuzz.cases import FAMILIES, drawn
 from tests.fuzz.running import LAYOUTS, outcomes
 
 pytest.importorskip("transformers")
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.ranks]
 
 FEW = {"tensor": 4, "sequence": 3, "gpipe": 3, "3d": 2, "zero3_cpu": 2}
 """Cases by layout in `make test`."""
@@ -24,7 +24,7 @@ def check(layout: str, seeds: list[int]) -> None:
         assert each.kind in allowed, f"{each.case}: {each.kind}: {each.text}"
 
 
-@pytest.mark.sample("gpipe", "zero3_cpu")
+@pytest.mark.full
 @pytest.mark.parametrize("layout", FEW)
 def test_a_few_configurations(layout: str) -> None:
     check(layout, ONCE_FAILED.get(layout, []) + list(range(0, 9 * FEW[layout], 9)))

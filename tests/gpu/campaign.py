@@ -269,6 +269,13 @@ CASES: list[tuple[str, int, int, dict[str, Any]]] = [
     ("experts", 2, 2, {**ZERO, "stage": 2, "expert": 2}),
     ("experts, zero3", 4, 4, {**ZERO, "stage": 3, "expert": 2}),
     ("experts beside a pipeline", 4, 2, {**MESH, "pipeline": 2, "expert": 2}),
+    ("experts, compiled blocks", 2, 2, {**ZERO, "stage": 2, "expert": 2, "compile_blocks": True}),
+    (
+        "experts divided beside tensor",
+        4,
+        2,
+        {"name": "Parallel3DStrategy", "tensor": 2, "expert": 2, "expert_tensor": "tensor"},
+    ),
 ]
 """Name, ranks, ranks with batches of their own, and the strategy."""
 
@@ -341,9 +348,12 @@ def speed(campaign: Campaign) -> Iterator[Row]:
     for name, spec in cases.items():
         found[name] = campaign.measure("fit", {**common, "strategy": spec})
         yield Row(name, found[name])
+    found["FSDP2"] = campaign.measure("fsdp2", {**common, "offload": False})
+    yield Row("FSDP2 by hand", found["FSDP2"])
     seconds = {name: each.get("step_s") for name, each in found.items()}
     yield ratio("telemetry", seconds, "ddp", "ddp without telemetry", 1.02)
     yield ratio("zero3 beside plain Lightning", seconds, "zero3", "plain Lightning", 1.02)
+    yield ratio("zero3 beside FSDP2", seconds, "zero3", "FSDP2", 1.0)
     mfu = found.get("ddp, compiled blocks", {}).get("mfu")
     if mfu is not None:
         yield Row("MFU with compiled blocks", {"mfu": mfu}, ">= 0.40", mfu >= 0.40)
@@ -371,7 +381,7 @@ def offload(campaign: Campaign) -> Iterator[Row]:
     campaign.prepare(2)
     ours = campaign.measure("fit", {**common, "strategy": spec})
     yield Row("zero3, optimizer on the host", ours)
-    theirs = campaign.measure("fsdp2_offload", {**common, "steps": 4})
+    theirs = campaign.measure("fsdp2", {**common, "steps": 4, "offload": True})
     yield Row("FSDP2 CPUOffloadPolicy", theirs)
     if "error" not in ours and "error" not in theirs:
         times = ours["tokens_per_s"] / theirs["tokens_per_s"]

@@ -285,11 +285,14 @@ def test_no_step_waits_for_the_device(strategy: Any) -> None:
 
 @pytest.mark.parametrize("options", [{}, CPU], ids=["device", "host"])
 def test_memory_is_flat_over_twenty_steps(options: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies that overlap take more or less; steps of the host overlap from the eleventh on."""
+    """Copies that overlap take more or less, so the least of ten steps is compared.
+
+    Steps of the host overlap from the eleventh on.
+    """
     monkeypatch.setattr(stores, "SMALL_NUMEL", 1)
     module = Stack(width=256, hidden=1024, depth=8)
     peaks = fit(ZeROStrategy(stage=3, **options), module, 35).peaks[15:]
-    assert not peaks or max(peaks[10:]) <= 1.05 * max(peaks[:10])
+    assert not peaks or min(peaks[10:]) <= 1.02 * min(peaks[:10])
 
 
 class Overflowing(Stack):

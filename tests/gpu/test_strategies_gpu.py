@@ -90,7 +90,6 @@ def test_on_one_device_a_strategy_equals_a_plain_trainer(
     torch.testing.assert_close(ours, theirs, rtol=bounds[0], atol=bounds[1])
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize(
     ("recipe", "devices"),

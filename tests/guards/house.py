@@ -11,6 +11,7 @@ from argparse import ArgumentParser
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -54,6 +55,21 @@ class Module:
     def is_package(self) -> bool:
         return self.path.name == "__init__.py"
 
+    @cached_property
+    def nodes(self) -> tuple[ast.AST, ...]:
+        """All nodes of the tree, in the order of ``ast.walk``."""
+        return tuple(ast.walk(self.tree))
+
+    @cached_property
+    def imported(self) -> dict[str, list[tuple[str | None, str]]]:
+        """By the name here, from which modules it is imported, and under which name there."""
+        found = defaultdict(list)
+        for node in self.nodes:
+            if isinstance(node, ast.ImportFrom):
+                for alias in node.names:
+                    found[alias.asname or alias.name].append((node.module, alias.name))
+        return found
+
 
 class Class(NamedTuple):
     """A class definition and the module it is in."""
@@ -72,7 +88,7 @@ def figures() -> dict[str, Figure]:
     classes = [
         Class(module, node)
         for module in modules.values()
-        for node in ast.walk(module.tree)
+        for node in module.nodes
         if isinstance(node, ast.ClassDef)
     ]
     return {
@@ -158,7 +174,8 @@ def _imports(tree: ast.AST, modules: dict[str, Module]) -> set[str]:
             found.add(full if full in modules else str(tree.module))
     is_typing = isinstance(tree, ast.If) and ast.unparse(tree.test).endswith("TYPE_CHECKING")
     for child in tree.orelse if is_typing else ast.iter_child_nodes(tree):  # type: ignore[attr-defined]
-        found |= _imports(child, modules)
+        if not isinstance(child, ast.expr):  # which holds no statement
+            found |= _imports(child, modules)
     return found
 
 
@@ -209,11 +226,9 @@ def _resolve(
 ) -> str | None:
     if f"{module.name}.{written}" in by_name:
         return f"{module.name}.{written}"
-    for node in ast.walk(module.tree):
-        if isinstance(node, ast.ImportFrom) and node.module in modules:
-            for alias in node.names:
-                if (alias.asname or alias.name) == written:
-                    return _resolve(modules[node.module], alias.name, modules, by_name)
+    for source, name in module.imported.get(written, ()):
+        if source in modules:
+            return _resolve(modules[source], name, modules, by_name)
     return None
 
 
@@ -283,7 +298,7 @@ def _axis_tuples(modules: dict[str, Module]) -> list[str]:
     """Displays that name the three axes side by side, in whichever order."""
     found = []
     for module in modules.values():
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             if isinstance(node, (ast.Tuple, ast.List, ast.Set)):
                 values = [getattr(element, "value", None) for element in node.elts]
                 runs = zip(values, values[1:], values[2:], strict=False)
@@ -300,7 +315,7 @@ def _os_exits(modules: dict[str, Module]) -> list[str]:
     return [
         _place(module, node)
         for module in modules.values()
-        for node in ast.walk(module.tree)
+        for node in module.nodes
         if isinstance(node, ast.Attribute) and node.attr == "_exit" and _is_name(node.value, "os")
     ]
 
@@ -311,7 +326,7 @@ def _many_arguments(modules: dict[str, Module]) -> list[str]:
     for module in modules.values():
         if module.folder != "strategies":
             continue
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 names = [
                     argument.arg

@@ -106,7 +106,7 @@ def save(rank: int, world_size: int, folder: str, layout: str) -> dict[str, Any]
 def make_checkpoints(target: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="fixtures-") as folder:
         for layout, (num_ranks, _, _) in LAYOUTS.items():
-            ranks = run_ranks(save, num_ranks, folder, layout, timeout_s=300)
+            ranks = run_ranks(save, num_ranks, folder, layout)
             write(target / f"{layout}.json", merged(ranks))
         shutil.make_archive(str(target / "checkpoints"), "zip", folder)
 

@@ -55,7 +55,7 @@ def resume(rank: int, world_size: int, folder: str, pairs: list[tuple[str, str]]
     ids=["one process", "two ranks"],
 )
 def test_checkpoints_of_an_earlier_version_resume_to_the_bit(checkpoints, num_ranks, pairs):
-    ranks = run_ranks(resume, num_ranks, str(checkpoints), pairs, timeout_s=110)
+    ranks = run_ranks(resume, num_ranks, str(checkpoints), pairs)
     for number, (saved, layout) in enumerate(pairs):
         whole = merged([found[number] for found in ranks])
         assert whole == stored(saved), f"{saved} into {layout}"

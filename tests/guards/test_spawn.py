@@ -72,7 +72,7 @@ def one_process():
 @pytest.mark.parametrize(("name", "arguments"), LAYOUTS)
 def test_spawned_ranks_compute_what_one_process_does(name, arguments, one_process):
     strategy = build_strategy(
-        name, telemetry=False, start_method="spawn", timeout_s=60, **arguments
+        name, telemetry=False, start_method="spawn", timeout_s=600, **arguments
     )
     replicas = 2 if name in {"bolt_ddp", "bolt_zero3"} else 1
     loss, parameters = train(strategy, devices=2, batch_size=ROWS // replicas)

@@ -44,7 +44,7 @@ class Environment:
         return self.folder / "bin" / "python"
 
     def run(
-        self, *command: str | Path, cwd: Path, timeout_s: float = 100.0
+        self, *command: str | Path, cwd: Path, timeout_s: float = 600.0
     ) -> subprocess.CompletedProcess[str]:
         """Run a command as a user of the environment would, and fail with what it printed."""
         search = f"{self.folder / 'bin'}{os.pathsep}{os.environ['PATH']}"

@@ -80,6 +80,7 @@ def test_the_sdist_holds_the_same_files_where_the_project_has_them(built: Built)
     assert not [name for name in names if name.startswith("boltmesh/configs/")]
 
 
+@pytest.mark.full
 def test_a_wheel_made_from_the_sdist_is_the_same(built: Built, tmp_path: Path) -> None:
     with tarfile.open(built.sdist) as sdist:
         sdist.extractall(tmp_path, filter="data")
@@ -94,6 +95,7 @@ def contents(path: Path) -> dict[str, bytes]:
         return {name: wheel.read(name) for name in wheel.namelist() if not name.endswith("RECORD")}
 
 
+@pytest.mark.full
 def test_a_checkout_without_the_links_builds_the_same_wheel(built: Built, tmp_path: Path) -> None:
     checkout = copy_checkout(tmp_path / "checkout", with_links=False)
     build(checkout, tmp_path / "dist", "--wheel")
@@ -115,6 +117,7 @@ def test_the_console_script_and_the_module_run_outside_the_checkout(
         assert command in usage
 
 
+@pytest.mark.full
 def test_a_recipe_is_found_by_name_and_can_be_built(installed: Environment, tmp_path: Path) -> None:
     merged = installed.run("boltmesh", "fit", "ddp", "--print-config", cwd=tmp_path).stdout
     assert "bolt_ddp" in merged

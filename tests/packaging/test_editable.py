@@ -6,7 +6,7 @@ import pytest
 
 from tests.packaging.environments import Environment, copy_checkout, is_inside, make_environment
 
-pytestmark = [pytest.mark.slow, pytest.mark.ranks, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.ranks]
 
 SPAWNS = """
 import multiprocessing
@@ -32,6 +32,7 @@ def editable(
     return environment, checkout
 
 
+@pytest.mark.sample("links")
 def test_a_spawned_process_imports_the_checkout(
     editable: tuple[Environment, Path], tmp_path: Path
 ) -> None:
@@ -54,6 +55,7 @@ def test_torchrun_starts_the_example(editable: tuple[Environment, Path]) -> None
     assert list(checkout.glob("lightning_logs/version_*/checkpoints/*.ckpt"))
 
 
+@pytest.mark.sample("links")
 def test_the_console_script_reads_the_recipes_of_the_checkout(
     editable: tuple[Environment, Path], tmp_path: Path
 ) -> None:

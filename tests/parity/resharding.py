@@ -127,7 +127,7 @@ class Matrix:
         timeout_s: For all that one start of the ranks does.
     """
 
-    def __init__(self, folder: Path, *, timeout_s: float = 110) -> None:
+    def __init__(self, folder: Path, *, timeout_s: float = 600) -> None:
         self._folder, self._timeout_s = folder, timeout_s
         self._saved: dict[str, str] = {}
         (losses,) = self._start([Run(PLAIN, 2, "whole")])

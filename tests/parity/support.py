@@ -228,7 +228,7 @@ def main() -> None:
         ranks = STRATEGIES[strategy][1]
         for name in options.cases:
             try:
-                found = run_ranks(work, ranks, strategy, [name], timeout_s=180)[0]
+                found = run_ranks(work, ranks, strategy, [name])[0]
             except RankFailure as failure:
                 found = {name: f"died: {str(failure)[-500:]}"}
             tell(name, strategy, whole[name], found[name])

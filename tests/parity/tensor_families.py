@@ -168,7 +168,7 @@ def compare(wanted: dict[str, Run], precision: str, found: Run) -> Apart:
 
 
 def measure(
-    name: str, ranks: int, cases: Sequence[Case] = CASES, *, timeout_s: float = 300
+    name: str, ranks: int, cases: Sequence[Case] = CASES, *, timeout_s: float = 600
 ) -> dict[Case, Apart | str]:
     """Run a family both ways, its plan in all cases; a refusal stands for itself."""
     precisions = tuple(dict.fromkeys((FP32, *(precision for _, precision in cases))))

@@ -147,7 +147,7 @@ def _divided(name: str, way: Way) -> Divided | str:
     return Divided(trace, share, dict(plan.backends), plan.notes)
 
 
-def measure(names: Sequence[str], way: Way, *, timeout_s: float = 300) -> list[Row]:
+def measure(names: Sequence[str], way: Way, *, timeout_s: float = 600) -> list[Row]:
     """Run models both ways, all of them in one start of the ranks, which import transformers."""
     wanted = run_ranks(alone, 1, names, way, timeout_s=timeout_s)[0]
     sound = [name for name, each in zip(names, wanted, strict=True) if not isinstance(each, str)]

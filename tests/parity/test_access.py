@@ -75,7 +75,7 @@ def reference() -> tuple[Trace, list[dict[str, Tensor]]]:
     return result
 
 
-@pytest.mark.sample("ddp", "stage 2, offloaded optimizer", "stage 3", "stage 3 on a disk")
+@pytest.mark.sample("stage 3")
 @pytest.mark.parametrize("kind", STRATEGIES)
 def test_what_callbacks_see_and_write_is_what_they_would_in_one_process(
     kind: str, reference: tuple[Trace, list[dict[str, Tensor]]], tmp_path: Path

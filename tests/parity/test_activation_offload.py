@@ -73,10 +73,10 @@ def traces(rank: int, world_size: int, name: str, folder: Path) -> tuple[list[Tr
     return found, [each.host_bytes if each.swap is None else each.disk_bytes for each in spaces]
 
 
-@pytest.mark.sample("zero3", "interleaved")
+@pytest.mark.full
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_offloaded_inputs_change_no_bit(name: str, tmp_path: Path) -> None:
-    for (plain, *offloaded), num_bytes in run_ranks(traces, 2, name, tmp_path, timeout_s=110):
+    for (plain, *offloaded), num_bytes in run_ranks(traces, 2, name, tmp_path):
         assert len(num_bytes) == 2
         assert min(num_bytes) > 0
         for trace in offloaded:

@@ -68,6 +68,7 @@ def train_and_resume(
     return through, largest_difference(through, whole(again))
 
 
+@pytest.mark.sample("zero3-options0")
 @pytest.mark.slow(40)
 @pytest.mark.parametrize(("name", "options"), CASES)
 def test_adapters_train_like_in_one_process_and_resume_to_the_bit(
@@ -75,7 +76,7 @@ def test_adapters_train_like_in_one_process_and_resume_to_the_bit(
 ) -> None:
     (expected,) = run_ranks(one_process, 1, options)
     ranks = STRATEGIES[name][1]
-    found = run_ranks(train_and_resume, ranks, name, options, str(tmp_path), timeout_s=110)
+    found = run_ranks(train_and_resume, ranks, name, options, str(tmp_path))
     for through, difference in found:
         assert largest_difference(through, expected) < 1e-5
         assert difference == 0
@@ -110,6 +111,7 @@ def save_and_load_elsewhere(
     }  # fmt: skip
 
 
+@pytest.mark.full
 @pytest.mark.slow(40)
 @pytest.mark.parametrize(
     ("saved_by", "loaded_by"),
@@ -126,9 +128,7 @@ def test_a_checkpoint_of_adapters_alone_loads_anywhere_on_the_same_base(
 ) -> None:
     import peft
 
-    found, _ = run_ranks(
-        save_and_load_elsewhere, 2, saved_by, loaded_by, str(tmp_path), timeout_s=110
-    )
+    found, _ = run_ranks(save_and_load_elsewhere, 2, saved_by, loaded_by, str(tmp_path))
     assert found["elsewhere"] == 0
     frozen = "model.base_model.model.lm_head.weight"
     assert f"the frozen {frozen!r} of the module (float32 [64,32] " in found["base"]
@@ -177,6 +177,7 @@ def write_to_a_frozen_one(rank: int, world_size: int, folder: str) -> Any:
     return whole(again)["mean"]
 
 
+@pytest.mark.full
 def test_a_frozen_parameter_that_was_written_to_is_kept(tmp_path: Path) -> None:
     found = run_ranks(write_to_a_frozen_one, 2, str(tmp_path))
     assert (found[0] == 4).all()

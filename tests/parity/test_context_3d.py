@@ -62,7 +62,7 @@ def fit_beside(
 ) -> dict[str, float]:
     """Train on all ranks, then in one process; return how far apart they are."""
     defers = sizes.pop("defers", False)
-    strategy = Parallel3DStrategy(**{"telemetry": False, "timeout_s": 60.0, **sizes})
+    strategy = Parallel3DStrategy(**{"telemetry": False, "timeout_s": 600.0, **sizes})
     layout = strategy.layout_of(size)
     data, own = layout.data, layout.coordinates(rank)["data"]
     rows = 4 if layout.pipeline > 1 < layout.tensor else 2  # microbatches of two rows at least
@@ -83,7 +83,7 @@ def fit_beside(
 
 
 def check(ranks: int, name: str, sizes: dict[str, Any], **options: Any) -> None:
-    for found in run_ranks(fit_beside, ranks, name, sizes, options, timeout_s=15.0 * ranks):
+    for found in run_ranks(fit_beside, ranks, name, sizes, options):
         assert max(found.values()) < 2e-5, found
 
 
@@ -132,7 +132,7 @@ def test_options_that_do_not_fit_are_refused(options: dict[str, Any], said: str)
         Parallel3DStrategy(**options)
 
 
-@pytest.mark.sample("gpt-{'tensor': 2, 'context': 2, 'zero_stage': 3, 'sequence_parallel': True}")
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [
@@ -168,10 +168,7 @@ def test_data_tensor_and_context_axes_train_together() -> None:
     check(8, "gpt", {"data": 2, "tensor": 2, "context": 2, "zero_stage": 3})
 
 
-@pytest.mark.sample(
-    "masked-{'schedule': '1f1b', 'defers': True}",
-    "gpt-{'schedule': '1f1b', 'activation_checkpointing': 'selective'}",
-)
+@pytest.mark.sample("gpt-{'schedule': '1f1b', 'activation_checkpointing': 'selective'}")
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [
@@ -233,7 +230,7 @@ def test_all_axes_train_together(ranks: int, sizes: dict[str, Any]) -> None:
 
 def saved(rank: int, size: int, path: str, sizes: dict[str, Any]) -> None:
     """Train an epoch and save."""
-    strategy = Parallel3DStrategy(telemetry=False, timeout_s=60.0, **sizes)
+    strategy = Parallel3DStrategy(telemetry=False, timeout_s=600.0, **sizes)
     options = {"limit_train_batches": 2, "limit_val_batches": 0}
     _, trainer, _ = trained("llama", strategy, size, loader(0, 1), options)
     trainer.save_checkpoint(path)
@@ -242,7 +239,7 @@ def saved(rank: int, size: int, path: str, sizes: dict[str, Any]) -> None:
 def resumed(rank: int, size: int, path: str, sizes: dict[str, Any]) -> float:
     """Train a second one on other axes; compare with one process that was never stopped."""
     options = {"limit_train_batches": 2, "limit_val_batches": 0, "max_epochs": 2}
-    strategy = Parallel3DStrategy(telemetry=False, timeout_s=60.0, **sizes)
+    strategy = Parallel3DStrategy(telemetry=False, timeout_s=600.0, **sizes)
     module = AdamW(built("llama"))
     trainer = quiet_trainer(size, strategy, **options)
     trainer.fit(module, loader(0, 1), ckpt_path=path)

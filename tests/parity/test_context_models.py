@@ -19,7 +19,6 @@ REFUSED: dict[str, str] = {
 GROUPS = [SHIPPED[at : at + AT_ONCE] for at in range(0, len(SHIPPED), AT_ONCE)]
 
 
-@pytest.mark.timeout(400)
 @pytest.mark.sample("llama")
 @pytest.mark.parametrize("names", [["llama"], *GROUPS], ids=lambda names: "-".join(names))
 def test_losses_and_parameters_are_those_of_one_process_or_a_model_is_refused(

@@ -49,6 +49,7 @@ def losses(layout: str, world_size: int, weights: str) -> list[float]:
     return found
 
 
+@pytest.mark.full
 def test_runs_go_on_in_plain_lightning_and_back(tmp_path: Path) -> None:
     def convert(verb: str, source: str, target: str, *options: str) -> Path:
         line = [verb, str(tmp_path / source), "--to", str(tmp_path / target), *options]
@@ -77,8 +78,8 @@ def test_runs_go_on_in_plain_lightning_and_back(tmp_path: Path) -> None:
     )
     convert("export", "tensor-half", "weights.safetensors", "--prefix", "")
     weights = convert("import", "weights.safetensors", "of-weights")
-    found = run_ranks(losses_of, 2, [*KINDS.values(), OFFLOADED], str(weights), timeout_s=110)
-    found += run_ranks(losses_of, 1, ["DDP, 1"], str(weights), timeout_s=110)
+    found = run_ranks(losses_of, 2, [*KINDS.values(), OFFLOADED], str(weights))
+    found += run_ranks(losses_of, 1, ["DDP, 1"], str(weights))
     expected = plain_losses(tmp_path / "tensor.ckpt")
     assert expected[1] != pytest.approx(expected[0], rel=1e-2)
     for each in (each for rank in found for each in rank):

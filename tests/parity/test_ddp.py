@@ -60,20 +60,7 @@ def layout(rank: int, world_size: int, case: Case) -> Trace:
     return trace_layout(case.problem(), strategy, devices=world_size)
 
 
-@pytest.mark.sample(
-    "odd sizes, 4 ranks",
-    "accumulation over an odd epoch, 4 ranks",
-    "scheduled accumulation",
-    "clipping by norm, accumulation, 4 ranks",
-    "clipping by value",
-    "bf16-mixed, accumulation, clipping",
-    "64 bits",
-    "several buckets",
-    "a static graph",
-    "unused parameters",
-    "a frozen layer",
-    "several optimizers",
-)
+@pytest.mark.sample("clipping by norm, accumulation, 4 ranks", "several optimizers")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_ddp_equals_one_process(case: Case) -> None:
     wanted = reference(case)
@@ -100,6 +87,7 @@ def train_by_lbfgs(rank: int, world_size: int) -> list[torch.Tensor]:
     return [each.detach() for each in module.parameters()]
 
 
+@pytest.mark.full
 def test_lbfgs_equals_one_process() -> None:
     (expected,) = run_ranks(train_by_lbfgs, 1)
     for found in run_ranks(train_by_lbfgs, 2):

@@ -53,6 +53,7 @@ def test_a_run_goes_on_to_the_bit(tmp_path: Path) -> None:
         assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.sample("mixtral")
 @pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
 def test_an_export_has_the_names_of_files_on_the_hub(kind: str, tmp_path: Path) -> None:
     path, target = tmp_path / "half.ckpt", tmp_path / "model"
@@ -99,7 +100,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sample("4 of 4-one-mixtral", "2 of 4-2 of 2-list", "4 of 4-pipeline-stacked")
+@pytest.mark.full
 @pytest.mark.parametrize(("one", "other", "kind"), CASES)
 def test_a_run_goes_on_in_another_layout(one: str, other: str, kind: str, tmp_path: Path) -> None:
     path = str(tmp_path / "half.ckpt")
@@ -122,7 +123,7 @@ def evaluate(
     return place, [float(each) for each in predicted]
 
 
-@pytest.mark.sample("options2-counts2-repeated", "options3-counts3-stacked")
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("options", "counts", "kind"),
     [

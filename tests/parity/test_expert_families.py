@@ -29,7 +29,7 @@ WHOLE = {
 }
 
 
-@pytest.mark.sample("deepseek_v3", "jetmoe")
+@pytest.mark.sample("deepseek_v3")
 @pytest.mark.parametrize("kind", EQUAL)
 def test_a_family_equals_one_process(kind: str) -> None:
     worker = partial(train, kind=kind, strategy={"stage": 2, "expert": 2}, steps=2)

@@ -41,7 +41,7 @@ CASES: dict[str, tuple[str, int, int, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.sample("recomputed")
+@pytest.mark.full
 @pytest.mark.parametrize("case", CASES)
 def test_divided_layers_of_experts_equal_one_process(case: str) -> None:
     kind, world_size, data, strategy, options = CASES[case]
@@ -62,7 +62,7 @@ def train_short(rank: int, world_size: int, strategy: dict[str, Any]) -> expert_
     return train(rank, world_size, "stacked", strategy=strategy)
 
 
-@pytest.mark.sample("all ranks")
+@pytest.mark.full
 @pytest.mark.parametrize(
     "strategy",
     [
@@ -96,8 +96,8 @@ def train_masked(rank: int, world_size: int, strategy: dict[str, Any]) -> expert
 WHOLE = {"expert": 4, "tensor": 2, "zero_stage": 1}
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("default:Tensor plan.*runs whole:UserWarning")
-@pytest.mark.sample("whole")
 @pytest.mark.parametrize(
     "strategy",
     [WHOLE, {**WHOLE, "sequence_parallel": True}, {**WHOLE, "zero_stage": 2}],
@@ -113,11 +113,13 @@ def test_a_block_that_gets_a_mask_on_one_replica_runs_whole_there(
     assert max(gaps.values()) < 2e-6, gaps
 
 
+@pytest.mark.full
 def test_a_mask_where_experts_are_divided_too_ends_the_run() -> None:
     with pytest.raises(RankFailure, match="experts get rows of ranks that do not verify it"):
         run_ranks(partial(train_masked, strategy=LAYERS), 4)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("kind", "options", "world_size", "text"),
     [
@@ -134,6 +136,7 @@ def test_experts_whose_layers_cannot_be_divided_are_refused(
         run_ranks(partial(train, kind=kind, strategy={**LAYERS, **options}), world_size)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("options", "text"),
     [

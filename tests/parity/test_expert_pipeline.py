@@ -57,7 +57,7 @@ def beside_stages(options: Options) -> Options:
     return {"pipeline": 2, "expert": 2, "microbatches": 2, "zero_stage": 1, **options}
 
 
-@pytest.mark.sample("1f1b", "tensor")
+@pytest.mark.full
 @pytest.mark.parametrize("case", CASES)
 def test_experts_of_stages_equal_one_process(case: str) -> None:
     kind, world_size, data, strategy, options = CASES[case]
@@ -67,7 +67,7 @@ def test_experts_of_stages_equal_one_process(case: str) -> None:
     assert max(gaps.values()) < 2e-6, gaps
 
 
-@pytest.mark.sample("1f1b")
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("kind", "strategy", "text"),
     [

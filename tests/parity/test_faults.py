@@ -101,6 +101,10 @@ def layout(rank: int, world_size: int, strategy: type[DDPStrategy]) -> Trace:
     return trace_layout(problem(), strategy(telemetry=False), devices=world_size)
 
 
+@pytest.mark.sample(
+    "WrongGradient-gradient norm of step 0: ",
+    "LostState-optimizer state 'net.0.weight.momentum_buffer' at element ",
+)
 @pytest.mark.parametrize(
     ("strategy", "named"),
     [
@@ -118,6 +122,7 @@ def test_a_planted_fault_is_named(strategy: type[DDPStrategy], named: str) -> No
     assert found[0].startswith(named)
 
 
+@pytest.mark.full
 def test_ranks_that_hold_different_models_are_named() -> None:
     trace = run_ranks(layout, 2, MissingSync)[0]
     assert trace.disagreement is not None

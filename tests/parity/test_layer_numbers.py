@@ -33,12 +33,13 @@ def check(cases: list[Settings], layout: str, timeout_s: float) -> None:
             assert other == pytest.approx(one, rel=1e-5), settings
 
 
-@pytest.mark.sample("tensor")
+@pytest.mark.full
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layers_whose_number_equals_a_size_train_as_in_one_process(layout: str) -> None:
     check([ALL_NUMBERS], layout, 110)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("num_models", [1, pytest.param(12, marks=pytest.mark.full)])
 def test_models_of_drawn_sizes_train_as_in_one_process(num_models: int) -> None:
     check([drawn(seed) for seed in range(num_models)], "tensor", 170)

@@ -126,6 +126,7 @@ def losses(world_size: int, kind: type[Model], name: str) -> list[float]:
     return seen.kept
 
 
+@pytest.mark.full
 def test_each_way_trains_as_in_one_process_or_is_refused_in_one_line() -> None:
     model = TwoNames()
     optimizer = model.configure_optimizers()

@@ -36,12 +36,12 @@ def train(rank: int, world_size: int, layout: str) -> list[float]:
     return by_a_strategy(ONE_HEAD, kind(telemetry=False, **options), world_size)
 
 
-@pytest.mark.sample("sequence")
+@pytest.mark.full
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_one_head_with_padding_in_the_first_batch(layout: str) -> None:
     pytest.importorskip("transformers")
     wanted = by_a_plain_loop(ONE_HEAD)
-    for found in run_ranks(train, LAYOUTS[layout][0], layout, timeout_s=60):
+    for found in run_ranks(train, LAYOUTS[layout][0], layout):
         assert found == pytest.approx(wanted, rel=1e-5)
 
 
@@ -72,6 +72,7 @@ def attention(rank: int, world_size: int) -> tuple[list[float], str]:
     return errors, ""
 
 
+@pytest.mark.full
 def test_attention_over_channels_of_values() -> None:
     for errors, refusal in run_ranks(attention, 2):
         assert max(errors) < 1e-5

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.ranks
 GRID = "data 2 x tensor 2"
 
 
+@pytest.mark.full
 def test_a_run_of_two_axes_goes_on_in_every_layout(tmp_path: Path) -> None:
     found = run_all(
         tmp_path,
@@ -43,6 +44,7 @@ def test_a_run_of_two_axes_goes_on_in_every_layout(tmp_path: Path) -> None:
     ends_as_plain(found)
 
 
+@pytest.mark.full
 def test_runs_of_other_layouts_go_on_in_two_axes(tmp_path: Path) -> None:
     found = run_all(tmp_path, "gpt", [Run(PLAIN, 2, "plain.ckpt"), Run(PLAIN, 1, "half.ckpt")])
     found |= run_all(
@@ -64,7 +66,7 @@ def ends_as_plain(found: dict[str, dict[str, torch.Tensor]]) -> None:
             assert different(end, found["plain.ckpt"]) == [], target
 
 
-@pytest.mark.sample("stack-data 2 x pipeline 2, ZeRO-1")
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("model", "layout"),
     [("stack", "data 2 x pipeline 2, ZeRO-1"), ("gpt", "data 2 x tensor 2, ZeRO-3")],

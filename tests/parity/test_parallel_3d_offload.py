@@ -90,7 +90,7 @@ def layouts(rank: int, world_size: int, case: Case, folder: str) -> list[Trace]:
         path: Options = {"offload_path": folder} if "nvme" in options.values() else {}
         strategy = Parallel3DStrategy(
             data=case.data, pipeline=2, tensor=case.tensor, microbatches=4, telemetry=False,
-            timeout_s=60, **options, **path,
+            timeout_s=600, **options, **path,
         )  # fmt: skip
         traces.append(trace_layout(case.problem(), strategy, devices=world_size))
         axis = strategy.data_axis
@@ -98,11 +98,11 @@ def layouts(rank: int, world_size: int, case: Case, folder: str) -> list[Trace]:
     return traces
 
 
-@pytest.mark.sample("tied weights, groups with schedules, clipping, accumulation")
+@pytest.mark.full
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_every_layout_equals_one_process(case: Case, tmp_path: Path) -> None:
     reference = run_ranks(one_process, 1, case)[0]
-    ranks = run_ranks(layouts, case.ranks, case, str(tmp_path), timeout_s=150)
+    ranks = run_ranks(layouts, case.ranks, case, str(tmp_path))
     assert len(reference.losses) == case.steps
     assert reference.losses[-1] != reference.losses[0]
     assert reference.validation

@@ -116,6 +116,7 @@ def staged(
     return told(module, strategy.holds)
 
 
+@pytest.mark.sample("AdamW, a learning rate that changes, tied weights")
 @pytest.mark.parametrize(
     ("ranks", "options", "trainer"),
     [
@@ -174,6 +175,7 @@ def resumed(
     return told(module, strategy.holds)
 
 
+@pytest.mark.full
 def test_a_run_goes_on_to_the_bit_with_the_gradient_that_was_pending(tmp_path: Path) -> None:
     path = str(tmp_path / "middle")
     whole = run_ranks(resumed, 2, "pipedream_2bw", 2, None, None)
@@ -232,6 +234,7 @@ def refused(rank: int, world_size: int) -> list[str]:
     ]
 
 
+@pytest.mark.full
 def test_what_cannot_be_is_refused_by_name() -> None:
     said = [
         "accumulate_grad_batches=3 .* batches 3 times as large",

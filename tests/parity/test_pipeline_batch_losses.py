@@ -52,7 +52,7 @@ def pipeline(
         return str(error)
 
 
-@pytest.mark.sample("Contrastive-options2", "Ratio-options3", "Balanced-options4", "Views-options5")
+@pytest.mark.sample("Contrastive-options2")
 @pytest.mark.parametrize(
     ("model", "options"),
     [
@@ -68,22 +68,22 @@ def test_a_loss_over_the_whole_batch_trains_as_in_one_process(
     model: type[Stack], options: dict[str, Any]
 ) -> None:
     reference = run_ranks(one_process, 1, model)[0]
-    for trace in run_ranks(pipeline, 2, model, options, timeout_s=110):
+    for trace in run_ranks(pipeline, 2, model, options):
         assert find_differences(reference, trace) == []
 
 
 @pytest.mark.sample("Contrastive")
 @pytest.mark.parametrize("model", [Contrastive, Ratio, Balanced])
 def test_1f1b_refuses_such_a_loss_and_names_the_schedule(model: type[Stack]) -> None:
-    for told in run_ranks(pipeline, 2, model, {"schedule": "1f1b"}, timeout_s=110):
+    for told in run_ranks(pipeline, 2, model, {"schedule": "1f1b"}):
         assert isinstance(told, str)
         assert "use schedule='gpipe'" in told
 
 
-@pytest.mark.sample("options0")
+@pytest.mark.full
 @pytest.mark.parametrize("options", [{}, {"schedule": "gpipe"}])
 def test_views_in_place_of_rows_are_refused_with_the_reason(options: dict[str, Any]) -> None:
-    for told in run_ranks(pipeline, 2, Concatenated, options, timeout_s=110):
+    for told in run_ranks(pipeline, 2, Concatenated, options):
         assert isinstance(told, str)
         assert "of shape [20, 5, 13] for 10 rows, has no dimension of rows" in told
         assert "Use microbatches=1" in told

@@ -91,6 +91,7 @@ def train(rank: int, world_size: int) -> dict[str, dict[str, Tensor]]:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_buffers_written_between_layers_equal_those_of_one_process() -> None:
     (alone,) = run_ranks(train, 1)

@@ -90,7 +90,7 @@ def pipeline(
     }
 
 
-@pytest.mark.sample("meta-1f1b", "deferred_init-zbv")
+@pytest.mark.sample("meta-1f1b")
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 @pytest.mark.parametrize("kind", BUILT)
 def test_stages_that_ranks_build_equal_one_process(kind: str, schedule: str) -> None:
@@ -125,6 +125,7 @@ def fit(rank: int, world_size: int, epochs: int, source: str | None, target: str
     }
 
 
+@pytest.mark.full
 def test_a_checkpoint_is_loaded_into_a_model_that_ranks_build(tmp_path: Path) -> None:
     path = tmp_path.joinpath
     whole = run_ranks(fit, 2, 2, None, str(path("whole")))
@@ -151,6 +152,7 @@ def refused(rank: int, world_size: int) -> str:
     return str(caught.value)
 
 
+@pytest.mark.full
 def test_what_cannot_be_made_is_refused_by_name() -> None:
     for said in run_ranks(refused, 2):
         assert "'temperature'" in said

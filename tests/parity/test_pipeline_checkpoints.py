@@ -10,6 +10,17 @@ from tests.support.relays import Run, different, run_all
 pytestmark = pytest.mark.ranks
 
 
+def test_a_run_goes_on_to_the_bit(tmp_path: Path) -> None:
+    runs = [
+        Run("1f1b, 2", 2, "whole"),
+        Run("1f1b, 2", 1, "half"),
+        Run("1f1b, 2", 2, "same", "half"),
+    ]
+    found = run_all(tmp_path, "stack", runs)
+    assert different(found["same"], found["whole"], exact=True) == []
+
+
+@pytest.mark.full
 def test_runs_go_on_in_every_layout(tmp_path: Path) -> None:
     found = run_all(
         tmp_path,

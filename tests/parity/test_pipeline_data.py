@@ -126,11 +126,11 @@ def see(rank: int, world_size: int, names: list[str], is_seeded: bool) -> list[A
     return seen
 
 
-@pytest.mark.sample("seeded")
+@pytest.mark.full
 @pytest.mark.parametrize("is_seeded", [True, False], ids=["seeded", "unseeded"])
 def test_all_ranks_see_the_same_random_data(is_seeded: bool) -> None:
     names = ["workers", "a random collator", "a stream", "a stream of workers"]
-    first, second = run_ranks(see, 2, names, is_seeded, timeout_s=110)
+    first, second = run_ranks(see, 2, names, is_seeded)
     for name, (batches, losses), (others, told) in zip(names, first, second, strict=True):
         assert len(batches) >= 6, name
         assert batches == others, name
@@ -160,6 +160,7 @@ def meet(rank: int, world_size: int, how: str) -> tuple[str, float]:
     return "", 0.0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("how", "said"),
     [
@@ -190,9 +191,10 @@ def drop(rank: int, world_size: int, seeds: list[tuple[int, int | None]]) -> lis
     return told
 
 
+@pytest.mark.full
 def test_dropout_repeats_by_seed_and_differs_by_microbatch_layer_and_step() -> None:
     seeds = [(1, None), (1, None), (2, None), (1, 5), (2, 5)]
-    ranks = run_ranks(drop, 2, seeds, timeout_s=110)
+    ranks = run_ranks(drop, 2, seeds)
     for first, again, other, own, own_again in ranks:
         assert first == again
         assert own == own_again  # the strategy's seed reaches the layers
@@ -275,7 +277,7 @@ def mix_in_one_process(rank: int, world_size: int, drawn: list[Any]) -> dict[str
     return {name: each.detach() for name, each in module.named_parameters()}
 
 
-@pytest.mark.sample("interleaved_1f1b")
+@pytest.mark.full
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b"])
 def test_numpy_and_python_draw_the_same_on_all_stages(schedule: str) -> None:
     ranks = run_ranks(mix, 2, schedule)

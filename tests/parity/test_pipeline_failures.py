@@ -82,6 +82,9 @@ def fail(rank: int, world_size: int, how: str) -> tuple[str, float, bool]:
     return "", 0.0, False
 
 
+@pytest.mark.sample(
+    "raise-forward pass of microbatch 0, in 'blocks.5' (Fails): ValueError: no more"
+)
 @pytest.mark.parametrize(
     ("how", "said"),
     [
@@ -131,7 +134,7 @@ trainer.fit(Slow(depth=4), token_data(80, 8))
 """
 
 
-@pytest.mark.sample("1")
+@pytest.mark.full
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_that_is_killed_within_a_step_takes_the_others_with_it(
     victim: int, tmp_path: Path

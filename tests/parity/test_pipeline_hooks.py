@@ -99,6 +99,7 @@ def fit(rank: int, world_size: int) -> list[dict[str, float]]:
     return told
 
 
+@pytest.mark.full
 def test_rates_alignments_and_samples_are_those_of_one_process() -> None:
     (wanted,) = run_ranks(fit, 1)
     assert {"beta", "rate", "scheduled"} < wanted[0].keys()
@@ -118,7 +119,8 @@ def refused(rank: int, world_size: int) -> list[str]:
     return [attempt(Samples(gathers=False)), attempt(FailsAtOnce(depth=4))]
 
 
+@pytest.mark.full
 def test_layers_that_a_hook_calls_and_a_step_that_fails_at_once_are_told_on_all_ranks() -> None:
-    for called, failed in run_ranks(refused, 2, timeout_s=30):
+    for called, failed in run_ranks(refused, 2):
         assert "is called outside of the steps that a pipeline runs" in called
         assert "this step needs a licence" in failed

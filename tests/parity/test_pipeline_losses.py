@@ -60,18 +60,20 @@ def pipeline(
 def test_masked_tokens_and_their_logs_are_those_of_one_process(microbatches: int) -> None:
     reference = run_ranks(one_process, 1, masked)[0]
     assert set(reference.metrics[0]) >= LOGGED
-    for trace in run_ranks(pipeline, 2, masked, microbatches, timeout_s=110):
+    for trace in run_ranks(pipeline, 2, masked, microbatches):
         assert find_differences(reference, trace) == []
 
 
+@pytest.mark.full
 def test_scalars_of_layers_count_as_in_one_process() -> None:
     reference = run_ranks(one_process, 1, routed)[0]
-    for trace in run_ranks(pipeline, 2, routed, 3, timeout_s=110):
+    for trace in run_ranks(pipeline, 2, routed, 3):
         assert find_differences(reference, trace) == []
 
 
+@pytest.mark.full
 def test_scalars_that_are_no_means_are_refused_on_all_ranks() -> None:
-    told = run_ranks(pipeline, 2, partial(routed, is_balanced=True), 3, timeout_s=110)
+    told = run_ranks(pipeline, 2, partial(routed, is_balanced=True), 3)
     for each in told:
         assert "Mul multiplies two numbers that are made of the batch" in each
         assert "microbatches=1" in each

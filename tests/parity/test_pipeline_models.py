@@ -14,7 +14,7 @@ FOUR_RANKS = ["GPT-2, tied", "T5", "U-Net"]
 """A tied weight, an encoder's output and skips, each over borders that are not neighbours."""
 
 
-@pytest.mark.sample("U-Net-2-0", "GPT-2, tied-4-0", "T5-2-0", "ResNet-like-2-1")
+@pytest.mark.sample("U-Net-2-0")
 @pytest.mark.parametrize("number", range(2))
 @pytest.mark.parametrize(
     ("name", "ranks"),

@@ -77,7 +77,7 @@ def layouts(
     ]
 
 
-@pytest.mark.sample("stage 3")
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("door", "cases", "replicas", "stages"),
     [
@@ -94,7 +94,7 @@ def test_pipelines_equal_one_process(
     door: Any, cases: list[Case], replicas: int, stages: int
 ) -> None:
     references = run_ranks(one_process, 1, cases, replicas)[0]
-    ranks = run_ranks(layouts, stages * replicas, cases, door, stages, timeout_s=110)
+    ranks = run_ranks(layouts, stages * replicas, cases, door, stages)
     for number, (case, reference) in enumerate(zip(cases, references, strict=True)):
         assert len(reference.losses) == 5
         assert reference.losses[-1] != reference.losses[0]

@@ -128,14 +128,14 @@ def watch(rank: int, world_size: int, run_dir: Path, door: Any) -> Seen:
     )
 
 
-@pytest.mark.sample("stage 3")
+@pytest.mark.full
 @pytest.mark.parametrize(
     "door",
     [pipeline, partial(ShardedPipeline, zero_stage=3)],
     ids=["replicas", "stage 3"],
 )
 def test_pipelines_agree_on_weights_overflow_metrics_and_buffers(tmp_path: Path, door: Any) -> None:
-    ranks = run_ranks(watch, 4, tmp_path / "runs", door, timeout_s=110)
+    ranks = run_ranks(watch, 4, tmp_path / "runs", door)
     tokens = torch.cat([batch[0] for batch in token_data(2 * 8 * STEPS * ACCUMULATED, 8)]).float()
     for seen in ranks:
         assert seen.scale == INITIAL_SCALE / 2  # one step of four was skipped, by all
@@ -191,6 +191,7 @@ def fail(rank: int, world_size: int) -> None:
     trainer.fit(Failing(rank), token_data(64, 8))
 
 
+@pytest.mark.full
 def test_where_one_pipeline_fails_the_others_say_why() -> None:
     with pytest.raises(RankFailure) as caught:
         run_ranks(fail, 4, grace_s=20.0)

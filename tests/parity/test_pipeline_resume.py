@@ -70,6 +70,7 @@ def merged(ranks: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {name: each for found in ranks for name, each in found.items()}
 
 
+@pytest.mark.full
 def test_a_run_with_dropout_goes_on_to_the_bit_without_being_seeded_again(tmp_path: Path) -> None:
     whole = merged(run_ranks(fit_dropping, 2, str(tmp_path), None))
     for steps in (3, 5):  # in an epoch of five, and at its end

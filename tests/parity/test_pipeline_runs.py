@@ -116,9 +116,10 @@ def one_after_the_other(rank: int, world_size: int) -> list[Any]:
     return [*told, module.losses]
 
 
+@pytest.mark.full
 def test_runs_follow_each_other_in_any_order() -> None:
     reference = run_ranks(one_after_the_other, 1)[0]
-    for told in run_ranks(one_after_the_other, 2, timeout_s=110):
+    for told in run_ranks(one_after_the_other, 2):
         assert len(told) == len(reference) == 10
         for found, wanted in zip(told, reference, strict=True):
             torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
@@ -155,11 +156,12 @@ def with_tools(rank: int, world_size: int) -> list[Any]:
     return told
 
 
+@pytest.mark.full
 def test_lightnings_tools_find_what_they_find_in_one_process() -> None:
     reference = run_ranks(with_tools, 1)[0]
     assert 1 <= reference[2][0] < 30
     assert reference[3][0] == 3 + 2
-    for told in run_ranks(with_tools, 2, timeout_s=110):
+    for told in run_ranks(with_tools, 2):
         for found, wanted in zip(told, reference, strict=True):
             torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)
 
@@ -173,6 +175,7 @@ def expect(rank: int, world_size: int) -> list[tuple[str, float, float | None]]:
     return [(each.operator, each.payload_bytes, each.calls) for each in strategy.expected_traffic()]
 
 
+@pytest.mark.full
 def test_what_training_moves_is_expected_after_another_run_too() -> None:
     for told in run_ranks(expect, 2):
         # Two batches of four microbatches, each of 2 texts of 5 tokens and 7 numbers in fp32, and
@@ -240,6 +243,7 @@ def fit_nested(rank: int, world_size: int) -> list[float]:
     return module.losses
 
 
+@pytest.mark.full
 def test_nested_batches_of_changing_lengths_train_as_in_one_process() -> None:
     reference = run_ranks(fit_nested, 1)[0]
     assert len(reference) == 10
@@ -325,8 +329,9 @@ SAID = {
 }
 
 
+@pytest.mark.full
 def test_what_a_pipeline_cannot_run_is_refused_by_name() -> None:
-    ranks = run_ranks(refused, 2, timeout_s=110)
+    ranks = run_ranks(refused, 2)
     for name, text in SAID.items():
         assert any(text in told.get(name, "") for told in ranks), (name, ranks)
     with pytest.raises(RankFailure, match=r"has other parameters on rank 1 .*extra0.*on one of"):

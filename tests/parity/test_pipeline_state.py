@@ -82,6 +82,7 @@ def read_back(rank: int, world_size: int, kind: Any, data: Any, source: str) -> 
     return tensors_of(module, lambda name: True), calls
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("kind", "data", "schedules"),
     [

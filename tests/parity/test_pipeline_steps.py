@@ -170,6 +170,7 @@ def train(rank: int, world_size: int) -> list[dict[str, Tensor]]:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_published_steps_equal_those_of_one_process() -> None:
     (alone,) = run_ranks(train, 1)
@@ -189,6 +190,7 @@ def train_packed(rank: int, world_size: int) -> None:
     trainer.fit(Packed(), DataLoader(torch.ones(4, 8), 4))  # type: ignore[arg-type]
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_packing_between_layers_is_refused() -> None:
     with pytest.raises(RankFailure, match=r"_pack_padded_sequence .* Do it inside a layer"):

@@ -69,9 +69,10 @@ def train(rank: int, world_size: int, options: dict[str, Any]) -> str:
     return recording.path
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("schedule", ["zero_bubble"])
 def test_each_axis_moves_what_is_expected_of_it(schedule: str) -> None:
-    told = run_ranks(train, 4, {"schedule": schedule}, timeout_s=90)
+    told = run_ranks(train, 4, {"schedule": schedule})
     with open_job(Path(told[0])) as job:
         seen = job.snapshot()
     expected = {

@@ -103,8 +103,8 @@ def train(rank: int, world_size: int, name: str) -> dict[str, list[Tensor]]:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.ranks
-@pytest.mark.sample("gpipe", "3d")
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_writes_to_parameters_in_a_step_equal_those_of_one_process(name: str) -> None:
     (alone,) = run_ranks(train, 1, name)

@@ -62,13 +62,13 @@ def layouts(rank: int, world_size: int, name: str) -> list[tuple[Trace, int]]:
     return found
 
 
-@pytest.mark.sample("interleaved")
+@pytest.mark.full
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_checkpointed_blocks_equal_one_process(name: str) -> None:
     is_pipeline = name in {"1f1b", "interleaved"}
     reference = run_ranks(one_process, 1, 1 if is_pipeline else 2)[0]
     assert reference.losses[-1] != reference.losses[0]
-    for (plain, once), *others in run_ranks(layouts, 2, name, timeout_s=110):
+    for (plain, once), *others in run_ranks(layouts, 2, name):
         assert [str(each) for each in find_differences(reference, plain)] == []
         for trace, runs in others:
             assert [str(each) for each in find_differences(reference, trace)] == []
@@ -123,6 +123,7 @@ def drop(rank: int, world_size: int) -> list[list[float]]:
     return found
 
 
+@pytest.mark.full
 def test_dropout_of_a_pipeline_is_the_same_with_checkpointing() -> None:
     for plain, full, selective in run_ranks(drop, 2):
         assert len(set(plain)) == 5

@@ -14,7 +14,7 @@ THREE_AXES, DDP, SHARDS = "2 x 2 x 2, ZeRO-1", "DDP, 2", "ZeRO-3 on the CPU, 2"
 
 
 def test_three_axes_go_on_from_others_and_others_from_them(tmp_path: Path) -> None:
-    matrix = Matrix(tmp_path, timeout_s=150)
+    matrix = Matrix(tmp_path)
     with pytest.raises(ValueError, match="epoch is 0 and not 1"):
         distance(read(tmp_path / "whole" / "epoch=0.ckpt"), matrix.wanted)
     matrix.save([PLAIN, SHARDS, THREE_AXES])

@@ -34,7 +34,7 @@ def test_a_directory_of_each_stage_goes_on_in_every_other_layout(
         assert differences(whole, ended, tolerance=OTHER_ORDER) == [], layout
 
 
-@pytest.mark.sample("3")
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_file_of_ddp_goes_on_in_shards(tmp_path: Path, stage: int) -> None:
@@ -48,6 +48,7 @@ def test_a_file_of_ddp_goes_on_in_shards(tmp_path: Path, stage: int) -> None:
         assert differences(whole, ended, tolerance=OTHER_ORDER) == []
 
 
+@pytest.mark.full
 def test_accumulation_and_frozen_layers_go_on(tmp_path: Path) -> None:
     run = Run({"has_frozen_layer": True}, accumulate=2)
     whole = train(Layout(2, {"stage": 2}), run, tmp_path)
@@ -55,6 +56,7 @@ def test_accumulation_and_frozen_layers_go_on(tmp_path: Path) -> None:
     assert differences(whole, ended, tolerance=OTHER_ORDER) == []
 
 
+@pytest.mark.full
 def test_sgd_whose_state_is_only_momentum_goes_on(tmp_path: Path) -> None:
     run = Run({"optimizer": "sgd"})
     whole = train(Layout(2, {"stage": 3}), run, tmp_path)
@@ -62,6 +64,7 @@ def test_sgd_whose_state_is_only_momentum_goes_on(tmp_path: Path) -> None:
     assert differences(whole, ended, tolerance=OTHER_ORDER) == []
 
 
+@pytest.mark.full
 def test_tiled_layers_go_on(tmp_path: Path) -> None:
     run = Run({"width": 64})
     tiled = Layout(2, {"stage": 3, "tile_linear_bytes": 4096})
@@ -70,6 +73,7 @@ def test_tiled_layers_go_on(tmp_path: Path) -> None:
     assert differences(whole, ended, tolerance=OTHER_ORDER) == []
 
 
+@pytest.mark.full
 def test_groups_that_hold_the_same_shards_go_on(tmp_path: Path) -> None:
     run = Run()
     whole = train(Layout(4, {"stage": 3, "shard_size": 2}), run, tmp_path)
@@ -92,7 +96,7 @@ def offloaded(name: str, folder: Path) -> dict[str, Any]:
     }[name]
 
 
-@pytest.mark.sample("zero3_nvme")
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["zero1_cpu", "zero2_cpu", "zero3_cpu", "zero3_nvme"])
 def test_offloaded_state_goes_on_in_another_layout(tmp_path: Path, name: str) -> None:
@@ -111,6 +115,7 @@ def test_offloaded_state_goes_on_in_another_layout(tmp_path: Path, name: str) ->
     assert differences(whole, ended, tolerance=OTHER_ORDER) == []
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["zero1_cpu", "zero3_nvme"])
 def test_a_file_of_ddp_goes_on_in_offloaded_state(tmp_path: Path, name: str) -> None:

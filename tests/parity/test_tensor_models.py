@@ -16,9 +16,9 @@ SHARES = {
 """How much of each has to be divided, of its elements."""
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.full
 def test_losses_and_parameters_are_those_of_one_process() -> None:
-    rows = measure([*SHARES], Way(), timeout_s=140)
+    rows = measure([*SHARES], Way())
     assert [row.refused for row in rows] == [""] * len(SHARES)
     assert {row.name: row.backends for row in rows} == dict.fromkeys(SHARES, "local"), rows
     for row in rows:

@@ -49,7 +49,7 @@ def train(
     return losses, [str(each.message) for each in caught]
 
 
-@pytest.mark.sample("one-tensor", "two-tensor", "one-pipeline")
+@pytest.mark.full
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("key_heads", MODELS)
 def test_a_mask_behind_a_batch_without_one(key_heads: str, layout: str) -> None:
@@ -58,7 +58,7 @@ def test_a_mask_behind_a_batch_without_one(key_heads: str, layout: str) -> None:
     settings = MODELS[key_heads]
     wanted = by_a_plain_loop(settings)
     told: list[str] = []
-    for losses, messages in run_ranks(train, LAYOUTS[layout][0], settings, layout, timeout_s=170):
+    for losses, messages in run_ranks(train, LAYOUTS[layout][0], settings, layout):
         assert losses == pytest.approx(wanted, rel=1e-5)
         told += [each for each in messages if "runs whole on every rank" in each]
     if key_heads == "one":

@@ -71,12 +71,12 @@ def traces(rank: int, world_size: int, name: str, module: str) -> tuple[Trace, i
     return trace, max(sizes), len(sizes)
 
 
-@pytest.mark.sample("zero3-by hand, tied", "context, zero3-by hand")
+@pytest.mark.sample("zero3-by hand, tied")
 @pytest.mark.parametrize("module", MODULES)
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_tiled_logits_equal_one_process(name: str, module: str) -> None:
     reference = run_ranks(one_process, 1, module, 1 if "context" in name else 2)[0]
-    for trace, largest, calls in run_ranks(traces, 2, name, module, timeout_s=110):
+    for trace, largest, calls in run_ranks(traces, 2, name, module):
         assert [str(each) for each in find_differences(reference, trace)] == []
         assert largest == 5
         assert calls > 8
@@ -92,6 +92,7 @@ def refused(rank: int, world_size: int, name: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["pipeline", "tensor"])
 def test_it_is_refused_where_the_head_is_divided(name: str) -> None:
     for text in run_ranks(refused, 2, name):

@@ -97,7 +97,7 @@ def train_and_resume(
     return runs[0], runs[1]
 
 
-@pytest.mark.sample("zero3-ema", "pipeline-multi")
+@pytest.mark.full
 @pytest.mark.slow(30)
 @pytest.mark.parametrize(
     ("name", "kind"),
@@ -113,9 +113,7 @@ def train_and_resume(
 )
 def test_averaged_weights_equal_those_of_one_process(name: str, kind: str, tmp_path: Path) -> None:
     ((expected, losses),) = run_ranks(one_process, 1, kind)
-    found = run_ranks(
-        train_and_resume, STRATEGIES[name][1], name, kind, str(tmp_path), timeout_s=110
-    )
+    found = run_ranks(train_and_resume, STRATEGIES[name][1], name, kind, str(tmp_path))
     (through, validated), (resumed, validated_again) = found[0]
     assert largest_difference(through, expected) < 1e-6
     assert validated == pytest.approx(losses, abs=1e-5)
@@ -141,6 +139,7 @@ def save_and_resume_elsewhere(
     return whole(module), module.validated
 
 
+@pytest.mark.full
 @pytest.mark.slow(20)
 @pytest.mark.parametrize(
     ("saved_by", "loaded_by"),
@@ -163,6 +162,7 @@ def largest_of(average: Tensor, current: Tensor, _: Any) -> Tensor:
     return average * (current.norm() / average.norm())
 
 
+@pytest.mark.full
 def test_an_average_that_mixes_elements_is_refused() -> None:
     callback = WeightAveraging(avg_fn=largest_of)
     with pytest.raises(UnsupportedError, match="avg_fn of WeightAveraging gives another average"):
@@ -191,7 +191,7 @@ def average_within(rank: int, world_size: int, name: str) -> dict[str, Tensor]:
     return whole(module)
 
 
-@pytest.mark.sample("tensor", "pipeline")
+@pytest.mark.full
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_an_average_that_a_module_keeps_equals_that_of_one_process(name: str) -> None:
     (expected,) = run_ranks(average_within, 1, "auto")

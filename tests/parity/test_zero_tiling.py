@@ -69,7 +69,7 @@ def layout(rank: int, world_size: int, case: Case, folder: str) -> tuple[Trace, 
     return trace_layout(case.problem(), strategy, devices=world_size), runs
 
 
-@pytest.mark.sample("tied weights, clipping, 4 ranks", "offloaded to a disk")
+@pytest.mark.sample("tied weights, clipping, 4 ranks")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_tiles_equal_one_process(case: Case, tmp_path: Path) -> None:
     reference = run_ranks(one_process, 1, case)[0]
@@ -119,6 +119,7 @@ def with_ddp(rank: int, world_size: int) -> Trace:
     return trace_layout(problem, DDPStrategy(telemetry=False), devices=2)
 
 
+@pytest.mark.full
 def test_a_deferred_model_is_made_by_ddp_too() -> None:
     reference = run_ranks(built, 1, "deferred_init", True, {})[0]
     for trace in run_ranks(with_ddp, 2):
@@ -144,7 +145,7 @@ def built(rank: int, world_size: int, kind: str, is_reference: bool, tiles: Any)
     return trace, getattr(seen[0], "was_deferred", None)
 
 
-@pytest.mark.sample("configure_model-whole", "deferred_init-tiled")
+@pytest.mark.full
 @pytest.mark.parametrize("tiles", [{}, TILES], ids=["whole", "tiled"])
 @pytest.mark.parametrize("kind", ["configure_model", "deferred_init"])
 def test_a_model_built_block_by_block_equals_one_process(kind: str, tiles: Any) -> None:

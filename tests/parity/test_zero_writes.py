@@ -295,7 +295,7 @@ KINDS: list[type[Any]] = [
 ]
 
 
-@pytest.mark.sample("Dino", "BeforeZeroGrad", "MocoOrder")
+@pytest.mark.sample("Dino")
 @pytest.mark.parametrize("kind", KINDS)
 def test_written_parameters_equal_those_of_one_process(
     kind: type[MomentumEncoder], tmp_path: Path
@@ -303,17 +303,18 @@ def test_written_parameters_equal_those_of_one_process(
     compare(kind, list(STRATEGIES), tmp_path)
 
 
-@pytest.mark.sample("MomentumEncoder")
+@pytest.mark.full
 @pytest.mark.parametrize("kind", [MomentumEncoder, Dino])
 def test_they_do_in_an_accumulation_window(kind: type[MomentumEncoder], tmp_path: Path) -> None:
     compare(kind, ["zero1", "zero2", "zero3", "zero3_cpu"], tmp_path, accumulate_grad_batches=2)
 
 
+@pytest.mark.full
 def test_scalars_are_written_too(tmp_path: Path) -> None:
     compare(MomentumEncoder, ["zero1", "zero3"], tmp_path, has_scalar=True)
 
 
-@pytest.mark.sample("Moco")
+@pytest.mark.full
 @pytest.mark.parametrize("kind", [MomentumEncoder, Moco])
 def test_checkpoints_hold_what_was_written(kind: type[MomentumEncoder], tmp_path: Path) -> None:
     compare(kind, ["zero1", "zero3", "zero3_nvme"], tmp_path, resumes=True)
@@ -325,6 +326,7 @@ def refused(rank: int, world_size: int, folder: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.full
 def test_a_write_to_a_copy_of_lower_precision_is_refused_by_name(tmp_path: Path) -> None:
     for message in run_ranks(refused, 2, str(tmp_path)):
         assert message.startswith("'ema.blocks.")

@@ -121,6 +121,7 @@ def train(rank: int, world_size: int, kind: type[LightningModule], strategy: str
     return losses.kept
 
 
+@pytest.mark.sample("MessagePassing-pipeline")
 @pytest.mark.parametrize(
     ("kind", "strategy"),
     [
@@ -138,6 +139,7 @@ def test_it_trains_as_in_one_process(kind: type[LightningModule], strategy: str)
         assert losses == pytest.approx(one, rel=1e-5)
 
 
+@pytest.mark.sample("pipeline")
 @pytest.mark.parametrize("strategy", ["pipeline", "tensor"])
 def test_a_collective_over_ranks_that_share_one_model_is_refused(strategy: str) -> None:
     with pytest.raises(RankFailure, match=r"calls torch\.distributed\.all_reduce over all ranks"):

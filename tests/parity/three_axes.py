@@ -210,13 +210,11 @@ def compare(wanted: Trace, found: Trace, precision: str) -> Apart:
     )
 
 
-def measure(
-    model: str, layouts: Sequence[Layout], *, timeout_s: float = 300
-) -> list[tuple[Layout, Apart | str]]:
+def measure(model: str, layouts: Sequence[Layout]) -> list[tuple[Layout, Apart | str]]:
     """Run a model both ways; a refusal stands for itself."""
     precisions = tuple(dict.fromkeys(each.precision for each in layouts))
-    wanted = run_ranks(alone, 1, model, precisions, timeout_s=timeout_s)[0]
-    ranks = run_ranks(laid_out, RANKS, model, tuple(layouts), timeout_s=timeout_s)
+    wanted = run_ranks(alone, 1, model, precisions)[0]
+    ranks = run_ranks(laid_out, RANKS, model, tuple(layouts))
     found: list[tuple[Layout, Apart | str]] = []
     for number, layout in enumerate(layouts):
         trace = ranks[0][number][0]

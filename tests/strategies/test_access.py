@@ -119,6 +119,7 @@ def reads_and_writes(rank: int, world_size: int, kind: str) -> None:
             assert torch.equal(whole["weight"], 2 * expected["head.weight"])
 
 
+@pytest.mark.sample("sharded-3")
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("kind", "world_size"),
@@ -145,6 +146,7 @@ def while_gathered(rank: int, world_size: int) -> list[float]:
     return [first.item(), second.item()]
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_a_gathered_unit_is_seen_through_and_gathered_again() -> None:
     for first, second in run_ranks(while_gathered, 2):

@@ -108,7 +108,7 @@ def different(one: Any, other: Any, name: str = "") -> list[str]:
 
 def wait_until(condition: Callable[[], bool]) -> None:
     """Return when it holds, or after what none that holds needs."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.001)
 
@@ -140,7 +140,7 @@ def save_both_ways(rank: int, world_size: int, folder: Path, name: str) -> Any:
     return moved
 
 
-@pytest.mark.sample("ddp", "zero")
+@pytest.mark.full
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_what_is_written_beside_training_is_the_step_at_which_it_was_saved(
@@ -181,6 +181,7 @@ def fail_later(rank: int, world_size: int, folder: Path, how: str) -> str:
     return "trained"
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_a_disk_that_fills_up_ends_the_run_at_the_next_save_with_the_old_checkpoint_there(
     tmp_path: Path,
@@ -201,6 +202,7 @@ def test_a_kill_while_one_is_written_leaves_the_one_that_it_replaces(tmp_path: P
     assert not (tmp_path / "step=4.ckpt").exists()
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_an_error_of_training_waits_for_the_checkpoint_that_is_being_written(
     tmp_path: Path,

@@ -102,10 +102,9 @@ MOST_GRAPHS = 3 if torch.__version__ >= "2.13" else 5  # earlier ones cut graphs
 IDS = [f"{name}-{' '.join(given) or 'plain'}" for name, given in CASES]
 
 
+@pytest.mark.sample("ddp-activation_checkpointing")
 @pytest.mark.ranks
 @pytest.mark.slow(60)
-@pytest.mark.timeout(500)
-@pytest.mark.sample("ddp-activation_checkpointing", "tensor-sequence_parallel")
 @pytest.mark.parametrize(("name", "given"), CASES, ids=IDS)
 def test_blocks_are_compiled_once_and_train_to_the_same_numbers(
     name: str, given: dict[str, Any]
@@ -151,16 +150,16 @@ def beside_exchanges(
     return expert_runs.train(rank, world_size, kind, steps=5, strategy=strategy)
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 @pytest.mark.slow(30)
-@pytest.mark.sample("stacked")
 @pytest.mark.parametrize("case", EXPERTS)
 def test_blocks_are_compiled_around_the_exchanges_of_their_experts(
     case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kind, world_size, data, strategy = EXPERTS[case]
     monkeypatch.setitem(expert_models.SIZES, "num_hidden_layers", LAYERS)
-    ranks = run_ranks(beside_exchanges, world_size, kind, strategy, timeout_s=280.0)
+    ranks = run_ranks(beside_exchanges, world_size, kind, strategy)
     gaps = expert_runs.differences(ranks, expert_runs.train_alone(data, kind, steps=5))
     assert max(gaps.values()) < 2e-6, gaps
     for each in ranks:
@@ -171,7 +170,6 @@ def test_blocks_are_compiled_around_the_exchanges_of_their_experts(
 
 
 @pytest.mark.slow(120)
-@pytest.mark.timeout(600)
 @pytest.mark.full
 @pytest.mark.ranks
 @pytest.mark.parametrize("case", ["transformers", "tensor"])
@@ -187,7 +185,6 @@ def test_inductor_compiles_blocks_around_the_exchanges(
 
 
 @pytest.mark.slow(120)
-@pytest.mark.timeout(600)
 @pytest.mark.full
 @pytest.mark.ranks
 def test_inductor_gives_the_numbers_of_the_blocks_as_they_are() -> None:
@@ -219,6 +216,7 @@ def by_aot_eager(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled_blocks, "BACKEND", "aot_eager")
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("by_aot_eager")
 def test_a_block_that_is_compiled_again_and_again_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     root: Any = model(Branching(), Branching())

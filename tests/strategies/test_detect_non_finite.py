@@ -64,9 +64,7 @@ def fit(rank: int, world_size: int, kind: str, value: float, on: int | None) -> 
     return trainer.global_step
 
 
-@pytest.mark.sample(
-    "recomputed-inf-None-0", "zero3-inf-1-1", "tensor-nan-None-0", "pipeline-nan-None-1"
-)
+@pytest.mark.sample("zero3-inf-1-1")
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("kind", "value", "on", "rank"),
@@ -91,6 +89,7 @@ def test_the_first_module_is_named_with_its_rank_and_step(
         run_ranks(fit, 4 if kind == "3d" else 2, kind, value, on)
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_masks_of_negative_infinity_and_finite_steps_pass() -> None:
     assert run_ranks(fit, 2, "ddp", 0.0, None) == [4, 4]

@@ -12,7 +12,7 @@ from boltmesh.strategies import Parallel3DStrategy
 from tests.support.gpts import TinyGPT, text_data
 from tests.support.ranks import RankFailure, run_ranks
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.ranks]
 
 RANKS = 4
 VICTIM = 3
@@ -93,7 +93,7 @@ def test_an_error_of_one_rank_that_shares_a_stage_ends_all_at_once(tmp_path: Pat
         assert f"{where}: ValueError: no more" in text
 
 
-@pytest.mark.sample("{'pipeline': 2, 'tensor': 2, 'microbatches': 2}")
+@pytest.mark.full
 @pytest.mark.parametrize("sizes", [STAGES, {"context": 2, "tensor": 2}], ids=str)
 def test_one_rank_that_shares_layers_and_hangs_is_named_within_one_timeout(
     tmp_path: Path, sizes: dict[str, int]

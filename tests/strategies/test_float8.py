@@ -118,9 +118,9 @@ BESIDE: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 @pytest.mark.slow(5)
-@pytest.mark.sample("ddp-tensorwise", "zero3-rowwise", "pipeline-tensorwise")
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_training_equals_torchaos_in_one_process(name: str, recipe: str) -> None:
@@ -135,10 +135,9 @@ def test_training_in_float8_differs_from_training_without() -> None:
     assert apart(plain.values, by_torchao("rowwise")) > 1e-3  # far over the bound above
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 @pytest.mark.slow(10)
-@pytest.mark.timeout(400)
-@pytest.mark.sample("zero3-compile_blocks")
 @pytest.mark.parametrize(("name", "given"), BESIDE, ids=[f"{n}-{next(iter(g))}" for n, g in BESIDE])
 def test_blocks_are_compiled_and_recomputed_beside_it(name: str, given: dict[str, Any]) -> None:
     theirs = by_torchao("tensorwise")

@@ -66,7 +66,7 @@ def train(rank: int, world_size: int, name: str) -> Counter[str]:
     return garbage.tensors
 
 
-@pytest.mark.sample("zero3", "zero3_cpu", "tensor", "context", "1f1b")
+@pytest.mark.sample("zero3")
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_steps_leave_no_tensor_to_the_garbage_collector(name: str) -> None:

@@ -186,9 +186,8 @@ def places_read(rank: int, world_size: int, name: str) -> set[str]:
     return watch.reads.places | watch.copies.places
 
 
+@pytest.mark.sample("zero3", "pipeline")
 @pytest.mark.slow(20)
-@pytest.mark.timeout(300)
-@pytest.mark.sample("zero3", "zero3_cpu", "pipeline", "tensor")
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_no_step_waits_for_the_device(name: str) -> None:
     known = (*ON_HOST, *ALLOWED)

@@ -23,7 +23,7 @@ from tests.support.killing import fatal
 from tests.support.models import Regression, regression_data
 from tests.support.ranks import RankFailure, run_ranks
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.ranks]
 
 STEPS = 8
 
@@ -68,6 +68,7 @@ def straight(rank: int, world_size: int) -> dict[str, Tensor]:
     return fit(build(world_size, None), Regression(dropout=0.2))
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_ranks_killed_in_a_step_a_resume_and_a_save_lose_no_step(tmp_path: Path) -> None:
     folder = tmp_path / "0" / "checkpoints"
@@ -122,6 +123,7 @@ def requeue(rank: int, world_size: int, folder: Path) -> Any:
     return [name for name in expected if not torch.equal(expected[name], found[name])]
 
 
+@pytest.mark.full
 def test_slurms_signal_to_one_rank_saves_on_all_before_the_same_batch(tmp_path: Path) -> None:
     assert run_ranks(requeue, 2, tmp_path) == [[], []]
     checkpoint = directory.load_directory(tmp_path / "hpc_ckpt_1.ckpt")
@@ -148,6 +150,7 @@ def told_while_saving(rank: int, world_size: int, folder: Path) -> str:
     return "trained to the end"
 
 
+@pytest.mark.full
 def test_sigterm_in_the_save_after_a_validation_waits_for_the_whole_checkpoint(
     tmp_path: Path,
 ) -> None:

@@ -15,7 +15,7 @@ from tests.support.gpts import TinyGPT, text_data
 from tests.support.killing import fatal
 from tests.support.ranks import RankFailure, run_ranks
 
-pytestmark = [pytest.mark.ranks, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 RANKS = 4
 STEPS = 5
@@ -71,7 +71,6 @@ def go_on(
 
 
 @pytest.mark.full
-@pytest.mark.sample("data x pipeline")
 @pytest.mark.parametrize(
     ("sizes", "kills"),
     [

@@ -78,7 +78,7 @@ Trainer(accelerator="cpu", devices=2, strategy="bolt_ddp", max_epochs=1, logger=
 """
 
 
-@pytest.mark.sample("1")
+@pytest.mark.full
 @pytest.mark.ranks
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_error_of_the_rank_that_failed_first_is_the_last_on_the_screen(

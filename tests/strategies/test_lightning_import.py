@@ -61,11 +61,11 @@ def run(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-W", "ignore", *map(str, arguments)]
     if code:
         command[3:3] = ["-c", code]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
 
 
+@pytest.mark.full
 @pytest.mark.ranks
-@pytest.mark.sample("theirs first, by name-1")
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("order", ORDERS)
 def test_both_imports_train_as_one_process(order: str, devices: int, tmp_path: Path) -> None:

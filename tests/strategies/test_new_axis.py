@@ -35,6 +35,7 @@ def row_of(table: str, axis: str) -> list[str]:
     return next(line.split() for line in table.splitlines() if line.split()[:1] == [axis])
 
 
+@pytest.mark.full
 def test_a_plan_has_a_line_for_it(echo: dict[str, Any]) -> None:
     assert "pipeline=2 x data=1 x echo=2 x tensor=2, ZeRO-1" in echo["plan"]
     assert row_of(echo["plan"], "echo") == ["echo", "2", "4", "ranks", "0", "2"]
@@ -42,6 +43,7 @@ def test_a_plan_has_a_line_for_it(echo: dict[str, Any]) -> None:
     assert "  echo " not in echo["plan"].partition("between ranks")[2]  # it states no bytes
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("source", ["demo", "run"])
 def test_the_page_of_the_mesh_shows_it(echo: dict[str, Any], source: str) -> None:
     found = echo[source]
@@ -53,6 +55,7 @@ def test_the_page_of_the_mesh_shows_it(echo: dict[str, Any], source: str) -> Non
             assert f"·· {place} " in found["page"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("source", ["demo", "run"])
 def test_exports_have_a_column_and_a_label_for_it(echo: dict[str, Any], source: str) -> None:
     found = echo[source]
@@ -63,6 +66,7 @@ def test_exports_have_a_column_and_a_label_for_it(echo: dict[str, Any], source: 
     assert info.startswith("boltmesh_job_info{")
 
 
+@pytest.mark.full
 def test_its_ranks_train_as_one_process_does(echo: dict[str, Any]) -> None:
     run = echo["run"]
     assert run["is_equal"]

@@ -235,6 +235,7 @@ def test_what_fails_on_shards_is_refused_before_the_first_step() -> None:
         assert "Use bolt_ddp, or" in said
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_what_needs_one_whole_parameter_at_a_time_is_not_refused() -> None:
     assert run_ranks(fit, 2, Rows, 1) == ["fitted", "fitted"]
@@ -256,6 +257,7 @@ class Gathers(Stack):
         return Gathering([{"params": [each for each in self.parameters() if each.dim() == 2]}], {})
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_a_matrix_optimizer_that_communicates_itself_is_refused() -> None:
     for said in run_ranks(fit, 2, Gathers, 2):

@@ -93,6 +93,7 @@ def transfers(rank: int, world_size: int) -> list[list[str]]:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_a_model_without_others_on_the_data_axis_moves_to_its_device() -> None:
     assert run_ranks(transfers, 1) == [[["cpu"]] * 3]
@@ -171,10 +172,11 @@ def local_parts(module: LightningModule) -> dict[str, Tensor]:
     }
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_hooks_see_the_norm_of_all_and_whole_parameters() -> None:
     metrics, whole, sizes = run_ranks(clip_and_look, 1, 0)[0]
-    for stages in run_ranks(in_turn, 4, clip_and_look, [(1,), (3,)], timeout_s=110):
+    for stages in run_ranks(in_turn, 4, clip_and_look, [(1,), (3,)]):
         for found, values, held in stages:
             assert found == pytest.approx(metrics, rel=1e-5)
             for name, each in whole.items():
@@ -247,10 +249,11 @@ def all_four(rank: int, world_size: int) -> Found:
     )
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_runs_after_each_other_and_overflows_are_those_of_one_process_or_refused() -> None:
     wanted = run_ranks(in_double_precision, 1)[0]
-    for found, late, other, double in run_ranks(all_four, 4, timeout_s=110):
+    for found, late, other, double in run_ranks(all_four, 4):
         assert found == (64.0, True, False)
         assert "TinyGPT was divided for an evaluation" in late
         assert "of TinyGPT was divided by another strategy object. Give the Trainer the" in other
@@ -285,13 +288,14 @@ def train(rank: int, world_size: int, options: Any, trainer_options: Any) -> str
     return recording.path
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_the_bytes_of_both_axes_are_the_bytes_expected() -> None:
     calls = [
         ({"zero_stage": 1}, {"accumulate_grad_batches": 2, "gradient_clip_val": 1.0}),
         ({"zero_stage": 3, "sequence_parallel": True}, {}),
     ]
-    paths = run_ranks(in_turn, 4, train, calls, timeout_s=150)[0]
+    paths = run_ranks(in_turn, 4, train, calls)[0]
     for path, (options, settings) in zip(paths, calls, strict=True):
         with open_job(Path(path)) as job:
             snapshot = job.snapshot()

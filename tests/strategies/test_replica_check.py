@@ -71,7 +71,7 @@ def run(rank: int, world_size: int, kind: str, every: int, flipped: tuple[int, s
     return fit(strategy, model, text_data(48, 4), *callbacks)
 
 
-@pytest.mark.sample("ddp-2", "tensor-2")
+@pytest.mark.full
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("kind", "ranks"),
@@ -92,6 +92,7 @@ SAID_OF_THREE = (
 )
 
 
+@pytest.mark.sample("ddp-3-flipped0-said0")
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("kind", "ranks", "flipped", "said"),
@@ -130,6 +131,7 @@ def test_the_rank_that_differs_is_named(
         run_ranks(run, ranks, kind, 2, flipped)
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_a_layout_without_anything_alike_is_refused() -> None:
     with pytest.raises(RankFailure, match="verify_replicas_every=2 has nothing to compare"):

@@ -96,7 +96,7 @@ def stop_and_resume(rank: int, world_size: int, folder: Path, kind: str, accumul
     return len(saved), apart
 
 
-@pytest.mark.sample("2-workers-2", "1-stream-1")
+@pytest.mark.sample("1-stream-1")
 @pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def stop_and_resume(rank: int, world_size: int, folder: Path, kind: str, accumul
 def test_every_checkpoint_continues_to_the_bit(
     tmp_path: Path, world_size: int, kind: str, accumulate: int
 ) -> None:
-    results = run_ranks(stop_and_resume, world_size, tmp_path, kind, accumulate, timeout_s=110.0)
+    results = run_ranks(stop_and_resume, world_size, tmp_path, kind, accumulate)
     for saved, apart in results:
         assert saved >= 4
         assert apart == {}
@@ -120,6 +120,7 @@ def resume_in_one(rank: int, world_size: int, path: Path) -> None:
     fit(world_size, "plain", None, path, epochs=2)
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_another_number_of_ranks_in_mid_epoch_is_refused(tmp_path: Path) -> None:
     run_ranks(save_in_two, 2, tmp_path)
@@ -179,6 +180,7 @@ def fit_twice(rank: int, world_size: int) -> list[list[float]]:
     return seen
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_a_loader_used_in_two_fits_gives_all_of_its_data_each_time() -> None:
     for world_size in (1, 2):

@@ -63,10 +63,11 @@ def evaluate_then_fit(rank: int, world_size: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+@pytest.mark.full
 def test_evaluations_run_by_the_plan_before_and_after_training() -> None:
     (whole,) = run_ranks(evaluate_then_fit, 1)
     assert whole["shape"] == (48, 16)
-    for rank in run_ranks(evaluate_then_fit, 2, timeout_s=90):
+    for rank in run_ranks(evaluate_then_fit, 2):
         assert rank["shape"] == (24, 16)
         assert rank["step"] == whole["step"]
         for when in ("before", "after", "last"):
@@ -103,6 +104,7 @@ def look(rank: int, world_size: int) -> dict[str, Any]:
     return looking.found
 
 
+@pytest.mark.full
 def test_whole_parameters_are_read_and_written() -> None:
     for found in run_ranks(look, 2):
         assert torch.equal(found["whole"], built().get_parameter(QKV).detach())
@@ -147,6 +149,7 @@ def clip(rank: int, world_size: int) -> tuple[list[float], dict[str, float]]:
     return norms.norms, {name: float(each) for name, each in trainer.callback_metrics.items()}
 
 
+@pytest.mark.full
 def test_norms_are_those_of_the_whole_model() -> None:
     (norms, metrics) = run_ranks(clip, 1)[0]
     ranks = run_ranks(clip, 2)
@@ -187,7 +190,7 @@ def measure(rank: int, world_size: int, size: int | None) -> dict[str, float]:
 @pytest.mark.parametrize(("ranks", "size"), [(2, 2), (4, 2)])
 def test_metrics_count_every_batch_once(ranks: int, size: int) -> None:
     (whole,) = run_ranks(measure, 1, None)
-    for found in run_ranks(measure, ranks, size, timeout_s=90):
+    for found in run_ranks(measure, ranks, size):
         assert found["gathered"] == ranks // size
         assert found["seen"] == whole["seen"] == 24
         assert found["mean"] == pytest.approx(whole["mean"], rel=1e-5)
@@ -212,6 +215,7 @@ def train_on_others(rank: int, world_size: int, fault: str) -> int:
     return trainer.global_step
 
 
+@pytest.mark.full
 def test_batches_that_differ_between_ranks_do_not_train() -> None:
     assert run_ranks(train_on_others, 2, "none") == [4, 4]
     with pytest.raises(RankFailure, match="All ranks of a tensor group have to get the same batch"):
@@ -242,6 +246,7 @@ def draw(rank: int, world_size: int, seed: int, activation_checkpointing: Any) -
     return losses[-6:]
 
 
+@pytest.mark.full
 def test_dropout_is_alike_on_all_ranks_and_repeats_by_its_seed() -> None:
     first = run_ranks(draw, 2, 1, None)
     assert first[0] == first[1]
@@ -293,11 +298,12 @@ def build_late(rank: int, world_size: int) -> tuple[dict[str, Tensor], dict[str,
     return held.values, held.shapes
 
 
+@pytest.mark.full
 def test_a_deferred_model_has_the_weights_of_its_seed_and_each_rank_its_shards() -> None:
     seed_everything(1, verbose=False)
     expected = Deferred(3)
     expected.configure_model()
-    for values, shapes in run_ranks(build_late, 2, timeout_s=90):
+    for values, shapes in run_ranks(build_late, 2):
         assert shapes["gpt.blocks.2.up.weight"] == (256, 128)
         for name, each in expected.named_parameters():
             assert torch.equal(values[name], each.detach()), name
@@ -322,6 +328,7 @@ def hold(rank: int, world_size: int) -> tuple[dict[str, int], dict[str, int]]:
     return expected, held
 
 
+@pytest.mark.full
 def test_a_rank_holds_its_shards_and_no_more() -> None:
     whole = sum(each.nbytes for each in TinyGPT(ties=True, width=32).parameters())
     for expected, held in run_ranks(hold, 2):
@@ -347,8 +354,9 @@ def stop_and_go_on(rank: int, world_size: int, folder: Path) -> list[bool]:
     return [torch.equal(each, again[name]) for name, each in straight.items()]
 
 
+@pytest.mark.full
 def test_a_run_goes_on_to_the_bit_with_dropout_and_shuffled_data(tmp_path: Path) -> None:
-    for same in run_ranks(stop_and_go_on, 2, tmp_path, timeout_s=90):
+    for same in run_ranks(stop_and_go_on, 2, tmp_path):
         assert all(same)
 
 
@@ -401,11 +409,13 @@ def _refusal(world_size: int, module: Any, options: dict[str, Any]) -> str:
     return "trained"
 
 
+@pytest.mark.full
 def test_what_cannot_be_is_refused_by_name(tmp_path: Path) -> None:
-    for found in run_ranks(refuse, 2, tmp_path, timeout_s=90):
+    for found in run_ranks(refuse, 2, tmp_path):
         assert [name for name, text in found.items() if name not in text] == []
 
 
+@pytest.mark.full
 def test_a_group_stays_on_one_host() -> None:
     strategy = TensorParallelStrategy(size=3, accelerator=None)
     strategy.parallel_devices = [torch.device("cpu")] * 4

@@ -36,11 +36,7 @@ def train(
     return recording.path, in_blocks
 
 
-@pytest.mark.sample(
-    "2-{}-{'is_fused': False}-{'gradient_clip_val': 0.5, 'accumulate_grad_batches': 3}",
-    "2-{'activation_checkpointing': 'full'}-{}-{}",
-    "4-{'size': 2}-{'ties': True}-{'gradient_clip_val': 0.5}",
-)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("world_size", "options", "model", "trainer"),
     [
@@ -57,7 +53,7 @@ def train(
 def test_the_bytes_of_a_step_are_the_bytes_expected(
     world_size: int, options: Any, model: Any, trainer: Any
 ) -> None:
-    told = run_ranks(train, world_size, options, model, trainer, timeout_s=90)
+    told = run_ranks(train, world_size, options, model, trainer)
     with open_job(Path(told[0][0])) as job:
         snapshot = job.snapshot()
     assert snapshot.communication_note is None

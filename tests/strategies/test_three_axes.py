@@ -29,7 +29,7 @@ from tests.support.ranks import run_ranks
 from tests.support.recording_path import RecordingPath
 
 # Of two axes at a time other tests keep this; three train in tests/parity/test_three_axes.py.
-pytestmark = [pytest.mark.ranks, pytest.mark.slow(20), pytest.mark.timeout(400), pytest.mark.full]
+pytestmark = [pytest.mark.ranks, pytest.mark.slow(20), pytest.mark.full]
 
 SIZE = 2
 """Of each axis."""
@@ -179,7 +179,7 @@ def trained(
     settings, options = request.param
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("BOLTMESH_RUN_DIR", str(tmp_path_factory.mktemp("telemetry")))
-        path, *_ = run_ranks(partial(train, **options), RANKS, settings, timeout_s=240)
+        path, *_ = run_ranks(partial(train, **options), RANKS, settings)
     return Path(path), settings, options
 
 
@@ -192,7 +192,7 @@ def test_callbacks_see_and_write_what_they_would_in_one_process(options: dict[st
     wanted, loss = run_ranks(look, 1)[0]
     assert len(wanted) == 6
     assert not torch.equal(wanted[1]["norm.weight"], wanted[2]["norm.weight"])
-    for seen, found in run_ranks(partial(look, **options), RANKS, timeout_s=240):
+    for seen, found in run_ranks(partial(look, **options), RANKS):
         assert found == pytest.approx(loss, rel=1e-5)
         assert len(seen) == len(wanted)
         for ours, theirs in zip(seen, wanted, strict=True):
@@ -202,7 +202,7 @@ def test_callbacks_see_and_write_what_they_would_in_one_process(options: dict[st
 
 
 def test_an_overflow_on_one_rank_skips_the_step_on_all() -> None:
-    ranks = run_ranks(overflow, RANKS, timeout_s=240)
+    ranks = run_ranks(overflow, RANKS)
     first = ranks[0][0]
     for seen, scale, is_followed in ranks:
         assert scale == 64.0

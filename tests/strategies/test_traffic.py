@@ -53,6 +53,7 @@ def train(rank: int, world_size: int, options: Any, accumulate: int) -> str:
     return path[0]
 
 
+@pytest.mark.sample("2-{}-3", "2-{'gradient_compression': 'bf16'}-1")
 @pytest.mark.parametrize(
     ("options", "accumulate"),
     [

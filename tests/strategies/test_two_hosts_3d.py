@@ -16,7 +16,6 @@ pytestmark = [
     pytest.mark.ranks,
     pytest.mark.slow(45),
     pytest.mark.full,
-    pytest.mark.timeout(400),
     needs_namespaces,
 ]
 

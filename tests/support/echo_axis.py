@@ -97,7 +97,7 @@ def fit(strategy: Any, devices: int) -> tuple[LightningModule, Trainer]:
 
 def trained() -> dict[str, Any]:
     """Train on two ranks of the axis, and in one process; return how they compare."""
-    strategy = EchoStrategy(echo=2, data=1, zero_stage=0, start_method="fork", timeout_s=60)
+    strategy = EchoStrategy(echo=2, data=1, zero_stage=0, start_method="fork", timeout_s=600)
     module, _ = fit(strategy, 2)
     with open_job() as job:
         snapshot = job.snapshot()

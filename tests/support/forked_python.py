@@ -120,7 +120,7 @@ def run_python(
     *arguments: str,
     cwd: Path | None = None,
     env: Mapping[str, str] | None = None,
-    timeout_s: float = 100.0,
+    timeout_s: float = 600.0,
     differentiates: bool = False,
 ) -> "subprocess.CompletedProcess[str]":
     """Run a command to its end, and return what it said.

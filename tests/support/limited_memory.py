@@ -29,7 +29,7 @@ def allow(num_bytes):
 
 
 def run_limited(
-    script: str, *arguments: object, timeout_s: float = 100.0, stack_kib: int = 8192
+    script: str, *arguments: object, timeout_s: float = 600.0, stack_kib: int = 8192
 ) -> "subprocess.CompletedProcess[str]":
     """Run a script that calls ``allow(num_bytes)`` once everything is imported and warm.
 

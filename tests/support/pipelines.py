@@ -17,7 +17,7 @@ MICROBATCHES = 4
 def pipeline(**options: Any) -> PipelineParallelStrategy:
     """A pipeline over all ranks."""
     return PipelineParallelStrategy(
-        **{"telemetry": False, "microbatches": MICROBATCHES, "timeout_s": 60.0, **options}
+        **{"telemetry": False, "microbatches": MICROBATCHES, "timeout_s": 600.0, **options}
     )
 
 
@@ -31,7 +31,7 @@ class ShardedPipeline(MeshStrategy):
         shards = PipelineZeroAxis(ZeroOptions(stage=zero_stage))
         super().__init__(
             axes=[PipelineAxis(asked, stages), shards],
-            **{"telemetry": False, "timeout_s": 60.0, **options},
+            **{"telemetry": False, "timeout_s": 600.0, **options},
         )
 
 

@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from multiprocessing import forkserver, util
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -64,6 +65,9 @@ PRELOAD = [
 Imported here it costs once what it would cost each of a few thousand ranks: a seventh of a second
 for the doors of pipeline and tensor, a second for what Hugging Face's models need.
 """
+
+LIMIT_S = 600.0
+"""Of ranks that hang: a machine that is shared takes ten times as long as a quiet one."""
 
 GRACE_S = 3.0
 """How long the other ranks may take to tell their side once one has failed."""
@@ -122,7 +126,7 @@ def run_ranks(
     worker: Callable[..., Any],
     world_size: int,
     *args: object,
-    timeout_s: float = 60.0,
+    timeout_s: float = LIMIT_S,
     grace_s: float = GRACE_S,
 ) -> list[Any]:
     """Run ``worker(rank, world_size, *args)`` on every rank and return the results by rank.
@@ -141,12 +145,12 @@ def reuse_ranks(
     worker: Callable[..., Any],
     world_size: int,
     *args: object,
-    timeout_s: float = 60.0,
+    timeout_s: float = LIMIT_S,
     grace_s: float = GRACE_S,
 ) -> list[Any]:
     """Run as ``run_ranks`` does, in ranks of an earlier call, which stay for the next one.
 
-    They end with the first call that fails, after ``MOST_JOBS``, and with this process.
+    They end with the first call that fails, after ``MOST_JOBS``, and with the tests of a file.
     """
     for _ in range(JOINS):
         standing = _standing.pop(world_size, None)
@@ -215,13 +219,14 @@ _standing: dict[int, _Standing] = {}
 """Ranks that wait for a worker, by how many they are together."""
 
 
-def _end_standing() -> None:
+def end_standing() -> None:
+    """End all ranks that stay up: their groups' threads wake a hundred times a second."""
     while _standing:
         _standing.popitem()[1].end()
 
 
 # Before multiprocessing waits for them, at the end of this process.
-util.Finalize(None, _end_standing, exitpriority=10)
+util.Finalize(None, end_standing, exitpriority=10)
 
 
 @dataclass(frozen=True)
@@ -303,20 +308,34 @@ def fork_server() -> "multiprocessing.context.ForkServerContext":
     That is the process's: a second thread of a test would take it for where the test stands.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
     with _STARTING:
-        before, environment = Path.cwd(), dict(os.environ)
-        os.chdir(ROOT)
-        if not Path("/proc/driver/nvidia").exists():
-            # A CUDA build without NVML counts devices by CUDA, after which no fork may use it.
-            os.environ.update(CUDA_VISIBLE_DEVICES="", PYTORCH_NVML_BASED_CUDA_CHECK="1")
-        try:
-            forkserver.ensure_running()
-        finally:
-            os.chdir(before)
-            os.environ.clear()
-            os.environ.update(environment)
+        _start_fork_server()
     return context
+
+
+@cache
+def _start_fork_server() -> None:
+    # Once: other threads of a test read the environment that this changes for a moment.
+    forkserver.set_forkserver_preload(PRELOAD)
+    before, environment = Path.cwd(), dict(os.environ)
+    os.chdir(ROOT)
+    if not Path("/proc/driver/nvidia").exists():
+        # A CUDA build without NVML counts devices by CUDA, after which no fork may use it.
+        os.environ.update(CUDA_VISIBLE_DEVICES="", PYTORCH_NVML_BASED_CUDA_CHECK="1")
+    try:
+        forkserver.ensure_running()
+    finally:
+        os.chdir(before)
+        os.environ.clear()
+        os.environ.update(environment)
+
+
+@cache
+def await_fork_server() -> None:
+    """Start the fork server, and return when it has imported what ranks begin with."""
+    process = fork_server().Process(target=int)
+    process.start()
+    process.join()
 
 
 def _wait(ranks: list[_Rank], timeout_s: float, grace_s: float) -> None:
@@ -436,7 +455,7 @@ def _group(job: _Job, *, stays: bool) -> Iterator[None]:
         BOLTMESH_RUN_DIR=job.run_dir,
     )
     if not dist.is_initialized():
-        timeout_s = max(job.timeout_s, 120.0) if stays else job.timeout_s
+        timeout_s = max(job.timeout_s, LIMIT_S) if stays else job.timeout_s
         connect(job.rank, job.world_size, f"{job.folder}/rendezvous", timeout_s)
     try:
         yield

@@ -125,7 +125,7 @@ def _fit(rank: int, world_size: int, folder: Path, model: str, run: Run) -> dict
 
 
 def run_all(
-    folder: Path, model: str, runs: Sequence[Run], *, timeout_s: float = 110.0
+    folder: Path, model: str, runs: Sequence[Run], *, timeout_s: float = 600.0
 ) -> dict[str, dict[str, Tensor]]:
     """Carry out runs of as many ranks; return by target how each ended, on all ranks together."""
     (ranks,) = {ALL_LAYOUTS[each.layout].mesh.world_size for each in runs}

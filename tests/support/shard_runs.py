@@ -1,5 +1,6 @@
 """Trainers of sharded models for tests, and what their models are whole."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -16,8 +17,11 @@ QUIET: dict[str, Any] = {
 }
 
 
-def trainer(world_size: int, stage: int, **arguments: Any) -> Trainer:
-    strategy = ZeROStrategy(telemetry=False, stage=stage)
+def trainer(
+    world_size: int, stage: int, *, options: Mapping[str, Any] | None = None, **arguments: Any
+) -> Trainer:
+    """Make a quiet Trainer of a ZeROStrategy with further ``options`` of the strategy."""
+    strategy = ZeROStrategy(telemetry=False, stage=stage, **(options or {}))
     return Trainer(
         accelerator="cpu", devices=world_size, strategy=strategy, **{**QUIET, **arguments}
     )

@@ -157,6 +157,7 @@ def queue_worker(rank, world_size):
     return look()
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_batches_that_the_loader_has_ready_are_a_series():
     (seen,) = run_ranks(queue_worker, 1)
@@ -171,6 +172,7 @@ def slow_worker(rank, world_size):
     return look().ranks[rank].steps
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_waiting_for_the_loader_is_the_data_phase():
     for steps in run_ranks(slow_worker, 2):
@@ -187,6 +189,7 @@ def failing_worker(rank, world_size, error):
     return look()
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("error", "said"),
@@ -214,6 +217,7 @@ def several_worker(rank, world_size):
     return [(job.state, job.global_step) for job in reversed(list_jobs())]
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_each_run_of_one_trainer_is_a_job_that_ends_well():
     for jobs in run_ranks(several_worker, 2):
@@ -231,6 +235,7 @@ def one_job_worker(rank, world_size):
     return look("one")
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_runs_under_one_id_are_one_job():
     for seen in run_ranks(one_job_worker, 2):
@@ -259,6 +264,7 @@ def tuned_worker(rank, world_size):
     return look().ranks[rank].steps, look().state, finder.second_s - finder.found_s
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_the_inner_fit_of_the_rate_finder_is_no_part_of_the_steps():
     for steps, state, first_s in run_ranks(tuned_worker, 2):
@@ -370,8 +376,8 @@ def norm_worker(rank, world_size, name, clip):
     }
 
 
+@pytest.mark.full
 @pytest.mark.ranks
-@pytest.mark.sample("bolt_zero2", "bolt_pipeline")
 @pytest.mark.parametrize("name", ["bolt_ddp", "bolt_zero2", "bolt_zero3_cpu", "bolt_pipeline"])
 def test_the_norm_by_which_gradients_are_clipped_is_a_metric(name):
     for asked, recorded in run_ranks(partial(norm_worker, name=name, clip=0.3), 2):
@@ -380,6 +386,7 @@ def test_the_norm_by_which_gradients_are_clipped_is_a_metric(name):
         assert max(recorded.values()) > 0.3
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_without_clipping_there_is_no_norm():
     for _, recorded in run_ranks(partial(norm_worker, name="bolt_ddp", clip=None), 2):

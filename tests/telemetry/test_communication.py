@@ -57,6 +57,7 @@ def ddp_worker(rank, world_size):
     return results
 
 
+@pytest.mark.sample("2")
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_ddp_reduces_its_parameters_once_a_synchronised_step(world_size):
     for results in run_ranks(ddp_worker, world_size):
@@ -95,6 +96,7 @@ def compression_worker(rank, world_size):
     return moved_halved, parameter_bytes(halved), moved_factored
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_compressed_gradients_count_as_they_travel(world_size):
     # Two weights of 128 x 128 become factors P and Q of 128 x 2 each; two biases of 128 stay.
@@ -172,6 +174,7 @@ def operators_worker(rank, world_size):
     return results
 
 
+@pytest.mark.sample("2")
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_each_operator_counts_its_full_side(world_size):
     part, whole = 80, 80 * world_size
@@ -271,6 +274,7 @@ def completion_worker(rank, world_size):
     return timed_steps(rank, world_size, "forward", reduce)
 
 
+@pytest.mark.full
 def test_completion_is_seen_and_waiting_for_a_late_peer_is_exposed():
     (punctual, (waits_s,)), (late, (late_s,)) = run_ranks(completion_worker, 2)
     for step in punctual:
@@ -306,6 +310,7 @@ def ahead_worker(rank, world_size):
     return timed_steps(rank, world_size, "backward", gather)[0]
 
 
+@pytest.mark.full
 def test_of_a_gather_ahead_only_the_wait_for_it_is_exposed():
     punctual, late = run_ranks(ahead_worker, 2)
     for step in (*punctual, *late):
@@ -361,6 +366,7 @@ def tail_worker(rank, world_size):
     return timed_steps(rank, world_size, "backward", pass_back)[0]
 
 
+@pytest.mark.full
 def test_the_exposed_part_of_a_backward_pass_is_the_wait_after_its_last_bucket():
     punctual, late = run_ranks(tail_worker, 2)
     for step in (*punctual, *late):
@@ -392,9 +398,10 @@ def installing_worker(rank, world_size):
     return totals(rank)[("world", "allreduce")]
 
 
+@pytest.mark.full
 def test_twenty_installs_and_removals_neither_hang_nor_count_between_them():
     size = parameter_bytes(build_plain())
-    for calls, payload_bytes in run_ranks(installing_worker, 2, timeout_s=50):
+    for calls, payload_bytes in run_ranks(installing_worker, 2):
         assert payload_bytes == 20 * (3 * size + 16)
         assert calls % 20 == 0
 
@@ -415,6 +422,7 @@ def two_counters_worker(rank, world_size):
     return totals(rank, "first")[key], totals(rank, "second")[key]
 
 
+@pytest.mark.full
 def test_two_counters_share_one_set_of_kernels():
     assert run_ranks(two_counters_worker, 2) == [((1, 16), (2, 32))] * 2
 

@@ -87,6 +87,7 @@ def train(folder, fill=""):
     )
 
 
+@pytest.mark.full
 def test_no_room_at_the_start_is_one_warning_and_leaves_no_file(small_disk):
     folder = small_disk(layout.FILE_BYTES)
     done = train(folder)

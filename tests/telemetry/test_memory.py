@@ -56,6 +56,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.sample("adamw")
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_fit_measures_to_the_byte_what_its_strategy_predicts(name):

@@ -176,6 +176,7 @@ def test_a_place_that_does_not_exist_turns_telemetry_off_and_does_not_raise(reco
     NullRecorder().offload("disk", "write", 1, 0.0)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.alone
 def test_counting_a_transfer_costs_microseconds(recorder):

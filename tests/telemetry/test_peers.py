@@ -69,6 +69,7 @@ def ring_worker(rank, world_size):
     return live, peers_of(rank)
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_what_goes_to_and_comes_from_each_peer_is_counted_to_the_byte(world_size):
@@ -152,6 +153,7 @@ def groups_worker(rank, world_size):
     return named, used
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_each_group_tells_its_members_and_how_far_this_rank_has_come():
     for rank, (named, used) in enumerate(run_ranks(groups_worker, 4)):

@@ -62,6 +62,7 @@ PAGE = 4096 * 8
 """What the blocks of a file round up to, all of them together."""
 
 
+@pytest.mark.sample("1")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_shards_are_measured_as_they_are_predicted_and_gathered_copies_are_gone(stage):
     for kinds, moved in run_ranks(fit_worker, 2, {"stage": stage}):
@@ -73,6 +74,7 @@ def test_shards_are_measured_as_they_are_predicted_and_gathered_copies_are_gone(
         assert moved == {}
 
 
+@pytest.mark.full
 def test_what_is_offloaded_to_the_host_is_measured_there():
     for kinds, _ in run_ranks(fit_worker, 2, {"stage": 3, "offload_optimizer": "cpu"}):
         measured, predicted = kinds["optimizer", "host"]
@@ -80,6 +82,7 @@ def test_what_is_offloaded_to_the_host_is_measured_there():
         assert predicted == 3 * SHARD
 
 
+@pytest.mark.full
 def test_what_is_on_disk_is_measured_there_and_written_in_every_step(tmp_path):
     options = {
         "stage": 3,

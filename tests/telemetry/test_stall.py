@@ -110,6 +110,7 @@ def max_time_worker(rank, world_size):
     return stopped, fit.global_step
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_max_time_is_why_a_run_was_stopped():
     (seen, global_step), *_ = run_ranks(max_time_worker, 2)
@@ -123,6 +124,7 @@ def full_worker(rank, world_size):
     return look()
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_a_run_that_does_all_its_steps_in_time_was_not_stopped():
     assert run_ranks(full_worker, 2)[0].stop_reason is None

@@ -208,6 +208,7 @@ def pipeline_worker(rank, world_size):
     return found
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_a_pipeline_tells_recomputation_apart():
     for (model, nothing), full, selective in run_ranks(pipeline_worker, 2):

@@ -60,7 +60,7 @@ def hosts(tmp_path: Path) -> Iterator[list[Host]]:
 
 
 def wait_for_ranks(host: Host, wanted: list[tuple], what: str) -> dict:
-    deadline = time.monotonic() + 75
+    deadline = time.monotonic() + 300
     while True:
         seen = host.top()
         found = [(rank["host"], rank["state"], rank["is_summary"]) for rank in seen["ranks"]]
@@ -71,7 +71,7 @@ def wait_for_ranks(host: Host, wanted: list[tuple], what: str) -> dict:
         time.sleep(0.3)
 
 
-@pytest.mark.timeout(170)
+@pytest.mark.full
 def test_each_host_shows_all_ranks_of_the_job(hosts: list[Host], tmp_path: Path) -> None:
     script, stop = tmp_path / "train.py", tmp_path / "stop"
     script.write_text(textwrap.dedent(SCRIPT))
@@ -92,7 +92,7 @@ def test_each_host_shows_all_ranks_of_the_job(hosts: list[Host], tmp_path: Path)
     assert not [event for event in seen["events"] if event["kind"] in {"warning", "error"}]
 
 
-@pytest.mark.timeout(170)
+@pytest.mark.full
 def test_a_host_that_loses_its_power_is_not_shown_as_running(
     hosts: list[Host], tmp_path: Path
 ) -> None:

@@ -98,6 +98,7 @@ def namespace():
         subprocess.run(["ip", "netns", "delete", name], check=True)
 
 
+@pytest.mark.full
 def test_the_counted_payload_is_what_the_kernel_moved_but_for_headers(namespace, tmp_path):
     inside = ["ip", "netns", "exec", namespace, sys.executable, "-c"]
     code = "import sys; from tests.telemetry.test_wire_bytes import run_rank; run_rank({}, {!r})"
@@ -112,7 +113,7 @@ def test_the_counted_payload_is_what_the_kernel_moved_but_for_headers(namespace,
         for rank in range(2)
     ]
     try:
-        said, _ = ranks[0].communicate(timeout=90)
+        said, _ = ranks[0].communicate(timeout=600)
     finally:
         for rank in ranks:
             rank.kill()

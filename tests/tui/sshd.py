@@ -71,8 +71,9 @@ class Sshd:
         (self.folder / "known_hosts").write_text(f"node {key}")
 
     def write_config(self, *, key: str = "user", host: str = "127.0.0.1", more: str = "") -> None:
-        """Write what the user has in ``~/.ssh/config``."""
-        self.config.write_text(
+        """Write what the user has in ``~/.ssh/config``, whole for an ssh that starts meanwhile."""
+        written = self.config.with_suffix(".new")
+        written.write_text(
             "Host node node1 node2\n"
             f"  HostName {host}\n"
             f"  Port {self.port}\n"
@@ -85,6 +86,7 @@ class Sshd:
             "  GlobalKnownHostsFile /dev/null\n"
             f"{more}"
         )
+        written.replace(self.config)
 
     def start(self) -> None:
         """Listen on a port that nobody else has taken meanwhile, and tell the user of it."""

@@ -21,7 +21,7 @@ def run_hook(command: str, alert: Alert, timeout_s: float = 30.0) -> str | None:
     return HookRun(command, alert).finish(timeout_s)
 
 
-def wait_for(is_so: Callable[[], object], timeout_s: float = 60.0) -> None:
+def wait_for(is_so: Callable[[], object], timeout_s: float = 300.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not is_so():
         assert time.monotonic() < deadline
@@ -104,7 +104,7 @@ def test_a_command_that_does_not_end_is_ended_with_all_that_it_started(tmp_path:
     wait_for((tmp_path / "pid").exists)
     begun = time.monotonic()
     assert run.finish(0.3) == "the command did not end within 0.3 s and was ended"
-    assert time.monotonic() - begun < 30
+    assert time.monotonic() - begun < 120
     pid = int((tmp_path / "pid").read_text())
     wait_for(lambda: not is_running(pid))
 
@@ -163,7 +163,7 @@ def test_closing_waits_a_while_and_then_ends_the_command(tmp_path: Path) -> None
     wait_for((tmp_path / "pid").exists)
     begun = time.monotonic()
     hook.close(wait_s=0.1)
-    assert time.monotonic() - begun < 30
+    assert time.monotonic() - begun < 120
     pid = int((tmp_path / "pid").read_text())
     wait_for(lambda: not is_running(pid))
     hook.send([ALERT])

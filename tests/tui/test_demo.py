@@ -307,7 +307,8 @@ def test_a_mesh_of_a_thousand_ranks_uses_all_axes() -> None:
     assert min(mesh_of(1024).values()) > 1
 
 
-@pytest.mark.parametrize(("world_size", "limit_s"), [(8, 0.010), (1024, 0.200)])
+@pytest.mark.sample("8-0.04")
+@pytest.mark.parametrize(("world_size", "limit_s"), [(8, 0.040), (1024, 0.800)])
 def test_a_read_is_cheap(world_size: int, limit_s: float) -> None:
     """By CPU time, with room for a slow host: 2 ms and 40 ms where it was measured."""
     moments = iter(range(100))

@@ -91,6 +91,7 @@ STATES: dict[str, Callable[[], State]] = {
 }
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize("name", STATES)
 @pytest.mark.parametrize("drawing", [*TABLES, *OTHERS])
 def test_every_drawing_fits_any_size_in_any_look(drawing: str, name: str) -> None:
@@ -139,6 +140,7 @@ def test_the_selected_row_is_marked(drawing: str) -> None:
     assert all("selected" not in {span.role for span in line.spans} for line in plain)
 
 
+@pytest.mark.full
 def test_a_thousand_ranks_stay_within_the_budget_of_a_viewer() -> None:
     """All of these figures and drawings together; a viewer has 150 ms a second for everything.
 

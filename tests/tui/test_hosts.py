@@ -177,7 +177,7 @@ BANNER = "*** Authorized use only ***\n\n"
         (255, "No ED25519 host key is known for node.\nHost key verification failed.",
          "the key of node is not known here", True),
         (255, "ssh: Could not resolve hostname node: Name or service not known",
-         "there is no host node", True),
+         "there is no host node", False),
         (255, "/home/me/.ssh/config: line 3: Bad configuration option: usr",
          "ssh does not start", True),
         (255, "ssh: connect to host node port 22: No route to host",

@@ -126,14 +126,14 @@ def test_a_browser_shows_the_page(tmp_path: Path) -> None:
     picture = tmp_path / "page.png"
     done = subprocess.run(
         [*command, f"--screenshot={picture}", page.as_uri()],
-        capture_output=True, text=True, timeout=120, check=False,
+        capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "CONSOLE" not in done.stderr, done.stderr  # nothing was forbidden, no script failed
     assert picture.stat().st_size > 50_000
     done = subprocess.run(
         [*command, "--dump-dom", page.as_uri()],
-        capture_output=True, text=True, timeout=120, check=False,
+        capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
     seen, written = _read(done.stdout).tags, _read(page.read_text(encoding="utf-8")).tags
     for tag, least in (("polyline", 5), ("svg", 5), ("tr", 40)):

@@ -65,6 +65,7 @@ def _strings(value: Any) -> list[str]:
     return []
 
 
+@pytest.mark.sample("size0")
 @pytest.mark.parametrize("size", [(60, 15), (120, 40), (200, 60)])
 async def test_hostile_text_is_shown_and_not_obeyed(size: tuple[int, int]) -> None:
     async with open_app(Observation(NOW, _hostile_job()), size=size) as pilot:
@@ -76,6 +77,7 @@ async def test_hostile_text_is_shown_and_not_obeyed(size: tuple[int, int]) -> No
             await look_again(pilot)
 
 
+@pytest.mark.sample("size0")
 @pytest.mark.parametrize("size", [(60, 15), (120, 40), (200, 60)])
 async def test_hostile_text_is_harmless_on_every_screen(size: tuple[int, int]) -> None:
     async with open_app(Observation(NOW, _hostile_job()), size=size) as pilot:

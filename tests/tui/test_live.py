@@ -31,7 +31,7 @@ def training(tmp_path: Path) -> Iterator[ForkedPython]:
 
 def _top(*options: str) -> str:
     command = [*BOLTMESH, "top", *options]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
 
 
 class Terminal:
@@ -45,7 +45,7 @@ class Terminal:
         fcntl.ioctl(self._file, termios.TIOCSWINSZ, struct.pack("HHHH", 35, 120, 0, 0))
         self.printed = b""
 
-    def read_until(self, text: str, *, timeout_s: float = 60.0) -> None:
+    def read_until(self, text: str, *, timeout_s: float = 300.0) -> None:
         deadline = time.monotonic() + timeout_s
         while text.encode() not in self.printed:
             assert time.monotonic() < deadline, f"no {text!r} on the screen: {self.printed!r}"

@@ -123,7 +123,7 @@ def watched(rank: int, world_size: int, schedule: str) -> tuple[list[Look], floa
     return looks.found, logged, sum(recorded) / len(recorded)
 
 
-@pytest.mark.sample("1f1b")
+@pytest.mark.full
 @pytest.mark.parametrize("schedule", STAGES_PER_RANK)
 def test_screens_json_and_log_have_the_ratio_of_the_chunks(schedule: str) -> None:
     (looks, logged, truth), *others = run_ranks(partial(watched, schedule=schedule), 2)

@@ -20,7 +20,7 @@ def _seen(world: int) -> Observation:
     return demo(mesh=mesh_of(world))
 
 
-@pytest.mark.each_choice
+@pytest.mark.sample("8-(60, 15)", "64-(80, 24)")
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("world", [8, 64, 1024])
 async def test_map_places_and_axes_have_their_room(world: int, size: tuple[int, int]) -> None:
@@ -40,6 +40,7 @@ async def test_map_places_and_axes_have_their_room(world: int, size: tuple[int, 
                 )
 
 
+@pytest.mark.sample("(60, 15)")
 @pytest.mark.parametrize("size", SIZES, ids=str)
 async def test_the_cursor_goes_to_a_rank_and_enter_shows_it(size: tuple[int, int]) -> None:
     async with open_app(_seen(8), size=size) as pilot:

@@ -269,7 +269,7 @@ def test_a_recording_cut_anywhere_plays_up_to_its_last_whole_frame(
     recorded: Path, tmp_path: Path, replay: Replay
 ) -> None:
     content, ends, path = recorded.read_bytes(), sizes_of(recorded), tmp_path / "cut.rec"
-    for size in (*range(ends[1], ends[4], 7), ends[2] - 1, ends[2], ends[2] + 1, ends[2] + 9):
+    for size in (*range(ends[1], ends[4], 31), ends[2] - 1, ends[2], ends[2] + 1, ends[2] + 9):
         path.write_bytes(content[:size])
         source = replay(path)
         whole = sum(end <= size for end in ends)
@@ -311,13 +311,14 @@ def test_frames_that_are_whole_and_make_no_sense_end_it_too(tmp_path: Path, repl
     assert source.read() == rewound(look(1))
 
 
-def test_no_content_of_a_frame_stops_the_viewer(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_cases", [150, pytest.param(1500, marks=pytest.mark.full)])
+def test_no_content_of_a_frame_stops_the_viewer(num_cases: int, tmp_path: Path) -> None:
     """Payloads are spoilt under a right checksum, so that scanner and decoder meet them."""
     choose, path, encoder = random.Random(7), tmp_path / "odd.rec", FrameEncoder()
     whole = [encoder.encode(look(second)) for second in range(4)]
     refused: list[str] = []
     num_cut = 0
-    for _ in range(1500):
+    for _ in range(num_cases):
         payloads = [bytearray(payload) for payload in whole]
         spoilt = choose.choice(payloads)
         for _ in range(choose.choice((1, 1, 2, 8))):
@@ -340,9 +341,9 @@ def test_no_content_of_a_frame_stops_the_viewer(tmp_path: Path) -> None:
             refused.append(str(error))
         finally:
             source.close()
-    assert len(refused) > 50
+    assert len(refused) > num_cases / 30
     assert all(message.count("\n") == 0 and str(path) in message for message in refused)
-    assert num_cut > 300
+    assert num_cut > num_cases / 5
 
 
 def test_an_error_among_the_frames_ends_it(tmp_path: Path, replay: Replay) -> None:

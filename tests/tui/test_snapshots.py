@@ -60,7 +60,7 @@ async def test_a_job_before_its_first_step(matches_snapshot: MatchesSnapshot) ->
         matches_snapshot("starting", "\n".join(texts))
 
 
-@pytest.mark.sample("overview", "pipeline", "config")
+@pytest.mark.sample("pipeline")
 @pytest.mark.parametrize("page", PAGES)
 async def test_the_help_pages(page: str, matches_snapshot: MatchesSnapshot) -> None:
     async with open_app(demo(), size=(80, 45)) as pilot:

@@ -112,10 +112,13 @@ def test_noise_without_end_is_no_login(sshd: Sshd, job: WrittenJob) -> None:
     assert "more than 1 MiB of other things" in refusal(Remote("node", "yes;"))
 
 
-def test_a_cut_connection_keeps_the_last_and_comes_back(sshd: Sshd, job: WrittenJob) -> None:
+@pytest.mark.parametrize("host", ["127.0.0.2", "nowhere.invalid"], ids=["refuses", "unknown"])
+def test_a_cut_connection_keeps_the_last_and_comes_back(
+    sshd: Sshd, job: WrittenJob, host: str
+) -> None:
     with attached() as source:
         source.read()
-        sshd.write_config(host="127.0.0.2")  # where nobody listens
+        sshd.write_config(host=host)
         sshd.cut()
         wait_for(lambda: step_seen(source) == -1, "the cut")
         with pytest.raises(TelemetryError, match=r"disconnected \d+ s, trying again: ") as told:

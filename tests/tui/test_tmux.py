@@ -27,7 +27,7 @@ class Tmux:
 
     def run(self, *arguments: str) -> str:
         done = subprocess.run(
-            [*self._base, *arguments], capture_output=True, text=True, check=True, timeout=20
+            [*self._base, *arguments], capture_output=True, text=True, check=True, timeout=120
         )
         return done.stdout
 

@@ -37,7 +37,7 @@ class Viewer:
     def run(self, *arguments: str) -> str:
         command = ["tmux", "-S", self._socket, *arguments]
         return subprocess.run(
-            command, capture_output=True, text=True, check=True, timeout=20
+            command, capture_output=True, text=True, check=True, timeout=120
         ).stdout
 
     def press(self, *keys: str) -> None:
@@ -49,7 +49,7 @@ class Viewer:
     def text(self) -> str:
         return self.run("capture-pane", "-p")
 
-    def see(self, *words: str, timeout_s: float = 60.0) -> str:
+    def see(self, *words: str, timeout_s: float = 300.0) -> str:
         """Wait until all of the words are on the screen; return the screen."""
         deadline = time.monotonic() + timeout_s
         while True:
@@ -101,6 +101,7 @@ def footprint(pid: int) -> tuple[int, ...]:
     return tuple(map(min, zip(*looks, strict=True)))
 
 
+@pytest.mark.full
 def test_two_viewers_come_and_go_and_the_job_does_not_notice(
     training: ForkedPython, tmp_path: Path, viewers: list[Viewer]
 ) -> None:
@@ -156,6 +157,7 @@ def test_a_killed_rank_is_named_on_the_screen(
     viewers[0].see("▐7 Events▌", "SIGKILL")
 
 
+@pytest.mark.full
 def test_an_interrupted_run_is_shown_as_ended_with_its_checkpoint(
     training: ForkedPython, tmp_path: Path, viewers: list[Viewer]
 ) -> None:

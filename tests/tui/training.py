@@ -15,7 +15,7 @@ TINY = Path(__file__).parents[1] / "support" / "tiny.yaml"
 BOLTMESH = [sys.executable, "-m", "boltmesh"]
 
 
-def wait_for(condition: Callable[[], bool], what: str, *, timeout_s: float = 60.0) -> None:
+def wait_for(condition: Callable[[], bool], what: str, *, timeout_s: float = 300.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"waited {timeout_s:.0f} s for {what}"

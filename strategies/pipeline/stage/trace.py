@@ -4,8 +4,6 @@
 pass. ``place_of`` says which line of the user's code is running, for messages.
 """
 
-import contextlib
-import inspect
 import os
 import traceback
 from collections.abc import Hashable, Iterable, Sequence, Set
@@ -20,25 +18,16 @@ from torch.nn import Module
 
 from boltmesh.errors import ConfigError
 from boltmesh.strategies.pytree import Build, tensors_in
+from boltmesh.strategies.source_line import OF_TORCH, line_outside
 from boltmesh.strategies.torch_compat.tensors import FakeTensorMode, is_fake, make_fake, storage_key
 
-MACHINERY = (
-    os.path.dirname(torch.__file__) + os.sep,
-    os.path.dirname(os.path.abspath(__file__)) + os.sep,
-    contextlib.__file__,
-)
+MACHINERY = (*OF_TORCH, os.path.dirname(os.path.abspath(__file__)) + os.sep)
 """Where files lie of which no line belongs to a step."""
 
 
 def line_of_step() -> str:
     """Return the file and line outside of torch and of this package that is running now."""
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_back is not None:
-        file = frame.f_code.co_filename
-        if not file.startswith(MACHINERY):
-            break
-        frame = frame.f_back
-    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    return line_outside(MACHINERY)
 
 
 def place_of(error: BaseException) -> str:

@@ -228,6 +228,7 @@ def test_records_of_more_than_a_buffer_are_checked(tmp_path: Path) -> None:
         data[at] ^= 128
 
 
+@pytest.mark.full
 @pytest.mark.alone
 def test_a_file_is_checked_as_fast_as_checksums_are_made(tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"

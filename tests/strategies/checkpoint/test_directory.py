@@ -84,7 +84,7 @@ def assert_equal(one: Any, other: Any, where: str = "") -> None:
         assert one == other, where
 
 
-@pytest.mark.sample("2", "4")
+@pytest.mark.sample("2")
 @pytest.mark.ranks
 @pytest.mark.parametrize("writers", [1, 2, 4])
 def test_any_number_of_ranks_loads_what_any_other_has_saved(tmp_path: Path, writers: int) -> None:
@@ -97,6 +97,7 @@ def test_any_number_of_ranks_loads_what_any_other_has_saved(tmp_path: Path, writ
     assert_equal(run_ranks(load_whole, 1, tmp_path)[0], saved)
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_groups_that_hold_the_same_shards_write_them_once(tmp_path: Path) -> None:
     run_ranks(save, 2, tmp_path / "two")
@@ -117,6 +118,7 @@ def save_in_small_pieces(rank: int, world_size: int, folder: Path) -> dict[str, 
     return save(rank, world_size, folder)
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_large_shards_are_written_in_pieces_and_read_in_part(tmp_path: Path) -> None:
     saved = run_ranks(save_in_small_pieces, 2, tmp_path)[0]
@@ -142,6 +144,7 @@ def test_plain_torch_reads_what_is_written(tmp_path: Path) -> None:
     assert_equal(read["optimizer_0"]["state"], saved["optimizer"]["state"])
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_tied_weights_are_stored_once(tmp_path: Path) -> None:
     run_ranks(save, 2, tmp_path)
@@ -205,6 +208,7 @@ def test_a_changed_bit_is_found_where_it_is(directory: Path) -> None:
         flip(directory / name, (directory / name).stat().st_size // 2)
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_a_shard_of_another_save_is_refused_though_it_has_the_same_length(
     tmp_path: Path, directory: Path
@@ -222,6 +226,7 @@ def test_a_shard_of_another_save_is_refused_though_it_has_the_same_length(
         assert "__1_0.distcp was damaged after it was written, or is of another save" in said
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_pipes_links_and_names_outside_of_the_folder_are_refused_at_once(
     tmp_path: Path, directory: Path
@@ -285,6 +290,7 @@ def save_shard_in_callback(rank: int, world_size: int, folder: Path) -> None:
     save_directory(state, folder / "a.ckpt")
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_a_shard_outside_of_model_and_optimizer_is_refused_by_its_place(tmp_path: Path) -> None:
     with pytest.raises(RankFailure, match=r"checkpoint\['callbacks'\]\['ema'\]\[0\] is a shard"):

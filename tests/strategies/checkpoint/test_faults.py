@@ -60,12 +60,7 @@ def save_and_die(rank: int, world_size: int, folder: Path, where: str) -> None:
     save(folder, 2)
 
 
-@pytest.mark.sample(
-    "rank 1 in its shards-1",
-    "before the manifest-1",
-    "between two names-1",
-    "before the old one is deleted-2",
-)
+@pytest.mark.sample("rank 1 in its shards-1", "between two names-1")
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("where", "step"),
@@ -116,6 +111,7 @@ def save_with_limit(rank: int, world_size: int, folder: Path) -> str:
     return str(caught.value)
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_a_rank_that_cannot_write_ends_the_save_on_all_ranks(tmp_path: Path) -> None:
     said = run_ranks(save_with_limit, 2, tmp_path)
@@ -161,6 +157,7 @@ def save_on_full_disk(rank: int, world_size: int, folder: Path) -> str:
     return str(caught.value)
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_a_disk_that_is_full_at_the_very_end_leaves_the_old_checkpoint(tmp_path: Path) -> None:
     for each in run_ranks(save_on_full_disk, 2, tmp_path):

@@ -153,6 +153,7 @@ def listings_fail(rank: int, world_size: int, store: Path) -> None:
         is_directory(ADDRESS)
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 @pytest.mark.filterwarnings("ignore:.*files of the checkpoint .* not be deleted")
 def test_a_listing_that_fails_is_not_taken_for_an_empty_store(tmp_path: Path) -> None:
@@ -166,6 +167,7 @@ def save_apart(rank: int, world_size: int, folder: Path) -> str:
     return str(caught.value)
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_ranks_that_see_different_stores_are_told_before_they_write(tmp_path: Path) -> None:
     for said in run_ranks(save_apart, 2, tmp_path):
@@ -200,6 +202,7 @@ def take_a_file_s_name(rank: int, world_size: int, store: Path) -> None:
     assert find_fault(ADDRESS) == f"__0_0.distcp has {len(data) - 1} bytes instead of {len(data)}"
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_what_is_no_complete_directory_is_told(tmp_path: Path) -> None:
     run_ranks(take_a_file_s_name, 1, tmp_path / "store")

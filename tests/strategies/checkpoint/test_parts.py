@@ -133,6 +133,7 @@ def shards_of_parts(rank: int, world_size: int, folder: Path) -> list[str]:
     return wrong
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_parts_that_are_sharded_again_are_stored_by_both(tmp_path: Path) -> None:
     assert [each for rank in run_ranks(shards_of_parts, 4, tmp_path) for each in rank] == []
@@ -141,6 +142,7 @@ def test_parts_that_are_sharded_again_are_stored_by_both(tmp_path: Path) -> None
         assert torch.equal(state[name].load(), value), name
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_large_parts_are_written_in_pieces(tmp_path: Path) -> None:
     run_ranks(save_in_small_pieces, 2, tmp_path)

@@ -146,6 +146,7 @@ def in_memory(rank: int, world_size: int, folder: Path) -> None:
         export(plain, "memory://given/c.ckpt", counted=lambda _: lambda _: None, **options)
 
 
+@pytest.mark.full
 def test_directories_in_memory_do_all_that_those_on_a_disk_do(tmp_path: Path) -> None:
     run_ranks(in_memory, 1, tmp_path)
 
@@ -232,6 +233,7 @@ def save_apart(rank: int, world_size: int, folder: Path) -> list[str]:
     return said
 
 
+@pytest.mark.full
 def test_folders_that_ranks_do_not_share_are_refused_before_the_first_step(tmp_path: Path) -> None:
     for callback, host, saved, loaded in run_ranks(save_apart, 2, tmp_path):
         assert callback.startswith("ModelCheckpoint saves to memory://apart, where all ranks write")

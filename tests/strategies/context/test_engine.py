@@ -58,21 +58,24 @@ def test_models_are_those_of_one_process(balance: str) -> None:
 def test_more_models_are_those_of_one_process(size: int) -> None:
     names = ["qwen2", "gemma3", "gpt2", "vit", "bert", "llama-eager", "mistral-eager", "gpt2-eager",
              "llama-padded", "llama-left"]  # fmt: skip
-    for each in run_ranks(run_models, size, names, {}, timeout_s=200):
+    for each in run_ranks(run_models, size, names, {}):
         assert far(each, by=2e-6) == {}
 
 
+@pytest.mark.full
 def test_in_double_precision_differences_are_roundings() -> None:
     names = ["gpt", "mixer", "pooled"]
     for each in run_ranks(run_models, 2, names, {"double": True, "steps": 1}):
         assert far(each, by=1e-14) == {}
 
 
+@pytest.mark.full
 def test_there_may_be_fewer_positions_than_ranks() -> None:
     for each in run_ranks(run_models, 3, ["gpt", "llama"], {"length": 2, "steps": 1}):
         assert far(each, by=2e-6) == {}
 
 
+@pytest.mark.sample("ring")
 @pytest.mark.parametrize("way", ["heads", "ring"])
 def test_attention_by_heads_and_by_a_ring_is_that_of_one_process(way: str) -> None:
     names = ["llama", "mistral", "bert-padded"]
@@ -83,6 +86,7 @@ def test_attention_by_heads_and_by_a_ring_is_that_of_one_process(way: str) -> No
         assert "keys" not in purposes
 
 
+@pytest.mark.full
 def test_keys_of_some_heads_at_a_time_are_fetched_again_in_the_backward_pass() -> None:
     names = ["llama", "bert-padded"]
     options = {"attention": "keys", "steps": 1, "max_gather_bytes": 4000}  # of one head: 3,328
@@ -98,6 +102,7 @@ def test_keys_of_some_heads_at_a_time_are_fetched_again_in_the_backward_pass() -
             assert sent["keys (backward)"] == once["keys (backward)"]
 
 
+@pytest.mark.full
 def test_tiles_of_modules_in_which_no_position_meets_another_are_those_of_one_process() -> None:
     for each in run_ranks(run_models, 2, ["gpt", "llama"], {"tile": 3, "steps": 1}):
         assert far(each, by=2e-6) == {}
@@ -124,6 +129,7 @@ def run_transposes(rank: int, size: int) -> dict[str, Any]:
     return {"": compare_model(Transposes(), [{"input_ids": torch.randint(9, (2, 7))}])}
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:The use of `x.T` on tensors of dimension other than 2")
 def test_transposed_tensors_are_those_of_one_process() -> None:
     for each in run_ranks(run_transposes, 2):
@@ -298,6 +304,7 @@ def check_exchange(rank: int, size: int, length: int, balance: Any) -> dict[str,
     return found
 
 
+@pytest.mark.sample("2")
 @pytest.mark.parametrize("size", [2, 3])
 def test_exchanges_and_their_adjoints_are_exact_to_the_byte(size: int) -> None:
     for length, balance in ((29, "contiguous"), (16, "zigzag"), (2, "contiguous")):

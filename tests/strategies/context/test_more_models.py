@@ -130,6 +130,7 @@ def test_models_without_a_rule_are_those_of_one_process(names: list[str]) -> Non
             assert found["gradient"] < 1e-6, name
 
 
+@pytest.mark.full
 def test_recurrences_that_are_written_position_by_position_run_by_channels() -> None:
     for each in run_ranks(run_models, 2, ["mamba"]):
         found = each["mamba"]
@@ -177,7 +178,7 @@ def run_flexible(rank: int, size: int, balance: str) -> dict[str, Any]:
     return compare_model(Flexible(), [texts(50, documents=documents)], balance=balance)
 
 
-@pytest.mark.sample("contiguous")
+@pytest.mark.full
 @pytest.mark.parametrize("balance", ["contiguous", "documents"])
 def test_flex_attention_by_rows_of_its_mask_is_that_of_one_process(balance: str) -> None:
     first, second = run_ranks(run_flexible, 2, balance)
@@ -190,7 +191,7 @@ def test_flex_attention_by_rows_of_its_mask_is_that_of_one_process(balance: str)
         assert second["sent"]["keys"] == 7 * row
 
 
-@pytest.mark.sample("3")
+@pytest.mark.full
 @pytest.mark.parametrize("size", [2, 3])
 def test_packed_documents_balanced_by_their_work_are_those_of_one_process(size: int) -> None:
     for each in run_ranks(run_packed, size):

@@ -99,6 +99,7 @@ def train(rank: int, world_size: int) -> dict[str, Tensor]:
     return model.found
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_units_of_abstract_and_generic_classes_train_as_in_one_process() -> None:
     (alone,) = run_ranks(train, 1)

@@ -132,7 +132,7 @@ def fit(rank: int, world_size: int, kind: type[LightningModule], options: Any) -
     return whole_parameters(module)
 
 
-@pytest.mark.sample("Penalised", "CalledTwice", "ByHand", "Checkpointed")
+@pytest.mark.full
 @pytest.mark.parametrize("kind", [Penalised, Attacked, CalledTwice, ByHand, Forced, Checkpointed])
 def test_it_trains_as_in_one_process(kind: type[LightningModule]) -> None:
     (wanted,) = run_ranks(fit, 1, kind, None)
@@ -175,6 +175,7 @@ def gathered_blocks(rank: int, world_size: int) -> list[int]:
     return module.gathered
 
 
+@pytest.mark.full
 def test_frozen_blocks_with_backward_passes_of_their_own_are_freed_after_them() -> None:
     for counts in run_ranks(gathered_blocks, 2):
         assert counts == [0, 0]

@@ -20,9 +20,9 @@ from boltmesh.strategies.data_parallel.order_check import OrderCheck
 from tests.support.ranks import RankFailure
 from tests.support.ranks import run_ranks as run_ranks_within
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.ranks]
 
-run_ranks = partial(run_ranks_within, timeout_s=240.0, grace_s=60.0)
+run_ranks = partial(run_ranks_within, grace_s=60.0)
 """With time for a machine that does much else: each rank has to come to what it says."""
 
 PATIENCE_S = 0.4
@@ -142,6 +142,7 @@ CASES = {
 }
 
 
+@pytest.mark.sample("skipped")
 @pytest.mark.parametrize("case", CASES)
 def test_in_the_first_step_every_rank_names_both(case):
     mine, other, *words = CASES[case]
@@ -151,7 +152,7 @@ def test_in_the_first_step_every_rank_names_both(case):
             assert word in said
 
 
-@pytest.mark.sample("last skipped")
+@pytest.mark.full
 @pytest.mark.parametrize("case", ["skipped", "last skipped"])
 def test_in_a_later_step_who_leaves_the_common_route_names_both(case):
     mine, other, *words = CASES[case]
@@ -188,6 +189,7 @@ def leaving_worker(rank, world_size, folder, leaves):
 PARTED = "rank 1 called all_gather of 'layers.2' while rank 0 called all_gather of 'layers.1'"
 
 
+@pytest.mark.full
 def test_who_stays_says_the_same_when_its_peer_is_gone(tmp_path):
     with pytest.raises(RankFailure, match="rank 0: died with exit code 3"):
         run_ranks(leaving_worker, 2, str(tmp_path), True)
@@ -212,6 +214,7 @@ def test_of_four_ranks_the_odd_one_is_named():
     assert f"{wanted}'layers.1'" in later
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stage", [1, 2])
 def test_where_parameters_stay_gathered_the_reductions_tell(stage):
     for said in run_ranks(parting_worker, 2, 0, ((0, 1, 2), (0, 2)), stage, False):
@@ -219,6 +222,7 @@ def test_where_parameters_stay_gathered_the_reductions_tell(stage):
         assert "'layers.1'" in said or "'layers.2'" in said
 
 
+@pytest.mark.full
 def test_gathers_ahead_of_their_use_are_compared_where_they_happen():
     for said in run_ranks(parting_worker, 2, 0, ((0, 1, 2), (0, 2, 1)), 3, True):
         assert "DivergenceError" in said
@@ -245,6 +249,7 @@ class Chooser(nn.Module):
         return self.block(x, which)
 
 
+@pytest.mark.full
 def test_parts_of_one_unit_are_told_apart_though_their_gradients_have_one_size():
     for said in run_ranks(experts_worker, 2, [(0, 0), (1, 1), (0, 1)]):
         assert (
@@ -324,10 +329,12 @@ def restarted_worker(rank, world_size):
     job.guard.stop()
 
 
+@pytest.mark.full
 def test_a_run_after_one_that_failed_begins_at_one_place():
     run_ranks(restarted_worker, 2)
 
 
+@pytest.mark.full
 def test_what_all_ranks_do_is_free_once_it_repeats():
     for counts in run_ranks(healthy_worker, 2):
         # A batch begins; root and three layers are gathered, and two of those for the backward
@@ -363,6 +370,7 @@ def ahead_worker(rank, world_size):
     return job.error_of(run)
 
 
+@pytest.mark.full
 def test_one_event_at_two_places_is_no_agreement():
     for said in run_ranks(ahead_worker, 2):
         assert "DivergenceError" in said
@@ -379,6 +387,7 @@ def notes_worker(rank, world_size):
     return job.error_of(run)
 
 
+@pytest.mark.full
 def test_other_collectives_can_be_noted_by_name():
     for said in run_ranks(notes_worker, 2):
         assert "rank 1 called all_gather of 'table', tile 5 while rank 0 " in said
@@ -404,6 +413,7 @@ def ended_worker(rank, world_size):
     return verdict
 
 
+@pytest.mark.full
 def test_a_rank_that_has_ended_its_run_is_named_by_who_waits_for_it():
     verdict = run_ranks(ended_worker, 2)[0]
     assert "rank 1 ended its run while rank 0 began a training batch" in verdict
@@ -422,8 +432,9 @@ def slow_then_other_worker(rank, world_size):
     return job.error_of(run)
 
 
+@pytest.mark.full
 def test_a_mismatch_is_explained_after_an_agreement_that_was_slow():
-    _, said = run_ranks(slow_then_other_worker, 2, timeout_s=90.0)
+    _, said = run_ranks(slow_then_other_worker, 2)
     assert said.startswith("DivergenceError: ")
     assert PARTED in said
 
@@ -443,6 +454,7 @@ def cost_worker(rank, world_size):
     return seconds / 20_000
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.alone
 def test_a_known_gather_costs_microseconds():

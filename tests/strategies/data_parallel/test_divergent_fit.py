@@ -17,9 +17,9 @@ from boltmesh.telemetry.reader.reader import open_job
 from tests.support.ranks import RankFailure
 from tests.support.ranks import run_ranks as run_ranks_within
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.ranks]
 
-run_ranks = partial(run_ranks_within, timeout_s=240.0, grace_s=60.0)
+run_ranks = partial(run_ranks_within, grace_s=60.0)
 """With time for a machine that does much else: each rank has to come to what it says."""
 
 NUM_BATCHES = 6
@@ -79,6 +79,7 @@ def fit_worker(rank, world_size, folder, stage, leaves_at, where, together, **op
     os._exit(3)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("stage", "leaves_at", "where"),
     [
@@ -100,7 +101,7 @@ def test_a_fit_ends_with_rank_and_module_named(tmp_path, stage, leaves_at, where
     assert "DivergenceError" in (tmp_path / "1").read_text()
 
 
-@pytest.mark.sample("training-3", "validation-1", "validation-2")
+@pytest.mark.full
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("where", ["training", "validation"])
 def test_layers_that_all_ranks_leave_out_are_nobodys_error(tmp_path, stage, where):
@@ -113,6 +114,7 @@ def tiled_worker(rank, world_size, folder):
     fit_worker(rank, world_size, folder, 3, 2, "training", False, tile_linear_bytes=4096)
 
 
+@pytest.mark.full
 def test_a_layer_in_tiles_is_named_too(tmp_path):
     with pytest.raises(RankFailure, match="died with exit code 3"):
         run_ranks(tiled_worker, 2, str(tmp_path))

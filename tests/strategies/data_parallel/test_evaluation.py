@@ -82,6 +82,7 @@ def predict(rank: int, world_size: int, stage: int, count: int) -> None:
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("world_size", "count"), [(2, 9), (4, 21)])
 def test_prediction_ends_on_ranks_that_have_fewer_batches(world_size: int, count: int) -> None:
     run_ranks(in_turn, world_size, predict, [(stage, count) for stage in (1, 2, 3)])
@@ -103,6 +104,7 @@ def validate(rank: int, world_size: int, counts: list[int], limit: float) -> flo
     return float(mean)
 
 
+@pytest.mark.full
 def test_loaders_without_a_length_may_end_at_different_times() -> None:
     uneven = [([7, 2], 1.0), ([1, 6], 1.0), ([9, 4], 3), ([4, 4], 1.0), ([0, 3], 1.0)]
     first, second = run_ranks(in_turn, 2, validate, uneven)
@@ -124,6 +126,7 @@ def validate_at_will(rank: int, world_size: int) -> int:
     return 1
 
 
+@pytest.mark.full
 def test_a_step_that_draws_its_own_batches_may_run_out() -> None:
     assert run_ranks(validate_at_will, 2) == [1, 1]
 
@@ -141,6 +144,7 @@ def validate_while_training(rank: int, world_size: int, stage: int) -> list[floa
     return losses
 
 
+@pytest.mark.full
 def test_uneven_validation_between_steps_changes_nothing() -> None:
     run_ranks(in_turn, 2, validate_while_training, [(1,), (3,)])
 
@@ -150,6 +154,7 @@ def predict_almost_nothing(rank: int, world_size: int) -> None:
     trainer(world_size, use_distributed_sampler=False).predict(model(), data)
 
 
+@pytest.mark.full
 def test_a_rank_without_any_batch_is_named_on_every_rank() -> None:
     with pytest.raises(RankFailure) as failure:
         run_ranks(predict_almost_nothing, 2, grace_s=30)

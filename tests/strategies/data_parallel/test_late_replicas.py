@@ -55,6 +55,7 @@ def averaged(rank: int, world_size: int) -> tuple[list[Tensor], list[bool], str]
     return made, is_used, str(caught.value)
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_ranks_average_what_any_of_them_has() -> None:
     expected = [torch.stack(each).mean(0) for each in zip(gradients(0), gradients(1), strict=True)]

@@ -93,6 +93,14 @@ class ReadsGradients(Raw):
         self.losses += [loss.item(), len(first)] * 2
 
 
+class ReadsScalar(ReadsGradients):
+    """The same with a parameter without dimensions, such as a temperature."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = torch.nn.Parameter(torch.tensor(1.5))
+
+
 def fit(rank: int, world_size: int, kind: type[Raw], stage: int, offload: Any) -> Any:
     seed_everything(1)
     module = kind()
@@ -141,6 +149,7 @@ def warned(rank: int, world_size: int, kind: type[Raw]) -> int:
     return sum("no gradients and train apart" in str(each.message) for each in found)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("kind", "times"), [(Apart, 1), (Averaged, 0)])
 def test_a_backward_pass_that_replicas_do_not_see_is_warned_of(kind: type[Raw], times: int) -> None:
     assert run_ranks(warned, 2, kind) == [times, 0]
@@ -162,19 +171,21 @@ def refusal(rank: int, world_size: int, stage: int) -> str:
     return str(caught.value)
 
 
+@pytest.mark.full
 def test_parameters_in_the_places_of_sharded_ones_are_refused() -> None:
     for texts in run_ranks(in_turn, 2, refusal, [(1,), (3,)]):
         for text in texts:
             assert text.startswith("'blocks.1.norm.weight' was replaced by another tensor")
 
 
-@pytest.mark.parametrize("kind", [Raw, Temperature, Scalar, ReadsGradients])
+@pytest.mark.sample("Raw", "ReadsScalar")
+@pytest.mark.parametrize("kind", [Raw, Temperature, Scalar, ReadsGradients, ReadsScalar])
 def test_a_step_is_seen_by_what_follows_it(kind: type[Raw]) -> None:
     ((losses, expected),) = run_ranks(fit, 1, kind, 0, None)
     assert len(losses) == 12
     assert len(set(losses)) > 3, "a step changes something"
     calls: list[tuple[Any, ...]] = [(kind, 1, None), (kind, 2, None), (kind, 3, None)]
-    if kind is not Scalar:  # which is not offloaded
+    if kind not in {Scalar, ReadsScalar}:
         calls.append((kind, 3, "cpu"))
     for runs in run_ranks(in_turn, 2, fit, calls):
         for seen, found in runs:

@@ -164,13 +164,12 @@ def fit(rank: int, world_size: int) -> list[str]:
     """Return what each model is refused with, in one process."""
     said = []
     models = [
-        Lazy(), Sparse(), Quasi(), Stack(), Factored(), Stack(has_scalar=True), Orthogonal(),
+        Lazy(), Sparse(), Quasi(), Stack(), Factored(), Orthogonal(),
         Preconditioned(), Elementwise(), Shortened(), Told(),
     ]  # fmt: skip
     for number, model in enumerate(models):
         blocks = ["layers.*"] if number == 3 else None
-        offload: Any = "cpu" if number == 5 else None
-        strategy = ZeROStrategy(telemetry=False, blocks=blocks, offload_optimizer=offload)
+        strategy = ZeROStrategy(telemetry=False, blocks=blocks)
         trainer = Trainer(
             accelerator="cpu", devices=1, strategy=strategy, max_steps=1, logger=False,
             enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
@@ -196,16 +195,15 @@ def fit(rank: int, world_size: int) -> list[str]:
 @pytest.mark.ranks
 def test_models_and_optimizers_that_cannot_be_sharded_are_refused_by_name() -> None:
     (said,) = run_ranks(fit, 1)
-    assert len(said) == 8
+    assert len(said) == 7
     assert "'head.weight' of Lazy has no shape yet" in said[0]
     assert "'embedding' of Sparse makes sparse gradients" in said[1]
     assert "LBFGS takes products of whole gradients" in said[2]
     assert "blocks='layers.*' matches no module of Stack. Did you mean 'blocks.*'?" in said[3]
     assert "Use bolt_ddp, or an optimizer that works on each element by itself" in said[2]
-    assert "'temperature' of Stack is a scalar, and offloaded state is kept by rows." in said[4]
-    assert "'embedding' of Shortened has max_norm=1.0, and would shorten" in said[5]
-    assert "'head.weight' of Told has a post-accumulate-grad hook" in said[6]
-    assert "'embedding.weight' of Stack is sharded already, by another strategy." in said[7]
+    assert "'embedding' of Shortened has max_norm=1.0, and would shorten" in said[4]
+    assert "'head.weight' of Told has a post-accumulate-grad hook" in said[5]
+    assert "'embedding.weight' of Stack is sharded already, by another strategy." in said[6]
 
 
 class Bypassed(Stack):
@@ -242,6 +240,7 @@ def fit_wrongly(
     trainer.fit(kind(**options), token_data(8, 2))
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_a_layer_that_runs_without_its_block_is_explained() -> None:
     said = r"'blocks\.0\.up\.weight'.* was computed with while it was a shard: its module ran"
@@ -249,6 +248,7 @@ def test_a_layer_that_runs_without_its_block_is_explained() -> None:
         run_ranks(fit_wrongly, 2, Bypassed, {}, None)
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 @pytest.mark.parametrize("kind", [Decayed, Projected])
 def test_a_weight_in_tiles_that_is_read_directly_is_named(kind: type[Stack]) -> None:
@@ -264,6 +264,7 @@ class CopiesItself(Stack):
         copy.deepcopy(self.blocks[0])
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_a_copy_of_a_sharded_module_is_refused_with_where_to_make_it() -> None:
     with pytest.raises(RankFailure, match=r"called for Block .*Copy it before the run, in "):

@@ -36,21 +36,32 @@ def fit_scalars(rank: int, world_size: int, folder: Any) -> Any:
 
 
 def resume_with_scalar(rank: int, world_size: int, folder: Any) -> Any:
-    """Save in the middle of a run, and go on from there in another stage."""
+    """Save in the middle of a run, and go on from there in another stage and offloaded."""
     found = []
 
     class Saves(Callback):
+        def __init__(self, path: Any, batch: int) -> None:
+            self.path, self.batch = path, batch
+
         def on_train_batch_end(
             self, trainer: Any, module: Any, out: Any, batch: Any, at: int
         ) -> None:
-            if at == 1:
-                trainer.save_checkpoint(folder / "saved")
+            if at == self.batch:
+                trainer.save_checkpoint(self.path)
 
-    for stage, path, callbacks in ((3, None, [Saves()]), (2, folder / "saved", [])):
+    offload = {"offload_optimizer": "cpu"}
+    runs: list[Any] = [
+        (3, {}, None, "plain"),
+        (2, {}, "plain", None),
+        (3, {**offload, "offload_parameters": "cpu"}, "plain", "offloaded"),
+        (1, offload, "offloaded", None),
+    ]
+    for stage, options, path, saved in runs:
         seed_everything(1)
         module = Unfused(has_scalar=True)
-        run = trainer(world_size, stage, max_steps=4, callbacks=callbacks)
-        run.fit(module, token_data(16, 2), ckpt_path=path)
+        callbacks = [Saves(folder / saved, 2 if path else 1)] if saved else []
+        run = trainer(world_size, stage, options=options, max_steps=4, callbacks=callbacks)
+        run.fit(module, token_data(16, 2), ckpt_path=path and folder / path)
         found.append(whole_parameters(module))
     return found
 
@@ -62,11 +73,15 @@ class Unfused(Stack):
         return torch.optim.AdamW(self.parameters(), lr=0.01, foreach=False, fused=False)
 
 
+@pytest.mark.full
 def test_a_run_with_a_scalar_goes_on_from_a_checkpoint(tmp_path: Any) -> None:
-    for at_once, resumed in run_ranks(resume_with_scalar, 2, tmp_path):
-        torch.testing.assert_close(resumed, at_once, rtol=1e-5, atol=1e-6)
+    for at_once, *resumed in run_ranks(resume_with_scalar, 2, tmp_path):
+        assert len(resumed) == 3
+        for each in resumed:
+            torch.testing.assert_close(each, at_once, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.full
 def test_a_scalar_is_saved_in_the_middle_of_a_window_and_loaded(tmp_path: Any) -> None:
     for saved, loaded in run_ranks(fit_scalars, 2, tmp_path):
         assert saved == loaded != 1.5

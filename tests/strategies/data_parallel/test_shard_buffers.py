@@ -71,6 +71,7 @@ def fit_with_statistics(rank: int, world_size: int, stage: int) -> list[Tensor]:
     return module.seen
 
 
+@pytest.mark.full
 def test_ranks_evaluate_with_the_running_statistics_of_the_first() -> None:
     first, second = run_ranks(fit_with_statistics, 2, 3)
     assert len(first) == 3

@@ -87,6 +87,7 @@ def timeouts_of_groups(rank: int, world_size: int) -> list[float]:
     return found
 
 
+@pytest.mark.full
 def test_groups_that_are_made_later_have_the_timeout_that_was_asked() -> None:
     assert run_ranks(timeouts_of_groups, 2) == [[77.0] * 3] * 2
 
@@ -131,6 +132,7 @@ def fit_alternating(rank: int, world_size: int, stage: int) -> Any:
     return module.gradients, module.kinds
 
 
+@pytest.mark.full
 def test_a_unit_that_rests_in_the_last_batch_keeps_its_gradient_in_every_copy() -> None:
     for stages in run_ranks(in_turn, 2, fit_alternating, STAGES):
         for gradients, kinds in stages:
@@ -156,6 +158,7 @@ def waits_of_a_step(rank: int, world_size: int) -> list[int]:
     return [in_forward, len(found) - in_forward]
 
 
+@pytest.mark.full
 def test_a_device_waits_for_each_gather_and_at_the_end_for_the_reductions() -> None:
     # The root stays gathered; a unit that is behind the others has its reduction waited for.
     assert run_ranks(waits_of_a_step, 2) == [[2, 1 + 2]] * 2

@@ -68,6 +68,7 @@ def fit_with_different_beginnings(rank: int, world_size: int, stage: int) -> Any
     return first, seen, module.told.tolist()  # type: ignore[operator]
 
 
+@pytest.mark.full
 def test_every_rank_begins_with_the_first_ranks_model() -> None:
     ranks = run_ranks(fit_with_different_beginnings, 2, 3)
     beginning = ranks[0][0]
@@ -104,6 +105,7 @@ def fit_both(rank: int, world_size: int, stage: int, other: type[Stack]) -> list
     return found
 
 
+@pytest.mark.full
 def test_samples_in_inference_mode_change_nothing() -> None:
     for stages in run_ranks(in_turn, 2, fit_both, [(*each, Samples) for each in STAGES]):
         for plain, sampled in stages:
@@ -121,6 +123,7 @@ class Turned(Stack):
             assert not each.weight.is_contiguous()
 
 
+@pytest.mark.full
 def test_weights_may_lie_in_memory_as_they_like() -> None:
     for stages in run_ranks(in_turn, 2, fit_both, [(*each, Turned) for each in STAGES]):
         for plain, turned in stages:
@@ -140,6 +143,7 @@ def validate_at_every_step(rank: int, world_size: int, stage: int) -> list[float
     return losses
 
 
+@pytest.mark.full
 def test_validation_between_steps_sees_the_newest_parameters() -> None:
     first, second, third = run_ranks(in_turn, 2, validate_at_every_step, STAGES)[0]
     assert first == second == third
@@ -159,6 +163,7 @@ def fit_twice(rank: int, world_size: int, stage: int) -> Any:
     return first[0]["val_loss"], second[0]["val_loss"], run.global_step
 
 
+@pytest.mark.full
 def test_a_module_may_be_used_again_by_its_trainer() -> None:
     for first, second, steps in run_ranks(fit_twice, 2, 3):
         assert steps == 4

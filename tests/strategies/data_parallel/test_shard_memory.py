@@ -60,6 +60,7 @@ class Even(Stack):
         return self.loss(batch)
 
 
+@pytest.mark.sample("2")
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_a_rank_holds_its_share_of_each_kind(world_size: int) -> None:
     model = Even()
@@ -101,6 +102,7 @@ def accumulate(rank: int, world_size: int, stage: int) -> list[int]:
     return [sum(seen)]
 
 
+@pytest.mark.full
 def test_stage_1_accumulates_whole_gradients_and_stage_2_shards() -> None:
     size = 4 * sum(each.numel() for each in Even().parameters())
     padding = 4 * 8
@@ -126,5 +128,6 @@ def whole_ones_kept(rank: int, world_size: int, stage: int) -> list[str]:
     return kept
 
 
+@pytest.mark.full
 def test_nobody_keeps_whole_parameters_beside_shards() -> None:
     assert run_ranks(in_turn, 1, whole_ones_kept, STAGES)[0] == [[], [], []]

@@ -81,7 +81,7 @@ def fit_scalar_in_fp16(rank: int, world_size: int, *, is_first: bool) -> Any:
     return whole_parameters(module), scaler.get_scale()
 
 
-@pytest.mark.sample("True")
+@pytest.mark.full
 @pytest.mark.parametrize("is_first", [True, False])
 def test_an_overflow_is_agreed_on_wherever_a_whole_parameter_stands(is_first: bool) -> None:
     ranks = run_ranks(partial(fit_scalar_in_fp16, is_first=is_first), 2)

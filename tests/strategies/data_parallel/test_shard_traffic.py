@@ -85,7 +85,7 @@ def counted(world_size: int, strategies: Any, trainer: Any, kind: Any = Silent) 
     return found
 
 
-@pytest.mark.sample("3")
+@pytest.mark.full
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_a_step_moves_what_the_formula_of_its_stage_says(accumulate: int) -> None:
     stages = [{"stage": stage} for stage in (1, 2, 3)]
@@ -107,6 +107,7 @@ def test_a_step_moves_what_the_formula_of_its_stage_says(accumulate: int) -> Non
         assert measured == [formula, formula]
 
 
+@pytest.mark.full
 def test_bf16_halves_what_blocks_gather_and_clipping_adds_a_norm() -> None:
     trainer = {"precision": "bf16-mixed", "gradient_clip_val": 1.0}
     ((expected, measured),) = counted(2, [{"stage": 3}], trainer)
@@ -124,6 +125,7 @@ def test_bf16_halves_what_blocks_gather_and_clipping_adds_a_norm() -> None:
     assert measured == [formula, formula]
 
 
+@pytest.mark.full
 def test_copies_of_shards_average_what_each_batch_reduces() -> None:
     trainer = {"accumulate_grad_batches": 2}
     ((expected, measured),) = counted(4, [{"stage": 2, "shard_size": 2}], trainer)
@@ -138,6 +140,7 @@ def test_copies_of_shards_average_what_each_batch_reduces() -> None:
     assert measured == [formula] * 4
 
 
+@pytest.mark.full
 def test_all_buffers_are_sent_once_per_step() -> None:
     ((expected, measured),) = counted(2, [{"stage": 3}], {}, WithStatistics)
     size = 5 * 4 * 2 + 8 + 9 * 4

@@ -82,6 +82,7 @@ NUM_PARAMETERS = len(list(Stack().parameters()))
 OF_BLOCKS = len(list(Stack().blocks.parameters()))
 
 
+@pytest.mark.full
 def test_only_the_first_forward_pass_of_a_step_frees_gradients() -> None:
     calls = [(Looks, 1, 1, False), (Looks, 2, 2, False), (Looks, 3, 1, False)]
     for once, twice, freed in run_ranks(in_turn, 2, fit, calls):
@@ -92,6 +93,7 @@ def test_only_the_first_forward_pass_of_a_step_frees_gradients() -> None:
         assert freed[1] == (OF_BLOCKS, NUM_PARAMETERS)
 
 
+@pytest.mark.full
 def test_gradients_stay_for_who_zeroes_them_or_looks_at_them() -> None:
     calls = [(OwnZero, 1, 1, False), (Keeps, 2, 1, False), (Looks, 1, 1, True)]
     for runs in run_ranks(in_turn, 2, fit, calls):
@@ -123,6 +125,7 @@ def trained(rank: int, world_size: int, stage: int) -> dict[str, Tensor]:
     return {name: whole(each) for name, each in module.named_parameters()}
 
 
+@pytest.mark.full
 def test_blocks_that_run_again_in_the_backward_pass_keep_their_gradients() -> None:
     expected = run_ranks(trained, 1, 0)[0]
     for stages in run_ranks(in_turn, 2, trained, [(1,), (2,)]):

@@ -130,7 +130,7 @@ def fit(rank: int, world_size: int, kind: Callable[[], LightningModule], options
     return whole_parameters(module)
 
 
-@pytest.mark.sample("Hooked", "Listed", "Ready")
+@pytest.mark.full
 @pytest.mark.parametrize("kind", [Marked, Hooked, HookedInStep, Listed, Ready])
 def test_it_trains_as_in_one_process(kind: Any) -> None:
     (wanted,) = run_ranks(fit, 1, kind, None)
@@ -160,6 +160,7 @@ def refused(rank: int, world_size: int, kind: Callable[[], LightningModule]) -> 
     return str(caught.value)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("kind", "says"),
     [

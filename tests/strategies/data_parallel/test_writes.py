@@ -118,7 +118,7 @@ def train(module: LightningModule, world_size: int, stage: int) -> None:
     run.fit(module, token_data(16, 4))
 
 
-@pytest.mark.sample("Shards", "Gathered", "BetweenBatches")
+@pytest.mark.sample("Shards")
 @pytest.mark.parametrize("kind", [Shards, Gathered, BetweenBatches, SharpenedGathered])
 def test_what_is_written_is_what_is_computed_with(kind: type[LightningModule]) -> None:
     (wanted,) = run_ranks(fit, 1, kind, 0)
@@ -147,6 +147,7 @@ class Both(Written):
                 each.mul_(0.5)
 
 
+@pytest.mark.sample("Both-1")
 @pytest.mark.parametrize(("kind", "stage"), [(Both, 1), (Sharpened, 3)])
 def test_a_write_that_would_be_lost_is_refused(kind: type[LightningModule], stage: int) -> None:
     for message in run_ranks(refused, 2, kind, stage):
@@ -160,6 +161,7 @@ def failed(rank: int, world_size: int, stage: int) -> None:
     train(BeforeBackward(), world_size, stage)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("num_ranks", "stage"), [(1, 0), (2, 1)])
 def test_a_write_that_autograd_refuses_in_one_process_is_refused(
     num_ranks: int, stage: int

@@ -90,6 +90,7 @@ def made_on(rank: int, world_size: int, kind: str) -> dict[str, Tensor]:
     return values(module)
 
 
+@pytest.mark.sample("deferred")
 @pytest.mark.ranks
 @pytest.mark.parametrize("kind", ["real", "meta", "deferred"])
 def test_all_ranks_get_the_values_of_the_first(kind: str) -> None:
@@ -121,6 +122,7 @@ def replays_of(rank: int, world_size: int) -> int:
     return fills
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_only_the_first_rank_replays() -> None:
     assert run_ranks(replays_of, 2) == [2, 0]
@@ -166,7 +168,7 @@ def peak_of_building(rank: int, world_size: int) -> tuple[float, float, float]:
     return construction, peak, resident_bytes("VmRSS") - before
 
 
-@pytest.mark.sample("4")
+@pytest.mark.full
 @pytest.mark.ranks
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
 @pytest.mark.parametrize("world_size", [2, 4])

@@ -63,6 +63,7 @@ def exchanged(rank: int, world_size: int, route: str) -> dict[str, Tensor]:
     return {"output": output.detach(), "rows": rows.grad, "weights": weights.grad, **gradients}
 
 
+@pytest.mark.sample("spread")
 @pytest.mark.parametrize("route", ROUTES)
 def test_output_and_gradients_are_those_of_one_process(route: str) -> None:
     ranks = run_ranks(exchanged, 2, route)

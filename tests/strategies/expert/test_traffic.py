@@ -34,7 +34,7 @@ def fit(rank: int, world_size: int, kind: str, options: dict[str, Any], accumula
 STAGES = {"expert": 2, "pipeline": 2, "microbatches": 2}
 
 
-@pytest.mark.sample("2-2", "list-4-2", "layers", "stages")
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("world_size", "kind", "options", "accumulate"),
     [
@@ -122,6 +122,7 @@ def hold(
     return held.found, held.expected
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["mixtral", "list"])
 @pytest.mark.parametrize(
     "options",

@@ -73,6 +73,7 @@ def proven(rank: int, world_size: int, where: str) -> str | None:
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("where", "text"), [("", None), ("forward", "no rows"), ("backward", "no gradient")]
 )

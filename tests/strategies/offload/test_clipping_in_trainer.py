@@ -72,6 +72,7 @@ def fit(rank: int, world_size: int, kind: type[LightningModule], options: Any) -
     return whole_parameters(module), getattr(module, "norms", None)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", [ByHand, Finetuned])
 def test_every_gradient_counts_and_is_clipped(kind: type[LightningModule]) -> None:
     """Of parameters that are unfrozen, too, in the step that is their first."""

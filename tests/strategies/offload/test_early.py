@@ -48,6 +48,7 @@ def _plain(folder: Path) -> None:
     assert twin.difference() == 0
 
 
+@pytest.mark.sample("2")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_steps_equal_fused_adamw_to_the_bit_and_keep_no_gradient(
     ranks: int, tmp_path: Path
@@ -67,6 +68,7 @@ def _called_twice(folder: Path) -> None:
     assert twin.difference() < 2e-6
 
 
+@pytest.mark.full
 def test_a_unit_that_runs_twice_waits_for_both_gradients(tmp_path: Path) -> None:
     on_ranks(_called_twice, tmp_path)
 
@@ -84,6 +86,7 @@ def _evaluated(folder: Path) -> None:
     assert twin.difference() == 0
 
 
+@pytest.mark.full
 def test_an_evaluation_between_steps_changes_nothing(tmp_path: Path) -> None:
     on_ranks(_evaluated, tmp_path)
 
@@ -96,6 +99,7 @@ def _unused(folder: Path) -> None:
     assert twin.difference() == 0
 
 
+@pytest.mark.full
 def test_a_unit_without_gradients_is_not_stepped(tmp_path: Path) -> None:
     on_ranks(_unused, tmp_path)
 
@@ -121,6 +125,7 @@ def _checkpointed(folder: Path) -> None:
     assert twin.difference() == 0
 
 
+@pytest.mark.full
 def test_units_that_are_computed_again_in_the_backward_pass_are_stepped_early(
     tmp_path: Path,
 ) -> None:
@@ -136,6 +141,7 @@ def _norm(folder: Path) -> None:
     twin.step()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_norm_of_gradients_that_are_gone_is_known(ranks: int, tmp_path: Path) -> None:
     on_ranks(_norm, tmp_path, ranks)
@@ -150,6 +156,7 @@ def _not_finite(folder: Path) -> None:
         assert torch.equal(torch.isnan(ours), torch.isnan(reference))
 
 
+@pytest.mark.full
 def test_gradients_that_are_not_finite_do_what_they_do_in_torch(tmp_path: Path) -> None:
     on_ranks(_not_finite, tmp_path)
 
@@ -161,6 +168,7 @@ def _little_room(folder: Path) -> None:
     assert twin.difference() == 0
 
 
+@pytest.mark.full
 def test_the_backward_pass_waits_where_gradients_may_not(tmp_path: Path) -> None:
     on_ranks(_little_room, tmp_path)
 
@@ -202,6 +210,7 @@ def _interrupted(folder: Path, meddle: Callable[[Twin], None]) -> None:
     meddle(twin)
 
 
+@pytest.mark.sample("_save-is to be read")
 @pytest.mark.parametrize(
     ("meddle", "message"),
     [
@@ -236,6 +245,7 @@ def _ended(folder: Path) -> None:
         local_tensor(next(twin.ours.parameters())).clone()
 
 
+@pytest.mark.full
 def test_what_is_half_stepped_when_a_run_ends_is_not_given_out(tmp_path: Path) -> None:
     on_ranks(_ended, tmp_path)
 
@@ -248,5 +258,6 @@ def _in_memory(folder: Path) -> None:
     assert twin.difference() == 0
 
 
+@pytest.mark.full
 def test_state_in_memory_is_stepped_with_gradients_that_are_kept(tmp_path: Path) -> None:
     on_ranks(_in_memory, tmp_path)

@@ -99,7 +99,7 @@ def train(rank: int, world_size: int, folder: Path, options: dict[str, bool], wa
     assert most == (4 * VOCABULARY * WIDTH // 2 if waits else 0)
 
 
-@pytest.mark.sample("False-True-False", "True-True-True")
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("ties", "checkpoints", "waits"),
     [(False, False, False), (False, True, False), (True, False, False), (True, True, True)],

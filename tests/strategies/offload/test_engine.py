@@ -62,6 +62,7 @@ def _guesses() -> Counter[str]:
     return twin.engine.counts
 
 
+@pytest.mark.full
 def test_buckets_are_stepped_while_the_backward_pass_goes_on() -> None:
     (counts,) = on_ranks(_guesses)
     assert counts == {"plain": WARMUP_STEPS * 4, "committed": 4 * 4}
@@ -89,6 +90,7 @@ def _always_clipped() -> tuple[Counter[str], float]:
     return twin.engine.counts, twin.difference()
 
 
+@pytest.mark.full
 def test_nothing_is_guessed_while_every_step_is_clipped() -> None:
     ((counts, difference),) = on_ranks(_always_clipped)
     assert counts == {"plain": (WARMUP_STEPS + 4) * 4}
@@ -113,7 +115,7 @@ def _exposed() -> None:
     assert twin.difference() < CLOSE
 
 
-@pytest.mark.sample("2")
+@pytest.mark.full
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_exposed_gradients_are_where_torch_has_them_and_what_is_done_to_them_counts(
     ranks: int,
@@ -133,6 +135,7 @@ def _second_backward() -> Counter[str]:
     return twin.engine.counts
 
 
+@pytest.mark.full
 def test_a_gradient_that_comes_after_the_guess_counts() -> None:
     for counts in on_ranks(_second_backward, 2):
         assert counts["undone"] == 4  # and nothing is guessed of these buckets any more
@@ -149,6 +152,7 @@ def _unused_block() -> None:
     assert len(steps) > 1  # each parameter counts its own
 
 
+@pytest.mark.full
 def test_a_parameter_without_gradient_neither_decays_nor_counts() -> None:
     on_ranks(_unused_block, 2)
 
@@ -197,6 +201,7 @@ def _schedule_and_groups() -> None:
     assert twin.difference() == 0
 
 
+@pytest.mark.full
 def test_groups_and_schedules_are_read_at_each_step() -> None:
     on_ranks(_schedule_and_groups)
 
@@ -213,6 +218,7 @@ def _late_learning_rate() -> Counter[str]:
     return twin.engine.counts
 
 
+@pytest.mark.full
 def test_a_learning_rate_that_changes_after_the_guess_is_the_one_that_counts() -> None:
     (counts,) = on_ranks(_late_learning_rate)
     assert counts["undone"] == 4
@@ -230,6 +236,7 @@ def _discarded() -> None:
     assert twin.difference() < CLOSE
 
 
+@pytest.mark.full
 def test_gradients_that_are_thrown_away_leave_no_step() -> None:
     on_ranks(_discarded)
 
@@ -246,6 +253,7 @@ def _reading_between() -> None:
     assert twin.difference() < CLOSE
 
 
+@pytest.mark.full
 def test_whoever_reads_between_gradient_and_step_sees_the_parameters_before_it() -> None:
     on_ranks(_reading_between)
 
@@ -285,6 +293,7 @@ def _state_travels() -> None:
     )
 
 
+@pytest.mark.full
 def test_state_that_is_loaded_is_taken_over() -> None:
     on_ranks(_state_travels, 2)
 
@@ -317,6 +326,7 @@ def _later_group(plan: OffloadPlan) -> None:
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("parameters", [None, "cpu"])
 def test_parameters_that_are_thawed_later_are_stepped(parameters: str | None) -> None:
     run_ranks(_with_plan, 2, _later_group, OffloadPlan({"host": 1.0}, parameters))
@@ -342,6 +352,7 @@ def _restored() -> None:
     assert twin.difference() == 0
 
 
+@pytest.mark.full
 def test_restoring_gives_everything_back() -> None:
     on_ranks(_restored, 2)
 
@@ -355,6 +366,7 @@ def _after_closing() -> None:
     assert torch.equal(twin.ours(x), twin.reference(x))
 
 
+@pytest.mark.full
 def test_what_a_run_has_left_can_be_read_and_evaluated() -> None:
     on_ranks(_after_closing, 2)
 
@@ -386,6 +398,7 @@ def _failed_step() -> None:
         twin.ours(torch.randn(4, 64))
 
 
+@pytest.mark.full
 def test_what_a_failed_step_has_left_cannot_be_read_nor_saved() -> None:
     on_ranks(_failed_step)
 
@@ -399,6 +412,7 @@ def _deterministic() -> Counter[str]:
     return twin.engine.counts
 
 
+@pytest.mark.full
 def test_nothing_is_guessed_where_steps_have_to_repeat_to_the_bit() -> None:
     (counts,) = on_ranks(_deterministic)
     assert counts == {"plain": (WARMUP_STEPS + 4) * 4}
@@ -422,6 +436,7 @@ def _unclipped_copies() -> Counter[str]:
     return _copied_shards(None)
 
 
+@pytest.mark.full
 def test_copies_of_shards_that_are_clipped_are_not_guessed() -> None:
     for counts in on_ranks(_clipped_copies, 2):
         assert counts == {"plain": (WARMUP_STEPS + 4) * 4}
@@ -466,6 +481,7 @@ def _exposed_and_kept() -> None:
     assert twin.difference() < CLOSE
 
 
+@pytest.mark.full
 def test_exposed_gradients_may_be_written_to_once_the_step_returns() -> None:
     on_ranks(_exposed_and_kept)
 
@@ -496,5 +512,6 @@ def _momentum() -> None:
     assert twin.difference() < CLOSE
 
 
+@pytest.mark.full
 def test_another_optimizer_runs_through_its_own_code() -> None:
     on_ranks(_momentum, 2)

@@ -54,6 +54,7 @@ def evaluate(rank: int, world_size: int, folder: Path) -> list[float]:
     return losses
 
 
+@pytest.mark.full
 def test_a_model_that_was_never_trained_is_evaluated_from_where_it_is_kept(tmp_path: Path) -> None:
     for plain, *offloaded in run_ranks(evaluate, 2, tmp_path):
         assert offloaded == [plain] * 2
@@ -120,7 +121,7 @@ def watch(
     return watcher.gradients, watcher.parameters
 
 
-@pytest.mark.sample("ParameterWatcher")
+@pytest.mark.full
 @pytest.mark.parametrize("kind", [ParameterWatcher, GradientWatcher])
 def test_callbacks_see_what_they_see_without_offload(kind: type[ParameterWatcher]) -> None:
     plain = run_ranks(watch, 2, {}, kind)
@@ -149,6 +150,7 @@ def meddle(rank: int, world_size: int, strategy: dict[str, Any]) -> dict[str, Te
     return whole_parameters(trained)
 
 
+@pytest.mark.full
 def test_a_write_between_steps_is_what_the_next_step_starts_from() -> None:
     for offloaded, plain in zip(run_ranks(meddle, 2, CPU), run_ranks(meddle, 2, {}), strict=True):
         torch.testing.assert_close(offloaded, plain, rtol=1e-5, atol=1e-7)

@@ -93,7 +93,7 @@ def go_on(
         assert torch.equal(full(mine), full(theirs))
 
 
-@pytest.mark.sample("nvme-2-True")
+@pytest.mark.full
 @pytest.mark.parametrize(("ranks", "has_remedy"), [(1, True), (2, True), (2, False)])
 @pytest.mark.parametrize("tier", [None, "cpu", "nvme"])
 def test_the_same_trainer_goes_on_from_the_checkpoint_before(

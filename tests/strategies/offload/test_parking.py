@@ -39,6 +39,7 @@ def _park(rank: int, world_size: int, folder: Path) -> None:
     assert list(folder.iterdir()) == []
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_parked_shards_are_read_gathered_and_written(ranks: int, tmp_path: Path) -> None:
     run_ranks(_park, ranks, tmp_path)

@@ -123,7 +123,7 @@ def fit(module: Sampled, strategy: dict[str, Any], accumulate: int) -> list[Tens
     return [full(each).detach().clone() for each in module.parameters()]
 
 
-@pytest.mark.sample("checkpointed")
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("options", "accumulate"),
     [

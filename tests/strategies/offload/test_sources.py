@@ -123,6 +123,7 @@ def _step_after_writing(rank: int, world_size: int, folder: Path) -> None:
         count()
 
 
+@pytest.mark.full
 def test_a_step_goes_on_from_what_was_written_in_memory_and_not_yet_on_disk(tmp_path: Path) -> None:
     run_ranks(_step_after_writing, 1, tmp_path)
 
@@ -151,6 +152,7 @@ def _write_on_failing_disk(rank: int, world_size: int, folder: Path) -> None:
         _step(twin)
 
 
+@pytest.mark.full
 def test_a_chunk_that_could_not_be_written_ends_the_load_and_every_later_step(
     tmp_path: Path,
 ) -> None:

@@ -56,6 +56,7 @@ def _train(rank: int, world_size: int, folder: Path | None) -> list[Tensor]:
     return [full(each).detach().clone() for each in model.parameters()]
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_a_unit_that_was_gathered_for_nothing_is_stepped_later(tmp_path: Path) -> None:
     expected = run_ranks(_train, 2, None)

@@ -81,6 +81,7 @@ def fit(rank: int, world_size: int, schedule: str) -> tuple[list[int], dict[str,
     return saved.counts, {name: each.detach().clone() for name, each in module.named_parameters()}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble"])
 def test_a_stage_keeps_one_copy_of_each_weight(schedule: str) -> None:
     ((_, expected),) = run_ranks(fit, 1, schedule)

@@ -123,6 +123,7 @@ SOME_FULL = [
 SOME_MODELS = ["Judged", "FlatByTime", "Contrastive"]
 
 
+@pytest.mark.full
 @pytest.mark.slow(15)
 @pytest.mark.parametrize(
     "names",
@@ -139,7 +140,7 @@ SOME_MODELS = ["Judged", "FlatByTime", "Contrastive"]
 def test_every_rank_finds_what_one_process_finds(
     reference: dict[str, Any], options: dict[str, Any], names: list[str]
 ) -> None:
-    for rank, found in enumerate(run_ranks(pipelines, 2, options, names, timeout_s=110)):
+    for rank, found in enumerate(run_ranks(pipelines, 2, options, names)):
         for name in names:
             wanted = reference[name]
             assert len(wanted["outputs"]) == 2 * 5 + 2
@@ -189,6 +190,7 @@ def denoise(rank: int, world_size: int) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.full
 def test_noise_behind_the_layers_is_the_one_before_them() -> None:
     ranks = run_ranks(denoise, 2)
     for found in ranks:

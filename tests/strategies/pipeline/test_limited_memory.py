@@ -99,7 +99,7 @@ os._exit(0)
 
 def run_all(folder: Path, layout: str, world_size: int, share: float) -> list[str]:
     def run(rank: int) -> str:
-        done = run_limited(TRAINING, folder, layout, rank, world_size, share, timeout_s=170)
+        done = run_limited(TRAINING, folder, layout, rank, world_size, share, timeout_s=600)
         assert done.returncode == 0, done.stderr[-2000:]
         return done.stdout
 
@@ -107,6 +107,7 @@ def run_all(folder: Path, layout: str, world_size: int, share: float) -> list[st
         return list(pool.map(run, range(world_size)))
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "share"), [(2, 0.75), pytest.param(4, 0.5, marks=pytest.mark.full)]

@@ -146,6 +146,7 @@ def test_all_ranks_cut_by_what_the_first_has_measured() -> None:
     assert "blocks.2" in one[0] or one[1][0] == "blocks.2"
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_memory_that_no_cut_keeps_within_is_refused_on_all_ranks() -> None:
     for said in run_ranks(refused, 2):

@@ -132,6 +132,7 @@ def count_saved(
     return dict(saved.peak_microbatches), saved.peak_bytes, expected["activations"]
 
 
+@pytest.mark.sample("1f1b")
 @pytest.mark.ranks
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zbv"])
 def test_a_stage_keeps_as_many_microbatches_as_its_schedule_says(schedule: str) -> None:
@@ -151,6 +152,7 @@ def test_a_stage_keeps_as_many_microbatches_as_its_schedule_says(schedule: str) 
         assert 0.94 * expected <= num_bytes <= expected
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_blocks_that_run_again_keep_their_inputs_alone() -> None:
     plain = run_ranks(count_saved, 2, "1f1b", None)
@@ -195,6 +197,7 @@ def count_left(rank: int, world_size: int, accumulate: int, watched: bool) -> di
     return dict(Remembers.seen)
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_gradients_of_the_step_before_are_gone_when_new_ones_are_made() -> None:
     held = len(list(Chain().parameters())) // 2

@@ -151,6 +151,7 @@ def train(rank: int, world_size: int, kind: str) -> None:
     ).fit(Layers(kind), DataLoader(rows, 8))  # type: ignore[arg-type]  # fmt: skip
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_all_ranks_of_a_run_end_with_the_name_of_the_layer() -> None:
     with pytest.raises(RankFailure, match=r"output of .layers\.3. depends on other rows"):

@@ -113,6 +113,7 @@ def toy_pipeline(rank: int, world_size: int) -> Trace:
     return trace_layout(PROBLEM, strategy, devices=world_size)
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_it_trains_as_one_process_does() -> None:
     reference = run_ranks(one_process, 1)[0]

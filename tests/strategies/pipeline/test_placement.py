@@ -107,6 +107,7 @@ def divided(module: LightningModule, step: str) -> list[list[str]]:
     return [[each.name for each in stage] for stage in division.stages]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("step", ["test_step", "predict_step"])
 def test_evaluation_that_calls_few_layers_or_none_leaves_all_of_them_to_the_stages(
     step: str,
@@ -123,6 +124,7 @@ def test_training_that_calls_no_layer_is_refused_by_what_it_does() -> None:
         divided(FirstAlone(), "training_step")
 
 
+@pytest.mark.full
 def test_a_model_is_looked_at_on_the_cpu_before_its_layers_are_made_on_the_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

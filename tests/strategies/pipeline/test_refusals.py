@@ -209,6 +209,7 @@ def clipped(rank: int, world_size: int) -> list[tuple[dict[str, Tensor], list[fl
     return found
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_clipping_by_hand_takes_the_norm_over_all_stages() -> None:
     (alone,) = run_ranks(clipped, 1)
@@ -242,6 +243,7 @@ def run_with(rank: int, world_size: int, arguments: dict[str, Any], optimizer: s
     trainer.fit(Model(), token_data(16, 8))
 
 
+@pytest.mark.sample("arguments0-SGD-sync_batchnorm=True")
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("arguments", "optimizer", "said"),
@@ -298,6 +300,7 @@ def ended(rank: int, world_size: int) -> list[str]:
     return said
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_what_hooks_cannot_do_in_a_pipeline_is_said_in_one_line() -> None:
     for listed, averaged in run_ranks(ended, 2):

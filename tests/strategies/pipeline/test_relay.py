@@ -87,6 +87,7 @@ def texts() -> Tensor:
     return torch.randint(WORDS, (3, 4), generator=torch.Generator().manual_seed(0))
 
 
+@pytest.mark.sample("2")
 @pytest.mark.ranks
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_every_rank_has_what_one_process_computes(ranks: int) -> None:
@@ -102,6 +103,7 @@ def test_every_rank_has_what_one_process_computes(ranks: int) -> None:
         assert gave_back == (rank != 0), "lent parameters are given back"
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_what_a_layer_leaves_behind_on_its_own_rank_is_refused() -> None:
     with pytest.raises(RankFailure, match=r"different values.*use_cache=False"):

@@ -63,6 +63,7 @@ def one_file(rank: int, world_size: int, source: str, target: str) -> None:
     trainer.save_checkpoint(target, weights_only=True)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("saved", ["whole", "weights"])
 def test_parts_are_refused_and_one_process_loads_the_whole(tmp_path: Path, saved: str) -> None:
     ranks = run_ranks(refusals, 2, str(tmp_path))

@@ -74,7 +74,7 @@ def fit(rank: int, world_size: int, overflowing: str, freezes: bool) -> Any:
     return values, scaler.get_scale()
 
 
-@pytest.mark.sample("embedding.weight-False", "head.weight-True")
+@pytest.mark.sample("embedding.weight-False")
 @pytest.mark.parametrize(
     ("overflowing", "freezes"),
     [("embedding.weight", False), ("head.weight", False), ("head.weight", True)],
@@ -129,6 +129,7 @@ def largest_scale(rank: int, world_size: int) -> float:
     return next(each for each in scales if fit_near_the_limit(0, 1, each) == each)
 
 
+@pytest.mark.full
 def test_microbatches_overflow_no_sooner_than_the_whole_batch() -> None:
     """Their own means have gradients eight times those of the batch's mean."""
     (largest,) = run_ranks(largest_scale, 1)

@@ -57,6 +57,7 @@ def train(rank: int, world_size: int, told: int) -> tuple[int, int]:
     return -1, len(calls)
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 @pytest.mark.parametrize("told", [0, 1])
 def test_a_signal_to_one_rank_ends_all_before_the_same_batch(told: int) -> None:

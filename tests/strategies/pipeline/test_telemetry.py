@@ -67,6 +67,7 @@ def train(
     return follower.seen, set(trainer.callback_metrics)
 
 
+@pytest.mark.sample("fp32")
 @pytest.mark.ranks
 @pytest.mark.parametrize("has_scaler", [False, True], ids=["fp32", "fp16"])
 def test_a_pipeline_tells_its_bubble_its_traffic_and_what_it_keeps(

@@ -64,10 +64,11 @@ def pipelines(rank: int, world_size: int) -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.full
 def test_every_rank_counts_what_one_process_counts() -> None:
     wanted = run_ranks(one_process, 1)[0]
     assert len(wanted["steps"]) == 6
     assert wanted["epochs"][1]["rows"] == 26
-    for rank, traces in enumerate(run_ranks(pipelines, 2, timeout_s=110)):
+    for rank, traces in enumerate(run_ranks(pipelines, 2)):
         for options, found in zip(PIPELINES, traces, strict=True):
             assert_same(found, wanted, f"rank {rank} {options['schedule']}")

@@ -60,6 +60,6 @@ def test_a_proof_counts_what_a_step_moves(arguments: dict[str, Any]) -> None:
 @pytest.mark.full
 def test_microbatches_that_run_alike_are_counted_once() -> None:
     arguments = {"pipeline": 2, "tensor": 2, "microbatches": 4}
-    for short, whole, _ in run_ranks(_counted, 4, "bolt_3d", arguments, timeout_s=120):
+    for short, whole, _ in run_ranks(_counted, 4, "bolt_3d", arguments):
         assert short == whole
         assert short

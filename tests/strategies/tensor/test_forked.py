@@ -39,7 +39,7 @@ print("equal")
 """
 
 
-@pytest.mark.sample("3")
+@pytest.mark.full
 @pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 3])

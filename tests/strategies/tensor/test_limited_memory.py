@@ -115,7 +115,7 @@ def test_two_ranks_build_what_neither_can_hold_and_train_it_in_half_of_the_memor
     tmp_path: Path,
 ) -> None:
     def run(rank: int) -> str:
-        done = run_limited(RUN, tmp_path, rank, 2, timeout_s=170, stack_kib=2048)
+        done = run_limited(RUN, tmp_path, rank, 2, timeout_s=600, stack_kib=2048)
         assert done.returncode == 0, done.stderr[-2000:]
         return done.stdout
 

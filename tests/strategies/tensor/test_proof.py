@@ -95,17 +95,18 @@ def train(rank: int, world_size: int, name: str | None) -> tuple[list[float], li
     return losses[-3:], list(strategy.plan.sharded), strategy.plan.notes
 
 
+@pytest.mark.sample("no sum")
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_wrong_plan_does_not_train(name: str) -> None:
     reference = run_ranks(train, 1, None)[0][0]
-    for losses, sharded, notes in run_ranks(train, 2, name, timeout_s=90):
+    for losses, sharded, notes in run_ranks(train, 2, name):
         assert losses == pytest.approx(reference, rel=1e-5)
         assert not set(FAULTS[name][1]) & set(sharded)
         assert any("blocks.0" in each for each in notes)
 
 
 def test_a_right_plan_is_not_questioned() -> None:
-    ((losses, sharded, notes), _) = run_ranks(train, 2, None, timeout_s=90)
+    ((losses, sharded, notes), _) = run_ranks(train, 2, None)
     assert losses == pytest.approx(run_ranks(train, 1, None)[0][0], rel=1e-5)
     assert "blocks.1.attention.qkv.weight" in sharded
     assert not [each for each in notes if "not run as" in each or "stays whole" in each]
@@ -167,9 +168,10 @@ def train_strange(rank: int, world_size: int, fault: str | None) -> tuple[float,
     return losses[-1], [] if world_size == 1 else list(strategy.plan.sharded)
 
 
+@pytest.mark.full
 def test_blocks_of_one_class_that_differ_in_a_setting_are_proven_apart() -> None:
     reference = run_ranks(train_strange, 1, None)[0][0]
-    for loss, sharded in run_ranks(train_strange, 2, None, timeout_s=90):
+    for loss, sharded in run_ranks(train_strange, 2, None):
         assert loss == pytest.approx(reference, rel=1e-5)
         assert "blocks.0.up.weight" in sharded
         assert "blocks.2.up.weight" in sharded
@@ -237,7 +239,7 @@ def train_slots(
     return losses.kept, list(strategy.plan.sharded), strategy.plan.notes
 
 
-@pytest.mark.sample("blocks.2-True-True", "blocks.3-False-False")
+@pytest.mark.sample("blocks.2-True-True")
 @pytest.mark.parametrize(
     ("divided", "takes_values", "fits"),
     [
@@ -252,9 +254,7 @@ def test_a_block_that_is_wrong_beside_others_alone_does_not_train(
 ) -> None:
     """Its number is divided, so that it shares a slot with ``blocks.1``, the first of its kind."""
     reference = run_ranks(train_slots, 1, divided, takes_values, True)[0][0]
-    for losses, sharded, notes in run_ranks(
-        train_slots, 2, divided, takes_values, fits, timeout_s=90
-    ):
+    for losses, sharded, notes in run_ranks(train_slots, 2, divided, takes_values, fits):
         assert losses == pytest.approx(reference, rel=1e-5)
         assert "blocks.3.up.weight" in sharded
         assert notes == ()
@@ -303,8 +303,9 @@ def decide(rank: int, world_size: int) -> tuple[list[str], tuple[str, ...], int]
     return list(strategy.plan.sharded), strategy.plan.notes, len(nudges)
 
 
+@pytest.mark.full
 def test_what_roundings_decide_is_no_fault() -> None:
-    for sharded, notes, nudges in run_ranks(decide, 2, timeout_s=90):
+    for sharded, notes, nudges in run_ranks(decide, 2):
         assert nudges > 0
         assert "blocks.3.up.weight" in sharded
         assert notes == ()

@@ -103,10 +103,11 @@ def train(
     return losses.kept, list(strategy.plan.sharded), strategy.plan.notes, NOTED
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_a_plan_is_verified_without_tf32_and_trains_with_it() -> None:
     wanted = run_ranks(train, 1, "32-true", False)[0][0]
-    for losses, sharded, notes, noted in run_ranks(train, 2, "32-true", False, timeout_s=90):
+    for losses, sharded, notes, noted in run_ranks(train, 2, "32-true", False):
         assert losses == pytest.approx(wanted, rel=1e-5)
         assert "blocks.1.up.weight" in sharded
         assert notes == ()
@@ -115,12 +116,12 @@ def test_a_plan_is_verified_without_tf32_and_trains_with_it() -> None:
         assert {*after} == {"tf32"}
 
 
-@pytest.mark.sample("bf16-mixed")
+@pytest.mark.full
 @pytest.mark.ranks
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 def test_a_kernel_for_16_bits_is_verified_in_the_precision_of_the_run(precision: str) -> None:
     wanted = run_ranks(train, 1, precision, True)[0][0]
-    for losses, sharded, notes, _ in run_ranks(train, 2, precision, True, timeout_s=90):
+    for losses, sharded, notes, _ in run_ranks(train, 2, precision, True):
         assert losses == pytest.approx(wanted, rel=2e-2)
         assert "blocks.1.up.weight" in sharded
         assert len(notes) == 1
@@ -128,10 +129,11 @@ def test_a_kernel_for_16_bits_is_verified_in_the_precision_of_the_run(precision:
         assert "FlashAttention only" in notes[0]
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_a_batch_in_bf16_is_verified_in_fp32() -> None:
     wanted = run_ranks(train, 1, "bf16-true", False)[0][0]
-    for losses, sharded, notes, _ in run_ranks(train, 2, "bf16-true", False, timeout_s=90):
+    for losses, sharded, notes, _ in run_ranks(train, 2, "bf16-true", False):
         assert losses == pytest.approx(wanted, rel=2e-2)
         assert "blocks.1.up.weight" in sharded
         assert notes == ()

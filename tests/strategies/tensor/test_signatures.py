@@ -103,7 +103,7 @@ def train(
 @pytest.mark.ranks
 def test_a_block_that_would_be_wrong_for_a_later_batch_runs_whole_for_it() -> None:
     wanted, calls, _, _ = run_ranks(train, 1, False)[0]
-    results = run_ranks(train, 2, False, timeout_s=90)
+    results = run_ranks(train, 2, False)
     for losses, counted, _, sharded in results:
         assert losses == pytest.approx(wanted, rel=1e-5)
         assert counted == calls
@@ -113,7 +113,8 @@ def test_a_block_that_would_be_wrong_for_a_later_batch_runs_whole_for_it() -> No
     assert "scale of blocks.0 was None" in told[0] or "argument 2 of blocks.0 was None" in told[0]
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_a_block_that_shares_what_is_divided_refuses_a_later_batch() -> None:
     with pytest.raises(RankFailure, match="cannot be verified again in the run, because blocks"):
-        run_ranks(train, 2, True, timeout_s=90)
+        run_ranks(train, 2, True)

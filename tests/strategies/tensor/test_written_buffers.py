@@ -65,7 +65,7 @@ def train(rank: int, world_size: int) -> tuple[list[float], list[float], int]:
 @pytest.mark.ranks
 def test_losses_and_buffers_are_those_of_one_process() -> None:
     wanted, buffers, _ = run_ranks(train, 1)[0]
-    for losses, written, divided in run_ranks(train, 2, timeout_s=90):
+    for losses, written, divided in run_ranks(train, 2):
         assert losses == pytest.approx(wanted, rel=1e-5)
         assert written == pytest.approx(buffers, rel=1e-5)
         assert divided

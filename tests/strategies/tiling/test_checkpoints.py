@@ -15,6 +15,7 @@ TILED = Layout(2, {"stage": 3, "tile_linear_bytes": 4096})
 WHOLE = Layout(4, {"stage": 2})
 
 
+@pytest.mark.full
 def test_a_tiled_run_goes_on_bit_by_bit_and_in_whole_layers(tmp_path: Path) -> None:
     ended = train(TILED, RUN, tmp_path)
     saved = tmp_path / "epoch=0.ckpt"
@@ -23,6 +24,7 @@ def test_a_tiled_run_goes_on_bit_by_bit_and_in_whole_layers(tmp_path: Path) -> N
     assert differences(ended, other, tolerance=OTHER_ORDER) == []
 
 
+@pytest.mark.full
 def test_a_run_of_whole_layers_goes_on_in_tiles(tmp_path: Path) -> None:
     ended = train(WHOLE, RUN, tmp_path)
     other = go_on(TILED, RUN, tmp_path / "epoch=0.ckpt", tmp_path / "other")

@@ -47,6 +47,7 @@ def peak_of_step(rank: int, world_size: int, is_tiled: bool) -> int:
     return resident_bytes("VmHWM") - before
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
 def test_a_tile_is_gathered_at_a_time() -> None:

@@ -49,6 +49,7 @@ def fit(rank: int, world_size: int, ties: bool, options: dict[str, Any] | None) 
     return module.seen
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("ties", [False, True])
 def test_an_offloaded_embedding_is_looked_up_in_fp32_under_autocast(ties: bool) -> None:
     first, second = run_ranks(fit, 1, ties, None)[0]

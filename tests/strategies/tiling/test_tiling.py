@@ -126,13 +126,7 @@ CASES: dict[str, dict[str, Any]] = {
 EVERY = ["down.weight", "embedding.weight", "head.weight", "still.weight", "up.weight"]
 
 
-@pytest.mark.sample(
-    "3 ranks, uneven",
-    "4 ranks, more than some shards have rows",
-    "tied",
-    "copies",
-    "one row a tile",
-)
+@pytest.mark.sample("tied")
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", CASES)
 def test_tiles_equal_one_process(name: str) -> None:
@@ -165,6 +159,7 @@ def test_tiles_equal_one_process(name: str) -> None:
             assert found["embedding.weight"][2].abs().max() == 0 or options.get("is_tied")
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_under_autocast_tiles_equal_whole_layers(dtype: torch.dtype) -> None:
@@ -226,6 +221,7 @@ def offloaded(rank: int, world_size: int) -> tuple[Tensor, Tensor, Tensor, Tenso
     return tuple(found)  # type: ignore[return-value]
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_offloaded_shards_are_read_in_slices() -> None:
     for loss, gradient, offloaded_loss, offloaded_gradient in run_ranks(offloaded, 2):
@@ -268,6 +264,7 @@ def encoder_run(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
         return expected, layer(inputs)
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_torch_s_fused_encoder_layer_is_not_in_the_way() -> None:
     for expected, found in run_ranks(encoder_run, 2):
@@ -290,6 +287,7 @@ def hooked(rank: int, world_size: int) -> list[str]:
     return seen
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_hooks_and_activation_checkpointing_work() -> None:
     assert run_ranks(hooked, 2) == [["up"] * 2] * 2

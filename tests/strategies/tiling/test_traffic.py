@@ -21,7 +21,7 @@ class Tied(Silent):
         super().__init__(width=101, hidden=103, depth=1, ties=True)
 
 
-@pytest.mark.sample("bf16-mixed, clipping")
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("world_size", "strategy", "trainer", "kind"),
     [

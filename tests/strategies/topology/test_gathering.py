@@ -93,6 +93,7 @@ def cut_unevenly(rank: int, world_size: int) -> str:
     return str(error.value)
 
 
+@pytest.mark.full
 def test_groups_of_shards_of_unequal_size_are_refused_when_ranks_meet() -> None:
     for text in run_ranks(cut_unevenly, 2):
         assert "shard_size=3 cuts the 2 ranks of the data axis into groups of unequal size" in text

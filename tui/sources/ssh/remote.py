@@ -232,7 +232,8 @@ def _explain_ssh(host: str, lines: Sequence[str]) -> SshError:
             is_final=True,
         )
     if said := _find(lines, _UNKNOWN):
-        return SshError(f"there is no host {host} ({said}).", is_final=True)
+        # A laptop that wakes up resolves no name until its network is back.
+        return SshError(f"there is no host {host} ({said}).", is_final=False)
     if said := _find(lines, _BAD_SETTINGS):
         return SshError(f"ssh does not start: {said}", is_final=True)
     said = _find(lines, _UNREACHABLE) or (lines[-1] if lines else "ssh did not say why")

@@ -316,7 +316,7 @@ def in_small_file_system(folder: Path, script: str) -> str:
     if subprocess.run([*command, "true"], check=False, capture_output=True).returncode != 0:
         pytest.skip("this user may not mount here")
     command += [sys.executable, "-c", script, str(folder)]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

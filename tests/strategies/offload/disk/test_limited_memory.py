@@ -69,6 +69,7 @@ store.close()
 """
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_state_of_four_times_the_memory_is_stepped_on_disk(tmp_path) -> None:
     done = run_limited(STEPS, "disk", tmp_path)
@@ -175,7 +176,6 @@ def _train(folder: Path, tier: str, limit: str, checkpoint: str = "none") -> dic
 
 @pytest.mark.full
 @pytest.mark.slow(100)
-@pytest.mark.timeout(900)
 def test_a_model_whose_state_is_four_times_all_of_the_memory_trains_with_nvme(
     tmp_path: Path,
 ) -> None:
@@ -194,7 +194,6 @@ def test_a_model_whose_state_is_four_times_all_of_the_memory_trains_with_nvme(
 
 @pytest.mark.full
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_the_same_model_does_not_train_with_its_state_in_host_memory(tmp_path: Path) -> None:
     done = run_limited(TRAINING, "cpu", tmp_path, "limited", "none", timeout_s=300, stack_kib=1024)
     assert done.returncode == 0, done.stderr

@@ -88,7 +88,7 @@ def compared(rank: int, world_size: int, one: Path, other: Path) -> list[str]:
     return differences(read_whole(one, Run()), read_whole(other, Run()))
 
 
-@pytest.mark.sample("a changed bit", "a failing disk", "a full disk")
+@pytest.mark.sample("a changed bit")
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_ends_the_run_with_its_cause(name: str, tmp_path: Path) -> None:
     disk, kept = tmp_path / "disk", tmp_path / "checkpoints"
@@ -101,6 +101,7 @@ def test_a_fault_ends_the_run_with_its_cause(name: str, tmp_path: Path) -> None:
     assert run_ranks(is_healthy, 1, kept / "epoch=0.ckpt") == [True]
 
 
+@pytest.mark.full
 def test_one_rank_whose_disk_fails_ends_all_and_the_checkpoint_goes_on(tmp_path: Path) -> None:
     disk, kept = tmp_path / "disk", tmp_path / "failed"
     disk.mkdir()

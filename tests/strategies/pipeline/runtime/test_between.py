@@ -74,6 +74,7 @@ def train(rank: int, world_size: int) -> dict[str, float]:
     return {key: float((made[key] - each).abs().max()) for key, each in wanted.items()}
 
 
+@pytest.mark.sample("1")
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_batches_of_any_size_follow_each_other(world_size: int) -> None:
     for differences in run_ranks(train, world_size):
@@ -115,6 +116,7 @@ def fail(rank: int, world_size: int) -> str:
     return str(caught.value)
 
 
+@pytest.mark.full
 def test_a_failure_in_what_was_left_names_its_batch() -> None:
     for said in run_ranks(fail, 2):
         assert (

@@ -134,7 +134,7 @@ def measure(rank: int, world_size: int, name: str) -> list[list[tuple[float, flo
     return steps
 
 
-@pytest.mark.sample("1f1b")
+@pytest.mark.full
 @pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.alone

@@ -131,11 +131,12 @@ WANTED: dict[tuple[str, int, int], tuple[str, ...]] = {
 }
 
 
+@pytest.mark.sample("zbv-2")
 @pytest.mark.ranks
 @pytest.mark.parametrize(("name", "world_size"), [("1f1b", 4), ("zbv", 2)])
 def test_all_ranks_say_what_failed_where_and_can_go_on(name: str, world_size: int) -> None:
     cases = list(WANTED)
-    told = run_ranks(fail_and_go_on, world_size, name, cases, timeout_s=100)
+    told = run_ranks(fail_and_go_on, world_size, name, cases)
     for number, case in enumerate(cases):
         texts = {said[number][0] for said in told}
         assert len(texts) == 1, (case, texts)
@@ -175,6 +176,7 @@ def test_ranks_with_other_batches_are_told_before_anything_is_sent() -> None:
     assert "same batch" in texts[0]
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_ranks_with_other_numbers_of_microbatches_are_told() -> None:
     texts = run_ranks(meet_with_other_batches, 2, other_numbers)
@@ -251,7 +253,7 @@ def wait_in_vain(rank: int, world_size: int, folder: str, where: str) -> None:
     os._exit(3)
 
 
-@pytest.mark.sample("within")
+@pytest.mark.full
 @pytest.mark.ranks
 @pytest.mark.parametrize("where", ["before", "within"])
 def test_a_rank_that_hangs_is_waited_for_once(tmp_path: Path, where: str) -> None:
@@ -279,6 +281,7 @@ def hang(rank: int, world_size: int, folder: str) -> None:
     executor.run(programs("1f1b", 2, 2)[0], [PieceStage(Piece(0, 2), (1, 1))])
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_a_rank_that_nothing_reaches_is_ended(tmp_path: Path) -> None:
     with pytest.raises(RankFailure, match="rank 0: died with exit code 1"):

@@ -74,6 +74,7 @@ def validate(rank: int, world_size: int) -> dict[int, float]:
     return losses
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_a_run_without_backward_gives_the_outputs_of_the_last_stage() -> None:
     found = [each for each in run_ranks(validate, 2) if each]

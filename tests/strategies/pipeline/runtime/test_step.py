@@ -100,6 +100,7 @@ def take_spans(rank: int, world_size: int, name: str) -> list[tuple[int, int, st
     return spans
 
 
+@pytest.mark.sample("1f1b")
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", ["1f1b", "zbv"])
 def test_spans_are_in_order_on_each_rank_and_across_borders(name: str) -> None:
@@ -147,6 +148,7 @@ def count_traffic(rank: int, world_size: int, name: str) -> tuple[Counter, list[
     )
 
 
+@pytest.mark.sample("1f1b")
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", ["1f1b", "zbv"])
 def test_what_is_moved_is_what_was_expected(name: str) -> None:

@@ -35,7 +35,6 @@ def test_activation_checkpointing(kind: str, is_reentrant: bool) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.sample("selective")
 @pytest.mark.parametrize("kind", ["full", "selective"])
 def test_blocks_that_run_again(kind: Any) -> None:
     for name in ("llama", "t5"):

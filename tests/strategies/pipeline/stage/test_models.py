@@ -49,12 +49,24 @@ CASES: list[tuple[type[Module], list[Any]]] = [
 ]
 
 
+@pytest.mark.sample(
+    "HeadInGlue",
+    "InPlaceResidual",
+    "WrittenRows",
+    "ChangedArgument",
+    "DataclassState",
+    "DictBatch",
+    "Checkpointed",
+    "Extra",
+    "UNet",
+)
 @pytest.mark.parametrize(("kind", "batches"), CASES, ids=[kind.__name__ for kind, _ in CASES])
 def test_stages_give_what_the_whole_step_gives(kind: type[Module], batches: list[Any]) -> None:
     torch.manual_seed(0)
     check_parity(kind(), batches, stages=4)
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize("stages", [2, 8])
 @pytest.mark.parametrize("kind", [models.Tied, models.OutsideResidual, models.DataclassState])
 def test_any_number_of_stages(kind: type[Module], stages: int) -> None:

@@ -76,7 +76,7 @@ def test_the_tail_of_joined_microbatches(kind: type[LightningModule], batch: Any
     assert_equal(got, module.training_step(batch, 0))
 
 
-@pytest.mark.sample("gpt2_tied", "t5")
+@pytest.mark.sample("gpt2_tied")
 @pytest.mark.parametrize("kind", ["llama", "gpt2_tied", "bert", "t5", "vit"])
 @torch.no_grad()
 def test_the_tail_of_hugging_face_models(kind: str) -> None:

@@ -61,6 +61,7 @@ print(*planned(), sep="\\n")
 """
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_plans_are_the_same_to_the_byte_whatever_the_order_of_sets():
     done = subprocess.run(
@@ -112,6 +113,7 @@ def test_hooks_are_taken_off_when_a_step_fails():
     assert type(module.weight) is nn.Parameter
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_llama_of_70_billion_parameters_is_analysed_in_seconds():
     import transformers as hf

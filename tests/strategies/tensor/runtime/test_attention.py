@@ -125,6 +125,7 @@ def _every_call(rank: int, world_size: int) -> dict[Any, dict[str, float]]:
     return found
 
 
+@pytest.mark.full
 def test_every_way_to_build_and_to_call_it_gives_what_torch_gives() -> None:
     for found in run_ranks(_every_call, 2):
         assert len(found) == 2 * 6 * 10 + 10
@@ -144,6 +145,7 @@ def _unbatched(rank: int, world_size: int) -> float:
     return max((a - b).abs().max().item() for a, b in zip(mine, expected, strict=True))
 
 
+@pytest.mark.full
 def test_one_sequence_needs_no_batch() -> None:
     assert max(run_ranks(_unbatched, 2)) < 1e-12
 
@@ -158,5 +160,6 @@ def _without_a_mask(rank: int, world_size: int) -> str:
     return "refused"
 
 
+@pytest.mark.full
 def test_a_hint_without_its_mask_is_refused_as_by_torch() -> None:
     assert run_ranks(_without_a_mask, 2) == ["refused"] * 2

@@ -71,6 +71,14 @@ def by_rank(request: pytest.FixtureRequest) -> list[dict]:
     return run_ranks(_every_border, size, is_compiled)
 
 
+@pytest.mark.sample(
+    "(1, False)-reduce_gradient-0",
+    "(2, False)-reduce_sum-0",
+    "(2, True)-gather_parts-0",
+    "(2, False)-take_part-0",
+    "(2, False)-gather_sequence-0",
+    "(2, True)-scatter_sum-0",
+)
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_border_and_its_backward_are_what_they_are_said_to_be(
@@ -188,6 +196,7 @@ def _both_ways(rank: int, size: int, bias: bool, autocast: bool, again: bool) ->
     return log
 
 
+@pytest.mark.sample("True-True")
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_a_weight_gets_its_gradient_while_that_of_its_input_is_summed(
@@ -199,6 +208,7 @@ def test_a_weight_gets_its_gradient_while_that_of_its_input_is_summed(
         assert log[2 * (1 + bias) :] == ["sum", *"q" * (1 + bias), "wait"]
 
 
+@pytest.mark.full
 def test_a_gradient_of_a_gradient_goes_through_the_sum_and_the_product() -> None:
     for log in run_ranks(_both_ways, 2, True, False, True):
         assert "waited sum" in log
@@ -216,6 +226,7 @@ def _halves(rank: int, size: int) -> tuple[int, int, bool]:
     return first.get_total_flops(), second.get_total_flops(), layer.weight.grad is not None
 
 
+@pytest.mark.full
 def test_halves_of_a_backward_pass_compute_each_product_once() -> None:
     one = 2 * 2 * 3 * 8 * 4
     assert run_ranks(_halves, 2) == [(one, one, True)] * 2

@@ -45,7 +45,7 @@ def _autocast(rank: int, world_size: int) -> tuple[list[Any], list[torch.dtype]]
 
 
 def test_autocast_gives_types_and_numbers_as_without_a_plan() -> None:
-    found, types = run_ranks(_autocast, 2, timeout_s=100)[0]
+    found, types = run_ranks(_autocast, 2)[0]
     for each in found:
         assert each.missing == []
         # bf16 has eight bits, and sums of two halves round elsewhere than whole ones.
@@ -80,8 +80,9 @@ def _recomputed(rank: int, world_size: int) -> list[bool]:
     return found
 
 
+@pytest.mark.full
 def test_recomputed_blocks_give_the_same_bits_dropout_included() -> None:
-    for found in run_ranks(_recomputed, 2, timeout_s=100):
+    for found in run_ranks(_recomputed, 2):
         assert all(found)
         assert len(found) == 16
 
@@ -97,6 +98,7 @@ def _evaluated(rank: int, world_size: int) -> list[float]:
     return found
 
 
+@pytest.mark.full
 def test_evaluation_gives_the_same_numbers() -> None:
     # Torch's encoder hands weights to one kernel there, unless it is kept from that.
     assert max(run_ranks(_evaluated, 2)[0]) < 1e-12
@@ -118,6 +120,7 @@ def _called_again(rank: int, world_size: int) -> list[Any]:
     return found
 
 
+@pytest.mark.full
 def test_modules_that_are_called_several_times_sum_their_gradients() -> None:
     for found in run_ranks(_called_again, 2)[0]:
         assert found.missing == []
@@ -142,6 +145,7 @@ def _copied(rank: int, world_size: int) -> list[Any]:
     return found
 
 
+@pytest.mark.full
 def test_a_copy_runs_alone_and_wrappers_come_off() -> None:
     for error, wrapped, has_its_names in run_ranks(_copied, 2)[0]:
         assert error < 1e-12
@@ -181,11 +185,11 @@ def _on_a_data_axis(rank: int, world_size: int, kind: str) -> list[Any]:
     return found
 
 
-@pytest.mark.sample("fsdp")
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_parameters_are_any_to_a_data_axis_around(kind: str) -> None:
-    for found in run_ranks(_on_a_data_axis, 4, kind, timeout_s=100)[0]:
+    for found in run_ranks(_on_a_data_axis, 4, kind)[0]:
         assert found.missing == []
         assert found.loss < 4e-6
         assert found.gradient < 1e-4, found.where
@@ -202,5 +206,6 @@ def _rank_of_a_larger_group(rank: int, world_size: int) -> str:
     return "refused"
 
 
+@pytest.mark.full
 def test_a_plan_of_another_model_or_number_of_ranks_is_refused() -> None:
     assert run_ranks(_rank_of_a_larger_group, 2) == ["refused"] * 2

@@ -88,6 +88,7 @@ def _every_setting(rank: int, size: int, tokens: int) -> int:
     return checked
 
 
+@pytest.mark.sample("2-16")
 @pytest.mark.parametrize(("size", "tokens"), [(2, 16), (2, 17), (4, 18)])
 def test_every_setting_gives_the_loss_and_gradient_of_torch(size: int, tokens: int) -> None:
     assert run_ranks(_every_setting, size, tokens) == [12] * size
@@ -112,6 +113,7 @@ def _low_precision(rank: int, size: int) -> None:
         assert relative(part.grad, vocabulary.own(exact.grad, 1)) < 2.0 ** (1 - digits)
 
 
+@pytest.mark.full
 def test_sums_of_16_bit_logits_are_taken_in_32() -> None:
     run_ranks(_low_precision, 2)
 
@@ -134,6 +136,7 @@ def _sure(rank: int, size: int) -> tuple[float, float]:
     return relative(found.detach(), expected.detach()), relative(part.grad, own)
 
 
+@pytest.mark.full
 def test_a_sure_prediction_keeps_the_digits_of_its_small_loss() -> None:
     # The loss is 2e-4. Half a unit of the last digit of 72 would be 2 % of it; of a sum near 1,
     # which is what torch has to round as well, it is 3e-4. A gradient is rounded so twice.
@@ -150,6 +153,7 @@ def _messages(rank: int, size: int, smoothing: float, tokens: int) -> list[tuple
     return messages.sent
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("tokens", [64, 1000])
 def test_ranks_exchange_three_numbers_per_position_however_many_tokens(tokens: int) -> None:
     floats = 4 * POSITIONS
@@ -193,6 +197,7 @@ def _probabilities(rank: int, size: int, loss_parallel: Any) -> dict[str, int]:
     return vocabulary.gathered_for
 
 
+@pytest.mark.full
 def test_probabilities_as_targets_gather_with_a_right_gradient_or_are_refused() -> None:
     assert run_ranks(_probabilities, 2, "auto") == [{"cross_entropy": 1}] * 2
     run_ranks(_probabilities, 2, True)
@@ -218,6 +223,7 @@ def _gathered_before(rank: int, size: int) -> tuple[float, float, float]:
     )
 
 
+@pytest.mark.full
 def test_logits_that_were_gathered_before_the_loss_give_the_same_loss_and_gradient() -> None:
     for loss_error, gradient_error, _ in run_ranks(_gathered_before, 2):
         assert loss_error < 1e-5

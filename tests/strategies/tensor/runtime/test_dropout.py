@@ -77,6 +77,7 @@ def test_only_listed_modules_draw_by_rank_and_all_repeat_per_seed() -> None:
     assert torch.equal(results[0][2], results[1][2])
 
 
+@pytest.mark.full
 def test_masks_of_two_ranks_are_independent() -> None:
     results = run_ranks(_masks, 2)
     both = (results[0][0][0][0][0] & results[1][0][0][0][0]).float().mean().item()
@@ -95,6 +96,7 @@ def _nothing_drawn(rank: int, world_size: int) -> list[bool]:
     return found
 
 
+@pytest.mark.full
 def test_where_nothing_is_drawn_later_draws_are_those_of_one_rank() -> None:
     for found in run_ranks(_nothing_drawn, 2):
         assert found == [True, True]
@@ -119,6 +121,7 @@ def _in_models(rank: int, world_size: int) -> dict[tuple[str, str], list[Tensor]
     return found
 
 
+@pytest.mark.full
 def test_models_with_dropout_keep_alike_what_is_whole() -> None:
     first, other = run_ranks(_in_models, 2)
     for way, mine in first.items():
@@ -153,6 +156,7 @@ def _p_of_heads(rank: int, world_size: int) -> dict[str, float]:
     return found
 
 
+@pytest.mark.full
 def test_heads_of_two_ranks_draw_apart_in_either_backend() -> None:
     for found in run_ranks(_p_of_heads, 2):
         for share in found.values():

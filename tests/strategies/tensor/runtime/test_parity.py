@@ -1,7 +1,5 @@
 """Every small model by its plan against itself whole: the loss and all gradients of a step."""
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -23,18 +21,38 @@ NAMES_WHOLE_SIZES = {
 FAMILIES_THAT_NAME_WHOLE_SIZES = {"bloom", "phi3"}
 
 
-def _pairs(names: Any) -> list[tuple[str, str]]:
-    return [(name, backend) for name in names for backend in ("local", "region")]
+def _wanted(request: pytest.FixtureRequest) -> list[tuple[str, str]]:
+    """Models and backends of the tests that are run and take this fixture, for they run as one."""
+    found = [
+        (str(each.callspec.params["name"]), str(each.callspec.params["backend"]))
+        for each in request.session.items
+        if isinstance(each, pytest.Function)
+        and each.path == request.path
+        and request.fixturename in each.fixturenames
+    ]
+    return list(dict.fromkeys(found))
 
 
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.full)])
 def written(request: pytest.FixtureRequest) -> dict[tuple[str, str], Difference | str]:
     """In double precision, where nothing but a mistake is left of a difference."""
-    return run_ranks(matrix, request.param, _pairs(WRITTEN), torch.float64, timeout_s=100)[0]
+    return run_ranks(matrix, request.param, _wanted(request), torch.float64)[0]
 
 
+@pytest.mark.sample(
+    "2-gpt_separate-local",
+    "2-gpt_tied-region",
+    "2-gpt_grouped-region",
+    "2-gpt_odd_vocabulary-local",
+    "2-gpt_fused-region",
+    "2-vit_by_hand-local",
+    "2-gpt_local-local",
+    "2-gpt_latent-region",
+    "2-experts-local",
+    "2-torch_layers-region",
+    "2-convolutions-region",
+)
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("backend", ["local", "region"])
 @pytest.mark.parametrize("name", WRITTEN)
 def test_a_model_written_by_hand_equals_itself(
@@ -52,11 +70,20 @@ def test_a_model_written_by_hand_equals_itself(
 
 @pytest.fixture(scope="module", params=[2])
 def families(request: pytest.FixtureRequest) -> dict[tuple[str, str], Difference | str]:
-    return run_ranks(matrix, request.param, _pairs(HUGGING_FACE), torch.float32, timeout_s=150)[0]
+    return run_ranks(matrix, request.param, _wanted(request), torch.float32)[0]
 
 
+@pytest.mark.sample(
+    "2-llama-local",
+    "2-llama_tied-region",
+    "2-mistral-region",
+    "2-gpt2-local",
+    "2-bert-region",
+    "2-t5-local",
+    "2-vit-local",
+    "2-falcon-local",
+)
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("backend", ["local", "region"])
 @pytest.mark.parametrize("name", HUGGING_FACE)
 def test_a_model_of_hugging_face_equals_itself(
@@ -75,8 +102,8 @@ def test_a_model_of_hugging_face_equals_itself(
     assert found.gradient < 1e-4, found.where
 
 
+@pytest.mark.sample("2-gpt_local-local")
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("name", "backend"),
     [("gpt_local", "local"), ("gpt_separate", "region"), ("gpt_fused", "region")],

@@ -77,6 +77,7 @@ def _lengths(rank: int, size: int) -> None:
         _compare(length, parts, group)
 
 
+@pytest.mark.sample("2")
 @pytest.mark.parametrize("size", [2, 4])
 def test_every_length_gives_the_numbers_of_the_whole(size: int) -> None:
     run_ranks(_lengths, size)
@@ -96,6 +97,7 @@ def _traffic(rank: int, size: int, length: int) -> list[tuple[str, int]]:
     return messages.sent
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("length", [8, 7])
 def test_ranks_exchange_what_is_stated_and_no_more(length: int) -> None:
     whole = 4 * B * 8 * C
@@ -140,6 +142,7 @@ def _again(rank: int, size: int, is_reentrant: bool) -> None:
         (first + second).backward()
 
 
+@pytest.mark.sample("True")
 @pytest.mark.parametrize("is_reentrant", [False, True])
 def test_blocks_computed_again_know_their_length_or_refuse(is_reentrant: bool) -> None:
     run_ranks(_again, 2, is_reentrant)
@@ -152,6 +155,7 @@ def _other_shape(rank: int, size: int) -> None:
         parts.gather(part.flatten(0, 1)[None])
 
 
+@pytest.mark.full
 def test_an_activation_that_is_no_part_of_the_sequence_is_refused() -> None:
     run_ranks(_other_shape, 2)
 
@@ -164,6 +168,7 @@ def _subgroups(rank: int, size: int, rows: list[list[int]]) -> None:
     _compare([5, 8][own], SequenceParts(group, 1), group)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("rows", [[[0, 1], [2, 3]], [[0, 2], [1, 3]]])
 def test_only_ranks_of_the_group_exchange_parts(rows: list[list[int]]) -> None:
     run_ranks(_subgroups, 4, rows)

@@ -84,7 +84,7 @@ def _models(
     return found
 
 
-@pytest.mark.sample("parts-13", "DTensors-16")
+@pytest.mark.sample("parts-13")
 @pytest.mark.parametrize("tokens", [16, 13])
 @pytest.mark.parametrize(
     ("names", "backend"), [(ON_PARTS, "local"), (AS_DTENSORS, "region")], ids=["parts", "DTensors"]
@@ -102,6 +102,7 @@ def test_losses_and_every_gradient_are_those_of_one_process(
             assert gradient_error < 1e-5, (name, where)
 
 
+@pytest.mark.full
 def test_on_four_ranks_three_of_which_have_full_parts() -> None:
     pytest.importorskip("transformers")
     for found in run_ranks(_models, 4, ("gpt_torch_attention", "gpt2"), "local", 13):
@@ -129,6 +130,7 @@ def _low_precision(rank: int, size: int) -> list[tuple[float, tuple[float, str]]
     ]
 
 
+@pytest.mark.full
 def test_in_bf16_numbers_are_as_near_to_fp32_as_those_of_one_process() -> None:
     pytest.importorskip("transformers")
     # What a row sums over the ranks is rounded to 8 bits before and after, where one process
@@ -148,7 +150,7 @@ def _messages(rank: int, size: int, tokens: int) -> tuple[list[tuple[str, int]],
     return messages.sent, layers
 
 
-@pytest.mark.sample("15")
+@pytest.mark.full
 @pytest.mark.parametrize("tokens", [16, 15])
 def test_a_step_moves_the_bytes_of_plain_tensor_parallelism(tokens: int) -> None:
     pytest.importorskip("transformers")
@@ -183,6 +185,7 @@ def _three_steps(rank: int, size: int) -> dict[str, Tensor]:
     }
 
 
+@pytest.mark.full
 def test_whole_parameters_between_blocks_do_not_drift_apart() -> None:
     """Without the sum over the ranks, norms would: each sees its own part of the sequence."""
     pytest.importorskip("transformers")
@@ -205,6 +208,7 @@ def _one_target(rank: int, size: int) -> tuple[float, str]:
     return worst_gradient(applied, whole.module)
 
 
+@pytest.mark.full
 def test_a_batch_with_one_target_has_its_gradient() -> None:
     pytest.importorskip("transformers")
     for gradient_error, where in run_ranks(_one_target, 2):
@@ -256,6 +260,7 @@ def _draws(rank: int, size: int) -> list[Tensor]:
     return seen
 
 
+@pytest.mark.full
 def test_ranks_draw_their_own_for_their_parts_and_again_per_seed() -> None:
     first, second = (seen[0] for seen in run_ranks(_draws, 2))
     assert first.shape == second.shape == (2, 6, 8)
@@ -305,5 +310,6 @@ def _bad_plans(rank: int, size: int) -> None:
         stacks(gathers=(GatherPoint("", 0),)).put_on(None)  # type: ignore[arg-type]
 
 
+@pytest.mark.full
 def test_plans_that_do_not_fit_the_model_are_refused() -> None:
     run_ranks(_bad_plans, 1)

@@ -154,8 +154,8 @@ def _small_models(
     return errors
 
 
+@pytest.mark.sample("2-16-auto")
 @pytest.mark.ranks
-@pytest.mark.each_choice
 @pytest.mark.parametrize("loss_parallel", ["auto", False])
 @pytest.mark.parametrize(("size", "tokens"), [(2, 16), (2, 15), (4, 18)])
 def test_tables_and_heads_give_the_numbers_of_whole_ones(
@@ -167,6 +167,7 @@ def test_tables_and_heads_give_the_numbers_of_whole_ones(
             assert gradient_error < 1e-5
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_in_bf16_numbers_differ_by_roundings_of_it() -> None:
     # Sums over the ranks round gradients of inputs once more than one process does, to 8 bits;
@@ -185,6 +186,7 @@ def _unknown_tokens(rank: int, size: int) -> None:
             model(torch.tensor([0, wrong, 1, 2, 3]))
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_a_token_that_no_rank_has_is_refused_by_all() -> None:
     run_ranks(_unknown_tokens, 2)
@@ -199,6 +201,7 @@ def _messages_of_a_step(rank: int, size: int) -> list[tuple[str, int]]:
     return messages.sent
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_a_step_sums_activations_twice_and_three_numbers_per_position() -> None:
     positions = 4 * 5
@@ -282,7 +285,7 @@ def _hugging_face(rank: int, size: int, kind: str, dtype: torch.dtype) -> Any:
     return loss_error, worst_gradient(model, whole, plan), own_error
 
 
-@pytest.mark.sample("gpt2_tied", "llama", "t5")
+@pytest.mark.sample("llama")
 @pytest.mark.ranks
 @pytest.mark.parametrize("kind", HUGGING_FACE)
 def test_models_with_their_loss_inside_never_gather_their_31_tokens(kind: str) -> None:
@@ -292,6 +295,7 @@ def test_models_with_their_loss_inside_never_gather_their_31_tokens(kind: str) -
         assert gradient_error < 1e-5
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_models_in_bf16_with_their_loss_inside_are_as_near_to_fp32_as_one_process() -> None:
     pytest.importorskip("transformers")

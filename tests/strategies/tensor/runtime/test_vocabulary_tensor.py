@@ -188,7 +188,7 @@ def _every_use(rank: int, size: int, tokens: int, names: list[str]) -> dict[str,
     return noted
 
 
-@pytest.mark.sample("2-11", "4-19")
+@pytest.mark.sample("2-11")
 @pytest.mark.parametrize(("size", "tokens"), [(2, 16), (2, 11), (4, 19)])
 def test_what_has_a_rule_stays_divided_and_what_has_none_gathers(size: int, tokens: int) -> None:
     expected = dict.fromkeys(DIVIDED, False) | dict.fromkeys(GATHERED, True)
@@ -217,6 +217,7 @@ def _questions(rank: int, size: int) -> None:
     assert [tuple(each.shape) for each in gathered({"logits": [logits]})["logits"]] == [(B, T, 11)]
 
 
+@pytest.mark.full
 def test_questions_about_logits_move_nothing() -> None:
     run_ranks(_questions, 2)
 
@@ -229,6 +230,7 @@ def _ties(rank: int, size: int) -> None:
     assert logits.max(1).indices.tolist() == [0, 3]
 
 
+@pytest.mark.full
 def test_the_first_of_several_best_tokens_wins_whichever_rank_has_it() -> None:
     run_ranks(_ties, 4)
 
@@ -248,6 +250,7 @@ def _gradient_of_logits(rank: int, size: int) -> None:
     torch.testing.assert_close(gathered(logits.grad), expected)
 
 
+@pytest.mark.full
 def test_gradients_of_logits_themselves_can_be_asked_for() -> None:
     run_ranks(_gradient_of_logits, 2)
 
@@ -268,6 +271,7 @@ def _learned(rank: int, size: int) -> None:
         torch.testing.assert_close(learned.grad, copy.grad, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.full
 def test_a_learned_temperature_or_bias_gets_the_gradient_of_all_tokens() -> None:
     run_ranks(_learned, 2)
 
@@ -282,6 +286,7 @@ def _views(rank: int, size: int) -> None:
         logits.data = torch.zeros(B, T, 12)
 
 
+@pytest.mark.full
 def test_writing_to_a_view_is_refused_when_its_history_would_be_lost() -> None:
     run_ranks(_views, 2)
 
@@ -298,6 +303,7 @@ def _notes(rank: int, size: int) -> list[str]:
     return told
 
 
+@pytest.mark.full
 def test_a_gather_is_told_of_once_per_function() -> None:
     for told in run_ranks(_notes, 2):
         assert len(told) == 2

@@ -1,0 +1,22 @@
+"""Which line of the user's code is running, for messages."""
+
+import contextlib
+import inspect
+import os
+from collections.abc import Sequence
+
+import torch
+
+OF_TORCH = (os.path.dirname(torch.__file__) + os.sep, contextlib.__file__)
+"""Where files of torch lie, and of what it is called through."""
+
+
+def line_outside(machinery: Sequence[str]) -> str:
+    """Return file and line of the innermost frame whose file begins with none of these."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_back is not None:
+        file = frame.f_code.co_filename
+        if file != __file__ and not file.startswith(tuple(machinery)):
+            break
+        frame = frame.f_back
+    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"

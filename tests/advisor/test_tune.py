@@ -1,0 +1,117 @@
+"""``boltmesh tune`` and benches of planned layouts: what is run, measured and remembered."""
+
+import json
+import os
+
+import pytest
+
+from boltmesh.advisor.machine import rates_file, read_rates
+from boltmesh.bench.figures import BenchRun
+from boltmesh.bench.running import OUT_OF_MEMORY, Ended, run_variant
+from boltmesh.bench.variant import Variant
+from boltmesh.cli import run_command
+from tests.support.forked_python import run_python
+from tests.support.planned_configs import RATES, SMALL
+
+
+def test_tuning_runs_layouts_back_and_forth_so_that_a_burst_of_load_does_not_decide(
+    tmp_path, monkeypatch, capsys
+) -> None:
+    ran: list[str] = []
+
+    def run(variant: Variant, *_: object, **__: object) -> Ended:
+        ran.append(variant.label)
+        if len(ran) == 3:
+            return Ended(None, "out of memory")
+        seconds = (
+            2.0 if variant.label == ran[0] else 10.0 if len(ran) == 2 else 1.0
+        )  # a burst of load
+        return Ended(
+            BenchRun(
+                mesh={},
+                step_s=(seconds,) * 3,
+                samples=None,
+                tokens=None,
+                loss=None,
+                last_step=2,
+                bubble=(),
+                memory={},
+                host_bytes=None,
+                device_bytes=None,
+                axis_bytes={},
+            )
+        )
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("boltmesh.advisor.machine.measure_here", lambda *_: RATES)
+    monkeypatch.setattr("boltmesh.advisor.tune.run_variant", run)
+    assert run_command(["tune", "ddp", *SMALL[:4], "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["layouts"]
+    first, second, _ = ran[:3]
+    assert ran[3:] == [second, first, first, second]
+    (reason,) = (each["reason"] for each in found if each["reason"])
+    assert reason.startswith("out of memory: it was to need ")
+    assert sorted(each["measured_s"] or 0.0 for each in found) == [0.0, 1.0, 2.0]
+
+
+def test_a_bench_of_planned_layouts_runs_the_three_best(remembered, monkeypatch, capsys) -> None:
+    ran: list[list[str]] = []
+
+    def run(_: object, __: object, line: list[str], **___: object) -> Ended:
+        ran.append(line)
+        return Ended(None, "stopped")
+
+    monkeypatch.setattr("boltmesh.advisor.search.MOST_DIVISIONS", 0)
+    monkeypatch.setattr("boltmesh.bench.command.run_variant", run)
+    line = ["bench", "ddp", *SMALL[:4], "accelerator=cpu", "devices=2"]
+    assert run_command([*line, "--strategies", "planned,bolt_zero2"]) == 1
+    assert "bolt_ddp, data 2 (planned " in capsys.readouterr().out
+    assert len(ran) == 4
+    assert all(any(each.startswith("strategy.name=") for each in one) for one in ran[1:])
+
+
+TUNE = """
+import sys
+from boltmesh.advisor import machine, search
+from boltmesh.cli import run_command
+from boltmesh.strategies.cost_model.step_time import Machine
+
+machine.measure_here = lambda *_: {rates}
+search.MOST_DIVISIONS = 0
+sys.exit(run_command(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow(20)
+def test_tuning_measures_layouts_and_later_plans_remember(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr("boltmesh.advisor.search.MOST_DIVISIONS", 0)
+    env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    line = ["tune", "ddp", *SMALL[:4], "--steps", "3", "--warmup", "1", "--rounds", "1"]
+    line += ["--top", "1", "--json"]
+    script = tmp_path / "tune.py"
+    script.write_text(TUNE.format(rates=RATES), encoding="utf-8")
+    done = run_python(str(script), *line, cwd=tmp_path, env=env, differentiates=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.strip().splitlines()[-1])
+    (first,) = found["layouts"]
+    assert first["reason"] is None
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = rates_file("cpu", 2, "32-true")
+    assert found["remembered"] == str(path)
+    rates = read_rates(path)
+    assert rates is not None
+    assert rates.calibration == pytest.approx(first["measured_s"] / first["predicted_s"])
+    assert run_command(["plan", "auto", *line[1:6], "--json"]) == 0
+    planned = json.loads(capsys.readouterr().out)["best"]
+    took = [each["step_s"] for each in planned if each["is_measured"]]
+    assert took == pytest.approx([first["measured_s"]])
+
+
+@pytest.mark.full
+@pytest.mark.slow(30)
+def test_a_job_that_needs_more_than_its_memory_ends_with_that_reason(tmp_path) -> None:
+    line = [*SMALL, "devices=1", "model.init_args.n_embd=4096"]  # 1.6 GB of parameters
+    variant = Variant(label="one", strategy="bolt_ddp")
+    ended = run_variant(variant, "ddp", line, steps=1, warmup=0, host_bytes=2**28)
+    assert ended.run is None
+    assert ended.reason == OUT_OF_MEMORY
