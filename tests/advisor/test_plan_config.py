@@ -1,7 +1,6 @@
 """``boltmesh plan auto CONFIG``: layouts of a config's own model, each of which starts."""
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -244,7 +243,6 @@ def test_a_pipeline_that_could_be_the_fastest_is_planned_with_every_schedule(
 ) -> None:
     pipeline = Layout(pipeline=2)
     monkeypatch.setattr("boltmesh.advisor.search.divisions", lambda _: iter([pipeline]))
-    monkeypatch.setattr("boltmesh.advisor.search.SEARCH_S", math.inf)
     planned: list[dict[str, Any]] = []
 
     def plan(searcher, layout):
