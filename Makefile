@@ -22,8 +22,8 @@ venv: $(INSTALLED)  ## make .venv with boltmesh, editable, and all development t
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/)' constraints.txt > $(VENV)/constraints.txt
-	$(PIP) install --quiet --no-compile -c $(VENV)/constraints.txt torch
-	$(PIP) install --quiet --no-compile -c $(VENV)/constraints.txt -e ".[dev]"
+	$(PIP) install --quiet -c $(VENV)/constraints.txt torch
+	$(PIP) install --quiet -c $(VENV)/constraints.txt -e ".[dev]"
 	touch $@
 
 demo: venv  ## train a small GPT on two CPU ranks for about two minutes

@@ -137,7 +137,10 @@ def resume(
         return {name: each.detach().clone() for name, each in whole.items()}
 
 
-@pytest.mark.parametrize(("most_bytes", "chosen"), [(None, "bolt_ddp"), (193_990, "bolt_zero3")])
+@pytest.mark.parametrize(
+    ("most_bytes", "chosen"),
+    [pytest.param(None, "bolt_ddp", marks=pytest.mark.full), (193_990, "bolt_zero3")],
+)
 def test_a_run_is_evaluated_and_resumed(tmp_path, most_bytes, chosen) -> None:
     options = {"max_memory_bytes": most_bytes}
     auto = run_ranks(resume, 2, str(tmp_path / "auto"), "bolt_auto", options)

@@ -90,6 +90,7 @@ def test_an_all_reduce_of_two_ranks_sends_its_bytes_once() -> None:
     assert terms(STEP)["data"] == pytest.approx(4e6 / 1e9 + 100e-6)
 
 
+@pytest.mark.full
 def test_rates_are_measured_in_processes_of_their_own() -> None:
     found = measure_here("cpu", 2, "32-true", ".")
     measured = (found.device_tflops, found.memory_gb_s, found.operator_us)
@@ -179,6 +180,7 @@ def test_a_plan_for_gpus_names_them_and_their_nodes(capsys, monkeypatch) -> None
     assert "trainer.devices=4" in out
 
 
+@pytest.mark.full
 def test_selective_recomputation_keeps_less_than_all_and_more_than_inputs() -> None:
     config = load("ddp", list(SMALL[:4]))
 
@@ -200,6 +202,10 @@ LARGE = (
 )
 
 
+@pytest.mark.sample(
+    "model.init_args.n_layer=14 --gpu rtx4090 --devices 2-wanted1",
+    "model.init_args.n_layer=8 model.init_args.block_size=16384 --gpu rtx4090 --devices 2-wanted4",
+)
 @pytest.mark.parametrize(
     ("line", "wanted"),
     [
@@ -362,6 +368,7 @@ def test_a_config_and_its_sizes_are_predicted_alike_on_a_cluster(capsys, monkeyp
     assert module["time_s"].keys() == of_sizes.terms().keys()
 
 
+@pytest.mark.full
 def test_a_plan_in_fp32_says_what_mixed_precision_would_change(capsys, monkeypatch) -> None:
     monkeypatch.setattr("boltmesh.advisor.search.MOST_DIVISIONS", 0)
     sizes = {"n_layer": 4, "n_embd": 2048, "n_head": 16, "block_size": 1024}
@@ -437,6 +444,7 @@ def test_experts_are_divided_with_the_memory_and_bytes_that_their_own_plan_state
     assert found.own == divided
 
 
+@pytest.mark.full
 def test_a_pipeline_without_room_runs_a_part_of_its_blocks_again(monkeypatch) -> None:
     monkeypatch.setattr("boltmesh.advisor.search.MOST_DIVISIONS", 2)
 

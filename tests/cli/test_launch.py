@@ -411,6 +411,7 @@ def test_folders_of_killed_supervisors_are_deleted_by_the_next(workplace, monkey
     assert found == {f"boltmesh-ranks-{name}" for name in kept}
 
 
+@pytest.mark.full
 def test_and_so_are_those_of_killed_scripts(workplace, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(workplace))
     code = (

@@ -44,7 +44,7 @@ def memory(tmp_path_factory, monkeypatch):
 @pytest.mark.parametrize(
     ("strategy", "kills"),
     [
-        ("bolt_zero2", "between copies"),
+        pytest.param("bolt_zero2", "between copies", marks=pytest.mark.full),
         pytest.param("bolt_zero3", "in a copy", marks=pytest.mark.full),
         pytest.param("bolt_zero2", "before a log", marks=pytest.mark.full),
         pytest.param("bolt_ddp", "between copies", marks=pytest.mark.full),

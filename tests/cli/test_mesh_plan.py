@@ -253,6 +253,7 @@ def test_ranks_of_a_context_axis_are_planned_each_with_its_positions(capsys, wor
     assert min(moved(found, "context")) > 0
 
 
+@pytest.mark.full
 def test_offloaded_state_is_in_host_memory(capsys, workplace) -> None:
     Path("cluster.yaml").write_text("host_gib: 0.0001\ndevice_gib: 80\n")
     arguments = (
@@ -277,6 +278,7 @@ def test_a_dry_run_shows_the_mesh_too(capsys, workplace) -> None:
     assert "expected bubble" in shown
 
 
+@pytest.mark.full
 def test_other_strategies_are_planned_beside_a_mesh(capsys, workplace) -> None:
     assert cli.run_command(["plan", "threed", *TINY, "--strategy", "zero3"]) == 0
     assert "zero3, GPT with" in capsys.readouterr().out

@@ -31,6 +31,7 @@ def assert_same(one: Path, other: Path) -> None:
     assert [name for name in left if not torch.equal(left[name], right[name])] == []
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_stopped_resumed_and_evaluated(tmp_path: Path) -> None:
     epochs = "max_epochs=2"

@@ -56,6 +56,7 @@ def test_what_ranks_keep_is_what_the_built_model_has(capsys, workplace) -> None:
     assert sum(each["kept_bytes"] for each in found["ranks"]) == 16 * (whole + embedding)
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:You are trying to `self.log")
 def test_activations_are_those_that_autograd_keeps(workplace) -> None:
     config = load("pipeline_1f1b", [*TINY, *PIPELINE[1:], "model.init_args.n_layer=2"])

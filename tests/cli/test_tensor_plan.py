@@ -44,6 +44,7 @@ def test_what_a_rank_keeps_is_its_share_and_what_is_whole(capsys, workplace, siz
     assert "head.weight" in divided
 
 
+@pytest.mark.full
 def test_heads_that_do_not_divide_leave_attention_whole_and_say_so(capsys, workplace) -> None:
     found = plan(capsys, "--devices", "3", "model.init_args.n_embd=48")
     whole = {each["name"]: each["why"] for each in found["plan"]["whole"]}
@@ -89,7 +90,9 @@ def test_the_terminal_decides_on_the_width(monkeypatch) -> None:
     [
         (["strategy.size=3"], "strategy.size=3 does not divide the 2 ranks of a host"),
         (["strategy.plan={nothing.*: column}"], "nothing.*"),
-        (["strategy.plan={blocks.*.up.weight: sideways}"], "'sideways'"),
+        pytest.param(
+            ["strategy.plan={blocks.*.up.weight: sideways}"], "'sideways'", marks=pytest.mark.full
+        ),
         (["data.class_path=null"], "there is no batch"),
     ],
 )

@@ -84,6 +84,7 @@ def tensors() -> dict[str, Tensor]:
     return {f"model.layer{at}": torch.full((rows,), float(at)) for at in range(COUNT)}
 
 
+@pytest.mark.full
 @pytest.mark.sample("write_by_four-directions1")
 @pytest.mark.parametrize(
     ("write", "directions"), [(write_alone, ("export", "import")), (write_by_four, ("export",))]

@@ -264,6 +264,7 @@ def test_lines_of_libraries_are_not_parts() -> None:
     assert host.parse_probe(text) == {"torch": {"version": "1"}}
 
 
+@pytest.mark.full
 def test_this_host_as_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

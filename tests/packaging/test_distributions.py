@@ -125,6 +125,7 @@ def test_a_recipe_is_found_by_name_and_can_be_built(installed: Environment, tmp_
     assert not list(tmp_path.glob("runs/**/*.ckpt"))
 
 
+@pytest.mark.full
 def test_lightning_finds_the_names(installed: Environment, tmp_path: Path) -> None:
     code = """
 import boltmesh

@@ -118,14 +118,10 @@ def compare(wanted: Run, found: Run) -> Apart:
     )
 
 
-def measure(
-    name: str, ranks: int, cases: list[tuple[str, str]], timeout_s: float = 600
-) -> list[Apart]:
+def measure(name: str, ranks: int, cases: list[tuple[str, str]]) -> list[Apart]:
     precisions = tuple(dict.fromkeys(precision for _, precision in cases))
-    references = dict(
-        zip(precisions, run_ranks(alone, 1, name, precisions, timeout_s=timeout_s)[0], strict=True)
-    )
-    found = run_ranks(staged, ranks, name, cases, timeout_s=timeout_s)[0]
+    references = dict(zip(precisions, run_ranks(alone, 1, name, precisions)[0], strict=True))
+    found = run_ranks(staged, ranks, name, cases)[0]
     return [
         compare(references[precision], run)
         for (_, precision), run in zip(cases, found, strict=True)

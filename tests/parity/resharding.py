@@ -124,11 +124,10 @@ class Matrix:
 
     Args:
         folder: Empty.
-        timeout_s: For all that one start of the ranks does.
     """
 
-    def __init__(self, folder: Path, *, timeout_s: float = 600) -> None:
-        self._folder, self._timeout_s = folder, timeout_s
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self._saved: dict[str, str] = {}
         (losses,) = self._start([Run(PLAIN, 2, "whole")])
         half = len(losses[0]) // 2
@@ -162,7 +161,7 @@ class Matrix:
     def _start(self, parts: Sequence[Run]) -> list[list[list[float]]]:
         """Train parts of as many ranks; return for each part the losses of every rank."""
         ranks = LAYOUTS[parts[0].layout].mesh.world_size
-        found = run_ranks(train, ranks, str(self._folder), parts, timeout_s=self._timeout_s)
+        found = run_ranks(train, ranks, str(self._folder), parts)
         return [list(each) for each in zip(*found, strict=True)]
 
     def _file(self, source: str, layout: str) -> str:
@@ -227,7 +226,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="resharding-") as folder:
-        matrix = Matrix(Path(folder), timeout_s=600)
+        matrix = Matrix(Path(folder))
         matrix.save(options.only)
         columns = {each: matrix.resume(options.only, each) for each in options.to or options.only}
     print("\n".join(table(options.only, columns)))

@@ -88,17 +88,15 @@ def fit(
     assert trainer.global_step == STEPS * epochs
 
 
-def train(layout: Layout, run: Run, folder: Path, *, timeout_s: float = 600.0) -> dict[str, Tensor]:
+def train(layout: Layout, run: Run, folder: Path) -> dict[str, Tensor]:
     """Two epochs without a stop; return how they ended."""
-    run_ranks(fit, layout.ranks, layout, run, folder, 2, timeout_s=timeout_s)
+    run_ranks(fit, layout.ranks, layout, run, folder, 2)
     return read_whole(folder / "epoch=1.ckpt", run)
 
 
-def go_on(
-    layout: Layout, run: Run, checkpoint: Path, folder: Path, *, timeout_s: float = 600.0
-) -> dict[str, Tensor]:
+def go_on(layout: Layout, run: Run, checkpoint: Path, folder: Path) -> dict[str, Tensor]:
     """The second epoch after a checkpoint of the first; return how it ended."""
-    run_ranks(fit, layout.ranks, layout, run, folder, 2, checkpoint, timeout_s=timeout_s)
+    run_ranks(fit, layout.ranks, layout, run, folder, 2, checkpoint)
     return read_whole(folder / "epoch=1.ckpt", run)
 
 

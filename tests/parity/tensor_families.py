@@ -167,13 +167,11 @@ def compare(wanted: dict[str, Run], precision: str, found: Run) -> Apart:
     )
 
 
-def measure(
-    name: str, ranks: int, cases: Sequence[Case] = CASES, *, timeout_s: float = 600
-) -> dict[Case, Apart | str]:
+def measure(name: str, ranks: int, cases: Sequence[Case] = CASES) -> dict[Case, Apart | str]:
     """Run a family both ways, its plan in all cases; a refusal stands for itself."""
     precisions = tuple(dict.fromkeys((FP32, *(precision for _, precision in cases))))
-    wanted = run_ranks(alone, 1, name, precisions, timeout_s=timeout_s)[0]
-    runs = run_ranks(divided, ranks, name, tuple(cases), timeout_s=timeout_s)[0]
+    wanted = run_ranks(alone, 1, name, precisions)[0]
+    runs = run_ranks(divided, ranks, name, tuple(cases))[0]
     assert runs is not None
     return {
         case: run if isinstance(run, str) else compare(wanted, case[1], run)

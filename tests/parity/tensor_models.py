@@ -147,11 +147,11 @@ def _divided(name: str, way: Way) -> Divided | str:
     return Divided(trace, share, dict(plan.backends), plan.notes)
 
 
-def measure(names: Sequence[str], way: Way, *, timeout_s: float = 600) -> list[Row]:
+def measure(names: Sequence[str], way: Way) -> list[Row]:
     """Run models both ways, all of them in one start of the ranks, which import transformers."""
-    wanted = run_ranks(alone, 1, names, way, timeout_s=timeout_s)[0]
+    wanted = run_ranks(alone, 1, names, way)[0]
     sound = [name for name, each in zip(names, wanted, strict=True) if not isinstance(each, str)]
-    found = run_ranks(divided, way.ranks, sound, way, timeout_s=timeout_s)[0]
+    found = run_ranks(divided, way.ranks, sound, way)[0]
     by_name = dict(zip(sound, found, strict=True))
     return [
         _row(name, each, by_name.get(name, "")) for name, each in zip(names, wanted, strict=True)

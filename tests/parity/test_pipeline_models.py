@@ -24,7 +24,7 @@ def test_gradients_losses_and_parameters_are_those_of_one_process(
     name: str, ranks: int, number: int
 ) -> None:
     cases = [(ON_TWO if ranks == 2 else ON_FOUR)[number]]
-    for (schedule, precision), apart in zip(cases, measure(name, ranks, cases, 110), strict=True):
+    for (schedule, precision), apart in zip(cases, measure(name, ranks, cases), strict=True):
         if precision == "32-true":
             assert apart.gradient < 1e-5, schedule
             assert apart.loss < 2e-6, schedule

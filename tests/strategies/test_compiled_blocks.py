@@ -110,7 +110,7 @@ def test_blocks_are_compiled_once_and_train_to_the_same_numbers(
     name: str, given: dict[str, Any]
 ) -> None:
     ranks = RANKS.get(name, 2)
-    for apart, graphs in run_ranks(both, ranks, name, "aot_eager", given, timeout_s=480.0):
+    for apart, graphs in run_ranks(both, ranks, name, "aot_eager", given):
         assert apart < 1e-5
         assert graphs[2] >= 1
         assert graphs[2] == graphs[-1], "compiled again after the third step"
@@ -178,7 +178,7 @@ def test_inductor_compiles_blocks_around_the_exchanges(
 ) -> None:
     kind, world_size, data, strategy = EXPERTS[case]
     monkeypatch.setitem(expert_models.SIZES, "num_hidden_layers", LAYERS)
-    ranks = run_ranks(beside_exchanges, world_size, kind, strategy, "inductor", timeout_s=560.0)
+    ranks = run_ranks(beside_exchanges, world_size, kind, strategy, "inductor")
     gaps = expert_runs.differences(ranks, expert_runs.train_alone(data, kind, steps=5))
     assert max(gaps.values()) < 2e-6, gaps
     assert all(1 <= int(each.notes[-1]) < LAYERS for each in ranks)
@@ -188,7 +188,7 @@ def test_inductor_compiles_blocks_around_the_exchanges(
 @pytest.mark.full
 @pytest.mark.ranks
 def test_inductor_gives_the_numbers_of_the_blocks_as_they_are() -> None:
-    [(apart, graphs)] = run_ranks(both, 1, "ddp", "inductor", {}, timeout_s=560.0)
+    [(apart, graphs)] = run_ranks(both, 1, "ddp", "inductor", {})
     assert apart < 1e-5
     assert graphs[2] == graphs[-1] >= 1
 

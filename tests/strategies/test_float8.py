@@ -142,7 +142,7 @@ def test_training_in_float8_differs_from_training_without() -> None:
 def test_blocks_are_compiled_and_recomputed_beside_it(name: str, given: dict[str, Any]) -> None:
     theirs = by_torchao("tensorwise")
     given = {"float8": "tensorwise", **given}
-    for ours in run_ranks(by_ranks, 2, name, given, timeout_s=360.0):
+    for ours in run_ranks(by_ranks, 2, name, given):
         assert apart(ours, theirs) <= 1e-6
 
 

@@ -23,7 +23,7 @@ def echo(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     environment = {**os.environ, "BOLTMESH_RUN_DIR": str(folder / "run"), "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "tests.support.echo_axis", str(folder)]
     done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads((folder / "echo.json").read_text())

@@ -124,12 +124,10 @@ def _fit(rank: int, world_size: int, folder: Path, model: str, run: Run) -> dict
     return found
 
 
-def run_all(
-    folder: Path, model: str, runs: Sequence[Run], *, timeout_s: float = 600.0
-) -> dict[str, dict[str, Tensor]]:
+def run_all(folder: Path, model: str, runs: Sequence[Run]) -> dict[str, dict[str, Tensor]]:
     """Carry out runs of as many ranks; return by target how each ended, on all ranks together."""
     (ranks,) = {ALL_LAYOUTS[each.layout].mesh.world_size for each in runs}
-    found = run_ranks(fits, ranks, str(folder), model, runs, timeout_s=timeout_s)
+    found = run_ranks(fits, ranks, str(folder), model, runs)
     ends = zip(*found, strict=True)
     return {run.target: merged(each, run.target) for run, each in zip(runs, ends, strict=True)}
 

@@ -98,6 +98,7 @@ def test_no_room_at_the_start_is_one_warning_and_leaves_no_file(small_disk):
     assert list((folder / "full").glob("*rank*")) == []
 
 
+@pytest.mark.full
 def test_a_disk_that_fills_up_later_does_not_kill_the_rank_nor_lose_a_record(small_disk):
     folder = small_disk(3 * layout.FILE_BYTES)
     done = train(folder, FILL)

@@ -103,7 +103,7 @@ class Sshd:
             self.port = probe.getsockname()[1]
         command = [SSHD, "-D", "-E", str(self.log), "-f", f"{self.folder}/sshd_config"]
         self._process = subprocess.Popen([*command, "-p", str(self.port)])
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while "Server listening" not in (self.log.read_text() if self.log.exists() else ""):
             if self._process.poll() is not None:
                 return False

@@ -62,7 +62,7 @@ def refusal(remote: Remote = NODE, job: str | None = None) -> str:
 
 
 def wait_for(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while not condition():
         assert time.monotonic() < deadline, f"waited for {what}"
         time.sleep(0.02)

@@ -11,7 +11,7 @@ import pytest
 
 pytestmark = pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")
 
-WAIT_S = 60.0
+WAIT_S = 300.0
 
 
 class Tmux:
@@ -27,7 +27,7 @@ class Tmux:
 
     def run(self, *arguments: str) -> str:
         done = subprocess.run(
-            [*self._base, *arguments], capture_output=True, text=True, check=True, timeout=120
+            [*self._base, *arguments], capture_output=True, text=True, check=True, timeout=600
         )
         return done.stdout
 

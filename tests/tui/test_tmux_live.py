@@ -37,7 +37,7 @@ class Viewer:
     def run(self, *arguments: str) -> str:
         command = ["tmux", "-S", self._socket, *arguments]
         return subprocess.run(
-            command, capture_output=True, text=True, check=True, timeout=120
+            command, capture_output=True, text=True, check=True, timeout=600
         ).stdout
 
     def press(self, *keys: str) -> None:

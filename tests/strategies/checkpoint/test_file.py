@@ -115,7 +115,7 @@ def test_a_remote_file_system_keeps_the_way_of_lightning() -> None:
 
 def test_two_saves_of_one_name_at_once_are_each_whole(tmp_path: Path) -> None:
     target = tmp_path / "a.ckpt"
-    together = threading.Barrier(2, timeout=20)
+    together = threading.Barrier(2, timeout=120)
 
     def save(value: bytes) -> None:
         def fill(file: Any) -> None:

@@ -321,6 +321,7 @@ def in_small_file_system(folder: Path, script: str) -> str:
     return done.stdout
 
 
+@pytest.mark.full
 def test_a_disk_that_is_really_full_is_refused_and_keeps_the_checkpoint(tmp_path: Path) -> None:
     first, later, files = in_small_file_system(tmp_path, FULL_DISK).splitlines()
     full = r".*\(%s free there\): No space left on device \(ENOSPC\)"

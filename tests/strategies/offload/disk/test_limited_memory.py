@@ -167,7 +167,7 @@ else:
 
 def _train(folder: Path, tier: str, limit: str, checkpoint: str = "none") -> dict[str, Any]:
     # The fewer bytes threads reserve for stacks that they never fill, the smaller the model may be.
-    done = run_limited(TRAINING, tier, folder, limit, checkpoint, timeout_s=300, stack_kib=1024)
+    done = run_limited(TRAINING, tier, folder, limit, checkpoint, timeout_s=600, stack_kib=1024)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("{"), done.stdout
     found: dict[str, Any] = json.loads(done.stdout)
@@ -195,7 +195,7 @@ def test_a_model_whose_state_is_four_times_all_of_the_memory_trains_with_nvme(
 @pytest.mark.full
 @pytest.mark.slow
 def test_the_same_model_does_not_train_with_its_state_in_host_memory(tmp_path: Path) -> None:
-    done = run_limited(TRAINING, "cpu", tmp_path, "limited", "none", timeout_s=300, stack_kib=1024)
+    done = run_limited(TRAINING, "cpu", tmp_path, "limited", "none", timeout_s=600, stack_kib=1024)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("refused: "), done.stdout
     assert "can't allocate memory" in done.stdout or "the system gives no" in done.stdout

@@ -180,14 +180,14 @@ def test_reads_run_ahead_and_the_next_begins_when_a_write_is_over(
         store.prefetch(chunk)
     tensors = store.acquire(0)
     for _ in range(4):  # the ring is filled although nothing was released
-        assert first_reads.acquire(timeout=10)
+        assert first_reads.acquire(timeout=120)
     assert len(calls.reads) == 4
     tensors[0].add_(1)
     store.release(0, is_dirty=True)
     store.acquire(1)  # is there already, while the write of 0 stands
     assert len(calls.reads) == 4
     may_write.set()
-    assert first_reads.acquire(timeout=10)  # by itself, with no call to the store
+    assert first_reads.acquire(timeout=120)  # by itself, with no call to the store
     assert calls.reads[4] // CHUNK_BYTES == 4
     store.release(1, is_dirty=False)
 

@@ -86,7 +86,7 @@ def test_waiting_threads_hold_no_memory(tmp_path: Path) -> None:
     ticket.wait()
     gone = weakref.ref(ticket)
     del ticket
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while gone() is not None:  # the thread lets go a moment after it has woken this one
         assert time.monotonic() < deadline
         time.sleep(0.001)
@@ -99,7 +99,7 @@ def test_a_swap_that_nobody_holds_any_more_gives_its_disk_and_threads_back(tmp_p
     extent = swap.allocate("something", BLOCK_BYTES)
     swap.write(extent, allocate_host(extent.num_bytes, device=CPU)).wait()
     file = swap.file
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while sys.getrefcount(swap) > 2:  # a thread lets go of its block after the ticket is done
         assert time.monotonic() < deadline
         time.sleep(0.001)

@@ -107,6 +107,7 @@ print(torch.get_num_threads())
 """
 
 
+@pytest.mark.full
 def test_a_pool_that_is_the_first_to_ask_torch_for_threads_does_not_settle_their_number() -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "2"}
     command = [sys.executable, "-c", FIRST]

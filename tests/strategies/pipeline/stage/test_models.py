@@ -52,12 +52,8 @@ CASES: list[tuple[type[Module], list[Any]]] = [
 @pytest.mark.sample(
     "HeadInGlue",
     "InPlaceResidual",
-    "WrittenRows",
     "ChangedArgument",
-    "DataclassState",
-    "DictBatch",
     "Checkpointed",
-    "Extra",
     "UNet",
 )
 @pytest.mark.parametrize(("kind", "batches"), CASES, ids=[kind.__name__ for kind, _ in CASES])
