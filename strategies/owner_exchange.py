@@ -22,7 +22,7 @@ _Pair = tuple[Tensor, Tensor]
 
 
 class AxisTraffic(NamedTuple):
-    """What one rank sends over one axis in a step of all parameters."""
+    """The bytes that one rank sends over one axis in a step of all parameters."""
 
     axis: str
     operator: str

@@ -60,7 +60,7 @@ class WholeSteps:
         self._shared: list[Parameter] = []
         self._owner: dict[int, int] = {}
         self._costs = [0] * exchange.size
-        """Of what each rank owns."""
+        """The cost of the parameters that each rank owns."""
         self._wholes: dict[int, Parameter] = {}
         """Stand for owned parameters while the optimizer steps; the same object in each step."""
         self._stand_ins: dict[int, Parameter] = {}

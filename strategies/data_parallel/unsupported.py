@@ -43,7 +43,7 @@ def find_whole_steppers(
     Args:
         optimizers: The user's.
         model: In shards.
-        options: Of the axis.
+        options: The options of the axis.
         has_parts: Whether the shards are of a tensor rank's part.
 
     Raises:

@@ -340,7 +340,7 @@ def _scalar(value: float, device: torch.device) -> Tensor:
 
 
 class WholeRule(UpdateRule):
-    """Of an optimizer that steps whole parameters: chunks keep their values alone."""
+    """The rule of an optimizer that steps whole parameters: chunks keep their values alone."""
 
     @override
     def settings(self, group: Mapping[str, Any]) -> Any:
