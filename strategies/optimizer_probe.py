@@ -6,8 +6,8 @@ Each question compares runs of some steps over the same values and gradients. An
 
 ``mixes_elements``: the steps of two halves of a parameter are not the halves of its step. Muon and
 Shampoo need full matrices, LARS and LAMB norms of full parameters, Adafactor rows and columns, and
-whatever mixes parameters mixes their halves too. The tensor axis steps whole parameters then;
-refused by offload.
+whatever mixes parameters mixes their halves too. Tensor ranks and offload step whole parameters
+then.
 
 ``mixes_parameters``: the step of one parameter depends on another one. Prodigy, D-Adaptation, SAM,
 an Adam that clips by its own norm. Refused by the pipeline, where a rank has its stages alone.
@@ -77,12 +77,8 @@ _MIX_ELEMENTS = _MIX_PARAMETERS | {
 }
 
 
-def find_mixing(optimizers: Iterable[Optimizer], *, has_shards: bool) -> list[Optimizer]:
+def find_mixing(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
     """Return the optimizers that step parts of parameters differently from the whole.
-
-    Args:
-        optimizers: The user's.
-        has_shards: Whether the parts are in shards of the data axis besides.
 
     Raises:
         UnsupportedError: Naming an optimizer that cannot step whole parameters one by one.
@@ -90,13 +86,8 @@ def find_mixing(optimizers: Iterable[Optimizer], *, has_shards: bool) -> list[Op
     found = [each for each in optimizers if mixes_elements(each)]
     for optimizer in found:
         why = needs_all_ranks(optimizer)
-        if why is None and (has_shards or mixes_parameters(optimizer)):
-            why = (
-                "steps a parameter by more than the elements that a rank of a tensor group has of "
-                "it: norms, rows or products of the whole, or all gradients at once"
-            )
-            if has_shards:
-                why += ", which ZeRO shards besides"
+        if why is None and mixes_parameters(optimizer):
+            why = "steps by all gradients at once, of which a tensor rank has parts"
         if why is not None:
             raise UnsupportedError(
                 f"{type(optimizer).__name__} {why}. Use bolt_ddp, or an optimizer that works on "

@@ -30,7 +30,8 @@ class TensorParallelStrategy(MeshStrategy):
     ``state_dict`` raises: ``Trainer.save_checkpoint`` and ``ModelCheckpoint`` write the whole, and
     ``gathered_parameters`` shows it. Norms that a hook takes of gradients by hand are those of one
     rank; ``trainer.strategy.gradient_norm(optimizer)`` and ``torch.nn.utils.clip_grad_norm_`` are
-    over all. Optimizers that need more of a parameter than its elements, such as Muon, are refused.
+    over all. Optimizers that need more of a parameter than its elements, such as Muon, step whole
+    parameters, each at one rank; those that step by all gradients at once are refused.
 
     Args:
         size: Ranks that share a layer; by default all ranks of a host. They have to be on one host,

@@ -28,7 +28,8 @@ class ZeROStrategy(MeshStrategy):
         offload_optimizer: Keeps optimizer state and fp32 master parameters in host memory
             (``"cpu"``) or on a disk (``"nvme"``), and steps there, overlapped with the backward
             pass. AdamW and Adam run through torch's fused kernel with the same numbers; other
-            elementwise torch optimizers run as they are, more slowly.
+            elementwise torch optimizers run as they are, more slowly; those of whole parameters,
+            such as Muon, with ``"cpu"`` alone, after the backward pass.
         offload_parameters: Keeps the shards that are gathered there too (stage 3), and fetches
             them ahead of their use.
         offload_path: Folder on a fast local disk for ``"nvme"``. One file per rank, with room for

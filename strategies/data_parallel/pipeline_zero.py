@@ -346,7 +346,7 @@ class PipelineZeroAxis(PipelineDataAxis, ZeroAxis):
         num_reductions = 1 if self.options.stage == 1 else self._context.num_microbatches
         for each in self._model.owned:
             expected += each.expected_traffic(num_batches=num_reductions)
-        return add_whole_steps(added_up(expected), self._whole_steps, self.name)
+        return add_whole_steps(added_up(expected), self.whole_steps, self.name)
 
     def describe_traffic(self) -> PipelineZeroTraffic:
         """What the axis moves in an optimizer step, and what it would in another stage."""

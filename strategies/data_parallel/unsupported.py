@@ -20,10 +20,12 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from boltmesh.errors import ConfigError, UnsupportedError
+from boltmesh.strategies.data_parallel.options import ZeroOptions
 from boltmesh.strategies.dry_run.unsupported import refuse_undividable
 from boltmesh.strategies.optimizer_probe import (
     matrix_use,
     misjudges_shards,
+    mixes_elements,
     mixes_parameters,
     needs_all_ranks,
 )
@@ -32,29 +34,44 @@ from boltmesh.strategies.torch_compat.autograd import has_accumulation_hooks
 
 
 def find_whole_steppers(
-    optimizers: Iterable[Optimizer], model: Module, *, has_offload: bool
+    optimizers: Iterable[Optimizer], model: Module, options: ZeroOptions, *, has_parts: bool
 ) -> list[Optimizer]:
     """Return the optimizers that step whole parameters, each by itself, and not shards.
 
     Collective over the ranks of the model's shards.
 
+    Args:
+        optimizers: The user's.
+        model: In shards.
+        options: The options of the axis.
+        has_parts: Whether the shards are of a tensor rank's part.
+
     Raises:
         UnsupportedError: Naming an optimizer that steps a parameter by more than that parameter,
-            or that communicates itself, or whose state is offloaded.
+            or that communicates itself, or whose state would go to a disk.
     """
     shard = next((each for each in model.parameters() if isinstance(each, DTensor)), None)
+    needs_elements = has_parts or options.has_offload
     found = []
     for optimizer in optimizers:
         why = matrix_use(optimizer)
+        if why is None and needs_elements and mixes_elements(optimizer):
+            why = "looks at more than one element at a time"
         if why is None and shard is not None:
             why = misjudges_shards(optimizer, shard.device_mesh, shard.placements)
         if why is None:
             continue
-        if has_offload or mixes_parameters(optimizer):
+        if mixes_parameters(optimizer):
             raise _refused(optimizer, f"{why}, and with ZeROStrategy a rank has its shards alone")
         apart = needs_all_ranks(optimizer)
         if apart is not None:
             raise _refused(optimizer, apart)
+        if options.offload_optimizer == "nvme":
+            raise UnsupportedError(
+                f"{type(optimizer).__name__} {why}: its state is kept whole in host memory, and "
+                f"offload_optimizer='nvme' is to keep it on a disk. Use offload_optimizer='cpu', "
+                f"or an optimizer that works on each element by itself, such as AdamW."
+            )
         found.append(optimizer)
     return found
 

@@ -44,11 +44,12 @@ from boltmesh.strategies.lightning_compat.trainer import callbacks_of
 from boltmesh.strategies.offload.disk.preflight import announce_disks
 from boltmesh.strategies.offload.engine import OffloadEngine
 from boltmesh.strategies.offload.stores import OffloadPlan
+from boltmesh.strategies.owner_exchange import Exchange, ShardedPartExchange, ShardExchange
 from boltmesh.strategies.torch_compat.autograd import after_backward
 from boltmesh.strategies.torch_compat.fsdp import forget_step
 from boltmesh.strategies.torch_compat.fsdp_hooks import observe_waits
 from boltmesh.strategies.torch_compat.optimizers import agree_on_overflow
-from boltmesh.strategies.whole_steps import ShardExchange, WholeSteps, add_whole_steps, is_owned
+from boltmesh.strategies.whole_steps import WholeSteps, add_whole_steps, is_owned
 from boltmesh.telemetry.snapshot import MemoryKind
 from boltmesh.telemetry.traffic import ExpectedTraffic
 from boltmesh.telemetry.writer.memory import StoredBytes
@@ -99,8 +100,7 @@ class ZeroAxis(DataAxis):
         self._offload: OffloadEngine | None = None
         self._forget_scaler: Callable[[], None] = _nothing
         self._step_hooks: list[RemovableHandle] = []
-        self._whole_steps: list[WholeSteps] = []
-        """Steps of the optimizers that need whole parameters."""
+        self.whole_steps: list[WholeSteps] = []
         self._has_ended_step = False
         self._lost: Exception | None = None
         """Why there are no parameters until a checkpoint is loaded: a step of a run before this
@@ -235,15 +235,17 @@ class ZeroAxis(DataAxis):
     def adopt(self, optimizers: Sequence[Optimizer], *, reads_gradients: bool) -> None:
         assert self._context is not None
         self._forget_steps()
-        whole_steppers = find_whole_steppers(
-            optimizers, self._model.module, has_offload=self.options.has_offload
-        )
-        self._model.successors.take_over(optimizers, self._model.module)
+        module, options = self._model.module, self.options
+        parts = next(filter(None, (axis.part_exchange() for axis in self.strategy.axes)), None)
+        steppers = find_whole_steppers(optimizers, module, options, has_parts=parts is not None)
+        self._model.successors.take_over(optimizers, module)
         if optimizers:  # else an evaluation: state of the run before may still be saved
-            exchange = ShardExchange(self._model.mesh.shard_group)
-            self._whole_steps = [
-                WholeSteps(each, exchange, self._record) for each in whole_steppers
-            ]
+            shards = ShardExchange(self._model.mesh.shard_group)
+            exchange: Exchange = ShardedPartExchange(shards, parts) if parts else shards
+            host = torch.device("cpu") if options.has_offload else None
+            self.whole_steps = [WholeSteps(each, exchange, self._record, host) for each in steppers]
+            for each in () if options.has_offload else self.whole_steps:
+                each.patch()
         for optimizer in optimizers:
             if hasattr(optimizer, "register_step_post_hook"):  # Lightning takes all that can step
                 self._step_hooks += [
@@ -262,6 +264,7 @@ class ZeroAxis(DataAxis):
         if self._offload is not None:
             self._offload.adopt(
                 optimizers,
+                {each.optimizer: each.step for each in self.whole_steps},
                 exposes_gradients=reads_gradients,
                 never_clips=not self._context.has_norm_clipping,
                 comes_late=self.has_late_gradients,
@@ -280,7 +283,7 @@ class ZeroAxis(DataAxis):
         for hook in self._step_hooks:
             hook.remove()
         self._step_hooks.clear()
-        for each in self._whole_steps:
+        for each in self.whole_steps:
             each.release()
 
     # Within a step.
@@ -371,7 +374,7 @@ class ZeroAxis(DataAxis):
 
     @override
     def keeps_whole_state(self, parameter: Tensor) -> bool | None:
-        return is_owned(parameter, self._whole_steps)
+        return is_owned(parameter, self.whole_steps)
 
     @override
     def prepare_state(self, optimizer: Optimizer) -> None:
@@ -484,7 +487,7 @@ class ZeroAxis(DataAxis):
 
     @override
     def expected_traffic(self, module: Module) -> list[ExpectedTraffic]:
-        return add_whole_steps(self._expectations.traffic(), self._whole_steps, self.name)
+        return add_whole_steps(self._expectations.traffic(), self.whole_steps, self.name)
 
     @override
     def expected_memory(self, module: Module, optimizers: Sequence[Optimizer]) -> list[MemoryKind]:

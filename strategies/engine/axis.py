@@ -24,6 +24,7 @@ from boltmesh.strategies.dry_run.batch_check import BatchDigest
 from boltmesh.strategies.dry_run.unsupported import Reasons
 from boltmesh.strategies.grad_norm import NormShare
 from boltmesh.strategies.mesh import MeshLayout
+from boltmesh.strategies.owner_exchange import PartExchange
 from boltmesh.strategies.torch_compat.tensors import FakeTensorMode
 from boltmesh.telemetry.snapshot import MemoryKind
 from boltmesh.telemetry.traffic import ExpectedTraffic
@@ -201,6 +202,13 @@ class Axis:
         Raises:
             ConfigError: Naming the optimizer.
         """
+
+    def part_exchange(self) -> PartExchange | None:
+        """Return what joins parameters of which a rank of the axis has parts, or None.
+
+        Valid once the data axis has wrapped the model.
+        """
+        return None
 
     def start(self, trainer: Trainer) -> None:
         """Called at the end of ``setup``. Collective over all ranks; inner axes go first."""

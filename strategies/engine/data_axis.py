@@ -32,6 +32,7 @@ from boltmesh.strategies.lightning_compat.trainer import (
     reads_gradients,
     zeroes_gradients,
 )
+from boltmesh.strategies.whole_steps import WholeSteps
 from boltmesh.telemetry.snapshot import MemoryKind
 from boltmesh.telemetry.traffic import ExpectedTraffic
 from boltmesh.telemetry.writer.memory import StoredBytes
@@ -143,6 +144,9 @@ class DataAxis(Axis, ABC):
 
     other_shares: Sequence[NormShare] = ()
     """What the axes beside this one say of norms of gradients. Set by ``wrap``."""
+
+    whole_steps: Sequence[WholeSteps] = ()
+    """Steps of optimizers that need whole parameters, where the axis has shards of them."""
 
     @override
     def refuse(self, trainer: Trainer, module: LightningModule) -> None:

@@ -13,6 +13,7 @@ bucket. ``step`` returns while steps are pending.
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -37,7 +38,7 @@ from boltmesh.strategies.offload.state import OffloadedState, Staging
 from boltmesh.strategies.offload.stepper import Stepper, worker_threads
 from boltmesh.strategies.offload.stores import OffloadPlan
 from boltmesh.strategies.offload.streams import CopyStream
-from boltmesh.strategies.offload.update_rule import AdamRule
+from boltmesh.strategies.offload.update_rule import AdamRule, WholeRule
 from boltmesh.strategies.torch_compat.fsdp_hooks import watch_dropped_gathers
 from boltmesh.strategies.torch_compat.optimizers import patch_optimizer
 from boltmesh.telemetry.writer.memory import StoredBytes
@@ -93,6 +94,7 @@ class OffloadEngine(StepBarrier):
         self._modules: dict[str, FSDPModule] = {}
         self._layers: dict[str, list[Module]] = {}
         self._optimizers: list[Optimizer] = []
+        self._whole_steps: dict[Optimizer, Callable[[Optimizer], None]] = {}
         self._restores: list[Callable[[], None]] = []
         self._lane = CopyStream(device, recorder)
         self._is_step_new = True
@@ -119,6 +121,7 @@ class OffloadEngine(StepBarrier):
     def adopt(
         self,
         optimizers: Sequence[Optimizer],
+        whole_steps: Mapping[Optimizer, Callable[[Optimizer], None]] = MappingProxyType({}),
         *,
         exposes_gradients: bool,
         never_clips: bool = False,
@@ -128,6 +131,8 @@ class OffloadEngine(StepBarrier):
 
         Args:
             optimizers: As the user made them, before the first step. None of them, to evaluate.
+            whole_steps: Steps of those that cannot step a parameter in stretches. They read and
+                write master parameters, whose gradients stay in ``.grad``.
             exposes_gradients: Leave gradients in ``.grad`` until the step, because somebody may
                 look at them there. Nothing is stepped during the backward pass then.
             never_clips: Nobody will call ``clip``. What is on a disk is then stepped within the
@@ -140,6 +145,8 @@ class OffloadEngine(StepBarrier):
             ConfigError: When an optimizer updates what cannot be kept.
         """
         assert not self._optimizers, "adopted already"
+        self._whole_steps = dict(whole_steps)
+        self.kept.rules.update(dict.fromkeys(self._whole_steps, WholeRule()))
         for optimizer in optimizers:
             refuse_unknown(self._units, optimizer, absent=self._absent)
             if not AdamRule.fits(optimizer):
@@ -150,7 +157,7 @@ class OffloadEngine(StepBarrier):
             self._stepper,
             device=self.device,
             lane=self._lane,
-            exposes_gradients=exposes_gradients or len(optimizers) != 1,
+            exposes_gradients=exposes_gradients or len(optimizers) != 1 or bool(whole_steps),
             comes_late=comes_late,
         )
         self._clipper = Clipper(self.kept, self._arrivals, self.device)
@@ -196,6 +203,7 @@ class OffloadEngine(StepBarrier):
                 restore()
             self._restores.clear()
             self._optimizers.clear()
+            self._whole_steps.clear()
 
     def _finish(self, stepper: Stepper, arrivals: GradientHandler) -> None:
         try:
@@ -309,7 +317,11 @@ class OffloadEngine(StepBarrier):
         assert self._clipper is not None
         self._take_new_groups(optimizer)
         coefficient = self._clipper.coefficient(optimizer)
-        for bucket in self.kept.buckets_of(optimizer):
+        whole_steps = self._whole_steps.get(optimizer)
+        if whole_steps is not None:
+            self._stepper.drain()
+            whole_steps(optimizer)
+        for bucket in [] if whole_steps else self.kept.buckets_of(optimizer):
             updates = self._arrivals.step(optimizer, bucket, coefficient)
             for slot, update in updates.items():
                 state = self.kept.show_state(optimizer, slot)

@@ -29,7 +29,7 @@ from boltmesh.strategies.offload.state import OffloadedState
 from boltmesh.strategies.offload.step_in_backward import BackwardStepper
 from boltmesh.strategies.offload.stepper import BucketGradients, BucketStep, Stepper, WorkerTask
 from boltmesh.strategies.offload.streams import CopyStream
-from boltmesh.strategies.offload.update_rule import Update
+from boltmesh.strategies.offload.update_rule import Update, WholeRule
 from boltmesh.strategies.torch_compat.autograd import after_gradient
 from boltmesh.strategies.torch_compat.tensors import local_tensor
 
@@ -156,16 +156,18 @@ class GradientHandler:
     def watch(self, buckets: Sequence[Bucket]) -> None:
         """Take the gradients of new buckets from now on."""
         for bucket in buckets:
-            if self._kept.owner[bucket] is None:
+            owner = self._kept.owner[bucket]
+            if owner is None:
                 continue
+            is_whole = isinstance(self._kept.rules[owner], WholeRule)
             host_numel = sum(chunk.numel for chunk in bucket.host_offsets())
-            if self._device.type != "cpu" and host_numel:
+            if self._device.type != "cpu" and host_numel and not is_whole:
                 self._host_gradients[bucket] = self._arena.take(host_numel, torch.float32)
             if self._is_watching:
                 for slot in bucket.slots:
                     hook = partial(self._arrive, bucket, slot)
                     self._hooks.append(after_gradient(slot.parameter, hook))
-        trained = [each for each, owner in self._kept.owner.items() if owner is not None]
+        trained = [each for each, by in self._kept.owner.items() if by is not None]
         self.early.limit(trained)
 
     def step_early(

@@ -7,7 +7,10 @@ CPU tensors takes 2.4 to 28 times as long. The numbers are those of ``AdamW(fuse
 ``ElementwiseRule`` is any other optimizer that treats each element by itself, run as it is on
 stretches of host state. What an optimizer does is found by trying it (``optimizer_probe``), also in
 two flat parts. Equal results mean that it may be run on any stretch of a parameter: SGD, RMSprop,
-Adagrad and their kind. Adafactor, Muon or LBFGS, which look at rows or at the whole, are refused.
+Adagrad and their kind. LBFGS, which looks at all of them, is refused.
+
+``WholeRule`` is of Adafactor, Muon or LAMB, which look at rows or at the whole of a parameter:
+their steps and states are not in chunks (``whole_steps``).
 """
 
 import copy
@@ -334,6 +337,18 @@ class _Stretch:
 def _scalar(value: float, device: torch.device) -> Tensor:
     """Return a float32 scalar. A kernel fills it; ``torch.tensor`` would synchronise a GPU."""
     return torch.full((), value, dtype=torch.float32, device=device)
+
+
+class WholeRule(UpdateRule):
+    """The rule of an optimizer that steps whole parameters: chunks keep their values alone."""
+
+    @override
+    def settings(self, group: Mapping[str, Any]) -> Any:
+        raise NotImplementedError
+
+    @override
+    def apply(self, chunk: ChunkStep, coefficient: float) -> None:
+        raise NotImplementedError
 
 
 PROBE_SHAPE = (4, 6)

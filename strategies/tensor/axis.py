@@ -31,6 +31,7 @@ from boltmesh.strategies.grad_norm import NormShare, PartShare
 from boltmesh.strategies.lightning_compat.loops import step_arguments
 from boltmesh.strategies.lightning_compat.trainer import has_norm_clipping, parameter_dtype
 from boltmesh.strategies.optimizer_probe import find_mixing
+from boltmesh.strategies.owner_exchange import PartExchange
 from boltmesh.strategies.parameter_access import forget_parts, register_shards
 from boltmesh.strategies.progress import long_phase
 from boltmesh.strategies.random_state import broadcast_from_rank0
@@ -53,7 +54,7 @@ from boltmesh.strategies.tensor.runtime.apply import AppliedPlan
 from boltmesh.strategies.tensor.runtime.collectives import TensorGroup
 from boltmesh.strategies.tensor.verify import StepPrecision
 from boltmesh.strategies.torch_compat.optimizers import agree_on_overflow
-from boltmesh.strategies.whole_steps import PartExchange, WholeSteps, add_whole_steps, is_owned
+from boltmesh.strategies.whole_steps import WholeSteps, add_whole_steps, is_owned
 from boltmesh.telemetry.traffic import ExpectedTraffic
 
 _CPU = torch.device("cpu")
@@ -350,11 +351,20 @@ class TensorAxis(Axis):
         self._whole_steps = []
         if self.size == 1:
             return
-        mixing = find_mixing(optimizers, has_shards=self.strategy.data_axis.is_sharded)
-        assert self.placement is not None
-        parts = self._joinings() if mixing else {}
-        exchange = PartExchange(self.context.group, parts)
+        mixing = find_mixing(optimizers)
+        if self.strategy.data_axis.is_sharded:
+            return  # it steps them, with what it has of parts
+        exchange = self.part_exchange()
+        assert exchange is not None
         self._whole_steps = [WholeSteps(each, exchange) for each in mixing]
+        for each in self._whole_steps:
+            each.patch()
+
+    @override
+    def part_exchange(self) -> PartExchange | None:
+        if self.size == 1 or self.placement is None:
+            return None
+        return PartExchange(self.context.group, self._joinings())
 
     @override
     def keeps_whole_state(self, parameter: Tensor) -> bool | None:
@@ -445,7 +455,8 @@ class TensorAxis(Axis):
     def expected_traffic(self, module: Module) -> list[ExpectedTraffic]:
         if self._counted is None or self.size == 1:
             return []
-        trainer = self.strategy.trainer
+        strategy = self.strategy
+        trainer = strategy.trainer
         expected = expected_traffic(
             self._counted,
             size=self.group.size,
@@ -453,7 +464,8 @@ class TensorAxis(Axis):
             num_norms=int(has_norm_clipping(trainer)),
             agrees_on_overflow=self.context.scaler is not None,
         )
-        return add_whole_steps(expected, self._whole_steps, self.name)
+        steps = [*self._whole_steps, *strategy.data_axis.whole_steps]
+        return add_whole_steps(expected, steps, self.name)
 
     # Ending.
 

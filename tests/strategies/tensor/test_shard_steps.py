@@ -119,7 +119,7 @@ def test_optimizers_of_more_than_elements_are_refused_by_name(
 ) -> None:
     optimizer = build()
     with pytest.raises(ConfigError, match=type(optimizer).__name__):
-        find_mixing([torch.optim.SGD(mixed(), lr=0.1), optimizer], has_shards=False)
+        find_mixing([torch.optim.SGD(mixed(), lr=0.1), optimizer])
 
 
 @pytest.mark.sample("<lambda>0", "<lambda>3", "<lambda>4")
@@ -127,6 +127,4 @@ def test_optimizers_of_more_than_elements_are_refused_by_name(
 def test_optimizers_of_whole_parameters_are_found(build: Callable[[], Optimizer]) -> None:
     optimizer = build()
     plain = torch.optim.SGD(mixed(), lr=0.1)
-    assert find_mixing([plain, optimizer], has_shards=False) == [optimizer]
-    with pytest.raises(ConfigError, match="which ZeRO shards besides"):
-        find_mixing([plain, optimizer], has_shards=True)
+    assert find_mixing([plain, optimizer]) == [optimizer]

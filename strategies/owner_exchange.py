@@ -1,0 +1,325 @@
+"""Moves parameters between the ranks that hold shards or parts of them and their owners.
+
+See [Note: Whole parameters at one owner].
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
+from torch.nn import Parameter
+
+from boltmesh.strategies.checkpoint.chunks import DimDivision, OffloadedChunk
+from boltmesh.strategies.torch_compat.tensors import local_tensor
+
+_Type = tuple[torch.dtype, torch.device]
+_Pair = tuple[Tensor, Tensor]
+"""Value and gradient."""
+
+
+class AxisTraffic(NamedTuple):
+    """The bytes that one rank sends over one axis in a step of all parameters."""
+
+    axis: str
+    operator: str
+    num_bytes: int
+    num_calls: int
+
+
+class Exchange(Protocol):
+    """Moves parameters between the ranks that share them and their owners.
+
+    Lists of what ranks own have an entry for each of ``size`` ranks, in the order of ``rank``.
+    """
+
+    rank: int
+    size: int
+
+    def is_shared(self, parameter: Tensor) -> bool:
+        """Whether ranks have shards or parts of a parameter that can be moved."""
+
+    def whole_shape(self, parameter: Tensor) -> torch.Size:
+        """Shape of what an owner steps, the same on all ranks."""
+
+    def gather(self, owned: Sequence[Sequence[Parameter]]) -> list[_Pair]:
+        """Return whole values and gradients of what this rank owns. Collective over the ranks.
+
+        Args:
+            owned: What each rank owns, of those that are trained.
+        """
+
+    def give_back(self, owned: Sequence[Sequence[Parameter]], wholes: Sequence[Tensor]) -> None:
+        """Write whole values to all ranks. Collective over the ranks.
+
+        Args:
+            owned: As for ``gather``.
+            wholes: Values of what this rank owns, in that order.
+        """
+
+    def traffic(self, owned: Sequence[Sequence[Parameter]]) -> list[AxisTraffic]:
+        """Return what this rank sends in a step of all parameters."""
+
+
+class JoinedPart(Protocol):
+    """Joins a parameter of which each rank of a group holds a part in a plain tensor."""
+
+    @property
+    def division(self) -> DimDivision:
+        """This rank's part of the full tensor."""
+
+    def join(self, part: Tensor) -> Tensor:
+        """Return the full tensor. Collective."""
+
+    def cut(self, whole: Tensor) -> Tensor:
+        """Return this rank's part."""
+
+
+class ShardExchange:
+    """Moves parameters that are shards by rows, between their ranks and their owners.
+
+    Args:
+        group: Ranks that hold the shards of one copy of the model.
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = group
+        self.rank, self.size = group.rank(), group.size()
+
+    def is_shared(self, parameter: Tensor) -> bool:
+        """Whether a parameter is in shards that can be moved."""
+        return isinstance(parameter, DTensor) and parameter.placements[-1].is_shard(0)
+
+    def whole_shape(self, parameter: Tensor) -> torch.Size:
+        """Shape of a parameter."""
+        return parameter.shape
+
+    def gather(self, owned: Sequence[Sequence[Parameter]]) -> list[_Pair]:
+        """Return whole values and gradients of what this rank owns. Collective over the group.
+
+        Args:
+            owned: What each rank owns, of those that are trained.
+        """
+        mine = owned[self.rank]
+        found: dict[int, _Pair] = {}
+        for like in _types(owned):
+            own = _of_type(mine, like)
+            sent = [
+                [piece for each in _of_type(some, like) for piece in _local_pair(each)]
+                for some in owned
+            ]
+            sizes = [[self._numel(each, rank) for each in own] for rank in range(self.size)]
+            received = self._exchange(sent, [2 * sum(each) for each in sizes], like)
+            pieces = [
+                torch.split(flat, [size for size in some for _ in range(2)])
+                for flat, some in zip(received, sizes, strict=True)
+            ]
+            for number, each in enumerate(own):
+                value = torch.cat([some[2 * number] for some in pieces])
+                grad = torch.cat([some[2 * number + 1] for some in pieces])
+                found[id(each)] = value.view(each.shape), grad.view(each.shape)
+        return [found[id(each)] for each in mine]
+
+    def give_back(self, owned: Sequence[Sequence[Parameter]], wholes: Sequence[Tensor]) -> None:
+        """Write whole values into the shards of all ranks. Collective over the group.
+
+        Args:
+            owned: As for ``gather``.
+            wholes: This rank's values, in that order.
+        """
+        value_of = dict(zip(map(id, owned[self.rank]), wholes, strict=True))
+        for like in _types(owned):
+            splits = [
+                torch.split(
+                    value_of[id(each)].flatten(),
+                    [self._numel(each, rank) for rank in range(self.size)],
+                )
+                for each in _of_type(owned[self.rank], like)
+            ]
+            sent = [[pieces[rank] for pieces in splits] for rank in range(self.size)]
+            theirs = [_of_type(some, like) for some in owned]
+            counts = [sum(_local(each).numel() for each in some) for some in theirs]
+            for some, flat in zip(theirs, self._exchange(sent, counts, like), strict=True):
+                pieces = torch.split(flat, [_local(each).numel() for each in some])
+                for each, piece in zip(some, pieces, strict=True):
+                    _local(each).copy_(piece.view(_local(each).shape))  # offloaded ones write it
+
+    def _exchange(
+        self, sent: Sequence[Sequence[Tensor]], counts: Sequence[int], like: _Type
+    ) -> list[Tensor]:
+        """Send to each rank its tensors; return what each rank sent, flat. Collective."""
+        dtype, device = like
+        flat = [each.flatten() for some in sent for each in some]
+        sizes = [sum(each.numel() for each in some) for some in sent]
+        packed = torch.cat(flat) if flat else torch.empty(0, dtype=dtype, device=device)
+        received = torch.empty(sum(counts), dtype=dtype, device=device)
+        dist.all_to_all_single(received, packed, list(counts), sizes, group=self._group)
+        return list(torch.split(received, list(counts)))
+
+    def _numel(self, parameter: Parameter, rank: int) -> int:
+        """Return the elements on one rank; ranks have rows as ``torch.chunk`` cuts."""
+        num_rows = parameter.shape[0]
+        per_rank = -(-num_rows // self.size)
+        rows = max(0, min(num_rows, (rank + 1) * per_rank) - rank * per_rank)
+        return rows * (parameter.numel() // max(num_rows, 1))
+
+    def traffic(self, owned: Sequence[Sequence[Parameter]]) -> list[AxisTraffic]:
+        """Return what this rank sends in a step of all parameters."""
+        sent = sum(_local(each).nbytes for some in owned for each in some)
+        own = sum(each.numel() * each.element_size() for each in owned[self.rank])
+        return [AxisTraffic("data", "alltoall_base", 2 * sent + own, 2 * len(_types(owned)))]
+
+
+class PartExchange:
+    """Moves parameters of which each rank of a tensor group has a part in a plain tensor.
+
+    Args:
+        group: The tensor group.
+        parts: How the parameters are joined and cut.
+    """
+
+    def __init__(self, group: ProcessGroup, parts: Mapping[Parameter, JoinedPart]) -> None:
+        self._group = group
+        self.rank, self.size = group.rank(), group.size()
+        self._parts = {id(each): part for each, part in parts.items()}
+
+    def is_shared(self, parameter: Tensor) -> bool:
+        """Whether ranks have parts of a parameter."""
+        return id(parameter) in self._parts
+
+    def whole_shape(self, parameter: Tensor) -> torch.Size:
+        """Shape of a parameter, or of the one of which it is a part."""
+        part = self._parts.get(id(parameter))
+        return parameter.shape if part is None else part.division.shape
+
+    def gather(self, owned: Sequence[Sequence[Parameter]]) -> list[_Pair]:
+        """Return whole values and gradients of what this rank owns. Collective over the group."""
+        return self.join(owned, {id(e): _local_pair(e) for some in owned for e in some})
+
+    def give_back(self, owned: Sequence[Sequence[Parameter]], wholes: Sequence[Tensor]) -> None:
+        """Write whole values into the parts of all ranks. Collective over the group."""
+        for each, part in self.send(owned, wholes):
+            each.copy_(part)
+
+    def join(self, owned: Sequence[Sequence[Parameter]], pairs: Mapping[int, _Pair]) -> list[_Pair]:
+        """Return what this rank owns, whole. Collective over the group.
+
+        Args:
+            owned: What each rank owns.
+            pairs: By id, what this rank has of all of them; what is not in parts is whole.
+        """
+        found = []
+        for rank, some in enumerate(owned):
+            for each in some:
+                value, grad = pairs[id(each)]
+                if id(each) in self._parts:
+                    part = self._parts[id(each)]
+                    value, grad = part.join(value), part.join(grad)
+                if rank == self.rank:
+                    found.append((value, grad))
+        return found
+
+    def send(
+        self, owned: Sequence[Sequence[Parameter]], wholes: Sequence[Tensor]
+    ) -> Iterator[tuple[Parameter, Tensor]]:
+        """Yield what this rank is to have of all of them, one by one. Collective over the group."""
+        own = iter(wholes)
+        for rank, some in enumerate(owned):
+            source = dist.get_global_rank(self._group, rank)
+            for each in some:
+                if rank == self.rank:
+                    whole = next(own).contiguous()
+                else:
+                    shape = self.whole_shape(each)
+                    whole = torch.empty(shape, dtype=each.dtype, device=each.device)
+                dist.broadcast(whole, source, group=self._group)
+                part = self._parts.get(id(each))
+                yield each, whole if part is None else part.cut(whole)
+
+    def traffic(self, owned: Sequence[Sequence[Parameter]]) -> list[AxisTraffic]:
+        """Return what a step of all parameters moves on this rank."""
+        num_bytes = num_calls = 0
+        for each in (each for some in owned for each in some):
+            is_part = id(each) in self._parts
+            size = self.whole_shape(each).numel() * each.element_size()
+            num_bytes += 3 * size if is_part else size
+            num_calls += 2 * self.size + 1 if is_part else 1
+        return [AxisTraffic("tensor", "broadcast", num_bytes, num_calls)]
+
+
+class ShardedPartExchange:
+    """Moves parameters that are shards of the data axis, some of them of a tensor rank's part.
+
+    Ranks are those of both groups, by data rank first. What is not in parts has one owner too.
+    """
+
+    def __init__(self, shards: ShardExchange, parts: PartExchange) -> None:
+        self._shards, self._parts = shards, parts
+        self.rank = shards.rank * parts.size + parts.rank
+        self.size = shards.size * parts.size
+
+    def is_shared(self, parameter: Tensor) -> bool:
+        """Whether a parameter is in shards that can be moved."""
+        return self._shards.is_shared(parameter)
+
+    def whole_shape(self, parameter: Tensor) -> torch.Size:
+        """Shape of a parameter, or of the one of which it is a part."""
+        return self._parts.whole_shape(parameter)
+
+    def gather(self, owned: Sequence[Sequence[Parameter]]) -> list[_Pair]:
+        """Return whole values and gradients of what this rank owns. Collective over both groups."""
+        by_data = self._by_data(owned)
+        here = map(id, by_data[self._shards.rank])
+        pairs = dict(zip(here, self._shards.gather(by_data), strict=True))
+        return self._parts.join(self._here(owned), pairs)
+
+    def give_back(self, owned: Sequence[Sequence[Parameter]], wholes: Sequence[Tensor]) -> None:
+        """Write whole values into the shards of all ranks. Collective over both groups."""
+        parts = [part for _, part in self._parts.send(self._here(owned), wholes)]
+        self._shards.give_back(self._by_data(owned), parts)
+
+    def traffic(self, owned: Sequence[Sequence[Parameter]]) -> list[AxisTraffic]:
+        """Return what this rank sends in a step of all parameters."""
+        shards = self._shards.traffic(self._by_data(owned))
+        return shards + self._parts.traffic(self._here(owned))
+
+    def _by_data(self, owned: Sequence[Sequence[Parameter]]) -> list[list[Parameter]]:
+        """Return what the tensor ranks of each data rank own together."""
+        return [
+            [each for some in self._of_data(owned, rank) for each in some]
+            for rank in range(self._shards.size)
+        ]
+
+    def _here(self, owned: Sequence[Sequence[Parameter]]) -> Sequence[Sequence[Parameter]]:
+        """Return what each tensor rank of this data rank owns."""
+        return self._of_data(owned, self._shards.rank)
+
+    def _of_data(
+        self, owned: Sequence[Sequence[Parameter]], rank: int
+    ) -> Sequence[Sequence[Parameter]]:
+        return owned[rank * self._parts.size : (rank + 1) * self._parts.size]
+
+
+def _local(parameter: Tensor) -> Tensor:
+    return local_tensor(parameter.detach())
+
+
+def _local_pair(parameter: Parameter) -> _Pair:
+    """Return what this rank has of a parameter and of its gradient."""
+    assert parameter.grad is not None
+    value = _local(parameter)
+    if isinstance(value, OffloadedChunk):
+        value = value.read().to(parameter.device)
+    return value, _local(parameter.grad).to(value.dtype)
+
+
+def _types(owned: Sequence[Sequence[Parameter]]) -> list[_Type]:
+    """Return the types that are moved, in an order that is the same on all ranks."""
+    return list(dict.fromkeys((each.dtype, each.device) for some in owned for each in some))
+
+
+def _of_type(parameters: Sequence[Parameter], like: _Type) -> list[Parameter]:
+    return [each for each in parameters if (each.dtype, each.device) == like]
