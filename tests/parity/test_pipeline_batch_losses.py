@@ -1,4 +1,4 @@
-"""Losses over the whole batch train in a pipeline with microbatches as in one process."""
+"""Losses over the whole batch, or of several views, train in a pipeline as in one process."""
 
 from functools import partial
 from typing import Any
@@ -9,13 +9,28 @@ from boltmesh.check.differences import Trace, find_differences
 from boltmesh.check.parity import Problem, trace_layout, trace_one_process
 from boltmesh.errors import BoltMeshError
 from boltmesh.strategies.pipeline_parallel import PipelineParallelStrategy
-from tests.support.batch_losses import Balanced, Contrastive, Ratio, Views, uneven_data
+from tests.support.batch_losses import (
+    Balanced,
+    Contrastive,
+    Ratio,
+    Triplets,
+    TwoPasses,
+    Views,
+    uneven_data,
+)
 from tests.support.ranks import run_ranks
 from tests.support.stack import Stack, token_data
 
 pytestmark = pytest.mark.ranks
 
-DATA = {Contrastive: token_data, Balanced: token_data, Views: token_data, Ratio: uneven_data}
+DATA = {
+    Contrastive: token_data,
+    Balanced: token_data,
+    Views: token_data,
+    TwoPasses: token_data,
+    Triplets: token_data,
+    Ratio: uneven_data,
+}
 
 
 def problem(model: type[Stack]) -> Problem:
@@ -52,7 +67,7 @@ def pipeline(
         return str(error)
 
 
-@pytest.mark.sample("Contrastive-options2")
+@pytest.mark.sample("Contrastive-options2", "TwoPasses-options6", "Triplets-options8")
 @pytest.mark.parametrize(
     ("model", "options"),
     [
@@ -62,6 +77,10 @@ def pipeline(
         (Ratio, {"schedule": "gpipe"}),
         (Balanced, {}),
         (Views, {}),
+        (TwoPasses, {}),
+        (Triplets, {}),
+        (Triplets, {"schedule": "interleaved_1f1b"}),
+        (Triplets, {"schedule": "zbv"}),
     ],
 )
 def test_a_loss_over_the_whole_batch_trains_as_in_one_process(

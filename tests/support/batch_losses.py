@@ -111,3 +111,34 @@ class Views(Stack):
         loss = functional.cross_entropy(scores, torch.arange(2 * rows).roll(rows))
         self.log("train_loss", loss)
         return loss
+
+
+class TwoPasses(Views):
+    """Each view by a pass of its own through all layers, as published modules write SimCLR."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        tokens, _ = batch
+        first, second = (
+            functional.normalize(self(view).mean(1), dim=-1)
+            for view in (tokens, tokens.flip(1) * 3 % VOCABULARY)
+        )
+        loss = functional.cross_entropy(first @ second.T / 0.5, torch.arange(len(tokens)))
+        self.log("train_loss", loss)
+        return loss
+
+
+class Triplets(Stack):
+    """Anchor, positive and negative through one encoder; a mean over rows."""
+
+    def __init__(self) -> None:
+        super().__init__(depth=4)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        tokens, _ = batch
+        anchor, positive, negative = (
+            functional.normalize(self(view).mean(1), dim=-1)
+            for view in (tokens, tokens.flip(1), tokens * 3 % VOCABULARY)
+        )
+        loss = functional.triplet_margin_loss(anchor, positive, negative, margin=2.0)
+        self.log("train_loss", loss)
+        return loss

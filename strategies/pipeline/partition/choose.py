@@ -24,6 +24,7 @@ from boltmesh.strategies.dry_run.no_side_effects import modules_unchanged, rando
 from boltmesh.strategies.pipeline.options import Split
 from boltmesh.strategies.pipeline.partition.materialize import DeferredModel
 from boltmesh.strategies.pipeline.partition.split import UnitCost, balanced_split, named_split
+from boltmesh.strategies.pipeline.stage.cut import EventStages
 from boltmesh.strategies.pipeline.stage.trace import StepTrace, TensorSpec, place_of
 from boltmesh.strategies.pipeline.stage.trace_step import LOGGING, without_weight_cache
 from boltmesh.strategies.pipeline.stage.unit_outputs import key_of
@@ -86,7 +87,9 @@ def units_in_call_order(trace: StepTrace, units: Mapping[str, Module]) -> tuple[
     )
 
 
-def kept_by_stage(trace: StepTrace, stage_of_unit: Mapping[str, int]) -> tuple[int, ...] | None:
+def kept_by_stage(
+    trace: StepTrace, stage_of_unit: Mapping[str, int], weight_only: frozenset[str]
+) -> tuple[int, ...] | None:
     """Return the bytes that each stage keeps of one microbatch, from its forward to its backward.
 
     That is what autograd saves, without parameters and the batch, and what the stage received, also
@@ -95,19 +98,19 @@ def kept_by_stage(trace: StepTrace, stage_of_unit: Mapping[str, int]) -> tuple[i
     Args:
         trace: One run of the step, probed with ``notes_kept=True``.
         stage_of_unit: The stage of each unit, from 0 without gaps.
+        weight_only: As of ``plan_stages``.
     """
     if not trace.kept:
         return None
     kept: list[dict[int, int]] = [{} for _ in range(max(stage_of_unit.values()) + 1)]
     for name, storages in trace.kept.items():
         kept[stage_of_unit.get(name, 0)].update(storages)
-    first_call: dict[int, int] = {}
-    for event in trace.unit_events():
-        first_call.setdefault(stage_of_unit[trace.events[event].name], event)
-    for stage, begin in first_call.items():
-        for value in trace.values:
-            if stage and value.made_at < begin and any(use >= begin for use in value.uses):
-                kept[stage].setdefault(value.storage, _bytes(value.spec))
+    stages = EventStages(trace, stage_of_unit, weight_only)
+    for value in trace.values:
+        first = stages.of(value.made_at) + 1
+        last = max(map(stages.of, value.uses), default=0)
+        for stage in range(first, last + 1):
+            kept[stage].setdefault(value.storage, _bytes(value.spec))
     return tuple(sum(each.values()) for each in kept)
 
 

@@ -246,7 +246,9 @@ def divide(
             for name, unit in unit_of_buffer.items()
         },
         loose_buffers=tuple(name for name, unit in unit_of_buffer.items() if unit is None),
-        kept_bytes=None if trace is None else kept_by_stage(trace, stage_of_unit),
+        kept_bytes=(
+            None if trace is None else kept_by_stage(trace, stage_of_unit, plans.weight_only)
+        ),
         sees_one_value=trace is not None and trace.sees_one_value,
         parameters=tuple(name for name, _ in module.named_parameters()),
     )

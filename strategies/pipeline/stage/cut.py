@@ -20,6 +20,7 @@ from boltmesh.strategies.pipeline.stage.trace import (
     TraceEvent,
     UnitOutput,
     Value,
+    ValueRead,
     write_refused,
 )
 
@@ -79,7 +80,9 @@ class StagePlan:
     stage: int
     num_stages: int
     begin: int
-    """The first event that is the stage's own."""
+    """The first event that is the stage's own; the end of the step where it is not in order."""
+    is_in_order: bool
+    """Whether the step calls no unit of a stage behind one of a later stage."""
     events: tuple[TraceEvent, ...]
     unit_events: tuple[int, ...]
     """The events that are calls of units, in order."""
@@ -181,6 +184,105 @@ def plan_tail(
     return last.plan(), tail.plan()
 
 
+class EventStages:
+    """Which stage runs each event of a step.
+
+    A step is in order if it calls no unit behind one of a later stage. The code behind a unit, up
+    to the next one, then runs on that unit's stage. In other steps (several views of a batch
+    through one encoder) each event runs on the first stage that has all that it is computed of,
+    wherever it stands in the step: what a stage computes of one view does not wait for what later
+    stages compute of another.
+
+    Args:
+        trace: One run of the step.
+        stage_of_unit: The stage of each unit, from 0 without gaps.
+        weight_only: As of :func:`plan_stages`.
+
+    Raises:
+        ConfigError: A unit is not on any stage, or computes with what a later stage gives.
+    """
+
+    def __init__(
+        self,
+        trace: StepTrace,
+        stage_of_unit: Mapping[str, int],
+        weight_only: frozenset[str] = frozenset(),
+    ) -> None:
+        self.calls = tuple(trace.unit_events())
+        """The events that are calls of units, in order."""
+        if not self.calls:
+            raise ConfigError("the step calls none of the layers that were given to stages.")
+        for event in self.calls:
+            name = trace.events[event].name
+            if name not in stage_of_unit:
+                raise ConfigError(
+                    f"the step calls {name!r}, which is on no stage: earlier batches did not call "
+                    f"it. Name it in split."
+                )
+        self._by_event = self._in_order(trace, stage_of_unit, weight_only)
+        self.is_in_order = bool(self._by_event)
+        if not self.is_in_order:
+            self._by_event = self._by_data(trace, stage_of_unit, weight_only)
+        self.of_call = tuple(self._by_event[event] for event in self.calls)
+        """The stage of each call."""
+        self._last = max(self.of_call)
+
+    def of(self, event: int) -> int:
+        """Return the stage of an event; the last one for the end of the step."""
+        if event == NO_EVENT:
+            return 0
+        return self._by_event[event] if event < len(self._by_event) else self._last
+
+    def append(self, begin: int) -> None:
+        """Give the events from ``begin`` on, behind the last unit, to one more stage."""
+        self._last += 1
+        self._by_event[begin:] = [self._last] * (len(self._by_event) - begin)
+
+    def _in_order(
+        self, trace: StepTrace, stage_of_unit: Mapping[str, int], weight_only: frozenset[str]
+    ) -> list[int]:
+        """Return the stage of each event, nothing if the step is not in order."""
+        stages: list[int] = []
+        current = 0
+        for event in trace.events:
+            if event.is_unit:
+                stage = stage_of_unit[event.name]
+                if stage < current and event.name not in weight_only:
+                    return []
+                current = max(stage, current)
+            stages.append(current)
+        return stages
+
+    def _by_data(
+        self, trace: StepTrace, stage_of_unit: Mapping[str, int], weight_only: frozenset[str]
+    ) -> list[int]:
+        used: dict[int, list[Value]] = {}
+        for value in trace.values:
+            for use in value.uses:
+                used.setdefault(use, []).append(value)
+        stages: list[int] = []
+        last_units: list[str] = []
+        """By event, a unit of its stage on whose result it depends."""
+        for number, event in enumerate(trace.events):
+            values = used.get(number, ())
+            made_at = [each.made_at for each in values if NO_EVENT < each.made_at < number]
+            source = max(made_at, key=stages.__getitem__, default=NO_EVENT)
+            stage, unit = (0, "") if source == NO_EVENT else (stages[source], last_units[source])
+            if event.is_unit:
+                own = stage_of_unit[event.name]
+                if own < stage and event.name not in weight_only:
+                    raise ConfigError(
+                        f"{event.name!r} is on stage {own} and the step calls it after {unit!r} of "
+                        f"stage {stage} ({event.place}): activations would have to go back. Put "
+                        f"both on one stage, or give the second call a layer of its own; to share "
+                        f"weights between two layers is fine."
+                    )
+                stage, unit = max(own, stage), event.name
+            stages.append(stage)
+            last_units.append(unit)
+        return stages
+
+
 class _StageCut:
     """Which event belongs to which stage, and what is alive at each border."""
 
@@ -194,8 +296,8 @@ class _StageCut:
     ) -> None:
         self.trace = trace
         self.divided = (borders or StageBorders()).dividing(trace)
-        self.calls = tuple(trace.unit_events())
-        self.stage_of_call = _stages_of_calls(trace, self.calls, stage_of_unit, weight_only)
+        self.stages = EventStages(trace, stage_of_unit, weight_only)
+        self.calls, self.stage_of_call = self.stages.calls, self.stages.of_call
         self.count = max(stage_of_unit.values()) + 1
         missing = set(range(self.count)) - set(self.stage_of_call)
         if missing:
@@ -203,33 +305,51 @@ class _StageCut:
                 f"stage {min(missing)} of {self.count} runs no layer in this step: give it one of "
                 f"those that the step calls, or use fewer stages."
             )
-        self.first_call = [
-            self.calls[self.stage_of_call.index(stage)] for stage in range(self.count)
-        ]
+        self.is_in_order = self.stages.is_in_order
+        self.begins = [self._begin_of(stage) for stage in range(self.count)]
         self._refuse_early_readings()
         self.has_tail = tail is not None
         if tail is not None:  # one more stage, without units
+            self.stages.append(tail)
             self.count += 1
-            self.first_call.append(tail)
+            self.begins.append(tail)
         self.alive = [self._alive_at(stage) for stage in range(self.count)]
+        self.ends = [self._last_event_of(stage) for stage in range(self.count)]
+        if not self.is_in_order:
+            self._refuse_later_stages_first()
 
     def stage_of_event(self, event: int) -> int:
         """Return the stage that runs an event; what precedes the first unit runs on the first."""
-        return max(
-            stage for stage in range(self.count) if stage == 0 or self.first_call[stage] <= event
-        )
+        return self.stages.of(event)
+
+    def _begin_of(self, stage: int) -> int:
+        if stage == 0:
+            return 0
+        if not self.is_in_order:
+            return len(self.trace.events)
+        return self.calls[self.stage_of_call.index(stage)]
+
+    def _last_event_of(self, stage: int) -> int:
+        """Return the last event that a stage has to run: a unit, or what it sends."""
+        calls = zip(self.calls, self.stage_of_call, strict=True)
+        own = [event for event, at in calls if at == stage]
+        sent = self.alive[stage + 1] if stage + 1 < self.count else []
+        own += [each.made_at for each in sent if self.stage_of_event(each.made_at) == stage]
+        return max(own, default=NO_EVENT)
 
     def _alive_at(self, stage: int) -> list[Value]:
-        """Return what is made before a stage begins and used in it or later."""
-        begin = self.first_call[stage]
+        """Return what earlier stages make and this or a later one uses."""
         if stage == 0:
             return []
         alive = [
             value
             for value in self.trace.values
-            if value.made_at < begin
-            and (any(use >= begin for use in value.uses) or self._reads(stage, value))
-            and (value.made_at != NO_EVENT or self._writes_before(value, begin))
+            if self.stage_of_event(value.made_at) < stage
+            and (
+                any(self.stage_of_event(use) >= stage for use in value.uses)
+                or self._reads(stage, value)
+            )
+            and (value.made_at != NO_EVENT or self._is_written_before(value, stage))
         ]
         for value in alive:
             self._refuse_unreachable(value, stage)
@@ -271,8 +391,9 @@ class _StageCut:
             return False
         return any(value is each for reading in self.trace.readings for each in reading.values)
 
-    def _writes_before(self, value: Value, event: int) -> bool:
-        return any(write < event for write in self.trace.writes.get(value.storage, ()))
+    def _is_written_before(self, value: Value, stage: int) -> bool:
+        writes = self.trace.writes.get(value.storage, ())
+        return any(self.stage_of_event(write) < stage for write in writes)
 
     def _refuse_unreachable(self, value: Value, stage: int) -> None:
         if value.is_side_effect:
@@ -290,9 +411,12 @@ class _StageCut:
             )
 
     def _refuse_shared_memory(self, alive: list[Value], stage: int) -> None:
-        begin = self.first_call[stage]
         for value in alive:
-            writes = [each for each in self.trace.writes.get(value.storage, ()) if each >= begin]
+            writes = [
+                each
+                for each in self.trace.writes.get(value.storage, ())
+                if self.stage_of_event(each) >= stage
+            ]
             others = [each for each in alive if each.storage == value.storage and each is not value]
             if writes and others:
                 event = self.trace.events[writes[0]]
@@ -302,48 +426,48 @@ class _StageCut:
                     f"are two tensors. Use the function that makes a new tensor."
                 )
 
+    def reaches(self, stage: int, position: int) -> bool:
+        """Return whether a stage runs the code behind so many events."""
+        if self.is_in_order:
+            return self.stage_of_event(position - 1) <= stage
+        return stage == self.count - 1 or self.ends[stage] >= position
+
     def _refuse_early_readings(self) -> None:
+        if not self.is_in_order:
+            return
         for reading in self.trace.readings:
             stage = self.stage_of_event(reading.event - 1)
             if stage < self.count - 1:
+                raise _early_reading(reading, stage)
+
+    def _refuse_later_stages_first(self) -> None:
+        """Refuse what needs the order of the step where stages do not run it in that order.
+
+        Raises:
+            ConfigError: Naming the line.
+        """
+        for reading in self.trace.readings:
+            for stage in range(self.count - 1 - self.has_tail):
+                if self.reaches(stage, reading.event):
+                    raise _early_reading(reading, stage)
+        writes = [write for writes in self.trace.writes.values() for write in writes]
+        writes += [number for number, each in enumerate(self.trace.events) if each.writes]
+        for write in sorted(writes):
+            if write < self.calls[-1]:
+                event = self.trace.events[write]
                 raise ConfigError(
-                    f"{reading.name}() of {reading.origin} at {reading.place} looks at a value of "
-                    f"stage {stage} that later stages do not have when they come there. Do it "
-                    f"inside a layer, or after the last one."
+                    f"{event.name} at {event.place} changes a value in place, and the step calls "
+                    f"layers of a stage again after those of a later one, which stages run in "
+                    f"another order. Use the function that makes a new tensor."
                 )
 
 
-def _stages_of_calls(
-    trace: StepTrace,
-    calls: tuple[int, ...],
-    stage_of_unit: Mapping[str, int],
-    weight_only: frozenset[str],
-) -> tuple[int, ...]:
-    stages: list[int] = []
-    previous = ""
-    for event in calls:
-        name = trace.events[event].name
-        if name not in stage_of_unit:
-            raise ConfigError(
-                f"the step calls {name!r}, which is on no stage: earlier batches did not call it. "
-                f"Name it in split."
-            )
-        current = stages[-1] if stages else 0
-        stage = stage_of_unit[name]
-        if stage < current and name in weight_only:
-            stage = current
-        if stage < current:
-            raise ConfigError(
-                f"{name!r} is on stage {stage} and the step calls it after {previous!r} of stage "
-                f"{current} ({trace.events[event].place}): activations would have to go back. Put "
-                f"both on one stage, or give the second call a layer of its own; to share weights "
-                f"between two layers is fine."
-            )
-        stages.append(stage)
-        previous = name
-    if not stages:
-        raise ConfigError("the step calls none of the layers that were given to stages.")
-    return tuple(stages)
+def _early_reading(reading: ValueRead, stage: int) -> ConfigError:
+    return ConfigError(
+        f"{reading.name}() of {reading.origin} at {reading.place} looks at a value of stage "
+        f"{stage} that later stages do not have when they come there. Do it inside a layer, or "
+        f"after the last one."
+    )
 
 
 class _StagePlanner:
@@ -357,8 +481,8 @@ class _StagePlanner:
         self.stage = stage
         self.parameters_of_unit = parameters_of_unit
         self.is_last = stage == cut.count - 1
-        self.begin = cut.first_call[stage] if stage else 0
-        self.end = len(self.trace.events) if self.is_last else cut.first_call[stage + 1]
+        self.begin = cut.begins[stage]
+        self.end = len(self.trace.events) if self.is_last else cut.begins[stage + 1]
         self.handling: dict[int, EventPlan] = {}
         self.copies: set[int] = set()
         self.watched = NO_EVENT
@@ -374,11 +498,14 @@ class _StagePlanner:
                 self._at(value.made_at).keep[value.leaf] = numbers[id(value)]
         if self.cut.has_tail and self.stage == self.cut.count - 2:
             self._at(self.end - 1).ends = True
+        elif not self.is_last and not self.cut.is_in_order:
+            self._at(self.cut.ends[self.stage]).ends = True
         self._write()
         return StagePlan(
             stage=self.stage,
             num_stages=self.cut.count,
             begin=self.begin,
+            is_in_order=self.cut.is_in_order,
             events=tuple(self.trace.events),
             unit_events=self.cut.calls,
             stage_of_call=self.cut.stage_of_call,
@@ -410,13 +537,14 @@ class _StagePlanner:
 
     def _receive(self, value: Value, slot: int, number: int) -> None:
         writes = self.trace.writes.get(value.storage, ())
-        before = [each for each in writes if value.made_at < each < self.begin]
+        own = [each for each in writes if self.cut.stage_of_event(each) >= self.stage]
+        before = [each for each in writes if value.made_at < each and each not in own]
         if before:
             self._at(value.made_at).keep[value.leaf] = number
             self._at(before[-1]).fill.append((number, slot))
         else:
             self._at(value.made_at).receive[value.leaf] = slot
-        if any(each >= self.begin for each in writes):
+        if own:
             self.copies.add(slot)
 
     def _write(self) -> None:
@@ -464,7 +592,7 @@ class _StagePlanner:
             if each.parameters and self.cut.stage_of_event(number) == self.stage:
                 used |= each.parameters
         for number, names in self.trace.parameter_reads.items():
-            if self.cut.stage_of_event(number - 1) <= self.stage:
+            if self.cut.reaches(self.stage, number):
                 used |= names
         if self.cut.has_tail and self.is_last:
             used |= self.trace.parameters_out

@@ -202,7 +202,7 @@ class _UnitCall:
         """Which stage runs it, less the one that asks."""
         self.handling = handling
         self.ready = ready
-        """What a unit of an earlier stage gives, where that is always the same."""
+        """What a unit of another stage gives, where that is always the same."""
 
 
 class StageRun:
@@ -303,7 +303,9 @@ class StageRun:
     def _events_up_to_next_stage(self) -> list[tuple[int, int]]:
         """Return the unit calls of the stage's run, each with its stage less this one."""
         stages = [each - self.plan.stage for each in self.plan.stage_of_call]
-        count = next((i + 1 for i, stage in enumerate(stages) if stage > 0), len(stages))
+        count = len(stages)
+        if self.plan.is_in_order:
+            count = next((i + 1 for i, stage in enumerate(stages) if stage > 0), count)
         return list(zip(self.plan.unit_events[:count], stages[:count], strict=True))
 
     def _prepare(self, event: int, stage: int) -> _UnitCall:
@@ -312,7 +314,9 @@ class StageRun:
         output = self.plan.outputs[event]
         changes = [leaf for made_at, leaf in self.plan.written_outputs if made_at == event]
         has_arguments = any(isinstance(leaf, Argument) for leaf in output.leaves)
-        if stage < 0 and handling is NOTHING and not changes and not has_arguments:
+        is_next = stage > 0 and self.plan.is_in_order
+        is_other = stage != 0 and not is_next
+        if is_other and handling is NOTHING and not changes and not has_arguments:
             ready = output.build([self._stand_in(event, i) for i in range(len(output.leaves))])
             call.ready = ready if is_immutable(ready) else NOT_READY
         return call
@@ -360,9 +364,9 @@ class StageRun:
         return result
 
     def _act(self, call: _UnitCall, args: tuple[Any, ...], kwargs: Any) -> Any:
-        if call.stage > 0:
+        if call.stage > 0 and self.plan.is_in_order:
             raise _NextStage
-        if call.stage < 0:
+        if call.stage != 0:
             return call.ready if call.ready is not NOT_READY else self._skip(call, args, kwargs)
         forward = self._forwards.own(call.name)
         streams = self.streams
