@@ -128,17 +128,19 @@ class TwoPasses(Views):
 
 
 class Triplets(Stack):
-    """Anchor, positive and negative through one encoder; a mean over rows."""
+    """Anchor, positive and negative through one encoder; a mean over rows, with logs of each."""
 
     def __init__(self) -> None:
         super().__init__(depth=4)
+        self.largest = torchmetrics.MeanMetric()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         tokens, _ = batch
-        anchor, positive, negative = (
-            functional.normalize(self(view).mean(1), dim=-1)
-            for view in (tokens, tokens.flip(1), tokens * 3 % VOCABULARY)
-        )
-        loss = functional.triplet_margin_loss(anchor, positive, negative, margin=2.0)
-        self.log("train_loss", loss)
+        views = []
+        for name, view in (("one", tokens), ("two", tokens.flip(1)), ("three", tokens * 3)):
+            views.append(functional.normalize(self(view % VOCABULARY).mean(1), dim=-1))
+            self.log(name, views[-1].square()[:, 0].mean())
+            self.largest(views[-1].detach().amax(1))
+        loss = functional.triplet_margin_loss(*views, margin=2.0)
+        self.log_dict({"train_loss": loss, "largest": self.largest})
         return loss
