@@ -189,9 +189,9 @@ class EventStages:
 
     A step is in order if it calls no unit behind one of a later stage. The code behind a unit, up
     to the next one, then runs on that unit's stage. In other steps (several views of a batch
-    through one encoder) each event runs on the first stage that has all that it is computed of,
-    wherever it stands in the step: what a stage computes of one view does not wait for what later
-    stages compute of another.
+    through one encoder) each event runs on the first stage that has all of its inputs, at any
+    position in the step: what a stage computes of one view does not wait for what later stages
+    compute of another.
 
     Args:
         trace: One run of the step.
