@@ -5,7 +5,7 @@ import pytest
 from tests.parity.three_axes import Apart, Layout, measure
 
 pytest.importorskip("transformers")
-pytestmark = [pytest.mark.ranks, pytest.mark.slow(30)]
+pytestmark = [pytest.mark.ranks, pytest.mark.slow(30), pytest.mark.timeout(1800)]
 
 CASES = [
     ("GPT", Layout(1, offload="cpu")),

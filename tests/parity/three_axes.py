@@ -214,7 +214,7 @@ def measure(model: str, layouts: Sequence[Layout]) -> list[tuple[Layout, Apart |
     """Run a model both ways; a refusal stands for itself."""
     precisions = tuple(dict.fromkeys(each.precision for each in layouts))
     wanted = run_ranks(alone, 1, model, precisions)[0]
-    ranks = run_ranks(laid_out, RANKS, model, tuple(layouts))
+    ranks = run_ranks(laid_out, RANKS, model, tuple(layouts), timeout_s=1500.0)
     found: list[tuple[Layout, Apart | str]] = []
     for number, layout in enumerate(layouts):
         trace = ranks[0][number][0]

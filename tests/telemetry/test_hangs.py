@@ -29,7 +29,7 @@ from tests.support.tiny import TinyExperts
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow(35)]
 
-TIMEOUT_S = 9.0
+TIMEOUT_S = 30.0
 AT_ONCE = 3
 """How many jobs hang beside each other, for nearly all that they do is to wait."""
 STRATEGIES = {

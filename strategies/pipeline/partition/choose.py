@@ -24,7 +24,7 @@ from boltmesh.strategies.dry_run.no_side_effects import modules_unchanged, rando
 from boltmesh.strategies.pipeline.options import Split
 from boltmesh.strategies.pipeline.partition.materialize import DeferredModel
 from boltmesh.strategies.pipeline.partition.split import UnitCost, balanced_split, named_split
-from boltmesh.strategies.pipeline.stage.cut import EventStages
+from boltmesh.strategies.pipeline.stage.event_stages import EventStages
 from boltmesh.strategies.pipeline.stage.trace import StepTrace, TensorSpec, place_of
 from boltmesh.strategies.pipeline.stage.trace_step import LOGGING, without_weight_cache
 from boltmesh.strategies.pipeline.stage.unit_outputs import key_of

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from boltmesh.errors import ConfigError
-from boltmesh.strategies.pipeline.stage.cut import EventStages
+from boltmesh.strategies.pipeline.stage.event_stages import EventStages
 from boltmesh.strategies.pipeline.stage.plan_cache import StagePlans
 from boltmesh.strategies.pipeline.stage.trace_step import probe
 from boltmesh.strategies.pipeline.stage.units import find_stage_units
