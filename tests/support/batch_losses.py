@@ -141,6 +141,7 @@ class Triplets(Stack):
             views.append(functional.normalize(self(view % VOCABULARY).mean(1), dim=-1))
             self.log(name, views[-1].square()[:, 0].mean())
             self.largest(views[-1].detach().amax(1))
-        loss = functional.triplet_margin_loss(*views, margin=2.0)
+        anchor, positive, negative = views
+        loss = functional.triplet_margin_loss(anchor, positive, negative, margin=2.0)
         self.log_dict({"train_loss": loss, "largest": self.largest})
         return loss
