@@ -88,6 +88,33 @@ class BYOL(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
+class SimSiam(LightningModule):
+    """Two views through one encoder; no gradient reaches a view by its projection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from lightly.loss import NegativeCosineSimilarity
+
+        self.backbone = backbone()
+        self.projection_head = nn.Sequential(nn.Linear(12, 12), nn.ReLU(), nn.Linear(12, 10))
+        self.prediction_head = nn.Sequential(nn.Linear(10, 6), nn.ReLU(), nn.Linear(6, 10))
+        self.criterion = NegativeCosineSimilarity()
+
+    def forward(self, x: Any) -> Any:
+        projected = self.projection_head(self.backbone(x))
+        return projected.detach(), self.prediction_head(projected)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        first, second = batch
+        (projected, predicted), (others, other_predicted) = self(first), self(second)
+        return 0.5 * (
+            self.criterion(projected, other_predicted) + self.criterion(others, predicted)
+        )
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
 class DINO(BYOL):
     """Teacher and student with centred softmax."""
 
@@ -112,13 +139,19 @@ class DINO(BYOL):
 
 
 ENTRIES = [
-    Entry("lightly SimCLR", lambda: Views("NTXentLoss", "SimCLRProjectionHead", 12, 12, 10), batch),
+    Entry(
+        "lightly SimCLR",
+        lambda: Views("NTXentLoss", "SimCLRProjectionHead", 12, 12, 10),
+        batch,
+        microbatches=1,
+    ),
     Entry(
         "lightly BarlowTwins",
         lambda: Views("BarlowTwinsLoss", "BarlowTwinsProjectionHead", 12, 12, 10),
         batch,
         microbatches=1,
     ),
+    Entry("lightly SimSiam", SimSiam, batch),
     Entry("lightly BYOL", BYOL, batch, is_shared_batch=True),
     Entry("lightly DINO", DINO, batch, is_shared_batch=True, has_unused=True, microbatches=1),
 ]
