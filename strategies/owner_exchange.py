@@ -91,7 +91,7 @@ class ShardExchange:
 
     def is_shared(self, parameter: Tensor) -> bool:
         """Whether a parameter is in shards that can be moved."""
-        return isinstance(parameter, DTensor) and parameter.placements[-1].is_shard(0)
+        return is_shard_of(parameter, self._group)
 
     def whole_shape(self, parameter: Tensor) -> torch.Size:
         """Shape of a parameter."""
@@ -301,6 +301,15 @@ class ShardedPartExchange:
         self, owned: Sequence[Sequence[Parameter]], rank: int
     ) -> Sequence[Sequence[Parameter]]:
         return owned[rank * self._parts.size : (rank + 1) * self._parts.size]
+
+
+def is_shard_of(parameter: Tensor, group: ProcessGroup) -> bool:
+    """Whether ranks of a group, and no others, have the rows of a parameter in shards."""
+    if not isinstance(parameter, DTensor) or not parameter.placements[-1].is_shard(0):
+        return False
+    mesh = parameter.device_mesh
+    ranks = dist.get_process_group_ranks(mesh.get_group(mesh.ndim - 1))
+    return ranks == dist.get_process_group_ranks(group)
 
 
 def _local(parameter: Tensor) -> Tensor:

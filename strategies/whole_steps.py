@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 
 from boltmesh.strategies.owner_exchange import AxisTraffic, Exchange
 from boltmesh.strategies.torch_compat.optimizers import patch_optimizer, step_without_hooks
+from boltmesh.strategies.torch_compat.tensors import tree_map_only
 from boltmesh.telemetry.traffic import ExpectedTraffic
 
 STAND_IN_SIZE = 2
@@ -116,20 +117,13 @@ class WholeSteps:
         mine = [each for each in trained if self.owns(each)]
         with torch.no_grad():
             for some in self._rounds(trained):
-                owned = self._by_owner(some)
-                pairs = self._exchange.gather(owned)
-                for each, pair in zip(owned[self._exchange.rank], pairs, strict=True):
-                    whole = self._whole(each)
-                    whole.data, whole.grad = (tensor.to(whole.device) for tensor in pair)
+                self._take(self._by_owner(some))
         try:
             with self._swapped(optimizer, mine):
                 self._run(optimizer)
             with torch.no_grad():
                 for some in self._rounds(trained):
-                    owned = self._by_owner(some)
-                    own = owned[self._exchange.rank]
-                    wholes = [self._wholes[id(each)].detach().to(each.device) for each in own]
-                    self._exchange.give_back(owned, wholes)
+                    self._give_back(self._by_owner(some))
         finally:
             for whole in self._wholes.values():
                 whole.grad, whole.data = None, whole.data.new_empty(0)
@@ -139,12 +133,26 @@ class WholeSteps:
         rounds: list[list[Parameter]] = [[]]
         size = 0
         for each in parameters:
-            size += self._exchange.whole_shape(each).numel() * each.element_size()
-            if self._device is not None and size > ROUND_BYTES and rounds[-1]:
+            own = self._exchange.whole_shape(each).numel() * each.element_size()
+            if self._device is not None and rounds[-1] and size + own > ROUND_BYTES:
                 rounds.append([])
                 size = 0
             rounds[-1].append(each)
+            size += own
         return rounds
+
+    def _take(self, owned: Sequence[Sequence[Parameter]]) -> None:
+        """Let this rank have what it owns, whole. Collective."""
+        pairs = self._exchange.gather(owned)
+        for each, pair in zip(owned[self._exchange.rank], pairs, strict=True):
+            whole = self._whole(each)
+            whole.data, whole.grad = (tensor.to(whole.device) for tensor in pair)
+
+    def _give_back(self, owned: Sequence[Sequence[Parameter]]) -> None:
+        """Let all ranks have what this rank has stepped. Collective."""
+        own = owned[self._exchange.rank]
+        wholes = [self._wholes[id(each)].detach().to(each.device) for each in own]
+        self._exchange.give_back(owned, wholes)
 
     def _by_owner(self, parameters: Sequence[Parameter]) -> list[list[Parameter]]:
         return [
@@ -173,8 +181,8 @@ class WholeSteps:
         for key, each in by_id.items():
             if each in state:
                 own = state.pop(each)
-                if self._device is not None and each.device != self._device:  # was just loaded
-                    own = {name: _moved(value, self._device) for name, value in own.items()}
+                if (host := self._device) is not None and each.device != host:  # was just loaded
+                    own = tree_map_only(Tensor, lambda each, host=host: each.to(host), own)
                 state[self._wholes[key]] = own
         for number, stand_in in self._stand_ins.items():
             if number in self._stand_in_state:
@@ -238,8 +246,3 @@ def is_owned(parameter: Tensor, steps: Iterable[WholeSteps]) -> bool | None:
     """Whether this rank holds the state of a parameter, whole; None: it is stepped by none."""
     known = (each.owns(parameter) for each in steps)
     return next((owns for owns in known if owns is not None), None)
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    is_large = isinstance(value, Tensor) and value.dim() > 0
-    return value.to(device) if is_large else value

@@ -29,12 +29,18 @@ from boltmesh.strategies.optimizer_probe import (
     mixes_parameters,
     needs_all_ranks,
 )
+from boltmesh.strategies.owner_exchange import is_shard_of
 from boltmesh.strategies.tiling.apply import TiledWeight
 from boltmesh.strategies.torch_compat.autograd import has_accumulation_hooks
 
 
 def find_whole_steppers(
-    optimizers: Iterable[Optimizer], model: Module, options: ZeroOptions, *, has_parts: bool
+    optimizers: Iterable[Optimizer],
+    model: Module,
+    options: ZeroOptions,
+    group: ProcessGroup,
+    *,
+    has_parts: bool,
 ) -> list[Optimizer]:
     """Return the optimizers that step whole parameters, each by itself, and not shards.
 
@@ -44,21 +50,27 @@ def find_whole_steppers(
         optimizers: The user's.
         model: In shards.
         options: The options of the axis.
+        group: The ranks of the model's shards.
         has_parts: Whether the shards are of a tensor rank's part.
 
     Raises:
         UnsupportedError: Naming an optimizer that steps a parameter by more than that parameter,
-            or that communicates itself, or whose state would go to a disk.
+            or that communicates itself, or whose state would go to a disk, or that steps experts
+            of which other ranks have the rows.
     """
-    shard = next((each for each in model.parameters() if isinstance(each, DTensor)), None)
+    kinds = {
+        (each.device_mesh, each.placements): None
+        for each in model.parameters()
+        if isinstance(each, DTensor) and each.placements[-1].is_shard()
+    }
     needs_elements = has_parts or options.has_offload
     found = []
     for optimizer in optimizers:
         why = matrix_use(optimizer)
         if why is None and needs_elements and mixes_elements(optimizer):
             why = "looks at more than one element at a time"
-        if why is None and shard is not None:
-            why = misjudges_shards(optimizer, shard.device_mesh, shard.placements)
+        for mesh, placements in kinds:
+            why = why or misjudges_shards(optimizer, mesh, placements)
         if why is None:
             continue
         if mixes_parameters(optimizer):
@@ -72,6 +84,15 @@ def find_whole_steppers(
                 f"offload_optimizer='nvme' is to keep it on a disk. Use offload_optimizer='cpu', "
                 f"or an optimizer that works on each element by itself, such as AdamW."
             )
+        given = {id(each) for some in optimizer.param_groups for each in some["params"]}
+        for name, each in model.named_parameters():
+            is_shard = isinstance(each, DTensor) and each.placements[-1].is_shard()
+            if id(each) in given and is_shard and not is_shard_of(each, group):
+                raise UnsupportedError(
+                    f"{type(optimizer).__name__} {why}, and {name!r} is divided over other ranks "
+                    f"than the rest of the model, as experts may be. Give experts an optimizer "
+                    f"that works on each element by itself, such as AdamW."
+                )
         found.append(optimizer)
     return found
 

@@ -237,10 +237,13 @@ class ZeroAxis(DataAxis):
         self._forget_steps()
         module, options = self._model.module, self.options
         parts = next(filter(None, (axis.part_exchange() for axis in self.strategy.axes)), None)
-        steppers = find_whole_steppers(optimizers, module, options, has_parts=parts is not None)
+        group = self._model.mesh.shard_group
+        steppers = find_whole_steppers(
+            optimizers, module, options, group, has_parts=parts is not None
+        )
         self._model.successors.take_over(optimizers, module)
         if optimizers:  # else an evaluation: state of the run before may still be saved
-            shards = ShardExchange(self._model.mesh.shard_group)
+            shards = ShardExchange(group)
             exchange: Exchange = ShardedPartExchange(shards, parts) if parts else shards
             host = torch.device("cpu") if options.has_offload else None
             self.whole_steps = [WholeSteps(each, exchange, self._record, host) for each in steppers]

@@ -219,15 +219,19 @@ class OffloadEngine(StepBarrier):
             else:
                 self.synchronize()
         except BaseException as error:
-            self._failure = (
-                error
-                if isinstance(error, Exception)
-                else OffloadError(f"The last step was not finished: {type(error).__name__}.")
-            )
+            self._note_failure(error)
             raise
         finally:
             stepper.worker.close()
             arrivals.close()
+
+    def _note_failure(self, error: BaseException) -> None:
+        """Note that a step ended half-way: parameters are not those of any step."""
+        self._failure = (
+            error
+            if isinstance(error, Exception)
+            else OffloadError(f"The last step was not finished: {type(error).__name__}.")
+        )
 
     def restore(self, parking: Staging | None = None) -> Exception | None:
         """``close``, and bring all parameters back to the device, or to where they are parked.
@@ -320,7 +324,11 @@ class OffloadEngine(StepBarrier):
         whole_steps = self._whole_steps.get(optimizer)
         if whole_steps is not None:
             self._stepper.drain()
-            whole_steps(optimizer)
+            try:
+                whole_steps(optimizer)
+            except BaseException as error:
+                self._note_failure(error)
+                raise
         for bucket in [] if whole_steps else self.kept.buckets_of(optimizer):
             updates = self._arrivals.step(optimizer, bucket, coefficient)
             for slot, update in updates.items():

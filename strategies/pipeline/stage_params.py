@@ -388,7 +388,7 @@ class NonStageState:
         Each microbatch writes into copies: backward passes of others still need what these read.
         """
         is_kept = keeps and plan.stage == self._keeper
-        attributes = frozenset() if is_kept else plan.changed_attributes
+        attributes = plan.attributes_of_last if is_kept else plan.changed_attributes
         buffers = self._buffers(plan.changed_buffers)
         copies = {id(each): each.detach().clone() for _, each in buffers}
         kept = [self._kept(*each) for each in attributes]

@@ -140,7 +140,7 @@ class Triplets(Stack):
         for name, view in (("one", tokens), ("two", tokens.flip(1)), ("three", tokens * 3)):
             views.append(functional.normalize(self(view % VOCABULARY).mean(1), dim=-1))
             self.log(name, views[-1].square()[:, 0].mean())
-            self.largest(views[-1].detach().amax(1))
+            self.log(f"below_{name}", 1 - self.largest(views[-1].detach().amax(1)))
         anchor, positive, negative = views
         loss = functional.triplet_margin_loss(anchor, positive, negative, margin=2.0)
         self.log_dict({"train_loss": loss, "largest": self.largest})

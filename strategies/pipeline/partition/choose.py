@@ -93,7 +93,7 @@ def kept_by_stage(
     """Return the bytes that each stage keeps of one microbatch, from its forward to its backward.
 
     That is what autograd saves, without parameters and the batch, and what the stage received, also
-    where it only hands it on. None where it was not noted.
+    where it only hands it on. None where it was not noted, or the step cannot be cut there.
 
     Args:
         trace: One run of the step, probed with ``notes_kept=True``.
@@ -105,9 +105,12 @@ def kept_by_stage(
     kept: list[dict[int, int]] = [{} for _ in range(max(stage_of_unit.values()) + 1)]
     for name, storages in trace.kept.items():
         kept[stage_of_unit.get(name, 0)].update(storages)
-    stages = EventStages(trace, stage_of_unit, weight_only)
+    try:
+        stages = EventStages(trace, stage_of_unit, weight_only)
+    except ConfigError:  # an evaluation that is run layer by layer
+        return None
     for value in trace.values:
-        first = stages.of(value.made_at) + 1
+        first = stages.of_value(value) + 1
         last = max(map(stages.of, value.uses), default=0)
         for stage in range(first, last + 1):
             kept[stage].setdefault(value.storage, _bytes(value.spec))

@@ -13,7 +13,10 @@ from torch import Tensor
 
 from boltmesh.errors import ConfigError
 from boltmesh.strategies.pipeline.runtime.stage import ValueSpec
-from boltmesh.strategies.pipeline.stage.event_stages import EventStages
+from boltmesh.strategies.pipeline.stage.event_stages import (
+    EventStages,
+    refuse_changes_between_calls,
+)
 from boltmesh.strategies.pipeline.stage.trace import (
     NO_EVENT,
     MetricTrace,
@@ -21,7 +24,6 @@ from boltmesh.strategies.pipeline.stage.trace import (
     TraceEvent,
     UnitOutput,
     Value,
-    ValueRead,
     write_refused,
 )
 
@@ -118,6 +120,8 @@ class StagePlan:
     them; ANY_STAGE where that depends on no unit."""
     changed_attributes: frozenset[tuple[str, str]] = frozenset()
     """Attributes that the step changes on modules outside of units: module and name."""
+    attributes_of_last: frozenset[tuple[str, str]] = frozenset()
+    """Those of them that only the last stage keeps: this one has not all that is put into them."""
 
     @property
     def is_last(self) -> bool:
@@ -212,13 +216,13 @@ class _StageCut:
         self._refuse_early_readings()
         self.has_tail = tail is not None
         if tail is not None:  # one more stage, without units
-            self.stages.append(tail)
+            self.stages.append()
             self.count += 1
             self.begins.append(tail)
         self.alive = [self._alive_at(stage) for stage in range(self.count)]
         self.ends = [self._last_event_of(stage) for stage in range(self.count)]
         if not self.is_in_order:
-            self._refuse_later_stages_first()
+            refuse_changes_between_calls(trace, self.stages)
 
     def stage_of_event(self, event: int) -> int:
         """Return the stage that runs an event; what precedes the first unit runs on the first."""
@@ -232,11 +236,18 @@ class _StageCut:
         return self.calls[self.stage_of_call.index(stage)]
 
     def _last_event_of(self, stage: int) -> int:
-        """Return the last event that a stage has to run: a unit, or what it sends."""
+        """Return the last event that a stage has to run.
+
+        That is a unit, or makes what it sends or puts into a buffer, or writes to what it received.
+        """
         calls = zip(self.calls, self.stage_of_call, strict=True)
         own = [event for event, at in calls if at == stage]
         sent = self.alive[stage + 1] if stage + 1 < self.count else []
-        own += [each.made_at for each in sent if self.stage_of_event(each.made_at) == stage]
+        own += [each.made_at for each in sent if self.stages.of_value(each) == stage]
+        own += [e for e in self.trace.changed_buffers.values() if self.stage_of_event(e) == stage]
+        for value in [*self.alive[stage], *sent]:
+            writes = self.trace.writes.get(value.storage, ())
+            own += [write for write in writes if self.stage_of_event(write) <= stage]
         return max(own, default=NO_EVENT)
 
     def _alive_at(self, stage: int) -> list[Value]:
@@ -246,7 +257,7 @@ class _StageCut:
         alive = [
             value
             for value in self.trace.values
-            if self.stage_of_event(value.made_at) < stage
+            if self.stages.of_value(value) < stage
             and (
                 any(self.stage_of_event(use) >= stage for use in value.uses)
                 or self._reads(stage, value)
@@ -332,44 +343,18 @@ class _StageCut:
         """Return whether a stage runs the code behind so many events."""
         if self.is_in_order:
             return self.stage_of_event(position - 1) <= stage
-        return stage == self.count - 1 or self.ends[stage] >= position
+        return stage == self.count - 1 or position <= self.ends[stage] + 1
 
     def _refuse_early_readings(self) -> None:
-        if not self.is_in_order:
-            return
         for reading in self.trace.readings:
             stage = self.stage_of_event(reading.event - 1)
-            if stage < self.count - 1:
-                raise _early_reading(reading, stage)
-
-    def _refuse_later_stages_first(self) -> None:
-        """Refuse what needs the order of the step where stages do not run it in that order.
-
-        Raises:
-            ConfigError: Naming the line.
-        """
-        for reading in self.trace.readings:
-            for stage in range(self.count - 1 - self.has_tail):
-                if self.reaches(stage, reading.event):
-                    raise _early_reading(reading, stage)
-        writes = [write for writes in self.trace.writes.values() for write in writes]
-        writes += [number for number, each in enumerate(self.trace.events) if each.writes]
-        for write in sorted(writes):
-            if write < self.calls[-1]:
-                event = self.trace.events[write]
+            is_between = not self.is_in_order and reading.event <= self.calls[-1]
+            if stage < self.count - 1 or is_between:
                 raise ConfigError(
-                    f"{event.name} at {event.place} changes a value in place, and the step calls "
-                    f"layers of a stage again after those of a later one, which stages run in "
-                    f"another order. Use the function that makes a new tensor."
+                    f"{reading.name}() of {reading.origin} at {reading.place} looks at a value of "
+                    f"stage {stage} that {'other' if is_between else 'later'} stages do not have "
+                    f"when they come there. Do it inside a layer, or after the last one."
                 )
-
-
-def _early_reading(reading: ValueRead, stage: int) -> ConfigError:
-    return ConfigError(
-        f"{reading.name}() of {reading.origin} at {reading.place} looks at a value of stage "
-        f"{stage} that later stages do not have when they come there. Do it inside a layer, or "
-        f"after the last one."
-    )
 
 
 class _StagePlanner:
@@ -430,6 +415,11 @@ class _StagePlanner:
                 for name, event in self.trace.changed_buffers.items()
             },
             changed_attributes=self.trace.changed_attributes,
+            attributes_of_last=(
+                frozenset()
+                if self.is_last or self.cut.is_in_order
+                else self.trace.attributes_of_units
+            ),
         )
 
     def _at(self, event: int) -> EventPlan:

@@ -1,9 +1,10 @@
 """Which stage runs each event of a step: calls of units, and the code between them."""
 
+from collections import Counter
 from collections.abc import Mapping
 
 from boltmesh.errors import ConfigError
-from boltmesh.strategies.pipeline.stage.trace import NO_EVENT, StepTrace, Value
+from boltmesh.strategies.pipeline.stage.trace import NO_EVENT, StepTrace, Value, write_refused
 
 
 class EventStages:
@@ -13,7 +14,7 @@ class EventStages:
     to the next one, then runs on that unit's stage. In other steps (several views of a batch
     through one encoder) each event runs on the first stage that has all of its inputs, at any
     position in the step: what a stage computes of one view does not wait for what later stages
-    compute of another.
+    compute of another. The code behind the last unit is the last stage's in every step.
 
     Args:
         trace: One run of the step.
@@ -41,13 +42,12 @@ class EventStages:
                     f"the step calls {name!r}, which is on no stage: earlier batches did not call "
                     f"it. Name it in split."
                 )
-        self._by_event = self._in_order(trace, stage_of_unit, weight_only)
-        self.is_in_order = bool(self._by_event)
-        if not self.is_in_order:
-            self._by_event = self._by_data(trace, stage_of_unit, weight_only)
+        self._last = max(stage_of_unit.values())
+        in_order = self._in_order(trace, stage_of_unit, weight_only)
+        self.is_in_order = in_order is not None
+        self._by_event = in_order or self._by_data(trace, stage_of_unit, weight_only)
         self.of_call = tuple(self._by_event[event] for event in self.calls)
         """The stage of each call."""
-        self._last = max(self.of_call)
 
     def of(self, event: int) -> int:
         """Return the stage of an event; the last one for the end of the step."""
@@ -55,22 +55,29 @@ class EventStages:
             return 0
         return self._by_event[event] if event < len(self._by_event) else self._last
 
-    def append(self, begin: int) -> None:
-        """Give the events from ``begin`` on, behind the last unit, to one more stage."""
+    def of_value(self, value: Value) -> int:
+        """Return the stage that makes a value."""
+        if value.is_of_metric and not self.is_in_order:
+            return self._last
+        return self.of(value.made_at)
+
+    def append(self) -> None:
+        """Give the events behind the last unit to one more stage."""
+        begin = self.calls[-1] + 1
         self._last += 1
         self._by_event[begin:] = [self._last] * (len(self._by_event) - begin)
 
     def _in_order(
         self, trace: StepTrace, stage_of_unit: Mapping[str, int], weight_only: frozenset[str]
-    ) -> list[int]:
-        """Return the stage of each event, nothing if the step is not in order."""
+    ) -> list[int] | None:
+        """Return the stage of each event, None if the step is not in order."""
         stages: list[int] = []
         current = 0
         for event in trace.events:
             if event.is_unit:
                 stage = stage_of_unit[event.name]
                 if stage < current and event.name not in weight_only:
-                    return []
+                    return None
                 current = max(stage, current)
             stages.append(current)
         return stages
@@ -78,18 +85,17 @@ class EventStages:
     def _by_data(
         self, trace: StepTrace, stage_of_unit: Mapping[str, int], weight_only: frozenset[str]
     ) -> list[int]:
-        used: dict[int, list[Value]] = {}
-        for value in trace.values:
-            for use in value.uses:
-                used.setdefault(use, []).append(value)
+        inputs = _inputs(trace)
         stages: list[int] = []
         last_units: list[str] = []
         """By event, a unit of its stage on whose result it depends."""
-        for number, event in enumerate(trace.events):
-            values = used.get(number, ())
-            made_at = [each.made_at for each in values if NO_EVENT < each.made_at < number]
-            source = max(made_at, key=stages.__getitem__, default=NO_EVENT)
-            stage, unit = (0, "") if source == NO_EVENT else (stages[source], last_units[source])
+        for number, event in enumerate(trace.events[: self.calls[-1] + 1]):
+            stage, unit = 0, ""
+            for value in inputs.get(number, ()):
+                if value.is_of_metric:
+                    stage, unit = self._last, value.origin
+                elif value.made_at != NO_EVENT and stages[value.made_at] >= stage:
+                    stage, unit = stages[value.made_at], last_units[value.made_at]
             if event.is_unit:
                 own = stage_of_unit[event.name]
                 if own < stage and event.name not in weight_only:
@@ -102,4 +108,52 @@ class EventStages:
                 stage, unit = max(own, stage), event.name
             stages.append(stage)
             last_units.append(unit)
-        return stages
+        return stages + [self._last] * (len(trace.events) - len(stages))
+
+
+def _inputs(trace: StepTrace) -> dict[int, list[Value]]:
+    """Return what each event is computed of, which no look of Python at a value is."""
+    looks = Counter(
+        (id(value), reading.event - 1) for reading in trace.readings for value in reading.values
+    )
+    inputs: dict[int, list[Value]] = {}
+    for value in trace.values:
+        for use in value.uses:
+            if looks[id(value), use]:
+                looks[id(value), use] -= 1
+            else:
+                inputs.setdefault(use, []).append(value)
+    return inputs
+
+
+def refuse_changes_between_calls(trace: StepTrace, stages: EventStages) -> None:
+    """Refuse writes that need the order of a step that stages do not run in its order.
+
+    One stage may write to what it made, before others use it.
+
+    Raises:
+        ConfigError: Naming the line.
+    """
+    first, last = stages.calls[0], stages.calls[-1]
+    for number, event in enumerate(trace.events):
+        if event.writes and first < number < last:
+            raise write_refused(event.writes, event.place, "between calls of layers")
+    for storage, all_writes in trace.writes.items():
+        writes = [each for each in all_writes if each <= last]
+        values = [each for each in trace.values if each.storage == storage and writes]
+        writers = {stages.of(each) for each in writes}
+        writers |= {stages.of_value(each) for each in values}
+        is_used_before = any(
+            use < writes[-1] and stages.of(use) not in writers
+            for value in values
+            for use in value.uses
+        )
+        was_there = any(each.made_at == NO_EVENT for each in values)
+        if writes and (len(writers) > 1 or is_used_before or was_there):
+            event = trace.events[writes[-1]]
+            what = "its argument" if event.is_unit else "a tensor"
+            raise ConfigError(
+                f"{event.name} at {event.place} changes {what} in place, and the step calls layers "
+                f"of a stage again after those of a later one, which stages run in another order. "
+                f"Use the function that makes a new tensor."
+            )

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Module, Parameter
 
+from boltmesh.errors import ConfigError
 from boltmesh.lightning_import import ROOTS
 from boltmesh.strategies.dry_run.unsupported import with_inner
 from boltmesh.strategies.pipeline.stage.cut import StageBorders, plan_stages, plan_tail
@@ -293,6 +294,8 @@ class StagePlans:
         plans = plan_stages(
             trace, self.stage_of_unit, self.parameters_of_unit, self.weight_only, self.borders
         )
+        if step != TRAINING and not plans[0].is_in_order:
+            raise ConfigError(f"{step} calls layers of a stage again after those of a later one.")
         if self.check is not None:
             self.check(plans)
         return tuple(self._run(step, each) for each in plans)

@@ -92,6 +92,8 @@ class Value:
     """Equal for values that share memory."""
     is_side_effect: bool = False
     """It came out of a unit by another way than its return value."""
+    is_of_metric: bool = False
+    """A metric gave it, before the event :attr:`made_at`; the last stage has it."""
     needs_grad: list[tuple[int, bool]] = field(default_factory=list)
     """Whether it needs a gradient from an event on, oldest first."""
     uses: list[int] = field(default_factory=list)
@@ -187,6 +189,8 @@ class StepTrace:
     them what a unit gave; NO_EVENT where none did."""
     changed_attributes: frozenset[tuple[str, str]] = frozenset()
     """Attributes that the step sets or fills on modules outside of units: module and name."""
+    attributes_of_units: frozenset[tuple[str, str]] = frozenset()
+    """Those of them that hold values of units."""
     flops: dict[str, int] = field(default_factory=dict)
     """Of all forward calls of a unit together; empty unless they were counted."""
     kept: dict[str, dict[int, int]] = field(default_factory=dict)

@@ -160,14 +160,14 @@ class BetweenUnitsTracer(TorchFunctionMode):
         self.trace.answers.append(answer)
         self.after_read()
 
-    def add_foreign(self, tensors: list[Tensor], origin: str) -> None:
-        """Note tensors without data that something made of values of units, unseen by stages."""
+    def add_of_metric(self, tensors: list[Tensor], origin: str) -> None:
+        """Note tensors without data that a metric made of values of units."""
         for number, each in enumerate(tensors):
             self.kept.append(each)
             made_at = len(self.trace.events)
             self.made[id(each)] = (made_at, number)
             spec = TensorSpec(tuple(each.shape), each.stride(), each.dtype, each.device)
-            value = Value(made_at, number, origin, spec, self._storage_of(each), True)
+            value = Value(made_at, number, origin, spec, self._storage_of(each), True, True)
             value.needs_grad.append((NO_EVENT, each.requires_grad))
             self.values[id(each)] = value
             self.trace.values.append(value)

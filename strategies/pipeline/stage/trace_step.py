@@ -328,6 +328,11 @@ class _StepTracer:
                 self.trace.draws.append(NO_EVENT)
             with self.glue.paused():
                 self.trace.changed_attributes = state.changed_attributes()
+                self.trace.attributes_of_units = frozenset(
+                    (module, name)
+                    for module, name in self.trace.changed_attributes
+                    if any(map(is_fake, tensors_in(vars(around[module]).get(name))))
+                )
                 self.trace.changed_buffers = {
                     name: self.glue.last_change(each)
                     for name, each in state.changed_buffers(self.glue.is_written).items()
@@ -431,7 +436,7 @@ class _StepTracer:
             if call.method != "compute" and not any(map(is_fake, given)):
                 return made
             made = replace_tensors(made, lambda each: make_fake(each.detach(), self.mode))
-            self.glue.add_foreign(tensors_in(made), f"what the metric {call.name!r} gave")
+            self.glue.add_of_metric(tensors_in(made), f"what the metric {call.name!r} gave")
             return made
 
     def _stop_if_known(self) -> None:

@@ -85,7 +85,46 @@ class Dropped(Views):
         return (self(batch[0]) - self(batch[0])).square().sum()
 
 
-@pytest.mark.parametrize("kind", [Pair, Triplet, Stopped, Dropped])
+class WrittenBehind(Views):
+    """Changes, behind its layers, what earlier stages gave, and a tensor of its own."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        states = self.encode(batch[0])
+        first, second = self.head(states).flatten(1), self(batch[1])
+        norm = states.flatten(1).norm(dim=1, keepdim=True) * 1.0
+        norm.clamp_(min=8.0)
+        loss = torch.zeros(())
+        loss += F.mse_loss(first / norm, second.repeat(1, 16))
+        return loss * 0.5
+
+
+class WrittenStem(Views):
+    """As torchvision's: the activation behind the first layer is in place; so is another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Conv2d(3, 8, 3, 2, 1), nn.ReLU(inplace=True), Block(8))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        states = self.encode(batch[0])
+        states.mul_(2.0)
+        first = self.head(states.mean((2, 3), keepdim=True)).flatten(1)
+        return (first - self(batch[1])).square().sum()
+
+
+class Regularized(Views):
+    """Adds a term of the first stage's alone, behind its layers."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        states = self.backbone(batch[0])
+        first = self.head(self.neck(states).mean((2, 3), keepdim=True)).flatten(1)
+        scores = first @ self(batch[1]).T
+        return F.cross_entropy(scores, torch.arange(len(first))) + states.square().mean()
+
+
+@pytest.mark.parametrize(
+    "kind", [Pair, Triplet, Stopped, Dropped, WrittenBehind, WrittenStem, Regularized]
+)
 def test_views_equal_the_whole_step(kind: type[Views]) -> None:
     torch.manual_seed(0)
     module = kind()
@@ -134,6 +173,73 @@ def test_a_step_in_order_has_the_stage_of_the_unit_before() -> None:
     assert stages.of(len(trace.events)) == 2
 
 
+@pytest.mark.parametrize("kind", [Pair, Regularized, WrittenBehind])
+def test_the_last_stage_without_its_tail_gets_what_the_stage_before_it_sends(
+    kind: type[Views],
+) -> None:
+    module = kind()
+    plans = StagePlans(module, find_stage_units(module), SPLIT)
+    args = ("training_step", BATCH, 0)
+    before, tail = plans.stages(*args)[-2].plan, plans.tail(*args)
+    assert tail.last.plan.values_in == before.values_out
+    received: tuple[Tensor, ...] = ()
+    for run in [*plans.stages(*args)[:-1], tail.last, tail.end]:
+        received = run.forward(received, (BATCH, 0))
+    torch.testing.assert_close(received, module.training_step(BATCH, 0))
+
+
+class Leaving(Views):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("center", torch.zeros(4))
+        self.steps, self.seen = 0, []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.steps += 1
+        first = self(batch[0])
+        self.seen.append(first.detach())
+        second = self(batch[1])
+        self.center.lerp_(second.detach().mean(0), 0.1)
+        return (first - second).square().sum()
+
+
+def test_what_a_step_leaves_behind_belongs_to_the_stage_that_has_its_values() -> None:
+    module = Leaving()
+    plans = StagePlans(module, find_stage_units(module), SPLIT)
+    first, *_, last = [run.plan for run in plans.stages("training_step", BATCH, 0)]
+    assert first.changed_buffers["center"] == last.changed_buffers["center"] == 2
+    assert {name for _, name in first.changed_attributes} >= {"steps", "seen"}
+    assert {name for _, name in first.attributes_of_last} == {"seen"}
+    assert last.attributes_of_last == frozenset()
+
+
+def test_evaluation_out_of_order_is_not_cut() -> None:
+    class Evaluated(Pair):
+        def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return self.training_step(batch, batch_idx)
+
+    module = Evaluated()
+    plans = StagePlans(module, find_stage_units(module), SPLIT)
+    with pytest.raises(ConfigError, match="validation_step calls layers of a stage again"):
+        plans.stages("validation_step", BATCH, 0)
+
+
+class WritesParameter(Views):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = (self(batch[0]) - self(batch[1])).square().sum()
+        with torch.no_grad():
+            self.backbone[0].bias.clamp_(-1, 1)
+        return loss
+
+
+class LooksAtAnEarlierOne(Views):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        first = self(batch[0]).sum()
+        states = self.encode(batch[1])
+        scale = 2.0 if first.item() > 0 else 1.0
+        return scale * self.head(states).sum() + first
+
+
 class Feedback(Views):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         shift = self(batch[0]).mean()
@@ -148,17 +254,20 @@ class LooksBetween(Views):
 
 class WritesBetween(Views):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        first = self.encode(batch[0])
-        first.mul_(2.0)
-        return self.head(first).mean() + self(batch[1]).square().sum()
+        states = self.backbone(batch[0])
+        first = self.neck(states)
+        states.mul_(2.0)
+        return (first * states).mean() + self(batch[1]).square().sum()
 
 
 @pytest.mark.parametrize(
     ("kind", "says"),
     [
         (Feedback, "'backbone.0' is on stage 0 and the step calls it after 'head.2' of stage 2"),
-        (LooksBetween, "looks at a value of stage 0 that later stages do not have"),
-        (WritesBetween, "changes a value in place, and the step calls layers of a stage again"),
+        (LooksBetween, "looks at a value of stage 2 that other stages do not have"),
+        (LooksAtAnEarlierOne, "looks at a value of stage 1 that other stages do not have"),
+        (WritesBetween, "mul_ .* changes a tensor in place, and the step calls layers of a stage"),
+        (WritesParameter, "'backbone.0.bias' is written to in the step"),
     ],
 )
 def test_what_needs_the_order_of_the_step_is_refused(kind: type[Views], says: str) -> None:

@@ -1,0 +1,123 @@
+"""What is gathered at once for steps of whole parameters, and experts that cannot be."""
+
+from typing import Any
+
+import lightning.pytorch as lightning
+import pytest
+import torch
+from torch.nn import Parameter
+from torch.optim import SGD
+
+from boltmesh.check.differences import Trace, find_differences
+from boltmesh.check.parity import Problem, trace_layout, trace_one_process
+from boltmesh.errors import UnsupportedError
+from boltmesh.strategies import Parallel3DStrategy, ZeROStrategy, whole_steps
+from boltmesh.strategies.whole_steps import WholeSteps
+from tests.support.matrix_optimizers import Shampoo
+from tests.support.ranks import run_ranks
+from tests.support.tiny import TinyData, TinyExperts, TinyModel
+
+
+class One:
+    """An exchange of one rank."""
+
+    rank, size = 0, 1
+
+    def is_shared(self, parameter: torch.Tensor) -> bool:
+        return True
+
+    def whole_shape(self, parameter: torch.Tensor) -> torch.Size:
+        return parameter.shape
+
+
+@pytest.mark.parametrize(
+    ("sizes", "rounds"),
+    [
+        ([50, 50, 50, 50, 50], [[50], [50], [50], [50], [50]]),
+        ([20, 40, 70, 10, 30], [[20, 40], [70], [10, 30]]),
+        ([90, 10, 10], [[90], [10, 10]]),
+    ],
+)
+def test_a_round_holds_a_limit_of_bytes_or_one_parameter(
+    monkeypatch: pytest.MonkeyPatch, sizes: list[int], rounds: list[list[int]]
+) -> None:
+    monkeypatch.setattr(whole_steps, "ROUND_BYTES", 4 * 64)
+    parameters = [Parameter(torch.zeros(size)) for size in sizes]
+    exchange: Any = One()
+    steps = WholeSteps(SGD(parameters), exchange, device=torch.device("cpu"))
+    found = [[each.numel() for each in some] for some in steps._rounds(parameters)]
+    assert found == rounds
+    on_device = WholeSteps(SGD(parameters), exchange)
+    assert [len(some) for some in on_device._rounds(parameters)] == [len(sizes)]
+
+
+class ByMatrices(TinyExperts):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return Shampoo(self.parameters())
+
+
+def problem() -> Problem:
+    return Problem(module=ByMatrices, train=TinyData(24, 4).val_dataloader, steps=3)
+
+
+def one_process(rank: int, world_size: int) -> Trace:
+    return trace_one_process(problem(), data_size=2)
+
+
+def divided(rank: int, world_size: int) -> Trace:
+    return trace_layout(problem(), ZeROStrategy(stage=1, expert=2, telemetry=False), devices=2)
+
+
+@pytest.mark.ranks
+def test_experts_of_the_ranks_of_all_shards_are_stepped_whole() -> None:
+    (reference,) = run_ranks(one_process, 1)
+    for trace in run_ranks(divided, 2):
+        assert find_differences(reference, trace) == []
+
+
+def refused(rank: int, world_size: int) -> str:
+    strategy = Parallel3DStrategy(data=2, expert=2, zero_stage=0, telemetry=False)
+    trainer = lightning.Trainer(
+        accelerator="cpu", devices=world_size, strategy=strategy, max_steps=1, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    with pytest.raises(UnsupportedError) as caught:
+        trainer.fit(ByMatrices(), TinyData(16, 4))
+    return str(caught.value)
+
+
+@pytest.mark.ranks
+def test_experts_of_other_ranks_than_shards_are_refused() -> None:
+    for told in run_ranks(refused, 2):
+        assert told.startswith("Shampoo ")
+        assert "is divided over other ranks than the rest of the model" in told
+
+
+class HalfWay(Shampoo):
+    def _step(self, parameter: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> None:
+        super()._step(parameter, grad, group)
+        if group["calls"] == 2:
+            raise ValueError("the cause")
+
+
+class Interrupted(TinyModel):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return HalfWay(self.parameters())
+
+
+def interrupt(rank: int, world_size: int) -> None:
+    module = Interrupted()
+    trainer = lightning.Trainer(
+        accelerator="cpu", devices=1, max_steps=4, logger=False, enable_checkpointing=False,
+        strategy=ZeROStrategy(stage=1, offload_optimizer="cpu", telemetry=False),
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="the cause"):
+        trainer.fit(module, TinyData(16, 4))
+    with pytest.raises(ValueError, match="the cause"):  # not half of a step's values
+        module.layers[0].weight.sum()
+
+
+@pytest.mark.ranks
+def test_parameters_of_a_step_that_ended_half_way_are_not_taken_for_those_of_a_step() -> None:
+    run_ranks(interrupt, 1)
