@@ -181,8 +181,8 @@ class WholeSteps:
         for key, each in by_id.items():
             if each in state:
                 own = state.pop(each)
-                if (host := self._device) is not None and each.device != host:  # was just loaded
-                    own = tree_map_only(Tensor, lambda each, host=host: each.to(host), own)
+                if self._device is not None and each.device != self._device:  # was just loaded
+                    own = tree_map_only(Tensor, self._on_host, own)
                 state[self._wholes[key]] = own
         for number, stand_in in self._stand_ins.items():
             if number in self._stand_in_state:
@@ -197,6 +197,9 @@ class WholeSteps:
                     state[each] = state.pop(self._wholes[key])
             for number, stand_in in self._stand_ins.items():
                 self._stand_in_state[number] = state.pop(stand_in, {})
+
+    def _on_host(self, value: Tensor) -> Tensor:
+        return value.to(self._device)
 
     def _stepped(
         self, number: int, parameters: Sequence[Parameter], mine: Collection[int]

@@ -238,9 +238,7 @@ class ZeroAxis(DataAxis):
         module, options = self._model.module, self.options
         parts = next(filter(None, (axis.part_exchange() for axis in self.strategy.axes)), None)
         group = self._model.mesh.shard_group
-        steppers = find_whole_steppers(
-            optimizers, module, options, group, has_parts=parts is not None
-        )
+        steppers = find_whole_steppers(optimizers, module, options, group, has_parts=bool(parts))
         self._model.successors.take_over(optimizers, module)
         if optimizers:  # else an evaluation: state of the run before may still be saved
             shards = ShardExchange(group)

@@ -37,7 +37,7 @@ def problem(model: type[Stack]) -> Problem:
     return Problem(
         module=model,
         train=partial(DATA[model], 35, 10),
-        validation=partial(DATA[model], 9, 5) if model is Contrastive else None,
+        validation=partial(DATA[model], 9, 5) if model in {Contrastive, Triplets} else None,
         steps=4,
         trainer={"accelerator": "cpu", "gradient_clip_val": 0.7},
     )

@@ -145,3 +145,8 @@ class Triplets(Stack):
         loss = functional.triplet_margin_loss(anchor, positive, negative, margin=2.0)
         self.log_dict({"train_loss": loss, "largest": self.largest})
         return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        tokens, _ = batch
+        states = self(tokens)
+        self.log("val_apart", functional.mse_loss(states, self(tokens.flip(1))), sync_dist=True)

@@ -189,10 +189,13 @@ def test_the_last_stage_without_its_tail_gets_what_the_stage_before_it_sends(
 
 
 class Leaving(Views):
+    center: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("center", torch.zeros(4))
-        self.steps, self.seen = 0, []
+        self.steps = 0
+        self.seen: list[Tensor] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.steps += 1
@@ -227,8 +230,9 @@ def test_evaluation_out_of_order_is_not_cut() -> None:
 class WritesParameter(Views):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = (self(batch[0]) - self(batch[1])).square().sum()
+        first: Any = self.backbone[0]
         with torch.no_grad():
-            self.backbone[0].bias.clamp_(-1, 1)
+            first.bias.clamp_(-1, 1)
         return loss
 
 
