@@ -88,9 +88,9 @@ def refused(rank: int, world_size: int) -> str:
 
 @pytest.mark.ranks
 def test_experts_of_other_ranks_than_shards_are_refused() -> None:
-    for told in run_ranks(refused, 2):
-        assert told.startswith("Shampoo ")
-        assert "is divided over other ranks than the rest of the model" in told
+    for message in run_ranks(refused, 2):
+        assert message.startswith("Shampoo ")
+        assert "is divided over other ranks than the rest of the model" in message
 
 
 class HalfWay(Shampoo):

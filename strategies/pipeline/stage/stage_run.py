@@ -193,15 +193,19 @@ class _NextStage(BaseException):
 class _UnitCall:
     """What a stage does when the step calls a unit."""
 
-    __slots__ = ("event", "handling", "name", "ready", "stage")
+    __slots__ = ("ends_run", "event", "handling", "is_own", "name", "ready")
 
-    def __init__(self, name: str, event: int, stage: int, handling: EventPlan, ready: Any) -> None:
+    def __init__(
+        self, name: str, event: int, handling: EventPlan, *, is_own: bool, ends_run: bool
+    ) -> None:
         self.name = name
         self.event = event
-        self.stage = stage
-        """Which stage runs it, less the one that asks."""
         self.handling = handling
-        self.ready = ready
+        self.is_own = is_own
+        """Whether this stage runs it."""
+        self.ends_run = ends_run
+        """Whether a later stage runs it, and all that follows."""
+        self.ready: Any = NOT_READY
         """What a unit of another stage gives, where that is always the same."""
 
 
@@ -310,12 +314,12 @@ class StageRun:
 
     def _prepare(self, event: int, stage: int) -> _UnitCall:
         handling = self.plan.handling.get(event, NOTHING)
-        call = _UnitCall(self.plan.events[event].name, event, stage, handling, NOT_READY)
+        name, ends_run = self.plan.events[event].name, stage > 0 and self.plan.is_in_order
+        call = _UnitCall(name, event, handling, is_own=stage == 0, ends_run=ends_run)
         output = self.plan.outputs[event]
         changes = [leaf for made_at, leaf in self.plan.written_outputs if made_at == event]
         has_arguments = any(isinstance(leaf, Argument) for leaf in output.leaves)
-        is_next = stage > 0 and self.plan.is_in_order
-        is_other = stage != 0 and not is_next
+        is_other = not (call.is_own or call.ends_run)
         if is_other and handling is NOTHING and not changes and not has_arguments:
             ready = output.build([self._stand_in(event, i) for i in range(len(output.leaves))])
             call.ready = ready if is_immutable(ready) else NOT_READY
@@ -364,9 +368,9 @@ class StageRun:
         return result
 
     def _act(self, call: _UnitCall, args: tuple[Any, ...], kwargs: Any) -> Any:
-        if call.stage > 0 and self.plan.is_in_order:
+        if call.ends_run:
             raise _NextStage
-        if call.stage != 0:
+        if not call.is_own:
             return call.ready if call.ready is not NOT_READY else self._skip(call, args, kwargs)
         forward = self._forwards.own(call.name)
         streams = self.streams

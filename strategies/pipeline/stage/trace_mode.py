@@ -143,6 +143,9 @@ class BetweenUnitsTracer(TorchFunctionMode):
         """Note that a unit is called; return the arguments that it gets."""
         arguments = self._with_twins(arguments)
         given = tensors_in(arguments)
+        for each in given:
+            if is_fake(each):
+                self._value_of(each)  # the unit may have left it behind, and does so again
         self.unit_before = [(each, _version(each)) for each in given]
         self.unit_event = TraceEvent(name, True, self._parameters_of(given), line_of_step())
         return arguments
@@ -412,7 +415,7 @@ class BetweenUnitsTracer(TorchFunctionMode):
         """Return the last call of the unit that holds an attribute, else of any unit."""
         calls = self.trace.unit_events()
         own = [each for each in calls if holder.startswith(f"{self.trace.events[each].name}.")]
-        return (own or calls)[-1]
+        return (own or calls or [NO_EVENT])[-1]
 
     def _holder_of(self, fake: Tensor) -> str:
         """Return under which attribute a layer left a tensor that it did not return."""

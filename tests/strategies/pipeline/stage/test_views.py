@@ -122,8 +122,34 @@ class Regularized(Views):
         return F.cross_entropy(scores, torch.arange(len(first))) + states.square().mean()
 
 
+class Memory(nn.Module):
+    """Leaves what it was given behind, as layers with states of their own do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(8, 8, 3, padding=1)
+        self.last: Tensor | None = None
+
+    def forward(self, x: Tensor, earlier: Tensor | None = None) -> Tensor:
+        self.last = x * 1.5
+        return self.conv(x) if earlier is None else self.conv(x) + earlier
+
+
+class Remembering(Views):
+    """Gives a layer of a later stage what the same layer left behind for another view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.neck: Any = Memory()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        first = self.neck(self.backbone(batch[0]))
+        second = self.neck(self.backbone(batch[1]), self.neck.last)
+        return self.head(first + second).square().sum()
+
+
 @pytest.mark.parametrize(
-    "kind", [Pair, Triplet, Stopped, Dropped, WrittenBehind, WrittenStem, Regularized]
+    "kind", [Pair, Triplet, Stopped, Dropped, WrittenBehind, WrittenStem, Regularized, Remembering]
 )
 def test_views_equal_the_whole_step(kind: type[Views]) -> None:
     torch.manual_seed(0)
