@@ -43,7 +43,9 @@ def test_a_step_with_a_few_of_the_equal_blocks_counts_as_one_with_all(
 @pytest.mark.parametrize(
     "given",
     [
-        {"pipeline": 1, "data": 2, "tensor": 2, "zero_stage": 1},
+        pytest.param(
+            {"pipeline": 1, "data": 2, "tensor": 2, "zero_stage": 1}, marks=pytest.mark.full
+        ),
         {"pipeline": 2, "data": 2, "tensor": 1, "zero_stage": 1},
         pytest.param(
             {"pipeline": 1, "data": 2, "context": 2, "tensor": 1, "zero_stage": 3},

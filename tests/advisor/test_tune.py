@@ -14,6 +14,7 @@ from tests.support.forked_python import run_python
 from tests.support.planned_configs import RATES, SMALL
 
 
+@pytest.mark.full
 def test_tuning_runs_layouts_back_and_forth_so_that_a_burst_of_load_does_not_decide(
     tmp_path, monkeypatch, capsys
 ) -> None:

@@ -237,6 +237,7 @@ def test_any_config_can_be_put_on_a_mesh(capsys, workplace) -> None:
     assert moved(alone, "tensor")[0] > 0
 
 
+@pytest.mark.full
 def test_ranks_of_a_context_axis_are_planned_each_with_its_positions(capsys, workplace) -> None:
     options = ("strategy.pipeline=1", "strategy.microbatches=null", "strategy.data=2")
     found = plan(capsys, *options, "strategy.context=2", "strategy.zero_stage=3")

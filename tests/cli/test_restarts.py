@@ -57,6 +57,7 @@ def lines(error: str) -> list[str]:
     return [each for each in error.splitlines() if each.startswith("boltmesh: ")]
 
 
+@pytest.mark.full
 def test_a_budget_bounds_the_restarts_and_each_says_why_and_from_where(workplace, capfd):
     assert job(2, "os.kill(os.getpid(), signal.SIGKILL)").run() == 1
     assert [Path(f"start-{number}-0").read_text() for number in range(3)] == ["new", "run", "run"]
@@ -107,6 +108,7 @@ def test_a_run_that_the_user_stops_is_not_started_again(workplace, capfd, signum
     assert not Path("start-1-0").exists()
 
 
+@pytest.mark.full
 def test_a_signal_before_the_restart_ends_the_run(workplace, monkeypatch, capfd):
     monkeypatch.setattr(restarts, "FIRST_WAIT_S", 60.0)
     StopSwitch().install()

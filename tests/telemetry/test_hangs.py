@@ -130,7 +130,7 @@ def said(
         yield {job: pool.submit(hang, tmp_path_factory.mktemp("-".join(job)), *job) for job in jobs}
 
 
-@pytest.mark.sample("ddp", "pipeline")
+@pytest.mark.sample("pipeline")
 @pytest.mark.parametrize("job", [(each, "sleeps") for each in STRATEGIES], ids=list(STRATEGIES))
 def test_the_line_of_a_rank_that_is_asleep_is_named(
     said: dict[Job, Future[Said]], job: Job

@@ -206,6 +206,7 @@ def test_a_rank_that_cannot_be_reached_is_ended_with_the_reason(tmp_path):
     assert not (tmp_path / "0").exists()
 
 
+@pytest.mark.full
 def test_of_four_ranks_the_odd_one_is_named():
     plans = ((0, 1, 2), (0, 1, 2), (0, 2, 1), (0, 1, 2))
     wanted = "rank 2 called all_gather of 'layers.2' while ranks 0, 1, 3 called all_gather of "
