@@ -84,7 +84,8 @@ ENTRIES = [
         ),
         batch,
         microbatches=1,
-        without_gradient=("to_out.0.bias", "ff.3.bias"),  # before a batch norm
+        # Before a batch norm; added to all keys of a softmax.
+        without_gradient=("to_out.0.bias", "ff.3.bias", "W_V.bias", "W_K.bias"),
     ),
     Entry(
         "neuralforecast LSTM",
@@ -99,11 +100,18 @@ ENTRIES = [
         ),
         batch,
         microbatches=1,
+        without_gradient=("key_projection.bias",),  # added to all keys of a softmax
     ),
     Entry(
         "neuralforecast TiDE",
+        # Its last norm is over one value, behind which nothing has a gradient.
         lambda: module(
-            "TiDE", hidden_size=12, decoder_output_dim=8, temporal_decoder_dim=8, dropout=0.0
+            "TiDE",
+            hidden_size=12,
+            decoder_output_dim=8,
+            temporal_decoder_dim=8,
+            dropout=0.0,
+            layernorm=False,
         ),
         batch,
         microbatches=1,
