@@ -52,7 +52,7 @@ from boltmesh.strategies.pipeline.stage.units import (
     with_records,
 )
 from boltmesh.strategies.pytree import is_constant, replace_tensors, take_apart, tensors_in
-from boltmesh.strategies.torch_compat.modules import swapped_state
+from boltmesh.strategies.torch_compat.modules import hooks_unchanged, swapped_state
 from boltmesh.strategies.torch_compat.tensors import tree_map_only
 
 if TYPE_CHECKING:
@@ -444,6 +444,7 @@ class Evaluation:
         with ExitStack() as stack:
             # Every stage runs the beginning of the step, and only the end is to leave traces.
             stack.enter_context(modules_unchanged(self._glue))
+            stack.enter_context(hooks_unchanged(model.module.modules()))
             stack.enter_context(no_side_effects(model.module, model.metrics))
             parts = model.runner.pass_through(run, joined.last, around)
         if model.holds_last_stage:

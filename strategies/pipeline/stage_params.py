@@ -11,7 +11,7 @@ of each rank.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,7 @@ from boltmesh.strategies.pipeline.partition.placement import StageAssignment
 from boltmesh.strategies.pipeline.stage.cut import ANY_STAGE, StagePlan
 from boltmesh.strategies.pipeline.stage.units import AbsentError, make_absent
 from boltmesh.strategies.torch_compat.communication import sum_flags
-from boltmesh.strategies.torch_compat.modules import ParametersInPlace
+from boltmesh.strategies.torch_compat.modules import ParametersInPlace, hooks_unchanged
 from boltmesh.strategies.torch_compat.tensors import local_tensor
 
 
@@ -395,7 +395,9 @@ class NonStageState:
         for name, each in buffers:
             self._set_buffer(name, copies[id(each)])
         try:
-            yield
+            # Models of transformers note in an attribute that they have registered hooks.
+            with nullcontext() if is_kept else hooks_unchanged(self._root.modules()):
+                yield
         finally:
             for name, each in buffers:
                 owner = plan.changed_buffers[name]

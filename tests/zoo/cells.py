@@ -1,7 +1,9 @@
 """Trains an entry of the zoo under one strategy, and compares it with one process."""
 
+import builtins
 import importlib
 import math
+import re
 import tempfile
 import traceback
 import warnings
@@ -17,7 +19,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from boltmesh.errors import BoltMeshError
+from boltmesh.errors import BoltMeshError, PipelineError
 from boltmesh.strategies import (
     ContextParallelStrategy,
     DDPStrategy,
@@ -181,15 +183,20 @@ def _train(
         try:
             return _fit(entry, chosen, rank, world_size, data_size)
         except Exception as error:  # noqa: BLE001 - any is a result
-            # Some errors of torch keep their class, and are told what to do by boltmesh.
-            is_refused = isinstance(error, (BoltMeshError, MisconfigurationException)) or (
-                "boltmesh.strategies." in str(error)
-            )
             return {
                 "error": f"{type(error).__name__}: {' '.join(str(error).split())}",
-                "kind": "refused" if is_refused else "crashed",
+                "kind": "refused" if _is_refusal(error) else "crashed",
                 "traceback": traceback.format_exc(),
             }
+
+
+def _is_refusal(error: Exception) -> bool:
+    if isinstance(error, PipelineError):  # a stage failed: by an error of Python's, or of ours
+        names = re.findall(r": (\w+(?:Error|Exception)): ", str(error))
+        return bool(names) and not hasattr(builtins, names[0])
+    # Some errors of torch keep their class, and are told what to do by boltmesh.
+    is_ours = isinstance(error, (BoltMeshError, MisconfigurationException))
+    return is_ours or "boltmesh.strategies." in str(error)
 
 
 def _fit(entry: Entry, column: Column | None, rank: int, world_size: int, data_size: int) -> Result:
