@@ -5,8 +5,9 @@ and chooses experts for them that may be on other ranks:
 
 1. ``RoutePlan``: how many rows and choices go to each rank. The numbers are exchanged first, and
    read by the host once, on a stream beside that of the computation; nothing else waits.
-2. ``_Dispatch``: a row goes to a rank once, however many of its experts are there, with the weight
-   of each choice; in the backward pass their gradients come back.
+2. ``_Dispatch``: a row goes to a rank once, however many of its experts are there; the row, the
+   expert and the weight of each choice follow in one message. In the backward pass the gradients
+   of rows and weights come back.
 3. There every choice becomes a row, with one local expert and its weight.
 4. ``_Return``: the sum of each row's results goes back, and is added to those of other ranks.
 
@@ -64,23 +65,28 @@ class _Dispatch(torch.autograd.Function):
 
     @staticmethod
     @override
-    def forward(ctx: Any, rows: Tensor, weights: Tensor, plan: RoutePlan) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, rows: Tensor, weights: Tensor, numbers: Tensor, plan: RoutePlan
+    ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.plan = plan
-        return (
-            plan.swap(rows, plan.sent_rows, plan.received_rows),
-            plan.swap(weights, plan.sent_choices, plan.received_choices),
-        )
+        came = plan.swap(rows, plan.sent_rows, plan.received_rows)
+        both = torch.cat((numbers.view(torch.uint8), weights[:, None].view(torch.uint8)), 1)
+        both = plan.swap(both, plan.sent_choices, plan.received_choices)
+        num_bytes = numbers.shape[1] * numbers.itemsize
+        numbers = both[:, :num_bytes].contiguous().view(numbers.dtype)
+        ctx.mark_non_differentiable(numbers)
+        return came, both[:, num_bytes:].contiguous().view(weights.dtype)[:, 0], numbers
 
     @staticmethod
     @override
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         plan: RoutePlan = ctx.plan
         rows = weights = None
         if ctx.needs_input_grad[0]:
             rows = plan.swap(gradients[0], plan.received_rows, plan.sent_rows)
         if ctx.needs_input_grad[1]:
             weights = plan.swap(gradients[1], plan.received_choices, plan.sent_choices)
-        return rows, weights, None
+        return rows, weights, None, None
 
 
 class _Return(torch.autograd.Function):
@@ -227,12 +233,14 @@ class ExpertExchange:
         # Which of the rows that go to its owner is a choice's.
         place = (wanted.cumsum(0).gather(1, owner) - 1).reshape(-1)
         in_order = flat.argsort(stable=True)
-        sent = torch.stack((place, experts.reshape(-1) % self.num_local), 1)[in_order]
+        numbers = torch.stack((place, experts.reshape(-1) % self.num_local), 1)[in_order].int()
         (sent_rows, sent_choices), (received_rows, received_choices) = sizes()
         plan = RoutePlan(self.group, sent_rows, received_rows, sent_choices, received_choices)
         row = _rows_in_order(wanted, sum(sent_rows))
-        came, weight = _Dispatch.apply(rows[row], weights.reshape(-1)[in_order], plan)  # type: ignore[no-untyped-call]
-        place, local = plan.swap(sent, plan.sent_choices, plan.received_choices).unbind(1)
+        came, weight, numbers = _Dispatch.apply(  # type: ignore[no-untyped-call]
+            rows[row], weights.reshape(-1)[in_order], numbers, plan
+        )
+        place, local = numbers.long().unbind(1)
         first = received[:, 0].cumsum(0) - received[:, 0]
         place = place + first.repeat_interleave(received[:, 1], output_size=sum(received_choices))
         results = compute(came[place], local, weight)
@@ -266,7 +274,8 @@ class ExpertExchange:
         given = rows.new_zeros((places + 1, rows.shape[1])).index_copy(0, place, rows[row])
         weight = weights.new_zeros(places + 1).index_copy(0, place, weights.reshape(-1))
         plan = RoutePlan.even(self.group, self.capacity * self.num_local)
-        came, weight = _Dispatch.apply(given[:-1], weight[:-1], plan)  # type: ignore[no-untyped-call]
+        nothing = torch.empty((places, 0), dtype=torch.int32, device=flat.device)
+        came, weight, _ = _Dispatch.apply(given[:-1], weight[:-1], nothing, plan)  # type: ignore[no-untyped-call]
         local = torch.arange(self.num_local, device=flat.device)
         local = local.repeat_interleave(self.capacity).repeat(self.group.size())
         back: Tensor = _Return.apply(compute(came, local, weight), plan)  # type: ignore[no-untyped-call]

@@ -10,7 +10,9 @@ from boltmesh.strategies.expert.find import ExpertCall, Experts, arguments
 if TYPE_CHECKING:
     from torch import Tensor
 
-_NUMBER_BYTES = 8
+_COUNT_BYTES = 8
+_CHOICE_BYTES = 2 * 4
+"""The number of a choice's row and that of its expert."""
 
 
 def expected_rows(num_rows: float, num_experts: int, num_choices: int, size: int) -> float:
@@ -112,10 +114,10 @@ class ExchangeShape:
         rows = expected_rows(self.num_rows, self.num_experts, self.num_choices, size)
         there_and_back = rows * (self.width + self.output_width) * self.row_bytes
         weights = choices * self.weight_bytes
-        places, counts = 2 * choices * _NUMBER_BYTES, 2 * size * _NUMBER_BYTES
-        forward = there_and_back + weights + places + counts
+        numbers, counts = choices * _CHOICE_BYTES, 2 * size * _COUNT_BYTES
+        forward = there_and_back + weights + numbers + counts
         backward = there_and_back + self.is_weighted * weights
-        return ExchangeBytes(5 * passes + 2 + self.is_weighted, passes * forward + backward)
+        return ExchangeBytes(4 * passes + 2 + self.is_weighted, passes * forward + backward)
 
 
 def expected_bytes(shapes: Iterable[tuple[ExchangeShape, bool]], size: int) -> ExchangeBytes:
