@@ -1,11 +1,12 @@
 """What cannot be right with parts of a model, refused before it goes wrong silently.
 
 ``explain_direct_use`` names the shards that a module computed with as if they were full
-parameters. torch's error says only that it met two kinds of tensor. The parameters are looked up
-after it: in the variables of the functions that it passed, innermost first.
+parameters, and the module that was called without its block. torch's error says only that it met
+two kinds of tensor. Both are looked up after it: in the variables of the functions that it passed.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -188,20 +189,23 @@ def refuse_mixed_types(unit_name: str, unit: Module) -> None:
         )
 
 
-_SIGN = "mixed torch.Tensor and DTensor"
-_ADDED = "torch says:"
+_SIGNS = ("mixed torch.Tensor and DTensor", "is offloaded and cannot be viewed")
+_ADDED = "The error was:"
 _TILE_FUNCTIONS = {"LinearFunctionBackward", "EmbeddingFunctionBackward"}
 
 
-def explain_direct_use(error: BaseException, module: Module, tiled: Iterable[TiledWeight]) -> None:
-    """Put the parameters into torch's error about two kinds of tensor; leave any other one alone.
+def explain_direct_use(
+    error: BaseException, module: Module, units: Iterable[str], tiled: Iterable[TiledWeight]
+) -> None:
+    """Put the parameters into an error of a shard that is computed with; leave any other one alone.
 
     Args:
         error: As it was caught, with its traceback. May have been explained already.
         module: The sharded model.
+        units: Names of what is gathered as one.
         tiled: Its weights that are gathered in tiles.
     """
-    if _SIGN not in str(error) or _ADDED in str(error):
+    if _ADDED in str(error) or not any(sign in str(error) for sign in _SIGNS):
         return
     sizes = {each.name: each.parameter.numel() * each.parameter.element_size() for each in tiled}
     found = _find_shards(error, module)
@@ -215,25 +219,48 @@ def explain_direct_use(error: BaseException, module: Module, tiled: Iterable[Til
             f"tile_linear_bytes to {max(sizes[name] for name in in_tiles)} or more"
         )
     else:
+        blocks = [name for name in units if name]
+        called = _find_called(error, module, blocks)
+        patterns = [re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in blocks]
+        named = [*dict.fromkeys(patterns), called] if called else "[...]"
         advice = (
-            f"{listed or 'A parameter'} was computed with while it was a shard: its module ran "
-            f"without the forward of the block that gathers it, for example by another method, or "
-            f"outside of a step. Call the block itself, name other blocks (blocks=[...]), or wrap "
-            f"the use in boltmesh.strategies.gathered_parameters"
+            f"{listed or 'A parameter'} {'were' if len(found) > 1 else 'was'} computed with while "
+            f"sharded: the module ran without the forward of the block that gathers it, for "
+            f"example by another method, or outside of a step. Let it be gathered by itself, with "
+            f"blocks={named}, call the block itself, or wrap the use in "
+            f"boltmesh.strategies.gathered_parameters"
         )
     error.args = (f"{advice}. {_ADDED} {error}",)
+
+
+def _find_called(error: BaseException, module: Module, units: Sequence[str]) -> str:
+    """Return the module within a unit that was called without it, "" if none is found."""
+    names = {each: name for name, each in module.named_modules()}
+    for frame in _frames(error):
+        caller = frame.f_locals.get("self")
+        name = names.get(caller, "") if isinstance(caller, Module) else ""
+        if name in units:
+            return ""
+        if name.startswith(tuple(f"{unit}." for unit in units)):
+            return name
+    return ""
+
+
+def _frames(error: BaseException) -> list[FrameType]:
+    """Return the frames of an error, the outermost first."""
+    frames = []
+    trace = error.__traceback__
+    while trace is not None:
+        frames.append(trace.tb_frame)
+        trace = trace.tb_next
+    return frames
 
 
 def _find_shards(error: BaseException, module: Module) -> list[str]:
     names: dict[Tensor, str] = {
         param: name for name, param in module.named_parameters() if isinstance(param, DTensor)
     }
-    frames = []
-    trace = error.__traceback__
-    while trace is not None:
-        frames.append(trace.tb_frame)
-        trace = trace.tb_next
-    for frame in reversed(frames):
+    for frame in reversed(_frames(error)):
         if found := dict.fromkeys(_shards_in(frame, names)):
             return list(found)
     return []

@@ -198,7 +198,8 @@ class ZeroAxis(DataAxis):
     @override
     def explain(self, error: BaseException) -> None:
         if self.sharded is not None:
-            explain_direct_use(error, self.sharded.module, self.sharded.tiled)
+            sharded = self.sharded
+            explain_direct_use(error, sharded.module, sharded.units, sharded.tiled)
         if self._guard is not None:
             self._guard.explain(error)
 

@@ -17,7 +17,9 @@ from boltmesh.errors import ConfigError
 from boltmesh.strategies import ZeROStrategy
 from boltmesh.strategies.data_parallel.unsupported import refuse_mixed_types
 from boltmesh.strategies.dry_run.unsupported import refuse_callbacks
+from tests.support.pipelines import quiet_trainer
 from tests.support.ranks import RankFailure, run_ranks
+from tests.support.shard_runs import trainer, whole_parameters
 from tests.support.stack import Block, Stack, token_data
 
 
@@ -215,6 +217,17 @@ class Bypassed(Stack):
         return self.head(self.norm(x + block.down(block.up(x))))
 
 
+class Reused(Stack):
+    """Runs layers of its first block once more behind the last one, as the last norm of a DiT."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x, first = self.embedding(tokens), self.blocks[0]
+        for block in self.blocks:
+            x = block(x)
+        assert isinstance(first, Block)
+        return self.head(self.norm(x + first.down(first.up(x))))
+
+
 class Decayed(Stack):
     """Adds the norm of a weight to its loss."""
 
@@ -243,9 +256,42 @@ def fit_wrongly(
 @pytest.mark.full
 @pytest.mark.ranks
 def test_a_layer_that_runs_without_its_block_is_explained() -> None:
-    said = r"'blocks\.0\.up\.weight'.* was computed with while it was a shard: its module ran"
+    said = (
+        r"'blocks\.0\.up\.weight'.* were computed with while sharded: the module ran.* "
+        r"Let it be gathered by itself, with blocks=\['blocks\.\*', 'blocks\.0\.up'\]"
+    )
     with pytest.raises(RankFailure, match=said):
         run_ranks(fit_wrongly, 2, Bypassed, {}, None)
+
+
+def reuse(rank: int, world_size: int, options: dict[str, Any] | None) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    module = Reused()
+    if options is None:
+        run = quiet_trainer(1, max_epochs=2)
+    else:
+        blocks = ["blocks.*", "blocks.0.up", "blocks.0.down"]
+        run = trainer(
+            world_size,
+            3,
+            options={**options, "blocks": blocks},
+            max_epochs=2,
+            use_distributed_sampler=False,
+        )
+    run.fit(module, token_data(8, 4))  # the same on all ranks
+    return whole_parameters(module)
+
+
+@pytest.mark.full
+@pytest.mark.ranks
+@pytest.mark.parametrize("offload", [None, "cpu"])
+def test_layers_that_run_without_their_block_too_train_as_blocks_of_their_own(
+    offload: str | None,
+) -> None:
+    (wanted,) = run_ranks(reuse, 1, None)
+    options = {"offload_optimizer": offload, "offload_parameters": offload}
+    for got in run_ranks(reuse, 2, options):
+        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.full
