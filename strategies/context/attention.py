@@ -32,7 +32,7 @@ from boltmesh.strategies.context.positions import (
     places,
 )
 from boltmesh.strategies.context.ring import ring_attention
-from boltmesh.strategies.context.rules.table import cut_rule, named
+from boltmesh.strategies.context.rules import cut_rule, named
 from boltmesh.strategies.torch_compat.tensors import (
     subclasses_asked,
     subclasses_unasked,

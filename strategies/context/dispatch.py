@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from boltmesh.errors import UnsupportedError
-from boltmesh.strategies.context import attention
+from boltmesh.strategies.context import attention  # noqa: F401 - registers its rules
 from boltmesh.strategies.context.ask import Answer, Call, ask
 from boltmesh.strategies.context.cut import (
     CutTensor,
@@ -26,8 +26,7 @@ from boltmesh.strategies.context.cut import (
     run_functions_by,
 )
 from boltmesh.strategies.context.positions import Positions
-from boltmesh.strategies.context.rules import convolutions, reductions, views
-from boltmesh.strategies.context.rules.table import CUT_RULES
+from boltmesh.strategies.context.rules import CUT_RULES
 from boltmesh.strategies.tensor.runtime.collectives import Collective
 from boltmesh.strategies.tensor.runtime.vocab_tensor import VocabularyTensor, gathered
 from boltmesh.strategies.torch_compat.autograd import CHECKPOINT_INPUTS
@@ -37,9 +36,6 @@ from boltmesh.strategies.torch_compat.tensors import (
     tree_flatten,
     tree_unflatten,
 )
-
-_FAMILIES = (attention, convolutions, reductions, views)
-"""Loaded, they have put their rules into the table."""
 
 _OF_THE_WHOLE = frozenset({
     "__len__", "dim", "element_size", "get_device", "is_complex", "is_conj", "is_floating_point",

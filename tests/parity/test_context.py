@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Subset
 from boltmesh.errors import ConfigError, LayoutError, UnsupportedError
 from boltmesh.strategies import ContextParallelStrategy, DDPStrategy, gathered_parameters
 from boltmesh.strategies.context.cut import ContextState, CutTensor, cut
-from boltmesh.strategies.context.rules.table import CUT_RULES
+from boltmesh.strategies.context.rules import CUT_RULES
 from tests.support.context_models import Trained, batch_of, built
 from tests.support.context_runs import world
 from tests.support.pipelines import quiet_trainer
