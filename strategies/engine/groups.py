@@ -29,13 +29,13 @@ from boltmesh.strategies.engine.data_axis import DataAxis
 from boltmesh.strategies.lightning_compat.launchers import MultiProcessingLauncher, ScriptLauncher
 from boltmesh.strategies.lightning_compat.trainer import is_compiled_whole
 from boltmesh.strategies.mesh import AXES, MeshLayout, fit_layout
-from boltmesh.strategies.topology.cuda_devices import (
+from boltmesh.strategies.topology.devices import (
     CORES,
     explain_cuda,
+    gather_topology,
     near_cores,
     refuse_devices,
 )
-from boltmesh.strategies.topology.gather import gather_topology
 from boltmesh.strategies.topology.links import find_slow_groups
 from boltmesh.strategies.torch_compat.communication import device_index, store_of_attempt
 from boltmesh.telemetry.writer.null_recorder import NullRecorder

@@ -29,7 +29,6 @@ from typing_extensions import override
 from boltmesh.strategies.dry_run.batch_check import batch_digest
 from boltmesh.strategies.dry_run.metrics import gather_over, let_gather
 from boltmesh.strategies.dry_run.step import Around
-from boltmesh.strategies.engine.gradient_reads import GradientReads
 from boltmesh.strategies.engine.groups import RankMeshStrategy
 from boltmesh.strategies.engine.memory_checkpoints import MemoryCheckpoints
 from boltmesh.strategies.engine.replica_check import ReplicaCheck
@@ -52,6 +51,7 @@ from boltmesh.strategies.lightning_compat.trainer import (
     trainer_of,
     uses_lightning_norm,
 )
+from boltmesh.strategies.parameter_access import GradientReads
 from boltmesh.strategies.torch_compat.optimizers import total_norm_replaced
 from boltmesh.strategies.torch_compat.tensors import functions_unwatched
 

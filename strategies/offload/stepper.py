@@ -22,7 +22,7 @@ from boltmesh.strategies.offload.memory_stores import ParameterCopies
 from boltmesh.strategies.offload.store_api import CHUNK_NUMEL
 from boltmesh.strategies.offload.streams import CopyStream, own_stream, use_device
 from boltmesh.strategies.offload.update_rule import ChunkStep, PieceGradient, Update, UpdateRule
-from boltmesh.strategies.topology.cuda_devices import CORES
+from boltmesh.strategies.topology.devices import CORES
 from boltmesh.strategies.torch_compat.tensors import event_on_stream
 
 

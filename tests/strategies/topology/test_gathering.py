@@ -10,7 +10,7 @@ from lightning.pytorch import Trainer
 
 from boltmesh.errors import LayoutError
 from boltmesh.strategies import Parallel3DStrategy, ZeROStrategy
-from boltmesh.strategies.topology import gather
+from boltmesh.strategies.topology import devices
 from boltmesh.strategies.topology.links import Link, RankLocation
 from tests.support.ranks import run_ranks
 
@@ -37,7 +37,7 @@ def at_places(rank: int, world_size: int) -> dict[str, Any]:
 
     told = {"here": looked(three(data=2, tensor=2), world_size)}
     name = "abab"[rank]
-    with mock.patch.object(gather, "this_host", return_value=(name, name)):
+    with mock.patch.object(devices, "this_host", return_value=(name, name)):
         told["tensor"] = looked(three(data=2, tensor=2), world_size)
         told["data"] = looked(three(data=2, pipeline=2), world_size)
         told["one axis"] = looked(three(data=4), world_size)
@@ -55,8 +55,8 @@ def at_places(rank: int, world_size: int) -> dict[str, Any]:
         return RankLocation(host, machine, ids[rank], rank)
 
     with (
-        mock.patch.object(gather, "RankLocation", on_gpu),
-        mock.patch.object(gather, "read_links", links),
+        mock.patch.object(devices, "RankLocation", on_gpu),
+        mock.patch.object(devices, "read_links", links),
     ):
         told["gpus"] = looked(three(data=2, tensor=2), world_size)
         told["asked"] = asked

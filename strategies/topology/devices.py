@@ -1,15 +1,21 @@
-"""CUDA devices of this host's ranks: errors in terms of what to change, and the cores near them."""
+"""Devices of a job's ranks: where each is, errors of CUDA in terms of what to change, cores near them.
+
+``gather_topology`` collects the host and the device of every rank, and the links between them.
+"""
 
 import contextlib
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from boltmesh.errors import ConfigError
+from boltmesh.strategies.topology.links import Link, RankLocation, Topology, read_links, this_host
+from boltmesh.telemetry.writer.device import uuid
 
 PCI = Path("/sys/bus/pci/devices")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -147,3 +153,39 @@ class CoreBinding:
 
 
 CORES = CoreBinding()
+
+
+T = TypeVar("T")
+
+
+def gather_topology(device: torch.device) -> Topology:
+    """Return the location of all ranks, and the links between GPUs of a host.
+
+    Collective over all ranks.
+
+    Args:
+        device: Device of this rank.
+    """
+    rank = dist.get_rank()
+    host, machine = this_host()
+    places = _gather(RankLocation(host, machine, uuid(device), device.index))
+    mine = places[rank]
+    later: dict[str, int] = {
+        each.device: other
+        for other, each in enumerate(places)
+        if other > rank and each.machine == machine and each.device is not None
+    }
+    links = read_links(mine.device, later) if mine.device is not None and later else {}
+    told = {(rank, later[other]): link for other, link in links.items()}
+    if all(each.device is None for each in places):
+        return Topology(places)
+    joined: dict[tuple[int, int], Link] = {}
+    for each in _gather(told):
+        joined |= each
+    return Topology(places, joined)
+
+
+def _gather(mine: T) -> list[T]:
+    told: list[T] = [mine] * dist.get_world_size()
+    dist.all_gather_object(told, mine)
+    return told

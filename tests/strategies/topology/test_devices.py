@@ -10,8 +10,8 @@ from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 
 from boltmesh.errors import ConfigError
 from boltmesh.strategies import DDPStrategy, Parallel3DStrategy, PipelineParallelStrategy
-from boltmesh.strategies.topology import cuda_devices
-from boltmesh.strategies.topology.cuda_devices import (
+from boltmesh.strategies.topology import devices
+from boltmesh.strategies.topology.devices import (
     CoreBinding,
     cores_of,
     explain_cuda,
@@ -97,7 +97,7 @@ class Cores:
         self.of_thread: dict[int, set[int]] = {}
         for thread in (11, 12):
             (folder / str(thread)).mkdir()
-        monkeypatch.setattr(cuda_devices, "_TASKS", folder)
+        monkeypatch.setattr(devices, "_TASKS", folder)
         monkeypatch.setattr(os, "cpu_count", lambda: 8)
         monkeypatch.setattr(os, "sched_getaffinity", lambda _: bound, raising=False)
         monkeypatch.setattr(os, "sched_setaffinity", self.of_thread.__setitem__, raising=False)
