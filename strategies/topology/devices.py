@@ -1,4 +1,4 @@
-"""Devices of a job's ranks: where each is, errors of CUDA in terms of what to change, cores near them.
+"""Devices of a job's ranks: their locations, the errors of CUDA, and the cores near each device.
 
 ``gather_topology`` collects the host and the device of every rank, and the links between them.
 """

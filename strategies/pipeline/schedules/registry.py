@@ -47,6 +47,20 @@ class MicrobatchRule:
     """Why a number that does not fit is refused."""
 
 
+def _num_rounds(num_ranks: int, num_microbatches: int) -> int:
+    return max(1, num_microbatches // num_ranks)
+
+
+IN_ROUNDS = MicrobatchRule(
+    lambda ranks, count: count % _num_rounds(ranks, count) == 0,
+    lambda ranks, count: (
+        f"they run in {_num_rounds(ranks, count)} rounds of at least {ranks}, all equally long, "
+        f"and {_num_rounds(ranks, count)} does not divide {count}"
+    ),
+)
+"""Rule of torch's interleaved schedules."""
+
+
 @dataclass(frozen=True)
 class ScheduleKind:
     """What is true of a schedule in every size."""

@@ -5,7 +5,7 @@ counts the last rank's forwards from 1 (torch 2.11 to 2.13). So these two orders
 """
 
 from boltmesh.schedule_sim import Order, StageTimes, one_forward_one_backward
-from boltmesh.strategies.pipeline.schedules.registry import MicrobatchRule, ScheduleKind, register
+from boltmesh.strategies.pipeline.schedules.registry import IN_ROUNDS, ScheduleKind, register
 from boltmesh.strategies.torch_compat.schedules import torch_schedule_order
 
 
@@ -27,19 +27,6 @@ def _wait_per_rank(num_ranks: int, num_microbatches: int, times: StageTimes) -> 
 def _wait_if_filled(num_ranks: int, num_microbatches: int, times: StageTimes) -> float | None:
     return times.forward + times.backward if num_microbatches >= num_ranks else None
 
-
-def _num_rounds(num_ranks: int, num_microbatches: int) -> int:
-    return max(1, num_microbatches // num_ranks)
-
-
-IN_ROUNDS = MicrobatchRule(
-    lambda ranks, count: count % _num_rounds(ranks, count) == 0,
-    lambda ranks, count: (
-        f"they run in {_num_rounds(ranks, count)} rounds of at least {ranks}, all equally long, "
-        f"and {_num_rounds(ranks, count)} does not divide {count}"
-    ),
-)
-"""Of torch's interleaved schedules."""
 
 register(
     ScheduleKind(

@@ -1,8 +1,12 @@
 """Schedules that compute the gradients of inputs and of weights apart: torch's orders of them."""
 
 from boltmesh.schedule_sim import StageTimes
-from boltmesh.strategies.pipeline.schedules.orders.gpipe_1f1b import IN_ROUNDS
-from boltmesh.strategies.pipeline.schedules.registry import MicrobatchRule, ScheduleKind, register
+from boltmesh.strategies.pipeline.schedules.registry import (
+    IN_ROUNDS,
+    MicrobatchRule,
+    ScheduleKind,
+    register,
+)
 from boltmesh.strategies.torch_compat.schedules import torch_schedule_order
 
 
