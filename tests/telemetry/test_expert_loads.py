@@ -6,9 +6,9 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from boltmesh.telemetry.reader.experts import ExpertLoads
+from boltmesh.telemetry.reader.sidecar_files import ExpertLoads
 from boltmesh.telemetry.snapshot import ExpertLoad
-from boltmesh.telemetry.writer.expert_counter import ExpertCounter
+from boltmesh.telemetry.writer.communication import ExpertCounter
 from tests.support.expert_models import tokens
 from tests.support.expert_runs import train
 from tests.support.ranks import run_ranks

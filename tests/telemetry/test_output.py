@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from boltmesh.telemetry.reader.output import OutputTail
+from boltmesh.telemetry.reader.sidecar_files import OutputTail
 from boltmesh.telemetry.writer import output
 from boltmesh.telemetry.writer.output import OutputKeeper, keep_lines, keep_output, stop_keeping
 

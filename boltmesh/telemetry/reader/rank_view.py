@@ -26,9 +26,8 @@ import msgspec
 from boltmesh.errors import TelemetryError
 from boltmesh.telemetry import layout
 from boltmesh.telemetry.layout import OFFLOAD_WAYS
-from boltmesh.telemetry.reader.experts import ExpertLoads
-from boltmesh.telemetry.reader.output import OutputTail
 from boltmesh.telemetry.reader.rank_reader import Facts, RankReader
+from boltmesh.telemetry.reader.sidecar_files import ExpertLoads, OutputTail
 from boltmesh.telemetry.reader.step_sums import StepRates
 from boltmesh.telemetry.reader.traffic_view import TrafficView
 from boltmesh.telemetry.sanitize import clean

@@ -1,23 +1,31 @@
-"""Counts what this rank sends: to other ranks, by operator and group, and to its host or disk.
+"""Counts what this rank sends: to other ranks, to its host or disk, and to each expert.
 
-``torch_compat`` shows every collective; this writes it into the rank's file, gives groups the
-name of their axis, and tells the phase clock which waits are exposed.
+``CommunicationCounter`` writes every collective that ``torch_compat`` shows into the rank's file,
+gives groups the name of their axis, and tells the phase clock which waits are exposed.
 
 ``OffloadCounter`` counts what goes between the device and the host or a disk, and for how long.
 Transfers overlap, so durations are not added up: of each way the time is kept in which at least
 one transfer was under way, and bytes over that time are the bandwidth.
+
+``ExpertCounter`` counts the rows of each expert, and writes them beside the rank's file.
 """
 
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from threading import RLock
 from typing import Final
 
+import msgspec
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from boltmesh.errors import TelemetryError
 from boltmesh.telemetry import layout
+from boltmesh.telemetry.job import MAX_JSON_BYTES, write_whole
+from boltmesh.telemetry.snapshot import ExpertLoad
 from boltmesh.telemetry.traffic import CHECKPOINTS
 from boltmesh.telemetry.writer.phases import COMMUNICATION, PhaseClock
 from boltmesh.telemetry.writer.rank_file import RankFile
@@ -266,3 +274,65 @@ class OffloadCounter:
         if totals != self._written or (is_new_step and any(totals)):
             self._written = totals
             self._file.offload(global_step, totals)
+
+
+ENDING: Final = ".experts"
+"""Ending of the file; the name before it is that of the rank's file."""
+WRITE_EVERY_NS: Final = 2_000_000_000
+"""Reading the counts waits for the device."""
+
+
+class ExpertCounter:
+    """The rows of each expert by module, on the device that chooses them.
+
+    Args:
+        path: The rank's file. What an earlier run has left beside it is removed.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path.with_suffix(ENDING)
+        self._path.unlink(missing_ok=True)
+        self._rows: dict[str, Tensor] = {}
+        self._dropped: dict[str, Tensor] = {}
+        self._before: dict[str, list[int]] = {}
+        self._written_ns = time.monotonic_ns()
+
+    def add(self, name: str, chosen: Tensor, num_experts: int) -> None:
+        """Count the experts that a module has chosen for its rows, without waiting for the device.
+
+        Args:
+            name: The module.
+            chosen: Their numbers, of any shape.
+            num_experts: Experts of the module, on all ranks.
+        """
+        rows = self._rows.get(name)
+        if rows is None:
+            rows = torch.zeros(num_experts, dtype=torch.long, device=chosen.device)
+            self._rows[name] = rows
+        flat = chosen.detach().reshape(-1).long()
+        rows.scatter_add_(0, flat, torch.ones_like(flat))
+
+    def drop(self, name: str, count: Tensor) -> None:
+        """Count rows that a module has not sent, without waiting for the device."""
+        self._dropped[name] = self._dropped.get(name, 0) + count.detach()
+
+    def after_step(self) -> None:
+        """Write the counts if it is time to."""
+        if self._rows and time.monotonic_ns() - self._written_ns >= WRITE_EVERY_NS:
+            self.write()
+
+    def write(self) -> None:
+        """Write the counts, and those since the last time."""
+        if not self._rows:
+            return
+        self._written_ns = time.monotonic_ns()
+        now = {name: rows.tolist() for name, rows in self._rows.items()}
+        loads = []
+        for name, rows in now.items():
+            before = self._before.get(name, [0] * len(rows))
+            recent = tuple(a - b for a, b in zip(rows, before, strict=True))
+            loads.append(ExpertLoad(name, tuple(rows), recent, int(self._dropped.get(name, 0))))
+        self._before = now
+        content = msgspec.json.encode(loads)
+        if len(content) <= MAX_JSON_BYTES:
+            write_whole(self._path, content)

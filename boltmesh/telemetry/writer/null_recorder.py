@@ -1,16 +1,56 @@
-"""The recorder of a rank whose telemetry is off."""
+"""Telemetry that is off: the recorder of such a rank, and turning a recorder off when it fails.
 
-from collections.abc import Mapping, Sequence
+A failure of a recorder never reaches training: ``guarded`` methods warn once and do nothing more.
+"""
+
+import functools
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any, Protocol, TypeVar, cast
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from boltmesh.errors import TelemetryError
 from boltmesh.telemetry.snapshot import MemoryKind, OffloadDirection, OffloadPlace, PipelinePlan
 from boltmesh.telemetry.tensor_plan import TensorPlanTable
 from boltmesh.telemetry.traffic import ExpectedTraffic
 from boltmesh.telemetry.writer.memory import TensorsByKind
+
+Method = TypeVar("Method", bound=Callable[..., None])
+
+
+class Guarded(Protocol):
+    """What has methods that may fail, and can be turned off."""
+
+    is_on: bool
+
+    def turn_off(self, error: Exception) -> None:
+        """Stop, and say so once."""
+
+
+def warn_off(error: Exception) -> None:
+    """Say, once, why nothing is recorded from here on."""
+    text = str(error) if isinstance(error, TelemetryError) else f"{type(error).__name__}: {error}"
+    warnings.warn(
+        f"boltmesh telemetry is off for this process: {text}", RuntimeWarning, stacklevel=3
+    )
+
+
+def guarded(method: Method) -> Method:
+    """Make a method do nothing once telemetry is off, and turn it off when it fails."""
+
+    @functools.wraps(method)
+    def call(self: Guarded, *args: Any, **kwargs: Any) -> None:
+        if self.is_on:
+            try:
+                method(self, *args, **kwargs)
+            except Exception as error:  # noqa: BLE001 - telemetry never stops training
+                self.turn_off(error)
+
+    return cast("Method", call)
 
 
 class NullRecorder:

@@ -35,11 +35,13 @@ from boltmesh.telemetry.snapshot import (
 from boltmesh.telemetry.tensor_plan import TensorPlanTable
 from boltmesh.telemetry.traffic import ExpectedTraffic
 from boltmesh.telemetry.writer import device as devices
-from boltmesh.telemetry.writer.communication import CommunicationCounter, OffloadCounter
-from boltmesh.telemetry.writer.expert_counter import ExpertCounter
-from boltmesh.telemetry.writer.fail_safe import guarded, warn_off
+from boltmesh.telemetry.writer.communication import (
+    CommunicationCounter,
+    ExpertCounter,
+    OffloadCounter,
+)
 from boltmesh.telemetry.writer.memory import MemorySampler, TensorsByKind
-from boltmesh.telemetry.writer.null_recorder import NullRecorder
+from boltmesh.telemetry.writer.null_recorder import NullRecorder, guarded, warn_off
 from boltmesh.telemetry.writer.output import keep_output
 from boltmesh.telemetry.writer.phases import (
     CHECKPOINT,
