@@ -39,10 +39,13 @@ from boltmesh.launch.log_filters import quiet_lightning
 from boltmesh.launch.placement import Placement
 from boltmesh.launch.rank import Rank
 from boltmesh.launch.stopping import StoppedBySignal
+from boltmesh.prune import DEFAULT_PATTERN
 from boltmesh.run_callbacks import (
     ErrorReport,
+    LogBeforeSave,
     PredictionFiles,
     RunFolder,
+    RunLogger,
     Summary,
     print_line,
 )
@@ -57,8 +60,6 @@ from boltmesh.run_folder import (
     store_config,
 )
 from boltmesh.run_lock import RunLock
-from boltmesh.run_logger import LogBeforeSave, RunLogger
-from boltmesh.run_pruning import DEFAULT_PATTERN
 from boltmesh.strategies.engine import MeshStrategy
 from boltmesh.strategies.registry import STRATEGIES
 from boltmesh.strategy_arguments import check_strategy_arguments

@@ -1,8 +1,11 @@
-"""What a run started from a config does beside training: its folder, its errors, its summary."""
+"""What a run from a config does beside training: its folder, metrics, errors and summary."""
 
 import contextlib
 import math
+import os
+import shutil
 import time
+from argparse import Namespace
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,22 +14,117 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 from typing_extensions import override
 
 from boltmesh.errors import CheckpointError, LossError
 from boltmesh.launch.rank import Rank
 from boltmesh.launch.stopping import StoppedBySignal
+from boltmesh.process import write_stderr
+from boltmesh.prune import names_in_states, remove_left_by_kills
 from boltmesh.run_folder import CHECKPOINTS, step_of
-from boltmesh.run_pruning import names_in_states, remove_left_by_kills
+from boltmesh.strategies.checkpoint.atomic_replace import PARTIAL
 from boltmesh.strategies.checkpoint.host_memory import make_run_id
+from boltmesh.strategies.lightning_compat.loops import log_step
 from boltmesh.strategies.lightning_compat.trainer import load_instead
+from boltmesh.telemetry.redaction import holds_secret
 from boltmesh.telemetry.writer.null_recorder import NullRecorder
 from boltmesh.telemetry.writer.throughput import count
 
 if TYPE_CHECKING:
     from boltmesh.launch.graceful_stop import GracefulStop
+
+
+PRIVATE = 0o600
+
+
+class RunLogger(CSVLogger):
+    """Lightning's ``CSVLogger``, for files that a full disk or a quota may not take.
+
+    Rows that cannot be written are kept, and written with the next ones. ``hparams.yaml`` is
+    readable by its owner alone if it holds secrets. A row that is logged twice is written once.
+    """
+
+    _has_warned = False
+    _last_row: tuple[str, int | None] | None = None
+
+    @override
+    @rank_zero_only
+    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
+        row = repr(metrics), step  # as text, in which NaN equals NaN
+        if step is None or row != self._last_row:
+            super().log_metrics(metrics, step)
+        self._last_row = row
+
+    @override
+    @rank_zero_only
+    def save(self) -> None:
+        writer = self.experiment
+        path = Path(str(writer.metrics_file_path))
+        size = path.stat().st_size if path.exists() else None
+        rows, columns = list(writer.metrics), list(writer.metrics_keys)
+        draft = path.with_name(path.name + PARTIAL)
+        has_new_columns = size is not None and not set().union(*rows) <= set(columns)
+        try:
+            if has_new_columns:  # the whole file is written again, and a kill may come meanwhile
+                shutil.copyfile(path, draft)
+                writer.metrics_file_path = str(draft)
+            super().save()
+            if has_new_columns:
+                draft.replace(path)
+        except OSError as error:
+            self._warn(path, error)
+            writer.metrics, writer.metrics_keys = rows, columns
+            if path.exists() and path.stat().st_size > (size or 0):
+                os.truncate(path, size or 0)  # a part of the rows, which will be written again
+            draft.unlink(missing_ok=True)
+        finally:
+            writer.metrics_file_path = str(path)
+
+    @override
+    @rank_zero_only
+    def log_hyperparams(self, params: dict[str, Any] | Namespace | None = None) -> None:
+        path = Path(str(self.experiment.log_dir), "hparams.yaml")
+        given = vars(params) if isinstance(params, Namespace) else params
+        try:
+            if holds_secret(given):
+                path.touch(PRIVATE)
+                path.chmod(PRIVATE)
+            super().log_hyperparams(params)
+        except OSError as error:
+            self._warn(path, error)
+
+    def _warn(self, path: Path, error: OSError) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            write_stderr(
+                f"boltmesh: {path} cannot be written: {error.strerror or error}. The training "
+                f"goes on; rows are kept in memory until they can be.\n"
+            )
+
+
+class LogBeforeSave(Callback):
+    """Logs a step before the state after it is saved.
+
+    Lightning logs a step behind the hooks that save it. A run that is killed in between, and goes
+    on from there, would have no row of that step.
+
+    Args:
+        logger: Gets the row; once more from Lightning.
+    """
+
+    def __init__(self, logger: RunLogger) -> None:
+        self._logger = logger
+
+    @override
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        log_step(trainer, self._logger)
+
 
 LAST_LOSSES = 20
 """The loss at the end is a mean over so many batches: one batch alone says little."""

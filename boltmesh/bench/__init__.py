@@ -2,5 +2,5 @@
 
 ``command`` reads the strategies (``variant``) and runs each as a job of its own (``running``),
 started as ``boltmesh fit`` starts it, and prints the table. ``figures`` computes its numbers from
-the job's telemetry, ``rows`` combines rounds and compares losses. Nothing here loads torch.
+the job's telemetry. Nothing here loads torch.
 """

@@ -11,11 +11,9 @@ from collections.abc import Sequence
 import click
 
 from boltmesh import __version__
-from boltmesh.cli.bench import bench
 from boltmesh.cli.convert import export, import_command, prune, verify
-from boltmesh.cli.doctor import doctor
-from boltmesh.cli.plan import advise, plan, schedule, tune
-from boltmesh.cli.run import check, command_of
+from boltmesh.cli.plan import advise, doctor, plan, schedule, tune
+from boltmesh.cli.run import bench, check, command_of
 from boltmesh.cli.top import export_metrics, jobs, record, report, stream, top
 from boltmesh.errors import BoltMeshError
 from boltmesh.process import without_control

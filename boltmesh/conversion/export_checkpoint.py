@@ -28,11 +28,12 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from boltmesh.conversion.hub_names import as_on_the_hub, config_file
 from boltmesh.conversion.safetensors_files import (
     METADATA,
     SUFFIX,
+    as_on_the_hub,
     check_dtypes,
+    config_file,
     num_bytes,
     write_model,
     write_safetensors,

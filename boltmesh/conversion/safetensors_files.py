@@ -1,11 +1,10 @@
-"""Writes the safetensors format one tensor at a time.
+"""Writes and reads the safetensors format one tensor at a time.
 
 The library's writers want every tensor of a file in memory. The format is a header of JSON that
 says where each tensor lies, and their elements, https://huggingface.co/docs/safetensors.
 
-A model as Hugging Face stores it: one file, or a folder with several and an index.
-
-Reads a safetensors file, or a folder of them, without loading their tensors.
+A model as Hugging Face stores it is one file, or a folder with several and an index. The Hub may
+have other names and shapes of its tensors than the model has in memory: ``as_on_the_hub``.
 """
 
 import json
@@ -330,3 +329,48 @@ def _files(path: Path) -> list[Path]:
         if each.parent != path or not each.is_file():
             raise ConfigError(f"{path / INDEX} names {each.name}, which is not there.")
     return files
+
+
+def config_file(path: Path) -> Path:
+    """Return the config.json that is meant.
+
+    Raises:
+        ConfigError: When there is none.
+    """
+    found = path / CONFIG if path.is_dir() else path
+    if not found.is_file():
+        raise ConfigError(
+            f"{path} has no {CONFIG}. Write it with model.config.save_pretrained(FOLDER), and say "
+            f"--hf FOLDER."
+        )
+    return found
+
+
+def as_on_the_hub(tensors: Mapping[str, Tensor], config: Path) -> dict[str, Tensor]:
+    """Return tensors under the names, and in the parts, of a Hugging Face model's own files.
+
+    A model in memory may have several of them as one, such as the matrices of its experts.
+
+    Args:
+        tensors: By their names in memory.
+        config: The model's config.json.
+
+    Raises:
+        ConfigError: When the model has no such tensors.
+    """
+    import transformers
+    from transformers.core_model_loading import revert_weight_conversion
+
+    read = transformers.AutoConfig.from_pretrained(config, local_files_only=True)
+    kind = getattr(transformers, (read.architectures or ["none"])[0], None)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(read) if kind is None else kind(read)
+    unknown = [name for name in tensors if name not in model.state_dict()]
+    if unknown:
+        raise ConfigError(
+            f"{type(model).__name__} of {config} has no tensor {unknown[0]!r}. Say --prefix for "
+            f"what is before its names, or name the configuration of this model."
+        )
+    loaded = {name: load_value(each, name) for name, each in tensors.items()}
+    made: dict[str, Tensor] = revert_weight_conversion(model, loaded)
+    return {name: each.contiguous() for name, each in made.items()}

@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 
-from boltmesh.bench.command import as_csv, as_markdown, as_text
+from boltmesh.bench.command import BenchRow, as_csv, as_markdown, as_text, compare_losses
 from boltmesh.bench.figures import BenchRun, JobWatch, measure
-from boltmesh.bench.rows import BenchRow, compare_losses
 from boltmesh.bench.running import Ended
 from boltmesh.telemetry.snapshot import Chunk, CollectiveTotal, Memory, RankSnapshot, StepRecord
 

@@ -9,8 +9,8 @@ import pytest
 
 from boltmesh.cli import run_command
 from boltmesh.process import ProcessId
+from boltmesh.prune import DEFAULT_PATTERN, remove_left_by_kills, stale_checkpoints
 from boltmesh.run_lock import RunLock
-from boltmesh.run_pruning import DEFAULT_PATTERN, remove_left_by_kills, stale_checkpoints
 from boltmesh.telemetry.job import JobInfo, make_private_folder, rank_file, write_job
 from boltmesh.telemetry.pruning import ended_jobs, remove_old_jobs
 from boltmesh.telemetry.writer.rank_file import RankFile

@@ -11,8 +11,8 @@ from omegaconf import OmegaConf
 
 from boltmesh.cli import run_command
 from boltmesh.configs.load import load
+from boltmesh.run_callbacks import RunLogger
 from boltmesh.run_folder import store_config
-from boltmesh.run_logger import RunLogger
 from tests.cli.conftest import TINY
 from tests.cli.test_run_ranks import metrics
 
