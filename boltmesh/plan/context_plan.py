@@ -22,7 +22,6 @@ from boltmesh.plan.text import align, size_text
 from boltmesh.strategies.blocks import find_blocks
 from boltmesh.strategies.context.axis import SequenceBorders
 from boltmesh.strategies.context.cut import ContextState, step_ended
-from boltmesh.strategies.context.dispatch import functions_watched
 from boltmesh.strategies.context.entries import (
     Entries,
     SequenceEntry,
@@ -30,7 +29,7 @@ from boltmesh.strategies.context.entries import (
     lengths_of,
 )
 from boltmesh.strategies.context.exchange import ContextGroup
-from boltmesh.strategies.context.flex import flex_attention_watched
+from boltmesh.strategies.context.opaque_functions import flex_attention_watched, functions_watched
 from boltmesh.strategies.context.options import ContextOptions, refuse_modules
 from boltmesh.strategies.context.verify import results_whole
 from boltmesh.strategies.dry_run.step import DryRun

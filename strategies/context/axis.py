@@ -34,7 +34,6 @@ from boltmesh.strategies.context.cut import (
     part_of,
     step_ended,
 )
-from boltmesh.strategies.context.dispatch import functions_watched
 from boltmesh.strategies.context.entries import (
     Entries,
     SequenceEntry,
@@ -43,7 +42,7 @@ from boltmesh.strategies.context.entries import (
     lengths_of,
 )
 from boltmesh.strategies.context.exchange import ContextGroup, expected_context_traffic
-from boltmesh.strategies.context.flex import flex_attention_watched
+from boltmesh.strategies.context.opaque_functions import flex_attention_watched, functions_watched
 from boltmesh.strategies.context.options import SEQUENCES, ContextOptions, refuse_modules
 from boltmesh.strategies.context.positions import Positions
 from boltmesh.strategies.context.tokenwise import (

@@ -20,9 +20,8 @@ from torch.nn import Module
 
 from boltmesh.errors import BoltMeshError, ConfigError
 from boltmesh.strategies.context.cut import ContextState, make_all_whole, step_ended
-from boltmesh.strategies.context.dispatch import functions_watched
 from boltmesh.strategies.context.entries import Entries, SequenceEntry
-from boltmesh.strategies.context.flex import flex_attention_watched
+from boltmesh.strategies.context.opaque_functions import flex_attention_watched, functions_watched
 from boltmesh.strategies.context.tokenwise import TokenwiseModule, TokenwiseModules
 from boltmesh.strategies.dry_run.step import DryRun, DryRunOutcome, difference, full_float32
 from boltmesh.strategies.pytree import replace_tensors

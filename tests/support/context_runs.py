@@ -9,10 +9,9 @@ from torch import Tensor, nn
 
 from boltmesh.strategies.blocks import find_blocks
 from boltmesh.strategies.context.cut import ContextState
-from boltmesh.strategies.context.dispatch import functions_watched
 from boltmesh.strategies.context.entries import Entries, find_entries, find_sequences
 from boltmesh.strategies.context.exchange import ContextGroup
-from boltmesh.strategies.context.flex import flex_attention_watched
+from boltmesh.strategies.context.opaque_functions import flex_attention_watched, functions_watched
 from boltmesh.strategies.context.tokenwise import TokenwiseModules, find_tokenwise
 from boltmesh.strategies.tensor.analysis.analyse import analyse
 from tests.support.context_models import batch_of, built

@@ -1,7 +1,10 @@
-"""``flex_attention`` over a cut sequence: this rank's queries, and the keys that its mask shows.
+"""Functions that do not ask tensor subclasses: ``autograd.Function`` and ``flex_attention``.
 
-The mask is whole on every rank. Keys are fetched by its blocks that are not empty, and its function
-is called with the positions of queries and keys in the whole sequence.
+Within ``functions_watched`` a ``Function`` of the user's runs as any function on cut tensors does.
+
+Within ``flex_attention_watched`` the operator gets this rank's queries, and the keys that its mask
+shows. The mask is whole on every rank. Keys are fetched by its blocks that are not empty, and its
+function is called with the positions of queries and keys in the whole sequence.
 """
 
 from collections.abc import Iterator
@@ -12,9 +15,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from boltmesh.errors import UnsupportedError
 from boltmesh.strategies.context.attention import fetch_keys, is_at_place, positions_of
-from boltmesh.strategies.context.cut import make_all_whole
+from boltmesh.strategies.context.cut import CutTensor, make_all_whole
+from boltmesh.strategies.context.dispatch import run_by_answer
 from boltmesh.strategies.context.positions import Stretches, merged
+from boltmesh.strategies.tensor.runtime.collectives import Collective
+from boltmesh.strategies.torch_compat.autograd import CHECKPOINT_INPUTS
 from boltmesh.strategies.torch_compat.flex_attention import (
     Operator,
     blocks_shown,
@@ -94,3 +101,58 @@ def _shown(mask: tuple[Any, ...], own: Stretches, length: int) -> Stretches:
     blocks = shown[rows].any(0).nonzero().flatten().tolist()
     found = merged((each * keys, min((each + 1) * keys, length)) for each in blocks)
     return found or ((0, 1),)
+
+
+_APPLY: Any = vars(torch.autograd.Function)["apply"]
+
+
+def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    """``Function.apply`` as torch has it, which is a function of Python or of C."""
+    return _APPLY.__get__(None, cls)(*args, **kwargs)
+
+
+def _applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    """``Function.apply``, which does not ask tensor subclasses."""
+    if cls is CHECKPOINT_INPUTS or not any(isinstance(each, CutTensor) for each in args):
+        return _apply(cls, *args, **kwargs)
+    if cls.__name__ in {"CheckpointFunction", "CheckpointFunctionAttribute"}:
+        raise UnsupportedError(
+            "Reentrant activation checkpointing hides what a block does from the context axis. "
+            "Use torch.utils.checkpoint.checkpoint(..., use_reentrant=False), "
+            "gradient_checkpointing_enable({'use_reentrant': False}) of Hugging Face's models, or "
+            "activation_checkpointing='full' of the strategy."
+        )
+    if cls is Collective:  # along another dim than the sequence, see ``SequenceParts`` for that
+        first, *others = args
+        return first.like(_apply(cls, first.local, *others))
+    return run_by_answer(_function_of(cls), args, kwargs)
+
+
+def _function_of(cls: Any) -> Any:
+    known = _functions.get(cls)
+    if known is None:
+
+        def known(*args: Any, **kwargs: Any) -> Any:
+            return _apply(cls, *args, **kwargs)
+
+        known.__name__ = cls.__name__
+        known.has_own_backward = True  # type: ignore[attr-defined]
+        _functions[cls] = known
+    return known
+
+
+_functions: dict[Any, Any] = {}
+
+
+@contextmanager
+def functions_watched() -> Iterator[None]:
+    """Context in which ``autograd.Function`` of the user's takes cut tensors."""
+    before = torch.autograd.Function.__dict__.get("apply")
+    torch.autograd.Function.apply = classmethod(_applied)  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        if before is None:
+            del torch.autograd.Function.apply
+        else:
+            torch.autograd.Function.apply = before  # type: ignore[method-assign]
