@@ -20,10 +20,10 @@ from torch.nn import Module
 from typing_extensions import override
 
 from boltmesh.errors import ConfigError, DivergenceError
-from boltmesh.strategies.checkpoint.collective_errors import all_or_none
 from boltmesh.strategies.checkpoint.directory import MODEL, is_directory, load_directory
 from boltmesh.strategies.checkpoint.file import load_file
 from boltmesh.strategies.checkpoint.storage.addresses import is_file, path_or_address
+from boltmesh.strategies.object_collectives import all_or_none, gather_objects
 from boltmesh.strategies.pipeline.stage.units import find_stage_units
 from boltmesh.strategies.pytree import tensors_in
 from boltmesh.strategies.torch_compat.tensors import is_fake
@@ -122,8 +122,7 @@ class DetectNonFinite(Callback):
         )
         found: list[tuple[int, int, int, str] | None] = [own]
         if dist.is_initialized():
-            found = [None] * dist.get_world_size()
-            dist.all_gather_object(found, own)
+            found = gather_objects(own)
         _, _, rank, name = min(each for each in found if each is not None)
         what = name if name in {BATCH, LOSS} else f"the output of {name}"
         raise DivergenceError(

@@ -1,15 +1,13 @@
-"""The random states of one rank: torch, numpy, Python and its device; broadcasts of them.
-
-``broadcast_from_rank0`` sends any value to the ranks of a group.
-"""
+"""The random states of one rank: torch, numpy, Python and its device; broadcasts of them."""
 
 import random
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch.distributed import ProcessGroup
+
+from boltmesh.strategies.object_collectives import broadcast_from_rank0
 
 RandomState = dict[str, Any]
 """Plain containers and tensors, so that ``torch.load(weights_only=True)`` can read it."""
@@ -46,22 +44,6 @@ def seed_random_state(seed: int) -> None:
     torch.manual_seed(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)
-
-
-T = TypeVar("T")
-
-
-def broadcast_from_rank0(value: T, group: ProcessGroup | None = None) -> T:
-    """Return the first rank's value on every rank. Collective over the group.
-
-    Args:
-        value: Small and picklable; only that of the first rank is used.
-        group: The ranks that get it; None: all ranks of the job.
-    """
-    holder = [value]
-    source = 0 if group is None else dist.get_global_rank(group, 0)
-    dist.broadcast_object_list(holder, source, group=group)
-    return holder[0]
 
 
 def share_random_state(group: ProcessGroup, device: torch.device) -> None:

@@ -37,6 +37,7 @@ from boltmesh.check.differences import Trace
 from boltmesh.errors import ConfigError
 from boltmesh.strategies.engine import MeshStrategy
 from boltmesh.strategies.lightning_compat.loops import rank_loader
+from boltmesh.strategies.object_collectives import gather_objects
 from boltmesh.strategies.parameter_access import whole_value
 
 
@@ -58,8 +59,7 @@ def merge_over_ranks(trace: Trace, chosen: Sequence[int] | None) -> Trace:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return trace
     mine = (trace.losses, trace.gradient_norms, trace.metrics, trace.validation, trace.predictions)
-    all_ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(all_ranks, mine)
+    all_ranks = gather_objects(mine)
     disagreement = _find_disagreement(trace.parameters)
     if chosen is not None:
         disagreement = disagreement or _find_stray(all_ranks, chosen)
@@ -79,13 +79,11 @@ def merge_over_ranks(trace: Trace, chosen: Sequence[int] | None) -> Trace:
 
 def _join_states(own: dict[str, Tensor]) -> dict[str, Tensor]:
     """Add optimizer state that other ranks keep whole. Collective over all ranks."""
-    names: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(names, sorted(own))
+    names = gather_objects(sorted(own))
     common = set(names[0]).intersection(*names)
     if all(len(each) == len(common) for each in names):
         return own
-    apart: list[dict[str, Tensor]] = [{} for _ in names]
-    dist.all_gather_object(apart, {name: own[name] for name in own if name not in common})
+    apart = gather_objects({name: own[name] for name in own if name not in common})
     return own | {name: state for each in apart for name, state in each.items()}
 
 
@@ -107,7 +105,7 @@ def merge_over_stages(trace: Trace, strategy: MeshStrategy) -> Trace:
 
     Collective over all ranks.
     """
-    mine = {
+    mine: dict[str, Any] = {
         "losses": trace.losses,
         "metrics": trace.metrics,
         "parameters": {
@@ -117,8 +115,7 @@ def merge_over_stages(trace: Trace, strategy: MeshStrategy) -> Trace:
         "validation": trace.validation,
         "predictions": trace.predictions,
     }
-    ranks: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(ranks, mine)
+    ranks = gather_objects(mine)
     merged: dict[str, dict[str, Tensor]] = {"parameters": {}, "optimizer_state": {}}
     disagreement = None
     for kind, values in merged.items():

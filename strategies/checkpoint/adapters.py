@@ -25,6 +25,7 @@ from boltmesh.strategies.checkpoint.chunks import (
     own_chunks,
     own_part,
 )
+from boltmesh.strategies.object_collectives import gather_objects
 
 TRAINABLE_ONLY = "boltmesh_trainable_only"
 """Key of a checkpoint: fingerprints of the parameters that it leaves out, by name."""
@@ -65,8 +66,7 @@ def fingerprints(
     }
     of_ranks: list[Any] = [own]
     if is_shared and dist.is_initialized():
-        of_ranks = [None] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, own)
+        of_ranks = gather_objects(own)
     joined: dict[str, tuple[str, dict[Any, int]]] = {}
     for others in reversed(of_ranks):  # of equal pieces that of the first rank counts
         for name, (kind, pieces) in others.items():

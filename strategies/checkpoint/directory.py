@@ -29,11 +29,6 @@ from boltmesh.errors import CheckpointError, ConfigError
 from boltmesh.strategies.checkpoint.adapters import TRAINABLE_ONLY
 from boltmesh.strategies.checkpoint.archive_check import is_damage
 from boltmesh.strategies.checkpoint.async_save import serialised, take_snapshot
-from boltmesh.strategies.checkpoint.collective_errors import (
-    all_or_none,
-    run_on_rank0,
-    run_on_rank0_and_broadcast,
-)
 from boltmesh.strategies.checkpoint.file import SummedFile, cannot_write, save_into
 from boltmesh.strategies.checkpoint.manifest import (
     METADATA,
@@ -56,6 +51,12 @@ from boltmesh.strategies.checkpoint.storage.addresses import (
     path_or_address,
 )
 from boltmesh.strategies.checkpoint.storage.folder import Draft, DraftStart, Folder, folder_at
+from boltmesh.strategies.object_collectives import (
+    all_or_none,
+    gather_objects,
+    run_on_rank0,
+    run_on_rank0_and_broadcast,
+)
 
 MODEL, OPTIMIZERS = "state_dict", "optimizer_states"
 """Keys of a Lightning checkpoint whose tensors may be shards."""
@@ -265,8 +266,7 @@ def divide(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any
 
 def join(rest: dict[str, Any]) -> None:
     """Add other ranks' entries about their modules: second names, extra state. Collective."""
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, (rest[MODEL], rest[ALIASES]))
+    told = gather_objects((rest[MODEL], rest[ALIASES]))
     for extra, aliases in told:
         rest[MODEL] |= extra
         rest[ALIASES] |= aliases
@@ -412,8 +412,7 @@ def _refuse_unshared(folder: str) -> None:
             f"ModelCheckpoint saves to {folder}, and nothing can be written there: {error}. "
             f"Give it another dirpath."
         ) from error
-    reports: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(reports, _look(probe, name))
+    reports = gather_objects(_look(probe, name))
     if dist.get_rank() == 0:
         with suppress(OSError):  # a rank that may write but not delete leaves an empty file
             probe.remove(name)

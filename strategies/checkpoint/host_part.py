@@ -23,11 +23,11 @@ from torch.distributed.checkpoint.planner import SavePlan
 from boltmesh.errors import CheckpointError
 from boltmesh.strategies.checkpoint.atomic_replace import partial_path, remove
 from boltmesh.strategies.checkpoint.atomic_replace import replace as rename
-from boltmesh.strategies.checkpoint.collective_errors import all_or_none
 from boltmesh.strategies.checkpoint.file import SummedFile
 from boltmesh.strategies.checkpoint.manifest import REST, write_manifest
 from boltmesh.strategies.checkpoint.shard_writer import PiecePlanner, ShardWriter
 from boltmesh.strategies.checkpoint.storage.folder import Draft, DraftStart, LocalFolder
+from boltmesh.strategies.object_collectives import all_or_none, gather_objects
 from boltmesh.strategies.torch_compat.files import without_duplicates
 
 _CHUNK_BYTES = 16 << 20
@@ -78,9 +78,7 @@ class HostRanks:
 
     def gather(self, item: Any) -> list[Any]:
         """Return each rank's item."""
-        items: list[Any] = [None] * self.world_size
-        dist.all_gather_object(items, item, self.group)
-        return items
+        return gather_objects(item, self.group)
 
     def run(self, action: Callable[[], Any]) -> Any:
         """Run an action that fails on all ranks or on none."""

@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
@@ -25,6 +24,7 @@ from boltmesh.strategies.checkpoint.chunks import (
     own_part,
 )
 from boltmesh.strategies.checkpoint.shard_reader import divided, held
+from boltmesh.strategies.object_collectives import gather_objects
 
 PARAMS = "params"
 
@@ -111,8 +111,7 @@ def joined_state(state: dict[str, Any], stores: Callable[[str], bool]) -> dict[s
         name: {key: each for key, each in values.items() if not _is_stored_apart(each)}
         for name, values in own.items()
     }
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, small)
+    told = gather_objects(small)
     joined = {name: values for others in told for name, values in others.items()}
     names = sorted({*joined, *own})
     return {**state, "state": {name: joined.get(name, {}) | own.get(name, {}) for name in names}}

@@ -57,10 +57,10 @@ from boltmesh.strategies.dry_run.sample import sample_batch
 from boltmesh.strategies.dry_run.step import DryRun
 from boltmesh.strategies.engine.axis import Axis, FakeRuns, StepFunction
 from boltmesh.strategies.lightning_compat.loops import step_arguments
+from boltmesh.strategies.object_collectives import broadcast_from_rank0
 from boltmesh.strategies.pipeline.runtime.stage import ValueSpec
 from boltmesh.strategies.pipeline.stage.cut import StageBorders
 from boltmesh.strategies.pipeline.stage.trace import StepTrace, TensorSpec
-from boltmesh.strategies.random_state import broadcast_from_rank0
 from boltmesh.strategies.tensor.analysis.analyse import analyse
 from boltmesh.strategies.tensor.expected_traffic import CountingGroup, OperatorTraffic, count_step
 from boltmesh.telemetry.traffic import ExpectedTraffic

@@ -24,6 +24,7 @@ from boltmesh.strategies.context.entries import Entries, SequenceEntry
 from boltmesh.strategies.context.opaque_functions import flex_attention_watched, functions_watched
 from boltmesh.strategies.context.tokenwise import TokenwiseModule, TokenwiseModules
 from boltmesh.strategies.dry_run.step import DryRun, DryRunOutcome, difference, full_float32
+from boltmesh.strategies.object_collectives import gather_objects
 from boltmesh.strategies.pytree import replace_tensors
 from boltmesh.strategies.tensor.verify import (
     converted,
@@ -163,8 +164,7 @@ class ContextProof:
             modules.remove()
             entries.remove()
         names = sorted(outcome.gradients)
-        told: list[list[str]] = [[]] * self.judges.size()
-        dist.all_gather_object(told, names, group=self.judges)
+        told = gather_objects(names, self.judges)
         if any(each != names for each in told):
             raise ConfigError("gives gradients to other parameters on some ranks")
         for name in names:
@@ -180,8 +180,7 @@ class ContextProof:
 
     def _first(self, text: str | None) -> str | None:
         """Return the text of the first rank that has one. Collective over all ranks."""
-        told: list[str | None] = [None] * self.judges.size()
-        dist.all_gather_object(told, text, group=self.judges)
+        told = gather_objects(text, self.judges)
         return next((each for each in told if each is not None), None)
 
 

@@ -37,6 +37,7 @@ from torch.nn import Module
 from boltmesh.errors import BoltMeshError, DivergenceError
 from boltmesh.failure_board import FailureBoard
 from boltmesh.process import encodable
+from boltmesh.strategies.object_collectives import gather_objects
 from boltmesh.strategies.torch_compat.fsdp_hooks import intercept_collectives
 
 _MOST_RANKS_NAMED = 8
@@ -478,8 +479,7 @@ class OrderCheck:
         if all(torch.equal(row, own) for row in found):
             return
         index = min(int(row[1]) for row in found) - 1
-        texts: list[str | None] = [None] * len(self._ranks)
-        dist.all_gather_object(texts, self.call_at(index), group=self._group)
+        texts = gather_objects(self.call_at(index), self._group)
         calls = [
             RankCall(rank, text) for rank, text in zip(self._ranks, texts, strict=True) if text
         ]

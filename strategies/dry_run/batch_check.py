@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
 from boltmesh.errors import ConfigError
+from boltmesh.strategies.object_collectives import gather_objects
 from boltmesh.strategies.pytree import is_constant_list, leaves
 
 MOST_ELEMENTS: Final = 1024
@@ -195,7 +196,6 @@ class SameBatchCheck:
             raise ConfigError(self._explain(pending.digest))
 
     def _explain(self, digest: BatchDigest) -> str:
-        digests: list[BatchDigest] = [BatchDigest()] * self._group.size()
-        dist.all_gather_object(digests, digest, group=self._group)
+        digests = gather_objects(digest, self._group)
         ranks = dist.get_process_group_ranks(self._group)
         return explain_difference(dict(zip(ranks, digests, strict=True)), group=self._name)

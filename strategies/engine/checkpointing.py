@@ -37,7 +37,6 @@ from boltmesh.strategies.checkpoint.adapters import (
 )
 from boltmesh.strategies.checkpoint.async_save import AsyncSave, serialised
 from boltmesh.strategies.checkpoint.chunks import DimDivision, TensorPart
-from boltmesh.strategies.checkpoint.collective_errors import all_or_none
 from boltmesh.strategies.checkpoint.directory import (
     MODEL,
     is_directory,
@@ -61,6 +60,7 @@ from boltmesh.strategies.lightning_compat.trainer import (
     is_in_fit,
     trainer_of,
 )
+from boltmesh.strategies.object_collectives import all_or_none, gather_objects
 from boltmesh.telemetry.traffic import CHECKPOINTS
 
 if TYPE_CHECKING:
@@ -417,8 +417,7 @@ class Checkpointing:
         """Whether it is one, on all ranks. Collective over all ranks."""
         found = all_or_none(partial(is_directory, place))
         if dist.is_initialized() and self._strategy.world_size > 1:
-            told = [found] * self._strategy.world_size
-            dist.all_gather_object(told, found)
+            told = gather_objects(found)
             if not all(told) and any(told):
                 raise CheckpointError(
                     f"{place} is a directory for rank {told.index(True)}, and rank "

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate
 
 from boltmesh.errors import ConfigError, DivergenceError
+from boltmesh.strategies.object_collectives import gather_objects
 from boltmesh.strategies.torch_compat.tensors import local_tensor
 
 if TYPE_CHECKING:
@@ -90,8 +91,7 @@ class ReplicaCheck:
         for axis in self._axes():
             own = {key: hash_of(tensor) for key, tensor in self._shared(axis)}
             group = self._strategy.groups[axis.name]
-            hashes: list[dict[_Key, int]] = [{} for _ in range(dist.get_world_size(group))]
-            dist.all_gather_object(hashes, own, group=group)
+            hashes = gather_objects(own, group)
             ranks = dist.get_process_group_ranks(group)
             found = find_differing(dict(zip(ranks, hashes, strict=True)))
             if found is not None:

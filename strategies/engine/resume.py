@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -37,6 +36,7 @@ from boltmesh.strategies.lightning_compat.loops import (
     training_loaders,
 )
 from boltmesh.strategies.mesh import MeshLayout
+from boltmesh.strategies.object_collectives import gather_objects
 from boltmesh.strategies.random_state import RandomState, capture_random_state, restore_random_state
 from boltmesh.strategies.torch_compat.files import skip_indices
 
@@ -345,7 +345,7 @@ class ResumeManager:
             ranks[rank] = mine
         else:
             # As arrays: torch pickles the storage of each tensor as a file of its own.
-            dist.all_gather_object(ranks, apply_to_collection(mine, Tensor, Tensor.numpy))
+            ranks = gather_objects(apply_to_collection(mine, Tensor, Tensor.numpy))
             ranks = apply_to_collection(ranks, np.ndarray, torch.from_numpy)
         entry = {
             "format": FORMAT,

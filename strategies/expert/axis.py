@@ -39,6 +39,7 @@ from boltmesh.strategies.expert.verify import kind_of, prove
 from boltmesh.strategies.lightning_compat.loops import step_arguments
 from boltmesh.strategies.lightning_compat.trainer import autocast_dtype
 from boltmesh.strategies.mesh import MeshLayout
+from boltmesh.strategies.object_collectives import gather_objects
 from boltmesh.strategies.torch_compat.autograd import is_in_backward
 from boltmesh.strategies.torch_compat.modules import is_compiled, rewrapped
 from boltmesh.telemetry.traffic import CONTROL, ExpectedTraffic
@@ -270,8 +271,7 @@ class ExpertAxis(Axis):
         Those of others are noted.
         """
         even = [each for each, _ in found.even]
-        findings: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(findings, (found.experts, even, found.whole))
+        findings = gather_objects((found.experts, even, found.whole))
         experts: list[Experts] = []
         for each in chain.from_iterable(of_rank for of_rank, _, _ in findings):
             if not all(each in (*of_rank, *of_even) for of_rank, of_even, _ in findings):
@@ -334,8 +334,7 @@ class ExpertAxis(Axis):
                     device=strategy.root_device,
                     is_mixed=is_mixed,
                 )
-                of_ranks: list[str | None] = [None] * dist.get_world_size()
-                dist.all_gather_object(of_ranks, fault)
+                of_ranks = gather_objects(fault)
                 faults[kind] = next((text for text in of_ranks if text), None)
             if (reason := faults[kind]) is None:
                 self.divided[each.name] = divide(part, each, call, group, around)
@@ -373,8 +372,7 @@ class ExpertAxis(Axis):
         """Return the rows that an expert takes of each rank's batch. Collective."""
         assert self.capacity is not None
         shape = self._part(divided).part(self._sharing)
-        of_ranks: list[int] = [0] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, math.ceil(shape.num_rows) * shape.num_choices)
+        of_ranks = gather_objects(math.ceil(shape.num_rows) * shape.num_choices)
         return max(1, math.ceil(self.capacity * max(of_ranks) / shape.num_experts))
 
     def _part(self, divided: "DividedExperts") -> ExchangeShape:

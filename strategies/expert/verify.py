@@ -26,6 +26,7 @@ from boltmesh.strategies.expert.divided import DividedExperts
 from boltmesh.strategies.expert.exchange import with_unused
 from boltmesh.strategies.expert.find import ExpertCall, Experts, arguments, detached
 from boltmesh.strategies.expert.module_list import DividedList, divide
+from boltmesh.strategies.object_collectives import gather_objects
 from boltmesh.strategies.random_state import capture_random_state, restore_random_state
 from boltmesh.strategies.torch_compat.modules import swapped_state
 from boltmesh.strategies.torch_compat.tensors import tree_leaves, tree_map
@@ -86,8 +87,7 @@ def prove(
     else:
         if not _difference(first["output"], again["output"]) <= _COARSE_TOLERANCE:
             fault = "draws random numbers"
-    faults: list[str | None] = [None] * group.size()
-    dist.all_gather_object(faults, fault, group=group)
+    faults = gather_objects(fault, group)
     if any(faults):
         restore_random_state(state, device)
         return fault or next(each for each in faults if each)
@@ -104,7 +104,7 @@ def prove(
         with _alone(module), around():
             fault = _raised_alone(divided, experts, call, {**local, **buffers}, names)
         restore_random_state(state, device)
-        dist.all_gather_object(faults, fault, group=group)
+        faults = gather_objects(fault, group)
         if any(faults):
             return fault or next(each for each in faults if each)
     with _alone(module), around():

@@ -38,6 +38,7 @@ from boltmesh.strategies.lightning_compat.trainer import (
     zeroes_gradients,
 )
 from boltmesh.strategies.mesh import MeshLayout
+from boltmesh.strategies.object_collectives import broadcast_from_rank0
 from boltmesh.strategies.pipeline.evaluation import Evaluation
 from boltmesh.strategies.pipeline.expected_traffic import with_second_version
 from boltmesh.strategies.pipeline.microbatch_runs import cast_once
@@ -63,7 +64,6 @@ from boltmesh.strategies.pipeline.stage_params import add_pending, gathered
 from boltmesh.strategies.pipeline.staged_model import StagedModel
 from boltmesh.strategies.pipeline.training import training_step
 from boltmesh.strategies.progress import long_phase
-from boltmesh.strategies.random_state import broadcast_from_rank0
 from boltmesh.strategies.torch_compat.optimizers import TOTAL_NORM, total_norm_replaced, zeroed_by
 from boltmesh.telemetry.snapshot import MemoryKind
 from boltmesh.telemetry.traffic import ExpectedTraffic

@@ -30,11 +30,11 @@ from boltmesh.strategies.engine.axis import Axis, FakeRuns
 from boltmesh.strategies.grad_norm import NormShare, PartShare
 from boltmesh.strategies.lightning_compat.loops import step_arguments
 from boltmesh.strategies.lightning_compat.trainer import has_norm_clipping, parameter_dtype
+from boltmesh.strategies.object_collectives import broadcast_from_rank0
 from boltmesh.strategies.optimizer_probe import find_mixing
 from boltmesh.strategies.owner_exchange import PartExchange
 from boltmesh.strategies.parameter_access import forget_parts, register_shards
 from boltmesh.strategies.progress import long_phase
-from boltmesh.strategies.random_state import broadcast_from_rank0
 from boltmesh.strategies.tensor.expected_traffic import (
     CountingGroup,
     OperatorTraffic,

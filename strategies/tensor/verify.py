@@ -35,6 +35,7 @@ from boltmesh.strategies.dry_run.step import (
     difference,
     full_float32,
 )
+from boltmesh.strategies.object_collectives import gather_objects
 from boltmesh.strategies.pytree import replace_tensors
 from boltmesh.strategies.tensor.expected_traffic import CountedGroup, OperatorTraffic
 from boltmesh.strategies.tensor.plan import (
@@ -356,8 +357,7 @@ class _Proof:
 
     def _first(self, text: str | None) -> str | None:
         """Return the text of the first rank that has one. Collective over all ranks."""
-        told: list[str | None] = [None] * self.stage.judges.size()
-        dist.all_gather_object(told, text, group=self.stage.judges)
+        told = gather_objects(text, self.stage.judges)
         said = [f"{each} (rank {rank})" for rank, each in enumerate(told) if each is not None]
         if not said:
             return None

@@ -8,12 +8,13 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from boltmesh.errors import ConfigError
+from boltmesh.strategies.object_collectives import gather_objects
 from boltmesh.strategies.topology.links import Link, RankLocation, Topology, read_links, this_host
 from boltmesh.telemetry.writer.device import uuid
 
@@ -155,9 +156,6 @@ class CoreBinding:
 CORES = CoreBinding()
 
 
-T = TypeVar("T")
-
-
 def gather_topology(device: torch.device) -> Topology:
     """Return the location of all ranks, and the links between GPUs of a host.
 
@@ -168,7 +166,7 @@ def gather_topology(device: torch.device) -> Topology:
     """
     rank = dist.get_rank()
     host, machine = this_host()
-    places = _gather(RankLocation(host, machine, uuid(device), device.index))
+    places = gather_objects(RankLocation(host, machine, uuid(device), device.index))
     mine = places[rank]
     later: dict[str, int] = {
         each.device: other
@@ -180,12 +178,6 @@ def gather_topology(device: torch.device) -> Topology:
     if all(each.device is None for each in places):
         return Topology(places)
     joined: dict[tuple[int, int], Link] = {}
-    for each in _gather(told):
+    for each in gather_objects(told):
         joined |= each
     return Topology(places, joined)
-
-
-def _gather(mine: T) -> list[T]:
-    told: list[T] = [mine] * dist.get_world_size()
-    dist.all_gather_object(told, mine)
-    return told

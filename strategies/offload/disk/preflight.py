@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from boltmesh.file_system import IN_MEMORY, file_system_of
 from boltmesh.lightning_import import logger
+from boltmesh.strategies.object_collectives import gather_objects
 from boltmesh.strategies.offload.disk.swap_file import Extent, Swap
 from boltmesh.strategies.offload.disk.transfer import BLOCK_BYTES, Ticket
 from boltmesh.strategies.offload.host_memory import (
@@ -148,8 +148,7 @@ def announce_disks(
         group: All ranks that train together.
         recorder: Takes the line as an event.
     """
-    reports: list[DiskReport | None] = [None] * group.size()
-    dist.all_gather_object(reports, report, group=group)
+    reports = gather_objects(report, group)
     known = [each for each in reports if each is not None]
     if known and group.rank() == 0:
         line = preflight_line(known)

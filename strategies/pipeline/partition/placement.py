@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Module
 
 from boltmesh.errors import ConfigError
+from boltmesh.strategies.object_collectives import broadcast_from_rank0
 from boltmesh.strategies.pipeline.options import PipelineContext, Silent, Split
 from boltmesh.strategies.pipeline.partition.choose import (
     MemoryBudget,
@@ -34,7 +35,6 @@ from boltmesh.strategies.pipeline.stage.plan_cache import TRAINING, StagePlans
 from boltmesh.strategies.pipeline.stage.trace import StepTrace, refuse_writes
 from boltmesh.strategies.pipeline.stage.trace_step import probe
 from boltmesh.strategies.pipeline.stage.units import find_stage_units
-from boltmesh.strategies.random_state import broadcast_from_rank0
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from boltmesh.errors import BoltMeshError, PipelineError
 from boltmesh.failure_board import FailureBoard
 from boltmesh.schedule_sim import Action
 from boltmesh.strategies.blocks import failing_module
-from boltmesh.strategies.random_state import broadcast_from_rank0
+from boltmesh.strategies.object_collectives import broadcast_from_rank0
 
 _PHASES: Final = {
     "F": "the forward pass",

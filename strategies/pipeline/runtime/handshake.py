@@ -31,6 +31,7 @@ from torch.distributed import ProcessGroup, Work
 from boltmesh.errors import PipelineError
 from boltmesh.failure_board import Deadline
 from boltmesh.strategies.dry_run.batch_check import BatchDigest, explain_difference
+from boltmesh.strategies.object_collectives import gather_objects
 from boltmesh.strategies.pipeline.runtime.p2p import HostMessages, describe_specs, digest
 from boltmesh.strategies.pipeline.runtime.stage import ValueSpec
 from boltmesh.strategies.pipeline.runtime.timing import FIGURES, BubbleMeter
@@ -204,8 +205,7 @@ class Handshake:
     def _explain_batches(self) -> str:
         """Return how the batches of the ranks differ. Collective."""
         assert self._group is not None
-        digests: list[BatchDigest] = [BatchDigest()] * dist.get_world_size(self._group)
-        dist.all_gather_object(digests, self._batch, group=self._group)
+        digests = gather_objects(self._batch, self._group)
         ranks = dist.get_process_group_ranks(self._group)
         pairs = zip(ranks, digests, strict=True)
         return explain_difference({rank: batch for rank, batch in pairs if batch.number})
@@ -214,8 +214,7 @@ class Handshake:
         """Return what both sides of the boundary after a stage expect. Collective."""
         assert self._group is not None
         own = [list(map(describe_specs, self._specs_of(side, stage + side))) for side in range(2)]
-        gathered: list[list[list[str]]] = [[] for _ in range(dist.get_world_size(self._group))]
-        dist.all_gather_object(gathered, own, group=self._group)
+        gathered = gather_objects(own, self._group)
         ranks = [self._rank_of_stage[stage + side] for side in range(2)]
         both = list(itertools.zip_longest(gathered[ranks[0]][0], gathered[ranks[1]][1]))
         microbatch, texts = next(

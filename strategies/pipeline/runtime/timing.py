@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from typing_extensions import override
 
 from boltmesh.schedule_sim import Action
+from boltmesh.strategies.object_collectives import gather_objects
 from boltmesh.telemetry.writer.device import elapsed_ns
 
 OnChunk = Callable[[int, int, str, int, int], None]
@@ -279,8 +279,7 @@ class BubbleMeter:
 
 def _is_one_host(group: ProcessGroup) -> bool:
     """Whether all ranks read the same monotonic clock. Collective."""
-    told: list[str] = [""] * group.size()
-    dist.all_gather_object(told, _clock(), group=group)
+    told = gather_objects(_clock(), group)
     return len(set(told)) == 1
 
 

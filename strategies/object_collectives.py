@@ -1,4 +1,8 @@
-"""Actions that fail on all ranks or on none, so that no rank waits for one that has failed."""
+"""Python objects between ranks, and actions that fail on all ranks or on none.
+
+``gather_objects`` and ``broadcast_from_rank0`` take any small object that can be pickled. After
+``all_or_none`` no rank waits for one that has failed.
+"""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -8,6 +12,31 @@ import torch.distributed as dist
 from boltmesh.errors import BoltMeshError, CheckpointError
 
 T = TypeVar("T")
+
+
+def gather_objects(item: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Return the item of each rank, in the order of the group. Collective over the group.
+
+    Args:
+        item: Small and picklable.
+        group: The ranks that gather; None: all ranks of the job.
+    """
+    items = [item] * dist.get_world_size(group)
+    dist.all_gather_object(items, item, group)
+    return items
+
+
+def broadcast_from_rank0(value: T, group: dist.ProcessGroup | None = None) -> T:
+    """Return the first rank's value on every rank. Collective over the group.
+
+    Args:
+        value: Small and picklable; only that of the first rank is used.
+        group: The ranks that get it; None: all ranks of the job.
+    """
+    holder = [value]
+    source = 0 if group is None else dist.get_global_rank(group, 0)
+    dist.broadcast_object_list(holder, source, group=group)
+    return holder[0]
 
 
 def all_or_none(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
@@ -28,8 +57,7 @@ def all_or_none(action: Callable[[], T], group: dist.ProcessGroup | None = None)
     except Exception as error:  # noqa: BLE001 - it is raised below, on every rank
         failure = error
     if dist.is_initialized() and dist.get_world_size() > 1:
-        reports: list[tuple[type[CheckpointError], str] | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(reports, None if failure is None else _describe(failure), group)
+        reports = gather_objects(None if failure is None else _describe(failure), group)
         if any(reports):
             rank, (kind, report) = next(
                 (rank, found) for rank, found in enumerate(reports) if found
