@@ -23,15 +23,18 @@ from boltmesh.strategies.context.cut import ContextState, make_all_whole, step_e
 from boltmesh.strategies.context.entries import Entries, SequenceEntry
 from boltmesh.strategies.context.opaque_functions import flex_attention_watched, functions_watched
 from boltmesh.strategies.context.tokenwise import TokenwiseModule, TokenwiseModules
-from boltmesh.strategies.dry_run.step import DryRun, DryRunOutcome, difference, full_float32
-from boltmesh.strategies.object_collectives import gather_objects
-from boltmesh.strategies.pytree import replace_tensors
-from boltmesh.strategies.tensor.verify import (
+from boltmesh.strategies.dry_run.step import (
+    DryRun,
+    DryRunOutcome,
     converted,
+    difference,
     floats_in,
+    full_float32,
     nudge,
     parameters_kept,
 )
+from boltmesh.strategies.object_collectives import gather_objects
+from boltmesh.strategies.pytree import replace_tensors
 
 _LOG = logging.getLogger(__name__)
 

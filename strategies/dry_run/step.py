@@ -10,6 +10,8 @@ be is measured by a third one, of the whole model with parameters that differ by
 roundings.
 
 ``full_float32`` keeps torch from computing fp32 products with fewer bits: TF32, and bf16 on CPUs.
+``converted`` and ``floats_in`` give a model and its batch another precision for such a comparison,
+and ``nudge`` moves parameters, which ``parameters_kept`` restores.
 """
 
 import copy
@@ -22,7 +24,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
@@ -37,6 +39,7 @@ from boltmesh.strategies.dry_run.no_side_effects import (
     random_state_unchanged,
 )
 from boltmesh.strategies.dry_run.unsupported import refuse_collective
+from boltmesh.strategies.pytree import replace_tensors
 from boltmesh.strategies.torch_compat.tensors import tree_leaves
 
 Around = Callable[[], AbstractContextManager[Any]]
@@ -384,3 +387,51 @@ def full_float32() -> Iterator[None]:
     finally:
         for each, precision in zip(backends, before, strict=True):
             each.fp32_precision = precision
+
+
+@contextmanager
+def converted(
+    root: Module, device: torch.device, to: Callable[[torch.dtype], torch.dtype]
+) -> Iterator[None]:
+    """Context in which a model is on a device, with its floats in other dtypes."""
+    tensors: list[Tensor] = [*root.parameters(), *root.buffers()]
+    before = {each: each.data for each in tensors}
+    try:
+        for each in tensors:
+            is_float = each.is_floating_point()
+            each.data = each.data.to(device, to(each.dtype) if is_float else each.dtype)
+        yield
+    finally:
+        for each, value in before.items():
+            each.data = value
+
+
+def floats_in(wide: torch.dtype, args: Any) -> Any:
+    """Return arguments of a step with their floats in a dtype, wider ones as they are."""
+    return replace_tensors(
+        args,
+        lambda each: (
+            each.to(torch.promote_types(wide, each.dtype)) if each.is_floating_point() else each
+        ),
+    )
+
+
+@contextmanager
+def parameters_kept(root: Module) -> Iterator[None]:
+    """Restore parameters afterwards, which are replaced by shards meanwhile."""
+    before = {each: each.data for each in root.parameters()}
+    try:
+        yield
+    finally:
+        for each, value in before.items():
+            each.data = value
+            each.grad = None
+
+
+def nudge(parameters: Iterable[Parameter]) -> None:
+    """Change floating parameters by up to ``NUDGE`` of themselves, equally on all ranks."""
+    generator = torch.Generator().manual_seed(0)
+    for each in parameters:
+        if each.is_floating_point():
+            noise = torch.empty(each.shape).uniform_(-NUDGE, NUDGE, generator=generator)
+            each.data = each.data * (1 + noise.to(each.device))

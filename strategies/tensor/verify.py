@@ -10,33 +10,33 @@ between them, such as a shared cache. Blocks without values use the parameters o
 kind.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import psutil
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.nn import Module, Parameter
+from torch.nn import Module
 
 from boltmesh.errors import ConfigError
 from boltmesh.strategies.checkpoint.chunks import DimDivision, ElementStretch
 from boltmesh.strategies.dry_run.step import (
-    NUDGE,
     ROUGH,
     TOLERANCE,
     Around,
     DryRun,
     DryRunOutcome,
+    converted,
     difference,
+    floats_in,
     full_float32,
+    nudge,
+    parameters_kept,
 )
 from boltmesh.strategies.object_collectives import gather_objects
-from boltmesh.strategies.pytree import replace_tensors
 from boltmesh.strategies.tensor.expected_traffic import CountedGroup, OperatorTraffic
 from boltmesh.strategies.tensor.plan import (
     OUTSIDE,
@@ -364,56 +364,8 @@ class _Proof:
         return said[0] if len(said) < len(told) else next(each for each in told if each is not None)
 
 
-@contextmanager
-def parameters_kept(root: Module) -> Iterator[None]:
-    """Restore parameters afterwards, which are replaced by shards meanwhile."""
-    before = {each: each.data for each in root.parameters()}
-    try:
-        yield
-    finally:
-        for each, value in before.items():
-            each.data = value
-            each.grad = None
-
-
-def nudge(parameters: Iterable[Parameter]) -> None:
-    """Change floating parameters by up to ``NUDGE`` of themselves, equally on all ranks."""
-    generator = torch.Generator().manual_seed(0)
-    for each in parameters:
-        if each.is_floating_point():
-            noise = torch.empty(each.shape).uniform_(-NUDGE, NUDGE, generator=generator)
-            each.data = each.data * (1 + noise.to(each.device))
-
-
 class _NotRunError(ConfigError):
     """The step has raised an error before the first step of training."""
-
-
-@contextmanager
-def converted(
-    root: Module, device: torch.device, to: Callable[[torch.dtype], torch.dtype]
-) -> Iterator[None]:
-    """Context in which a model is on a device, with its floats in other dtypes."""
-    tensors: list[Tensor] = [*root.parameters(), *root.buffers()]
-    before = {each: each.data for each in tensors}
-    try:
-        for each in tensors:
-            is_float = each.is_floating_point()
-            each.data = each.data.to(device, to(each.dtype) if is_float else each.dtype)
-        yield
-    finally:
-        for each, value in before.items():
-            each.data = value
-
-
-def floats_in(wide: torch.dtype, args: Any) -> Any:
-    """Return arguments of a step with their floats in a dtype, wider ones as they are."""
-    return replace_tensors(
-        args,
-        lambda each: (
-            each.to(torch.promote_types(wide, each.dtype)) if each.is_floating_point() else each
-        ),
-    )
 
 
 def _free_bytes(stage: ProofInputs) -> int:
