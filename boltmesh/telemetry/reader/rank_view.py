@@ -29,7 +29,7 @@ from boltmesh.telemetry.layout import OFFLOAD_WAYS
 from boltmesh.telemetry.reader.rank_reader import Facts, RankReader
 from boltmesh.telemetry.reader.sidecar_files import ExpertLoads, OutputTail
 from boltmesh.telemetry.reader.step_sums import StepRates
-from boltmesh.telemetry.reader.traffic_view import TrafficView
+from boltmesh.telemetry.reader.traffic_reader import TrafficView
 from boltmesh.telemetry.sanitize import clean
 from boltmesh.telemetry.snapshot import (
     MEMORY_KINDS,
