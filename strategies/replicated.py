@@ -1,11 +1,10 @@
 """``ReplicatedStrategy``: one process, a copy of the model on each of several devices.
 
-One training step over several devices of one process, as ``torch.nn.DataParallel`` does it.
-
-The batch is cut along its rows, a share for each device; the model is copied to all of them, runs
-there in a thread each, and gradients come back through the copy. What ``DataParallel`` leaves to
-its users is done here: the loss of the batch is the mean of those of the shares, weighted by their
-rows, and what a step logs is put together likewise.
+A training step goes over the devices as ``torch.nn.DataParallel`` does it: the batch is cut along
+its rows, a share for each device; the model is copied to all of them, runs there in a thread each,
+and gradients come back through the copy. What ``DataParallel`` leaves to its users is done here:
+the loss of the batch is the mean of those of the shares, weighted by their rows, and what a step
+logs is put together likewise.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,6 +1,7 @@
 """A strategy's figures, computed from what its job has recorded.
 
-Keeps what a job's telemetry shows while the job runs, for its files hold the newest only.
+``JobWatch`` keeps what a job's telemetry shows while the job runs, for its files hold the newest
+only.
 """
 
 import contextlib

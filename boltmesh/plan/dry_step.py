@@ -1,6 +1,6 @@
 """One training step of a module without data: what it keeps, what it computes, what it casts.
 
-Puts real tensors of almost no memory in the place of a model's fake ones.
+Fake tensors of the model are replaced by real ones of almost no memory: ``put_stand_ins``.
 """
 
 import contextlib

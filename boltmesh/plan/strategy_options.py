@@ -1,6 +1,6 @@
 """What plans read of a config: its strategy with its options, and what holds for any strategy.
 
-How much state an optimizer keeps, by its name.
+``optimizer_copies`` says how much state an optimizer keeps, by its name.
 """
 
 import re

@@ -1,12 +1,8 @@
 """What tensor parallelism would divide, before a rank is started.
 
-``boltmesh plan`` and ``boltmesh fit --dry-run`` print it. What a run does beside that is to prove
-the plan: it runs a batch both ways and compares.
-
-Divides a config's model without its memory.
-
-The model is built from fake tensors, and one batch of the data runs through it on tensors without
-data, as at the start of a run.
+``boltmesh plan`` and ``boltmesh fit --dry-run`` print it. The model is built from fake tensors, and
+one batch of the data runs through it on tensors without data, as at the start of a run. What a run
+does beside that is to prove the plan: it runs a batch both ways and compares.
 """
 
 import math

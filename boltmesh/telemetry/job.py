@@ -14,8 +14,6 @@
 
 The folder is on a local disk on purpose: a mapped file on a network disk is neither coherent
 nor lockable, and the home directory often is one.
-
-The environment's way to turn telemetry off.
 """
 
 import contextlib

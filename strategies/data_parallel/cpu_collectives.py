@@ -1,17 +1,16 @@
-"""How FSDP2 gathers and reduces where the model is computed on the host.
+"""FSDP2's gathers and reductions of a model that is computed on the host.
 
-Left to itself, it waits for each gather where it asks for it, so that nothing overlaps. Here a
+Left to itself, FSDP2 waits for each gather where it asks for it, so that nothing overlaps. Here a
 gather is waited for where its parameters are used: what FSDP2 asks for ahead, in a backward pass,
 arrives meanwhile. Where gradients leave at once they are reduced in memory that is used again, and
 a group of one process has the result for nothing: it is the input.
 
 Collectives are posted at the group's backend itself. torch's functions pass its dispatcher, where
-telemetry looks on from a kernel in Python; it is told of them here instead.
+telemetry looks on from a kernel in Python; it gets a record of them here instead.
 
-Host memory that is handed out again once nobody uses it any more.
-
-The system clears each page before its first use and takes it back with the tensor, and FSDP2 makes
-two tensors a unit and step to reduce gradients: on the host, most of that time goes into pages.
+``BufferPool`` hands out host memory again once no tensor uses it. The system clears each page
+before its first use and takes it back with the tensor, and FSDP2 makes two tensors a unit and step
+to reduce gradients: on the host, most of that time goes into pages.
 """
 
 import ctypes

@@ -1,16 +1,10 @@
-"""What one optimizer step of a sharded model should move, as telemetry counts it.
+"""What an optimizer step of a sharded model should move on the data axis, as telemetry counts it.
 
-What a step of sharded pipelines should move on the data axis, and what stages 2 and 3 add to it.
-
-See [Note: Stages 2 and 3 go by batch] in ``late_shards.py``.
-
-What shards of a pipeline would be gathered together, of a model that nobody has sharded.
-
-As ``late_sharded_model.py`` puts ``fully_shard`` on it.
-
-What layers that run in tiles move in an optimizer step, as telemetry counts it.
-
-What telemetry shows beside what it measures of a sharded model: traffic of a step, memory.
+``expected_shard_traffic`` is for FSDP2's units, ``expected_tile_traffic`` adds layers that run in
+tiles. Beside a pipeline ``PipelineZeroTraffic`` has the stages of a rank, ``ExtraTraffic`` what
+stages 2 and 3 add (see [Note: Stages 2 and 3 go by batch] in ``pipeline_zero.py``), and
+``describe_late_units`` the shapes of what is gathered together of a model that is not sharded yet.
+``ZeroEstimate`` is what telemetry shows beside its measurements: traffic of a step, and memory.
 """
 
 from collections.abc import Collection, Container, Iterable, Sequence

@@ -1,11 +1,9 @@
 """Replicas of a pipeline: its gradients are averaged once per optimizer step, when all are made.
 
 ``DistributedDataParallel`` goes along with one forward pass of the module and the backward pass of
-its graph. A pipeline has neither: its gradients are in ``.grad`` at once, at the end of a batch.
-
-Lets all ranks have gradients of the same parameters, where gradients come all at once.
-
-Averages gradients that are all there, in flat buckets of a bounded size.
+its graph. A pipeline has neither: its gradients are in ``.grad`` at once, at the end of a batch. So
+``agree_on_gradients`` finds which parameters have a gradient on any rank, and ``average`` reduces
+all of them in flat buckets of a bounded size.
 """
 
 from collections import deque

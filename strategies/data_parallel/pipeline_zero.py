@@ -2,7 +2,15 @@
 
 Between optimizer steps every rank of the data axis has a share of its stages' parameters and of
 their optimizer state. For the batches of a step parameters are gathered once; when the gradients of
-all are made they are reduced once, and each rank steps its share. That is stage 1.
+all are made they are reduced once, and each rank steps its share. That is stage 1. Parameters
+without rows, and rows of experts, are averaged once too: ``LateParams``.
+
+``shard_late`` puts ``fully_shard`` on what a rank of a pipeline holds, without its hooks. FSDP2
+gathers and reduces as forward and backward passes run through its units. A pipeline runs
+microbatches of several stages in turns, in orders that FSDP2 does not know, splits backward passes,
+and knows only at the end of a batch what its gradients are divided by. So the units are holders
+around the blocks that are never called: FSDP2 keeps the shards, and this axis asks it to gather and
+to reduce.
 
 [Note: Stages 2 and 3 go by batch]
 What the gradients of a microbatch are divided by is known at the end of its batch, and pipelines of
@@ -13,15 +21,6 @@ both move what stage 1 moves. With k batches in a step, stage 2 moves each gradi
 more, and stage 3 each parameter also.
 
 Source: ZeRO, Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054
-
-Parameters without rows, and experts, where gradients come all at once: averaged once.
-
-Puts ``fully_shard`` on what a rank of a pipeline holds, without its hooks.
-
-FSDP2 gathers and reduces as forward and backward passes run through its units. A pipeline runs
-microbatches of several stages in turns, in orders that FSDP2 does not know, splits backward passes,
-and knows only at the end of a batch what its gradients are divided by. So the units are holders
-around the blocks, which nobody calls: FSDP2 keeps the shards, and gathers and reduces when told.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,6 +1,6 @@
 """Suppresses logging and metric updates during a dry run of a step, and restores what it changes.
 
-Restores attributes and buffers of modules, and random states.
+Restored are attributes, buffers and parameters of modules, and random states.
 """
 
 import re

@@ -4,12 +4,11 @@ Lightning stores neither random states nor the place in the data. The entry ``bo
 random state of each rank and where each stands in each training loader. Everything else in the
 file is Lightning's own, so plain Lightning reads it and ignores the entry.
 
-A ``DataLoader`` that knows its place in an epoch, and can begin there again.
-
-A resumed loader replays its epoch: the random state in which the epoch's iterator was made is put
-back, so that the shuffle and the worker seeds are the same; batches that training has used are
-passed over (by index where nothing but the index is lost, else by loading them); then the random
-state of the moment of the checkpoint is put back, and training goes on.
+``make_resumable`` gives a ``DataLoader`` the means to know its place in an epoch, and to begin
+there again. A resumed loader replays its epoch: the random state in which the epoch's iterator was
+made is put back, so that the shuffle and the worker seeds are the same; batches that training has
+used are passed over (by index where nothing but the index is lost, else by loading them); then the
+random state of the moment of the checkpoint is put back, and training goes on.
 """
 
 import warnings

@@ -1,9 +1,4 @@
-"""Where a loop of validation, test or prediction stands.
-
-Where the loop that trains stands.
-
-Loaders, what they give, and what steps are called with.
-"""
+"""Lightning's loops: where training and evaluation stand, their loaders, and arguments of steps."""
 
 import math
 import os

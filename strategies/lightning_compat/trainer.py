@@ -1,9 +1,4 @@
-"""What a Trainer has: its module, callbacks, plugins and modes.
-
-Where a copy of a LightningModule says that it is.
-
-Who reads, clips and zeroes gradients besides the optimizers.
-"""
+"""A Trainer's module, callbacks, plugins and modes, and what uses gradients beside optimizers."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager

@@ -4,17 +4,12 @@ A transfer between such memory and a disk is 1.6 to 2.6 times as fast as on page
 the kernel pins 512 times fewer of them for each request. torch's own pinned memory is not used: its
 allocator rounds up to powers of two and gives nothing back.
 
-Numbers of bytes as people read them.
+``HostArena`` hands out one large piece in parts, so that a huge page is not spent on each of them;
+``RangeAllocator`` cuts buffers of any size from one range, and takes them back.
 
-Gives freed memory back to the system.
-
-glibc keeps what is freed for later. Between large tensors that come and go lie small ones that
-stay, so the gaps fit nothing large any more, and a model that is built tensor by tensor would keep
-the memory of all of it.
-
-One large piece of host memory, handed out in parts: a huge page is not spent on each of them.
-
-One range of host memory that buffers of any size are cut from and given back to.
+``give_back_free_memory`` returns freed pages to the system. glibc keeps what is freed for later.
+Between large tensors that come and go lie small ones that stay, so the gaps fit nothing large any
+more, and a model that is built tensor by tensor would keep the memory of all of it.
 """
 
 import ctypes

@@ -1,8 +1,7 @@
-"""Shards of parameters in memory, in the dtype they are computed in.
+"""Stores in memory: optimizer state and shards of parameters, on the host or the compute device.
 
-State in memory: on the host, or kept on the compute device.
-
-Carries stepped parameters from their chunks to the stores that all-gathers read.
+Shards are in the dtype that they are computed in. ``ParameterCopies`` carries stepped parameters
+from their chunks to the stores that all-gathers read.
 """
 
 import threading

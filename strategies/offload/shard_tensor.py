@@ -4,7 +4,8 @@ It has the shape, dtype and device of the shard, so DTensor, FSDP2 and optimizer
 and no storage of its own. FSDP2 gathers it through its all-gather extension. Other operators read
 the true value and write to it in place; operators that return a view of it are refused.
 
-What stands behind an ``OffloadedShard`` of the engine: a stretch of a bucket in its chunks.
+A ``ShardSource`` has the value. Those of the engine are a stretch of a bucket in its chunks:
+``StateSource`` and ``ParameterSource``.
 """
 
 from abc import ABC, abstractmethod

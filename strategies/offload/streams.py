@@ -1,8 +1,7 @@
-"""Copies beside the computation: a stream of their own, where the device has streams.
+"""Copies beside the computation, on a stream of their own where the device has streams.
 
-Measures copies between the host and an accelerator, without ever waiting for one.
-
-Copies from host memory to the compute device, ahead of their use and beside its work.
+``DeviceCopy`` copies from host memory to the compute device, ahead of its use. ``CopyMeter``
+measures copies between the host and an accelerator, without ever waiting for one.
 """
 
 from collections import deque

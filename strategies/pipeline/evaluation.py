@@ -408,7 +408,7 @@ class Evaluation:
             return tail.end.forward(values, args, kwargs, seed=whole.seeds[0])
 
     def _relay(self, whole: MicrobatchRun, around: Around) -> Any:
-        """Run a step that stages cannot hand on, each layer on its rank. See ``relay.py``."""
+        """Run a step that stages cannot hand on, each layer on its rank. See ``relay_of``."""
         model = self._model
         with ExitStack() as stack:
             stack.enter_context(around())

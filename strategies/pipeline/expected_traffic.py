@@ -1,16 +1,10 @@
 """What batches of training will do on a pipeline: their order, their traffic and their memory.
 
-What a step should move over the borders of a rank's stages.
-
-What an optimizer step of a pipeline should move, beside what crosses its borders.
-
-Runs this rank's stages once with a batch, on tensors without data: for who counts what they do.
-
-Nothing is sent or received. What crosses borders is made up, of the shapes that are planned.
-
-What is known of batches of training before any is run: asked by the engine, and for telemetry.
-
-A look at a sample tells it; what is made of that in numbers is in ``forecast.py``.
+``expected_traffic`` counts what an optimizer step moves over the borders of a rank's stages,
+``expected_collectives`` what it moves beside that. ``StageRehearsal`` runs the stages of this rank
+once with a batch, on tensors without data; nothing is sent or received, and what crosses borders
+has the shapes that are planned. ``PipelineForecast`` has what is known of batches before any is
+run, from a sample; ``PipelineEstimate`` makes the numbers for the engine and for telemetry.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence

@@ -2,10 +2,9 @@
 
 The last stage runs the step to its end for each microbatch. A metric that counted there would have
 counted on one rank alone, and what it gives for a batch, or its number of updates, would be of
-parts. So calls are only kept, with arguments without their graphs; at the end of the batch
-these are joined, and every rank makes the calls once (``step_report.py``).
-
-Makes the calls of metrics that a step is to make, once for the whole batch, on every rank.
+parts. So ``MetricCalls`` only keeps calls, with arguments without their graphs. At the end of the
+batch these are joined, and ``MetricBroadcast`` lets every rank make the calls once
+(``step_report.py``).
 """
 
 import math

@@ -1,9 +1,8 @@
 """The stages of one step as the executor runs them, microbatch by microbatch.
 
-Checks scalars that layers make for the loss, such as the auxiliary losses of routers.
-
-The last stage sees of such a scalar neither how it was made nor what it was averaged over, and
-weighs it by the rows of its microbatch. So the stage that makes it makes sure that it is a mean
+``SentScalars`` checks scalars that layers make for the loss, such as the auxiliary losses of
+routers. The last stage sees of such a scalar neither how it was made nor what it was averaged over,
+and weighs it by the rows of its microbatch. So the stage that makes it makes sure that it is a mean
 over what grows with the rows.
 """
 

@@ -1,8 +1,7 @@
-"""What a user may choose about a pipeline, checked before anything is started.
+"""What a user may choose about a pipeline, the run that it is in, and what a pipeline cannot do.
 
-What a pipeline is told of the run that it is in.
-
-What a pipeline cannot do, refused before it takes any memory.
+``PipelineOptions`` are checked before anything is started, and the ``refuse_*`` functions run
+before a pipeline takes any memory.
 """
 
 from collections.abc import Callable, Iterable, Sequence

@@ -1,13 +1,10 @@
 """Turns what a job says of itself into the part of a snapshot that stays.
 
-All of it comes from a file that somebody wrote: strings are cleaned, numbers that no job has are
-cut to what a viewer can lay out.
+``PlansView`` has the plans of a job, read again only when their files change; ``mean_expected``
+what a step is expected to move on a rank, from what the ranks state.
 
-The plans that a job has told, read again only when their files change.
-
-They come from files that somebody wrote: strings are cleaned, numbers that no job has are refused.
-
-What a step is expected to move on a rank, from what the ranks state.
+The files are not trusted: strings are cleaned, numbers that no job has are refused, or cut to what
+a viewer can lay out.
 """
 
 import math

@@ -1,17 +1,14 @@
 """Reads one rank's telemetry file, whatever state it is in.
 
-The file is read, not mapped: a mapping of a file that somebody truncates kills the reader. Each
-look reads the page that always changes and a few bytes of each section, and only where those have
-moved the rest of it: a thousand ranks are read each second by a small part of one core.
+The file is read, not mapped: a mapping of a file that another process truncates kills the reader.
+Each look reads the page that always changes and a few bytes of each section, and only where those
+have moved the rest of it: a thousand ranks are read each second by a small part of one core. Of
+each metric's series ``SeriesReader`` reads only the points that came since the last look.
 
-Tells whether the process that writes a telemetry file is alive.
-
-Two signs, because each fails alone. The kernel lets go of the writer's ``flock`` when the
-process dies, whatever the reason, but a descendant that inherited the descriptor keeps it. A pid
-with its start time names one process for good, but only within its own pid namespace and where
-there is a ``/proc``.
-
-Reads the series of the metrics, of each only the points that came since the last look.
+``Liveness`` finds whether the process that writes a file is alive, by two signs, because each fails
+alone. The kernel releases the writer's ``flock`` when the process dies, whatever the reason, but a
+descendant that inherited the descriptor keeps it. A pid with its start time names one process for
+good, but only within its own pid namespace and where there is a ``/proc``.
 """
 
 import fcntl

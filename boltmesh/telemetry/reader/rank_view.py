@@ -1,14 +1,12 @@
 """Turns one rank's file into what a snapshot says of that rank.
 
-Says what a rank's memory is for, from what was walked, what torch gave out and the prediction.
+``memory_kinds`` says what a rank's memory is for. Parameters, gradients, optimizer state and
+buffers are measured. Activations cannot be walked: on CUDA they are what the allocator has given
+out at its peak beyond the kinds that are known, which includes what libraries and communication
+borrow. On the host the rest of the process is ``other``.
 
-Parameters, gradients, optimizer state and buffers are measured. Activations cannot be walked: on
-CUDA they are what the allocator has given out at its peak beyond the kinds that are known, which
-includes what libraries and communication borrow. On the host the rest of the process is ``other``.
-
-Says what a rank moves between its device, its host and its disk, in all and in a step.
-
-Medians, not means: validation and checkpoints read what is offloaded too, and a step between
+``offload_totals`` says what a rank moves between its device, its host and its disk, in all and in a
+step. Medians, not means: validation and checkpoints read what is offloaded too, and a step between
 which they fell says nothing of the others.
 """
 

@@ -1,10 +1,9 @@
-"""Samples the memory of this rank: totals twice a second, what it is for every few seconds.
+"""Samples the memory of this rank: totals twice a second, and every few seconds what it is for.
 
-Measures what memory is for, by walking the tensors that a strategy names.
-
-A storage is counted once, under the first kind that has it, however many tensors share it; of a
-tensor that is sharded over ranks only what this rank holds. A walk costs about a microsecond a
-tensor, so it runs once every few seconds, and less often where the model has very many.
+The latter is measured by walking the tensors that a strategy names. A storage is counted once,
+under the first kind that has it, however many tensors share it; of a tensor that is sharded over
+ranks only what this rank holds. A walk costs about a microsecond a tensor, so it runs once every
+few seconds, and less often where the model has very many.
 """
 
 import time

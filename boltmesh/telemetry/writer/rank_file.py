@@ -3,14 +3,12 @@
 A record is packed, sealed and copied into the mapped file; the kernel owns the pages from then
 on, so a rank that is killed leaves everything up to its last record.
 
-The file is locked for as long as the writer lives. The kernel lets go of the lock at death, which
-is how a reader knows (see ``liveness.py``). A forked child (a data-loader worker) drops the
-mapping at once, so that it neither writes nor keeps the lock alive.
+``open_rank_file`` makes the file, or continues it. Its blocks are allocated then, because a mapped
+file on a full disk does not raise: it kills the process.
 
-Makes the file that a rank writes, or continues it, and locks it for as long as the rank lives.
-
-The blocks are allocated when the file is made, because a mapped file on a full disk does not
-raise: it kills the process.
+The file is locked for as long as the writer lives. The kernel releases the lock at death, which
+is how a reader knows (``Liveness`` in ``reader/rank_reader.py``). A forked child (a data-loader
+worker) drops the mapping at once, so that it neither writes nor keeps the lock alive.
 """
 
 import contextlib

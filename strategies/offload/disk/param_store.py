@@ -1,6 +1,6 @@
 """Shards of parameters on disk, read in the order of the last step before they are asked for.
 
-What the store of parameters knows of a shard: where the disk has it, and where memory does.
+``StoredShard`` says where the disk has a shard, ``HeldShard`` where memory does.
 """
 
 from collections.abc import Callable, Iterator

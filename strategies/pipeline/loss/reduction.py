@@ -6,11 +6,9 @@ scalar factor on the way. Their product is the *count* of a term: what a sum was
 a count grows with the rows or is a constant of the user's cannot be seen in one graph;
 ``calibration`` finds out, and proves what was read.
 
-What a branch of a loss's graph comes from: parameters, rows, or scalars of layers.
-
-What the graph of a scalar tells alone, where nothing was tried.
-
-Of losses that a layer makes, and of logged values before they are tried.
+``leaves_of`` returns what a branch comes from: parameters, rows, or scalars of layers.
+``read_open`` is for losses that a layer makes, and for logged values before they are tried: it has
+the graph alone.
 """
 
 import math

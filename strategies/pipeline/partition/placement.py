@@ -274,7 +274,7 @@ def _used_parameters(
     except ConfigError:
         if step == TRAINING:
             raise
-        return []  # see relay.py
+        return []  # see relay_of in evaluation.py
 
 
 def _refuse_parts(module: Module, unmade: DeferredModel) -> None:

@@ -1,7 +1,4 @@
-"""What the executor asks of a stage of the model.
-
-What crosses the border between two stages of a pipeline.
-"""
+"""What the executor asks of a stage of the model, and what crosses a border between stages."""
 
 from dataclasses import dataclass
 from typing import Protocol

@@ -4,7 +4,7 @@ Of a microbatch a stage keeps its inputs and the graph behind its outputs, from 
 the end of the backward pass (of its second half, where it has two). The outputs themselves go as
 soon as they are sent, unless autograd needs them.
 
-Refuses layers that run again in a backward pass of the batch before: with newer weights.
+Layers that run again in a backward pass of the batch before are refused: the weights are newer.
 """
 
 import contextlib

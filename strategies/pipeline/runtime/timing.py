@@ -1,14 +1,12 @@
-"""When each chunk was computed, on the clock of the host.
+"""When each chunk was computed, and what share of a run the ranks of a pipeline are idle.
 
-``HostChunkTimer`` reads the clock. ``DeviceChunkTimer``, for CUDA, reads events: they are recorded
-on the current stream around each chunk, kept in a pool, and read two steps later, once the last of
-them has passed. Nothing synchronises.
-
-What share of a run the ranks of a pipeline stand idle, known to all of them one run late.
+``HostChunkTimer`` reads the clock of the host. ``DeviceChunkTimer``, for CUDA, reads events: they
+are recorded on the current stream around each chunk, kept in a pool, and read two steps later, once
+the last of them has passed. Nothing synchronises.
 
 The bubble is idle time over the common window of all ranks, from the first start to the last end
-of a chunk on any of them, in the mean over the ranks. Each rank tells its own start, end and busy
-time with a question that the next run asks anyway, so that nothing is sent for this alone.
+of a chunk on any of them, in the mean over the ranks. Each rank sends its own start, end and busy
+time with a message that the next run sends anyway, so all ranks know the bubble one run late.
 
 Ranks of one host share a clock. Ranks of several count from when the run before ended, which they
 all do together, so that clocks which run apart do not matter.

@@ -1,7 +1,4 @@
-"""Cuts a trace into stages: which values cross each border, and what each stage does with them.
-
-What one stage does at every event of a step.
-"""
+"""Cuts a trace into stages: which values cross each border, and what a stage does at each event."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping

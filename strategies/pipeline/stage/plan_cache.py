@@ -1,6 +1,6 @@
 """Remembers how to run a step, for every signature of a batch that came by.
 
-What has to be equal for two batches to be run the same way.
+A signature has what must be equal for two batches to be run the same way.
 """
 
 from collections import OrderedDict

@@ -1,11 +1,5 @@
 """Runs a step as one stage: receives what earlier stages made, stops where the next one begins.
 
-What a stage hands out for outputs of units that it does not run.
-
-Finds single values in the code between units, by the number of the event that makes them.
-
-What a step does behind its last unit: loss, metrics, logs, and what it returns.
-
 [Note: The tail of a step]
 Behind the last unit there is one more stage, which has no unit. What crosses the border to it are
 the values that the last unit made, or that earlier units made and that are used again: logits as a

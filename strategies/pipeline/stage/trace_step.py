@@ -1,8 +1,7 @@
 """Runs a step without running its layers, and notes what it does with what they would give.
 
-Finds out what a step leaves behind on modules between units: buffers and attributes.
-
-What units give is not found out twice: ``unit_outputs.py``.
+Kept too is what the step leaves behind on modules between units: buffers and attributes. What units
+give is found once: ``unit_outputs.py``.
 """
 
 import warnings

@@ -1,6 +1,6 @@
 """Runs a step on tensors without data, and keeps what it says about the model's axes.
 
-Sees every operator of a step and applies the rule for it.
+``AnalysisMode`` sees every operator of the step and applies the rule for it.
 """
 
 from collections.abc import Callable, Iterator, Mapping

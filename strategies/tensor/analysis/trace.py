@@ -1,7 +1,4 @@
-"""Keeps which axes the dimensions of every tensor of a step are, and what was done to them.
-
-What a traced step told beside its axes: how parameters were used, and where.
-"""
+"""What a traced step shows: the axes of every tensor's dimensions, and how parameters were used."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping

@@ -1,8 +1,7 @@
 """Puts a plan on a model: shards in the place of parameters, and wrappers around modules.
 
-Which modules take part in a plan: those that own divided parameters, and what holds them.
-
-Sizes that modules keep as integers, such as ``num_heads``, on ranks that run a part of them.
+``owners_of`` finds the modules that have divided parameters, and ``divide_sizes`` gives modules
+that keep sizes as integers, such as ``num_heads``, those of this rank's part.
 """
 
 from collections import defaultdict

@@ -1,4 +1,6 @@
-"""What ranks of the tensor axis tell each other in a forward pass, and in its backward.
+"""Collectives of the tensor axis in a forward pass, and in its backward pass.
+
+``TensorGroup`` has the ranks that share every layer, and the place of this one among them.
 
 A value is *alike* on all ranks, *divided* along a dimension, or *partial*: the sum over the ranks
 is what is meant. Each function here changes one into another; its backward is another one of them,
@@ -22,8 +24,6 @@ communicates nothing.
 
 Source: Megatron-LM, Shoeybi et al. 2019, section 3, https://arxiv.org/abs/1909.08053; for
 sequences Korthikanti et al. 2022, section 4.2, https://arxiv.org/abs/2205.05198
-
-The ranks that share every layer, and where this one stands among them.
 """
 
 from collections.abc import Callable, Iterator

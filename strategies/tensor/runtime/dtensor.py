@@ -6,8 +6,7 @@ rank's part out of one, and no parameter is ever one. What else the code brings 
 a mask or a norm's weight, is alike on all ranks, and is made a DTensor that says so as it meets one
 of them: before autograd, which then sees no mixed operator in either direction, in any thread.
 
-Attention over heads that ranks divide: each rank attends with its own, nobody communicates.
-
+Attention over heads that ranks divide communicates nothing: each rank attends with its own.
 DTensor has rules for some of the kernels that attention dispatches to, by device and by version of
 torch, and none for what a product of two rows of matrices becomes in inference mode. Heads are
 independent in all of them.

@@ -4,13 +4,12 @@ A parameter is a plain tensor that DDP, FSDP2 and optimizers know. What its use 
 (its gradient summed over the ranks, a bias that is added later) is a differentiable view of it,
 which the module finds under the parameter's name as long as its forward lasts.
 
-What a plan puts on a model's modules, and how it comes off again.
+``Changes`` has what a plan puts on a model's modules, and takes it off again. Wrappers are on
+instances, in the place of a method; classes, parameters and names stay as they are. A wrapper
+around ``forward``, and no hook, changes what a module takes, gives and reads: it also runs where
+activation checkpointing repeats a block, and is left where the block raises.
 
-Wrappers stand on instances, in the place of a method; classes, parameters and names stay as they
-are. A wrapper around ``forward``, and no hook, changes what a module takes, gives and reads: it
-also runs where activation checkpointing repeats a block, and is left where the block raises.
-
-Cuts parameters into the shards of the ranks, and joins shards into whole tensors.
+``shard_of`` cuts parameters into the shards of the ranks, ``join_shards`` joins them.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -1,23 +1,18 @@
-"""Softmax and its relatives over a vocabulary of which each rank has some tokens.
+"""Softmax and cross entropy over a vocabulary of which each rank has some tokens.
 
-Two numbers per position are all that ranks tell each other: the largest logit and the sum of the
-exponentials. Both are kept in fp32 (fp64 for fp64), whatever the type of the logits.
+Logits are never gathered. Two numbers per position are all that ranks exchange for a softmax: the
+largest logit and the sum of the exponentials. Both are kept in fp32 (fp64 for fp64), whatever the
+type of the logits.
 
-Shapes: ``(..., v)``, v tokens of this rank after any dimensions of positions.
-
-Source: Megatron-LM, Shoeybi et al. 2019, section 3, https://arxiv.org/abs/1909.08053
-
-Cross entropy of logits of which each rank has some tokens; logits are never gathered.
-
-Ranks tell each other the largest logit of a position, then, in one message, the sum of
-exponentials, the logit of the target, and with label smoothing the weighted sum of logits: three
+For cross entropy the ranks exchange the largest logit of a position, then, in one message, the sum
+of exponentials, the logit of the target, and with label smoothing the weighted sum of logits: three
 or four numbers per position, in fp32, none in the backward pass. That one computes probabilities
-anew from the logits, which exist anyway, so nothing of their size is kept.
+again from the logits, which exist anyway, so nothing of their size is kept. Label smoothing counts
+the tokens of the whole vocabulary, and the mean divides by the weights of targets that are not
+ignored, as `torch.nn.functional.cross_entropy` does.
 
-Label smoothing counts the tokens of the whole vocabulary, and the mean divides by the weights of
-targets that are not ignored, as `torch.nn.functional.cross_entropy` does.
-
-Shapes: N positions, v tokens of this rank, V of all. Logits and scores are ``(N, v)``, targets
+Shapes: softmax takes ``(..., v)``, v tokens of this rank after any dimensions of positions. For
+cross entropy with N positions and V tokens of all ranks, logits and scores are ``(N, v)``, targets
 ``(N,)``, weights of tokens ``(V,)``.
 
 Source: Megatron-LM, Shoeybi et al. 2019, section 3, https://arxiv.org/abs/1909.08053

@@ -1,8 +1,9 @@
 """A tensor of which each rank has some tokens, and which looks whole to the code that uses it.
 
 The weights of embeddings and heads are such tensors while a module runs, and logits are until a
-loss is taken of them. `rules` says which functions work on the parts that the ranks have; for any
-other the tensor is gathered, with a right gradient, and the function runs on every rank alike.
+loss is taken of them. ``RULES`` has, by name, the functions that work on the parts that the ranks
+have; for any other the tensor is gathered, with a right gradient, and the function runs on every
+rank alike.
 
 As with DTensor, autograd sees the whole tensor; `unwrap` and `wrap` lead to this rank's part and
 back. So hooks, retained gradients, custom autograd functions and reentrant checkpointing work as
@@ -10,8 +11,6 @@ on any tensor. Gradients that arrive may be parts or, from code that had it gath
 
 What such a tensor needs from other ranks needs all ranks: code that only one rank runs must not
 use its values, not even to print them; ``repr`` communicates nothing.
-
-Which functions work on parts of a divided tensor: rules by name, filled in by `rules`.
 
 ``Vocabulary`` says which tokens each rank has, also where their number does not divide: the first
 ``size % ranks`` ranks have one token more than the others. Nothing is padded in a parameter; only a
