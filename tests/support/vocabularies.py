@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from boltmesh.strategies.tensor.plan import LossParallel
-from boltmesh.strategies.tensor.runtime import vocab_collective, vocab_local  # noqa: F401
+from boltmesh.strategies.tensor.runtime import vocab_modules  # noqa: F401
 from boltmesh.strategies.tensor.runtime.collectives import TensorGroup
 from boltmesh.strategies.tensor.runtime.vocab_tensor import Vocabulary, wrap
 

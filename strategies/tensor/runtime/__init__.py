@@ -7,5 +7,5 @@ random numbers per rank, ``sequence`` divides the sequence between blocks. ``sig
 calls of blocks that are unlike those of the first batch.
 
 ``vocab_modules`` keeps logits divided over the vocabulary up to the loss, as a ``vocab_tensor``;
-``vocab_local`` and ``vocab_collective`` are torch's functions on it, with ``vocab_softmax``.
+``vocab_local`` and ``vocab_reductions`` are torch's functions on it.
 """
