@@ -81,7 +81,7 @@ def run_on_rank0_and_broadcast(
         CheckpointError: The action failed; on every rank.
     """
     is_first = not dist.is_initialized() or dist.get_rank() == 0
-    result = all_or_none(action if is_first else _noop, group)
+    result = all_or_none(action if is_first else noop, group)
     if dist.is_initialized() and dist.get_world_size() > 1:
         results = [result]
         dist.broadcast_object_list(results, 0, group)
@@ -92,11 +92,11 @@ def run_on_rank0_and_broadcast(
 def run_on_rank0(action: Callable[[], object], group: dist.ProcessGroup | None = None) -> None:
     """Run ``action`` on rank 0, and raise on all ranks when it fails. Collective."""
     is_first = not dist.is_initialized() or dist.get_rank() == 0
-    all_or_none(action if is_first else _noop, group)
+    all_or_none(action if is_first else noop, group)
 
 
-def _noop() -> None:
-    """The action of the other ranks."""
+def noop() -> None:
+    """The action of ranks that only take part in a collective action."""
 
 
 def _describe(error: Exception) -> tuple[type[CheckpointError], str]:

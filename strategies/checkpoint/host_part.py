@@ -27,7 +27,7 @@ from boltmesh.strategies.checkpoint.file import SummedFile
 from boltmesh.strategies.checkpoint.manifest import REST, write_manifest
 from boltmesh.strategies.checkpoint.shard_writer import PiecePlanner, ShardWriter
 from boltmesh.strategies.checkpoint.storage.folder import Draft, DraftStart, LocalFolder
-from boltmesh.strategies.object_collectives import all_or_none, gather_objects
+from boltmesh.strategies.object_collectives import all_or_none, gather_objects, noop
 from boltmesh.strategies.torch_compat.files import without_duplicates
 
 _CHUNK_BYTES = 16 << 20
@@ -102,7 +102,7 @@ def write_part(
     """
     draft = LocalFolder(target).draft()
     try:
-        start = ranks.run(draft.begin if ranks.is_leader else _nothing)
+        start = ranks.run(draft.begin if ranks.is_leader else noop)
         starts = ranks.gather(start)
         ranks.run(bind(_join, draft, starts[ranks.leader]))
         (rest,) = _broadcast([rest], ranks)
@@ -115,15 +115,11 @@ def write_part(
         with torch.no_grad():
             results = ranks.gather(ranks.run(lambda: writer.write_data(plan, planner).value()))
         finish = bind(_finish, draft, writer, metadata, ranks.of(results), rest, ranks)
-        ranks.run(finish if ranks.is_leader else _nothing)
+        ranks.run(finish if ranks.is_leader else noop)
     except BaseException:
         if ranks.is_leader:
             draft.abandon()
         raise
-
-
-def _nothing() -> None:
-    """The action of the other ranks."""
 
 
 def _broadcast(items: list[Any], ranks: HostRanks) -> list[Any]:

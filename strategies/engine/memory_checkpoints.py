@@ -38,6 +38,7 @@ from boltmesh.strategies.lightning_compat.loops import (
     validation_follows,
 )
 from boltmesh.strategies.lightning_compat.trainer import add_callback
+from boltmesh.strategies.object_collectives import noop
 from boltmesh.telemetry.snapshot import MemoryKind
 from boltmesh.telemetry.traffic import CHECKPOINTS
 from boltmesh.telemetry.writer.memory import StoredBytes
@@ -294,7 +295,7 @@ class MemoryCheckpoints:
     @staticmethod
     def _write_file(data: bytes, place: Path, ranks: HostRanks) -> None:
         act = partial(write_file, place, lambda file: file.write(data))
-        ranks.run(act if ranks.rank == 0 else _nothing)
+        ranks.run(act if ranks.rank == 0 else noop)
 
     def _send_on(self, step: int, ranks: HostRanks) -> None:
         """Send the parts of all hosts to the next host each. Collective."""
@@ -315,7 +316,7 @@ class MemoryCheckpoints:
 
     def _keep_only(self, step: int | None, ranks: HostRanks) -> None:
         """Delete all copies but one, once that is complete on all hosts. Collective."""
-        ranks.run(_nothing)
+        ranks.run(noop)
         if ranks.is_leader and self._folder is not None:
             name = None if step is None else self._path(0, step).name
             for each in self._folder.glob("part-*/*"):
@@ -372,10 +373,6 @@ class MemoryCopies(Checkpoint):
         batch_idx: int,
     ) -> None:
         self._copies.after_batch(trainer)
-
-
-def _nothing() -> None:
-    """The action of the other ranks."""
 
 
 def _all_or_config_error(action: Callable[[], object], ranks: HostRanks) -> None:
