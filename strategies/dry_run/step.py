@@ -29,7 +29,10 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from boltmesh.strategies.checkpoint.chunks import DimDivision
-from boltmesh.strategies.dry_run.fake_optimizers import manual_optimization_stub
+from boltmesh.strategies.dry_run.fake_optimizers import (
+    fake_optimizers,
+    manual_optimization_stub,
+)
 from boltmesh.strategies.dry_run.metrics import find_metrics
 from boltmesh.strategies.dry_run.no_side_effects import (
     ParametersUnchanged,
@@ -39,6 +42,7 @@ from boltmesh.strategies.dry_run.no_side_effects import (
     random_state_unchanged,
 )
 from boltmesh.strategies.dry_run.unsupported import refuse_collective
+from boltmesh.strategies.lightning_compat.trainer import trainer_of
 from boltmesh.strategies.pytree import replace_tensors
 from boltmesh.strategies.torch_compat.tensors import tree_leaves
 
@@ -143,7 +147,9 @@ class DryRun:
         if self.trains and not self.module.automatic_optimization:
             with self.around(), manual_optimization_stub(self.module) as collected:
                 return step(*args), collected
-        with self.around():
+        trainer = trainer_of(self.module)
+        optimizers = fake_optimizers(trainer.strategy, self.module) if trainer else nullcontext()
+        with self.around(), optimizers:
             return step(*args), {}
 
     @contextmanager

@@ -88,6 +88,21 @@ class Forecast(VisionTransformer):
         return loss
 
 
+class LogsRate(VisionTransformer):
+    """Reads the learning rate in the step, as many modules do to log it."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        optimizer: Any = self.optimizers()
+        schedule: Any = self.lr_schedulers()
+        self.log("rate", optimizer.param_groups[0]["lr"])
+        self.log("last_rate", schedule.get_last_lr()[0])
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2)]
+
+
 class Codebook(nn.Module):
     """Sums over all ranks if there are some, as ``VectorQuantize`` does."""
 
@@ -112,16 +127,18 @@ def train(rank: int, world_size: int, kind: type[LightningModule], strategy: str
     seed_everything(1, verbose=False)
     generator = torch.Generator().manual_seed(2)
     batches = [torch.randn(rows, 4, 16, generator=generator) for rows in (4, 4, 3)]
-    losses = Losses()
-    Trainer(
+    loader: Any = DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
+    losses, module = Losses(), kind()
+    trainer = Trainer(
         strategy=STRATEGIES[strategy][1](), accelerator="cpu", devices=world_size, max_steps=3,
         logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, use_distributed_sampler=False, callbacks=[losses],
-    ).fit(kind(), DataLoader(batches, batch_size=None))  # type: ignore[arg-type]  # fmt: skip
+    )  # fmt: skip
+    trainer.fit(module, loader)
     return losses.kept
 
 
-@pytest.mark.sample("MessagePassing-pipeline")
+@pytest.mark.sample(*("MessagePassing-pipeline", "LogsRate-tensor"))
 @pytest.mark.parametrize(
     ("kind", "strategy"),
     [
@@ -131,6 +148,7 @@ def train(rank: int, world_size: int, kind: type[LightningModule], strategy: str
         (MessagePassing, "tensor"),
         (Forecast, "pipeline"),
         (Forecast, "tensor"),
+        (LogsRate, "tensor"),
     ],
 )
 def test_it_trains_as_in_one_process(kind: type[LightningModule], strategy: str) -> None:
