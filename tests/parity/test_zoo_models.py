@@ -88,6 +88,44 @@ class Forecast(VisionTransformer):
         return loss
 
 
+class Distances(nn.Module):
+    """A bias of attention for each distance between positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(8, 1)
+
+    def forward(self, length: int) -> Tensor:
+        positions = torch.arange(length)
+        bias: Tensor = self.table(positions[:, None] - positions + 4).squeeze(-1)
+        return bias
+
+
+class Biased(nn.Module):
+    def __init__(self, distances: Distances | None = None) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+        self.found = () if distances is None else (distances,)  # no child of it
+
+    def forward(self, x: Tensor, *given: Distances) -> Tensor:
+        (distances,) = given or self.found
+        return x + torch.softmax(distances(x.shape[1]), -1) @ self.layer(x)
+
+
+class Lends(VisionTransformer):
+    """Blocks get the module of a bias as an argument, as in x-transformers, and call it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.distances = Distances()
+        self.first, self.second = Biased(), Biased()  # type: ignore[assignment]
+        self.third, self.fourth = Biased(self.distances), Biased(self.distances)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        x = self.second(self.first(batch, self.distances), self.distances)
+        return self.head(self.fourth(self.third(x))).square().mean()
+
+
 class LogsRate(VisionTransformer):
     """Reads the learning rate in the step, as many modules do to log it."""
 
@@ -138,7 +176,7 @@ def train(rank: int, world_size: int, kind: type[LightningModule], strategy: str
     return losses.kept
 
 
-@pytest.mark.sample(*("MessagePassing-pipeline", "LogsRate-tensor"))
+@pytest.mark.sample(*("MessagePassing-pipeline", "Lends-pipeline", "LogsRate-tensor"))
 @pytest.mark.parametrize(
     ("kind", "strategy"),
     [
@@ -148,6 +186,8 @@ def train(rank: int, world_size: int, kind: type[LightningModule], strategy: str
         (MessagePassing, "tensor"),
         (Forecast, "pipeline"),
         (Forecast, "tensor"),
+        (Lends, "pipeline"),
+        (Lends, "3d"),
         (LogsRate, "tensor"),
     ],
 )

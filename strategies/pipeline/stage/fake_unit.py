@@ -1,7 +1,7 @@
 """Finds what a unit would give, without its parameters' values and without computing."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -48,6 +48,8 @@ class FakeCall:
     flops: int
     sees_one_value: bool = False
     """Whether a norm in it had one value for each channel."""
+    borrowed: list[Parameter] = field(default_factory=list)
+    """Parameters that it used and that are not its own, such as those of a module that it got."""
 
 
 def run_on_fakes(
@@ -97,6 +99,7 @@ def run_on_fakes(
             flops = 0 if counter is None else counter.get_total_flops()
             made = _describe(name, unit, result, arguments, mode, watch.answers, flops)
             made.sees_one_value = watch.sees_one_value
+            made.borrowed = watch.borrowed
             found.append(made)
         if not watch.has_guessed:
             break
@@ -108,6 +111,7 @@ def run_on_fakes(
             f"others: {_shapes(found[0])} or {_shapes(found[1])}. The next stage has to know it "
             f"beforehand: pad it inside {name!r}."
         )
+    found[-1].borrowed = [each for call in found for each in call.borrowed]
     return found[-1]
 
 
@@ -130,6 +134,7 @@ class _Watch(TorchFunctionMode):
         self.has_guessed = False
         self.sees_one_value = False
         self.answers: list[Any] = []
+        self.borrowed: list[Parameter] = []
         self.reads = 0
 
     @override
@@ -138,6 +143,8 @@ class _Watch(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         refuse_collective(func, (*args, *kwargs.values()), self.unit)
+        given = tensors_in((args, kwargs))
+        self.borrowed += [e for e in given if isinstance(e, Parameter) and not is_fake(e)]
         name = name_of(func)
         if name in READS:
             return self._read(name, func, args, kwargs)

@@ -114,7 +114,8 @@ class TraceEvent:
     is_unit: bool
     parameters: frozenset[str] = frozenset()
     """Parameters that a function used where it met a value of a unit, itself or by what was made
-    of them before. Of a unit's call: parameters that its arguments were made of."""
+    of them before. Of a unit's call: parameters that its arguments were made of, and those that
+    are not its own and that it used."""
     place: str = ""
     """The line of the step that caused it, for messages."""
     writes: str = ""

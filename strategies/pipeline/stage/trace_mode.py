@@ -2,10 +2,11 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
@@ -150,12 +151,14 @@ class BetweenUnitsTracer(TorchFunctionMode):
         self.unit_event = TraceEvent(name, True, self._parameters_of(given), line_of_step())
         return arguments
 
-    def end_unit(self, result: Any, output: UnitOutput) -> None:
-        """Note what a unit gave, and which of its arguments it changed."""
+    def end_unit(self, result: Any, output: UnitOutput, borrowed: list[Parameter]) -> None:
+        """Note what a unit gave, whose parameters it used, which of its arguments it changed."""
         given = [each for each, _ in self.unit_before]
-        index = self._add(self.unit_event, given, self.unit_before)
+        event = self.unit_event
+        event = replace(event, parameters=event.parameters | self._parameters_of([*borrowed]))
+        index = self._add(event, given, self.unit_before)
         self.trace.outputs[index] = output
-        origin = f"the output of {self.unit_event.name!r}"
+        origin = f"the output of {event.name!r}"
         self._note_results(index, take_apart(result)[0], origin, given, frozenset())
 
     def note_answer(self, answer: Any) -> None:

@@ -356,7 +356,7 @@ class _StepTracer:
             self.trace.sees_one_value |= called.sees_one_value
             for each in called.answers:
                 self.glue.note_answer(each)
-            self.glue.end_unit(called.result, called.output)
+            self.glue.end_unit(called.result, called.output, called.borrowed)
             if self.counts_flops:
                 flops = self.trace.flops
                 flops[name] = flops.get(name, 0) + called.flops
@@ -393,7 +393,8 @@ class _StepTracer:
                 watched.call = called
                 if self.keeping is not None and saved is not None:
                     watched.saved = self.keeping.saved_since(saved, called.result)
-        if key is not None and not called.answers and versions(arguments) == before:
+        shows_all = not called.answers and not called.borrowed
+        if key is not None and shows_all and versions(arguments) == before:
             self.learned[key] = called.output
         return called
 
@@ -403,7 +404,8 @@ class _StepTracer:
         result = recall(output, arguments, self.mode)
         if self.keeping is not None:
             self.keeping.repeat(first.saved, result)
-        self.learned[key] = output
+        if not first.call.borrowed:
+            self.learned[key] = output
         return replace(first.call, result=result)
 
     @property
