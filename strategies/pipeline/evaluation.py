@@ -52,7 +52,11 @@ from boltmesh.strategies.pipeline.stage.units import (
     with_records,
 )
 from boltmesh.strategies.pytree import is_constant, replace_tensors, take_apart, tensors_in
-from boltmesh.strategies.torch_compat.modules import hooks_unchanged, swapped_state
+from boltmesh.strategies.torch_compat.modules import (
+    hooks_unchanged,
+    swapped_state,
+    without_nested_batches,
+)
 from boltmesh.strategies.torch_compat.tensors import tree_map_only
 
 if TYPE_CHECKING:
@@ -352,6 +356,7 @@ class Evaluation:
         inside = {id(part) for each in apart for part in each.modules()}
         self._glue = [each for each in model.module.modules() if id(each) not in inside]
 
+    @without_nested_batches()
     def step(
         self,
         step: str,

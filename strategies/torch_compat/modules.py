@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributions import Distribution
 from torch.nn import Module, MultiheadAttention, Parameter
@@ -199,6 +200,21 @@ def distributions_unchecked() -> Iterator[None]:
         yield
     finally:
         Distribution.set_default_validate_args(checks)
+
+
+@contextmanager
+def without_nested_batches() -> Iterator[None]:
+    """Context in which ``nn.TransformerEncoder`` gives its layers no nested tensors.
+
+    In evaluation with a padding mask it does, on torch's fast path. They hold the tokens that are
+    not padding, and no stage can receive one. The layers compute as in training then.
+    """
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
 
 
 @contextmanager

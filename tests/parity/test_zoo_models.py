@@ -141,6 +141,24 @@ class LogsRate(VisionTransformer):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2)]
 
 
+class Padded(VisionTransformer):
+    """Torch's own encoder with a padding mask, which has a fast path of its own in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(16, 2, 24, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 3)
+        del self.first, self.second
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        mask = torch.arange(batch.shape[1]) >= batch[:, :1, 0].abs() * 2 + 1
+        found = self.head(self.encoder(batch, src_key_padding_mask=mask)).square().sum(-1)
+        return found.masked_fill(mask, 0.0).mean()
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("validation", self.training_step(batch, batch_idx))
+
+
 class Codebook(nn.Module):
     """Sums over all ranks if there are some, as ``VectorQuantize`` does."""
 
@@ -173,10 +191,14 @@ def train(rank: int, world_size: int, kind: type[LightningModule], strategy: str
         enable_model_summary=False, use_distributed_sampler=False, callbacks=[losses],
     )  # fmt: skip
     trainer.fit(module, loader)
+    if kind is Padded:
+        losses.kept += trainer.validate(module, loader, verbose=False)[0].values()
     return losses.kept
 
 
-@pytest.mark.sample(*("MessagePassing-pipeline", "Lends-pipeline", "LogsRate-tensor"))
+@pytest.mark.sample(
+    *("MessagePassing-pipeline", "Lends-pipeline", "LogsRate-tensor", "Padded-pipeline")
+)
 @pytest.mark.parametrize(
     ("kind", "strategy"),
     [
@@ -189,6 +211,7 @@ def train(rank: int, world_size: int, kind: type[LightningModule], strategy: str
         (Lends, "pipeline"),
         (Lends, "3d"),
         (LogsRate, "tensor"),
+        (Padded, "pipeline"),
     ],
 )
 def test_it_trains_as_in_one_process(kind: type[LightningModule], strategy: str) -> None:

@@ -43,7 +43,11 @@ from boltmesh.strategies.pipeline.stage.unit_outputs import (
 from boltmesh.strategies.pipeline.stage.units import ReplacedForwards, with_records
 from boltmesh.strategies.pytree import replace_tensors, take_apart, tensors_in
 from boltmesh.strategies.random_state import seed_random_state
-from boltmesh.strategies.torch_compat.modules import distributions_unchecked, hooks_unchanged
+from boltmesh.strategies.torch_compat.modules import (
+    distributions_unchecked,
+    hooks_unchanged,
+    without_nested_batches,
+)
 from boltmesh.strategies.torch_compat.tensors import (
     fake_tensors,
     is_equal,
@@ -301,6 +305,7 @@ class _StepTracer:
             stack.enter_context(random_state_unchanged(device))
             stack.enter_context(without_weight_cache())
             stack.enter_context(distributions_unchecked())
+            stack.enter_context(without_nested_batches())
             stack.enter_context(warnings.catch_warnings())
             # Torch looks at .grad when it describes a tensor that meets one without data.
             warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
