@@ -189,7 +189,8 @@ class _Passing:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         output = _passed(args, kwargs, self._given[self._first])
         assert output is not None
-        return output
+        # As a block's output is: code behind it may write there, with the input kept for gradients.
+        return tree_map_only(Tensor, Tensor.clone, output)
 
 
 def _passed(args: Any, kwargs: Any, output: Any) -> Any:

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from boltmesh.strategies.deferred_initialization.deferred import deferred_init
 from boltmesh.strategies.deferred_initialization.materialize import materialize
-from boltmesh.strategies.tensor.skip_blocks import parameters_lent
+from boltmesh.strategies.tensor.skip_blocks import blocks_passed, parameters_lent
 
 
 class Block(nn.Module):
@@ -48,3 +48,12 @@ def test_a_block_without_values_borrows_them_and_keeps_its_own_settings() -> Non
     assert all(each.is_meta for each in own.values())
     materialize(last)
     assert not torch.equal(last(x), first(x) + 2)
+
+
+def test_code_behind_a_block_that_is_passed_by_may_write_in_place() -> None:
+    blocks = {str(number): nn.Linear(6, 6) for number in range(2)}
+    x = torch.relu_(blocks["0"](torch.randn(2, 6)))
+    with blocks_passed(blocks, {"1": "0"}):
+        blocks["0"](x)
+        torch.relu_(blocks["1"](x)).sum().backward()
+    assert blocks["0"].weight.grad is not None
