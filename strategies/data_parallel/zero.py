@@ -203,7 +203,7 @@ class ZeroAxis(DataAxis):
         if self._guard is not None:
             self._guard.explain(error)
 
-    def _before_forward(self, root: Module, *_: object) -> None:
+    def _before_forward(self, *_: object) -> None:
         self._refuse_lost()
         self._model.begin_forward()
         self._follow_shards()
@@ -212,7 +212,8 @@ class ZeroAxis(DataAxis):
             self._stale.end()
             if torch.is_grad_enabled() and self._context.zeroes_gradients():
                 self._stale.begin()
-        if root.training and torch.is_grad_enabled() and self._is_synchronised:
+        # Lightning leaves the root in the mode of an evaluation.
+        if self._model.module.training and torch.is_grad_enabled() and self._is_synchronised:
             self._model.buffers.send()
 
     def _after_forward(self, *_: object) -> None:
