@@ -21,6 +21,11 @@ _SECRET_WORDS = frozenset({
 })  # fmt: skip
 _SECRET_ENDINGS = ("apikey", "passphrase", "passwd", "password", "secret")
 """Endings of words that are written together, such as PGPASSWORD."""
+_COUNTS = frozenset(
+    {"dim", "dims", "head", "heads", "id", "ids", "index", "layers", "length", "size"}
+)
+"""Last words of names whose whole number is a size or a place, such as ``num_key_value_heads``."""
+_WHOLE = re.compile(r"-?[0-9]{1,9}")
 _SHAPES = re.compile(
     r"\b(?:hf_[A-Za-z0-9]{8,}|sk-[A-Za-z0-9_-]{8,}|[rsp]k_(?:live|test)_[A-Za-z0-9]{8,}"
     r"|gh[pousr]_[A-Za-z0-9]{8,}|github_pat_\w{8,}|glpat-[\w-]{8,}|xox[abprs]-[\w-]{8,}"
@@ -56,6 +61,14 @@ def is_secret_name(name: str) -> bool:
     )
 
 
+def _is_hidden(name: str, value: object) -> bool:
+    """Tell whether a name and a value are a secret: ``pad_token_id: 0`` is none."""
+    if not is_secret_name(name):
+        return False
+    is_count = [word.lower() for word in _WORD.findall(name)][-1] in _COUNTS
+    return not (is_count and _WHOLE.fullmatch(_text(value)))
+
+
 def redact_text(text: str) -> str:
     """Replace secrets in a text: by their shape, and by the name before them."""
     text = _redact_named(_USERINFO.sub(rf"\1{HIDDEN}@", text))
@@ -68,7 +81,9 @@ def _redact_named(text: str) -> str:
         if found.start() < done or not is_secret_name(found[1]):
             continue
         value = _VALUE.match(text, found.end())
-        if value is not None and HIDDEN[:-1] not in value[0]:
+        if value is None or not _is_hidden(found[1], value[0]):
+            continue
+        if HIDDEN[:-1] not in value[0]:
             parts += [text[done : found.end()], HIDDEN]
             done = value.end()
     return "".join((*parts, text[done:]))
@@ -85,8 +100,9 @@ def redact_command(command: Iterable[str]) -> list[str]:
             continue
         hide_next = False
         if found := _ASSIGNMENT.fullmatch(word):
-            dashes, name, _ = found.groups(default="")
-            result.append(f"{dashes}{name}={HIDDEN}" if is_secret_name(name) else redact_text(word))
+            dashes, name, value = found.groups(default="")
+            is_hidden = _is_hidden(name, value)
+            result.append(f"{dashes}{name}={HIDDEN}" if is_hidden else redact_text(word))
             continue
         option = _OPTION.fullmatch(word)
         hide_next = option is not None and is_secret_name(option[1])
@@ -98,7 +114,7 @@ def redact_mapping(values: Mapping[str, object]) -> dict[str, str]:
     """Return values as short strings, without secrets, also without those in nested mappings."""
     return {
         encodable(str(name)): HIDDEN
-        if is_secret_name(str(name))
+        if _is_hidden(str(name), value)
         else encodable(redact_text(_text(_redact(value)))[:_MAX_VALUE])
         for name, value in values.items()
     }
@@ -119,7 +135,7 @@ def _redact(value: Any, depth: int = 0) -> Any:
         if isinstance(value, Mapping):
             return {
                 name: HIDDEN
-                if is_secret_name(str(name)) and each not in (None, "")
+                if each not in (None, "") and _is_hidden(str(name), each)
                 else _redact(each, depth + 1)
                 for name, each in value.items()
             }

@@ -58,6 +58,11 @@ def make_info(**fields):
         (["160eecc160eecc160eecc160eecc160eecc160ee"],) * 2,
         (["--max_tokens=4", "tokenizer=gpt2", "keyboard=us"],) * 2,
         (["fit", "ddp", "trainer.max_steps=10"],) * 2,
+        (["model.num_key_value_heads=2", "{pad_token_id: 0, key_dim: 64}"],) * 2,
+        (
+            ["aws_access_key_id=abc", "--key=12"],
+            ["aws_access_key_id=[redacted]", "--key=[redacted]"],
+        ),
     ],
 )
 def test_a_command_is_shown_without_its_secrets(command, shown):
@@ -77,6 +82,11 @@ def test_nested_hyperparameters_hold_no_secret():
     assert redact_mapping(given)["logger"] == "{'wandb': [{'api_key': '[redacted]', 'width': 3}]}"
     assert holds_secret(given)
     assert not holds_secret({"lr": 0.1, "data": {"api_key": None, "path": "runs/a"}})
+    sizes = {"num_key_value_heads": 2, "bos_token_id": -1, "dims": {"key_size": 64}}
+    assert redact_mapping(sizes)["num_key_value_heads"] == "2"
+    assert "redacted" not in str(redact_mapping(sizes))
+    assert not holds_secret(sizes)
+    assert holds_secret({"access_key_id": "abc"})
     endless: dict[str, object] = {}
     endless["again"] = endless
     assert not holds_secret(endless)
