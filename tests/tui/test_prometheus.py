@@ -2,6 +2,7 @@
 
 import math
 import re
+from pathlib import Path
 
 import pytest
 
@@ -212,3 +213,41 @@ def test_the_headline_figures_and_findings_are_there() -> None:
     assert found["boltmesh_job_model_flops_per_second"].value() > 1e12
     assert found["boltmesh_job_finding"].value(kind="straggler") == 1
     assert found["boltmesh_job_finding"].value(kind="crashed") == 0
+
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "recording.md"
+UNITS = (
+    "_bytes", "_seconds", "_ratio", "_per_second", "_per_step", "_watts", "_celsius", "_hertz",
+    "_total",
+)  # fmt: skip
+"""Endings that say the base unit, or that it is a counter."""
+WITHOUT_A_UNIT = {
+    "info", "state", "stopped", "ranks", "epoch", "steps", "metric", "finding", "alert", "up",
+    "throttled", "threads", "cores",
+}  # fmt: skip
+
+
+def _documented(known: set[str]) -> set[str]:
+    """Names in the table of the docs, where ``_epoch`` goes on from the name before it."""
+    found = set()
+    for line in DOCUMENT.read_text().splitlines():
+        if not line.startswith("| `boltmesh_"):
+            continue
+        first = ""
+        for name in re.findall(r"`([a-z_.]+)`", line.split("|")[1]):
+            if name.endswith("..."):
+                found |= {each for each in known if each.startswith(name.removesuffix("..."))}
+                continue
+            first = name if name.startswith("boltmesh_") else first
+            parts = first.split("_")
+            stems = ["_".join(parts[:size]) for size in range(len(parts), 1, -1)]
+            full = name if name == first else next(s + name for s in stems if s + name in known)
+            found.add(full)
+    return found
+
+
+def test_every_metric_is_in_the_docs_with_a_base_unit_in_its_name() -> None:
+    known = {family.name for family in families(demo())}
+    assert _documented(known) == known
+    for name in known:
+        assert name.endswith(UNITS) or name.rpartition("_")[2] in WITHOUT_A_UNIT, name
