@@ -24,7 +24,7 @@ REMOTE_COMMAND = click.option(
 @click.option(
     "--demo",
     is_flag=True,
-    help="Show a made-up job: healthy, straggler, input_bound, hang, crashed or gpu.",
+    help="Show a made-up job: healthy, straggler, input_bound, hang, crashed, experts or gpu.",
 )
 @click.option("--replay", type=click.Path(path_type=Path), help="Show a recording.")
 @click.option(

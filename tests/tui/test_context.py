@@ -1,8 +1,9 @@
 """The context screen: who has more work, and the largest messages."""
 
+import msgspec
 import pytest
 
-from boltmesh.telemetry.snapshot import PhaseTime
+from boltmesh.telemetry.snapshot import MetricPoint, PhaseTime
 from boltmesh.tui.panels.context import context_rows
 from boltmesh.tui.sources.live import Observation
 from tests.tui.samples import NOW, demo, job, rank, step, total
@@ -53,3 +54,15 @@ async def test_a_job_without_the_axis_says_so() -> None:
     async with open_app(demo(), size=(80, 24)) as pilot:
         await pilot.press("n")
         assert "no context axis" in screen_text(pilot.app)
+
+
+@pytest.mark.parametrize("size", [(80, 24), (160, 45)])
+async def test_the_traffic_of_the_axis_is_below_the_ranks(size: tuple[int, int]) -> None:
+    points = tuple(MetricPoint("step_s", at, 0.1 * at) for at in range(1, 9))
+    seen = msgspec.structs.replace(JOB, trends=points)
+    async with open_app(Observation(NOW, seen), size=size) as pilot:
+        await pilot.press("n")
+        lines = screen_text(pilot.app).splitlines()
+        (at,) = [at for at, line in enumerate(lines) if "context axis, per step" in line]
+        assert "all_gather" in lines[at + 2]
+        assert any("step time, ms" in line for line in lines)

@@ -8,9 +8,12 @@ from boltmesh.schedule_sim import actions
 from boltmesh.telemetry.snapshot import PHASES, JobSnapshot, RankSnapshot
 from boltmesh.tui.demo import HEAD_START, STEP_S, DemoSource, Scenario, mesh_of, observe
 from boltmesh.tui.demo.job import MAX_STEPS, SimulatedJob
-from boltmesh.tui.demo.setup import DEFAULT_MESH, Blocks, Setup, normal, uniform
+from boltmesh.tui.demo.model import CHOICES
+from boltmesh.tui.demo.setup import DEFAULT_MESH, EXPERTS_MESH, Blocks, Setup, normal, uniform
+from boltmesh.tui.metrics.experts import layer_loads
 from boltmesh.tui.metrics.figures import figures
 from boltmesh.tui.metrics.traffic import traffic_rows
+from boltmesh.tui.panels.context import context_rows
 from boltmesh.tui.state import fold
 from tests.support.cpu_time import least_cpu_s
 from tests.tui.samples import NOW, demo
@@ -350,3 +353,24 @@ def test_every_scenario_can_be_watched_from_a_source(scenario: Scenario) -> None
     source = DemoSource(clock=lambda: next(moments), scenario=scenario)
     assert source.read().job.state == ("crashed" if scenario == "crashed" else "running")
     source.close()
+
+
+def test_experts_and_a_context_axis_have_figures_on_their_screens() -> None:
+    seen = demo(mesh=EXPERTS_MESH, scenario="experts")
+    job = seen.job
+    tokens = job.ranks[0].steps[-1].tokens or 0
+    for load in layer_loads(job):
+        expected = CHOICES * tokens * EXPERTS_MESH["data"] * job.global_step
+        assert sum(load.rows) == pytest.approx(expected, rel=1e-4)
+        assert 1 < (load.imbalance or 0) < 3
+    assert any(load.dropped for load in layer_loads(job))
+    first, last = context_rows(job)[:2]
+    assert (first.part, last.part) == (0, 1)
+    assert (first.compute_s or 0) < (last.compute_s or 0)
+    assert {row.axis for row in traffic_rows(job)} == {"data", "context", "expert", "world"}
+    assert all(row.verdict == "equal" for row in traffic_rows(job) if row.axis != "world")
+    for rank in job.ranks:
+        for step in rank.steps:
+            assert sum(phase.seconds for phase in step.phases) == pytest.approx(step.seconds)
+    healthy = figures(fold(None, demo())).mfu.value
+    assert figures(fold(None, seen)).mfu.value == pytest.approx(healthy, abs=0.05)

@@ -486,8 +486,10 @@ def test_nothing_is_drawn_where_nothing_is_wrong_unless_asked() -> None:
 def test_findings_that_have_no_place_are_counted() -> None:
     shown = state(team(*waiting_for(0.2, size=4, phase="data"), history=losses(1.0, math.nan)))
     assert len(diagnose(shown)) == 2
-    assert "(+1 more)" in _text(shown, height=1)
-    assert "(+1 more)" not in _text(shown, height=9)
+    assert "(+1 more finding)" in _text(shown, height=1)
+    for height in range(2, 12):
+        text = _text(shown, height=height)
+        assert ("(+1 more finding)" in text) is ("straggler" not in text and "input" not in text)
 
 
 def test_the_state_of_a_job_is_told_once() -> None:

@@ -8,8 +8,11 @@ from boltmesh.tui.export.prometheus import prometheus_text
 from boltmesh.tui.metrics.experts import layer_loads
 from boltmesh.tui.metrics.findings.diagnose import diagnose
 from boltmesh.tui.metrics.traffic import traffic_rows
+from boltmesh.tui.panels.experts import draw_experts, split_names
 from boltmesh.tui.panels.traffic import difference_words
+from boltmesh.tui.render.style import UNICODE, Style
 from boltmesh.tui.sources.live import Observation
+from boltmesh.tui.view import TableView
 from tests.tui.exposition import parse
 from tests.tui.loads import HEALTHY, Load, worker
 from tests.tui.samples import NOW, demo, job, rank, state, total
@@ -37,12 +40,12 @@ async def test_the_screen_has_a_row_for_each_layer(size: tuple[int, int]) -> Non
     async with open_app(Observation(NOW, JOB), size=size) as pilot:
         await pilot.press("r")
         text = screen_text(pilot.app)
-        assert "blocks.1.moe" in text
+        assert "blocks.1" in text
         assert "3.00" in text
         await pilot.press("s", "s", "S")
         lines = screen_text(pilot.app).splitlines()
-        places = [at for at, line in enumerate(lines) if "blocks." in line]
-        assert "blocks.1.moe" in lines[places[0]]
+        places = [at for at, line in enumerate(lines) if line.strip().startswith("blocks.")]
+        assert "blocks.1" in lines[places[0]]
 
 
 async def test_many_experts_are_drawn_by_the_most_loaded() -> None:
@@ -50,7 +53,8 @@ async def test_many_experts_are_drawn_by_the_most_loaded() -> None:
     seen = job(ranks=(rank(0, experts=(ExpertLoad("moe", rows, rows),)),))
     async with open_app(Observation(NOW, seen), size=(80, 24)) as pilot:
         await pilot.press("r")
-        line = next(each for each in screen_text(pilot.app).splitlines() if " moe " in each)
+        lines = screen_text(pilot.app).splitlines()
+        line = next(each for each in lines if each.strip().startswith("moe "))
         assert "█" in line
 
 
@@ -110,4 +114,45 @@ async def test_rows_that_experts_had_no_place_for_are_shown_and_exported() -> No
     assert found["boltmesh_expert_dropped_rows_total"].value(module="moe") == 10
     async with open_app(seen, size=(120, 40)) as pilot:
         await pilot.press("r")
-        assert "12.5% of the rows dropped" in screen_text(pilot.app)
+        text = screen_text(pilot.app)
+        assert "12.5% of rows dropped" in text
+        (line,) = [each for each in text.splitlines() if each.strip().startswith("moe ")]
+        assert "12.5%" in line
+
+
+def test_names_are_told_by_what_differs_between_them() -> None:
+    names = ["model.layers.0.mlp.experts", "model.layers.11.mlp.experts"]
+    before, short, behind = split_names(names)
+    assert (before, behind) == ("model.layers.", ".mlp.experts")
+    assert list(short.values()) == ["layers.0", "layers.11"]
+    assert split_names(["a.b", "a.b.c"])[1] == {"a.b": "b", "a.b.c": "b.c"}
+    assert split_names(["a.b"]) == ("", {"a.b": "a.b"}, "")
+    assert split_names([]) == ("", {}, "")
+
+
+async def test_a_wide_screen_has_the_figure_of_each_expert() -> None:
+    async with open_app(Observation(NOW, JOB), size=(160, 45)) as pilot:
+        await pilot.press("r")
+        text = screen_text(pilot.app)
+        (line,) = [each for each in text.splitlines() if "blocks.1 " in each]
+        assert line.split()[1:6] == ["█3.00", "░0.50", "░0.50", "·0.00", "3.00"]
+        assert "rows by expert of blocks.*.moe" in text
+
+
+async def test_nothing_is_cut_off_where_there_are_80_columns() -> None:
+    loads = tuple(
+        ExpertLoad(f"model.model.layers.{layer}.mlp.experts", (900_000,) * 16, (1,) * 16)
+        for layer in range(12)
+    )
+    async with open_app(Observation(NOW, job(ranks=(rank(0, experts=loads),)))) as pilot:
+        await pilot.press("r")
+        text = screen_text(pilot.app)
+        assert "…" not in text
+        assert "no row is dropped" in text
+        assert "layers.11  " + "▒" * 16 in text
+
+
+async def test_the_shades_of_the_selected_row_keep_their_colours() -> None:
+    lines = draw_experts(state(JOB), 100, 12, Style(UNICODE), table=TableView(selected=1))
+    (line,) = [each for each in lines if each.plain.startswith("blocks.1")]
+    assert {"selected heat5", "selected heat1"} <= {role for _, role in line.spans}

@@ -107,6 +107,14 @@ def test_where_a_job_stops_the_step_in_which_it_did_is_shown(scenario: Any, late
     assert "the step in which it stopped: step 4,201" in lines[0].plain
 
 
+def test_a_step_that_an_ended_job_has_begun_is_not_where_it_stopped() -> None:
+    seen = demo(later_s=1, scenario="crashed")
+    ended = msgspec.structs.replace(seen.job, state="finished")
+    found = gantt(state(ended, time=seen.time + 1000))
+    assert found is not None
+    assert found.is_whole
+
+
 @pytest.mark.pairwise
 @pytest.mark.parametrize("width", [1, 2, 4, 20, 59, 60, 120, 300])
 @pytest.mark.parametrize("height", [0, 1, 2, 3, 5, 40])

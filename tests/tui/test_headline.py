@@ -3,13 +3,14 @@
 import msgspec
 import pytest
 
+from boltmesh.telemetry.snapshot import PhaseTime
 from boltmesh.tui.pages.registry import PAGES
 from boltmesh.tui.panels.header import draw_headline
 from boltmesh.tui.render.bars import BUBBLE, MFU, Limits
 from boltmesh.tui.render.style import UNICODE, Style
 from boltmesh.tui.sources.live import Observation
 from boltmesh.tui.state import fold
-from tests.tui.samples import crashed_demo, demo
+from tests.tui.samples import crashed_demo, demo, job, rank, state, step
 from tests.tui.screens import open_app, screen_text
 
 
@@ -32,14 +33,28 @@ def test_levels_follow_the_limits_in_both_directions(
 
 
 def test_as_many_of_the_first_figures_as_fit() -> None:
-    state = fold(None, demo())
-    text = draw_headline(state, 200, Style(UNICODE)).plain
+    found = fold(None, demo())
+    text = draw_headline(found, 200, Style(UNICODE)).plain
     labels = ["tokens/s", "MFU", "util", "memory", "bubble", "exposed comm", "step"]
     assert [text.index(label) for label in labels] == sorted(text.index(label) for label in labels)
-    short = draw_headline(state, 30, Style(UNICODE)).plain
+    short = draw_headline(found, 30, Style(UNICODE)).plain
     assert short.split()[0] == "tokens/s"
     assert len(short) <= 30
     assert text.startswith(short[:8])
+
+
+def test_figures_with_limits_stay_where_others_find_no_room() -> None:
+    steps = tuple(
+        step(at, phases=(PhaseTime("forward", 0.2), PhaseTime("communication", 0.3)), tokens=99_999)
+        for at in range(10)
+    )
+    ranks = tuple(rank(at, steps=steps, flops_per_batch=1.23e12) for at in range(2))
+    found = state(job(ranks=ranks))
+    wide = draw_headline(found, 200, Style(UNICODE)).plain
+    assert "compute" in wide
+    short = draw_headline(found, wide.index("exposed") + 18, Style(UNICODE)).plain
+    assert "exposed comm 60.0%!!" in short
+    assert "compute" not in short
 
 
 def _stalled_demo() -> Observation:

@@ -1,21 +1,24 @@
 """``boltmesh report``: one page of a run that is whole, safe, and needs nothing else."""
 
+import re
 import shutil
 import subprocess
 import xml.etree.ElementTree as ET
 from html.parser import HTMLParser
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from boltmesh.telemetry.snapshot import Event, MetricPoint
+from boltmesh.telemetry.snapshot import Event, ExpertLoad, MetricPoint, PhaseTime
 from boltmesh.tui import units
 from boltmesh.tui.commands.export import write_report
 from boltmesh.tui.export.html import html_page
 from boltmesh.tui.metrics.figures import figures
+from boltmesh.tui.metrics.pipelines import bubble
 from boltmesh.tui.sources.live import Observation
 from boltmesh.tui.state import fold
-from tests.tui.samples import NOW, crashed_demo, demo, job, rank
+from tests.tui.samples import NOW, crashed_demo, demo, job, rank, step, total
 
 EVIL = '<script>alert("x")</script>\x1b[2J&'
 VOID = {"meta", "!doctype"}
@@ -67,17 +70,39 @@ def test_a_page_is_whole_and_loads_nothing(seen: Observation) -> None:
 
 def test_a_page_has_what_the_screens_have() -> None:
     state = fold(None, demo())
-    text, bubble = html_page(state), units.share(figures(state).bubble_ratio.value)
+    text, ratio = html_page(state), units.share(figures(state).bubble_ratio.value)
     for title in (
-        "Headline figures", "Charts", "Time of a step", "Ranks", "Memory", "Communication",
-        "Config", "Events", "Output",
+        "Headline figures", "Charts", "Time of a step", "Bubble of the pipeline", "Ranks", "Memory",
+        "Communication", "Config", "Events", "Output",
     ):  # fmt: skip
         assert f"<h2>{title}" in text
-    for words in (bubble, "bubble_ratio", "val_loss", "<polyline", "9.87 GB", "as expected"):
+    for words in (ratio, "bubble_ratio", "val_loss", "<polyline", "9.87 GB", "as expected"):
         assert words in text
+    found = bubble(state)
+    assert found is not None
+    last = found.rows[-1]
+    for name, parts in [("mean", found.mean), (f"rank {last.rank}", last.parts)]:
+        shares = (parts.measured, parts.ideal, parts.structural, parts.imbalance, parts.excess)
+        assert "".join(f"<td>{each}</td>" for each in (name, *map(units.share, shares))) in text
     crashed = html_page(fold(None, crashed_demo()))
     assert '<span class="state bad">crashed</span>' in crashed
     assert "was killed by SIGKILL" in crashed
+
+
+def test_tables_have_the_numbers_of_the_telemetry() -> None:
+    load = ExpertLoad("blocks.0.moe", (30, 10), (3, 1), dropped=5)
+    small = total("data", bytes_per_step=1000.0)
+    large = total("expert", "alltoall_base", bytes_per_step=5e6)
+    phases = (PhaseTime("forward", 0.3), PhaseTime("communication", 0.1))
+    each = rank(0, steps=tuple(step(at, seconds=0.4, phases=phases) for at in range(20)))
+    each = msgspec.structs.replace(each, experts=(load,), collectives=(small, large))
+    text = html_page(fold(None, Observation(NOW, job(ranks=(each,)))))
+    cells = [re.findall(r"<td>(.*?)</td>", row) for row in re.findall(r"<tr>(.*?)</tr>", text)]
+    assert ["blocks.0.moe", "1.5000", "0.5000", "0", "12.5%", "40"] in cells
+    assert ["forward", "300 ms", "75.0%"] in cells
+    (first, second) = [row for row in cells if row[:1] in (["expert"], ["data"]) and len(row) == 6]
+    assert first[:3] == ["expert", "all_to_all", "5.00 MB"]
+    assert second[:3] == ["data", "all_reduce", "1.00 kB"]
 
 
 def test_texts_of_a_job_are_escaped() -> None:

@@ -2,6 +2,7 @@
 
 import itertools
 
+import msgspec
 import pytest
 
 from boltmesh.tui.layout.region import Item, Plan, Region, has_headings, plan_frame, stack
@@ -92,6 +93,12 @@ def test_everything_that_matters_is_on_a_terminal_of_usual_size(size: tuple[int,
     assert {"headline", "throughput"} & set(plan)
     if size >= (120, 30):
         assert {"communication", "events"} <= set(plan)
+
+
+def test_communication_has_a_line_where_its_table_finds_no_room() -> None:
+    contents = msgspec.structs.replace(CONTENTS[0], says=3, heat=3)
+    assert _overview(80, 24, contents)["communication"].height == 2
+    assert _overview(80, 24, msgspec.structs.replace(contents, says=0))["communication"].height > 3
 
 
 def test_a_message_never_pushes_out_the_ranks() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from boltmesh.telemetry.snapshot import JobSnapshot
+from boltmesh.telemetry.snapshot import GroupProgress, JobSnapshot
 from boltmesh.telemetry.traffic import ExpectedTraffic
 from boltmesh.tui.metrics.traffic import TrafficRow, axis_totals, traffic_rows
 from boltmesh.tui.panels.traffic import COLUMNS, draw_communication, draw_traffic, shown_traffic
@@ -218,3 +218,32 @@ def test_on_the_overview_the_most_bytes_come_first() -> None:
     lines = [line.plain for line in draw_communication(state(demo().job), 120, 3, LOOK)]
     assert lines[0].rstrip(" ─").endswith("13.3 GB a rank")
     assert lines[2].split()[:2] == ["tensor", "all_reduce"]
+
+
+def test_groups_without_calls_in_a_step_take_no_time_of_it() -> None:
+    idle = total(group="setup", calls_per_step=0.0, bytes_per_step=0.0)
+    busy = total(seconds_per_step=0.01)
+    for found in ((idle, busy), (busy, idle)):
+        row = _row(job(ranks=(rank(0, collectives=found),)))
+        assert (row.seconds, row.num_groups, row.payload_bytes) == (0.01, 1, 2000.0)
+    expected = (_expect(2000.0),)
+    row = _row(job(ranks=(rank(0, collectives=(idle,)),), expected=expected))
+    assert (row.seconds, row.num_groups, row.verdict) == (None, 0, "differs")
+
+
+@pytest.mark.parametrize(("axis", "size"), [("expert", 4), ("data", 2)])
+def test_bandwidth_counts_the_ranks_of_the_groups(axis: str, size: int) -> None:
+    """Of experts, which are no axis of the mesh; of data, where replicas are no group."""
+    group = GroupProgress(axis, "own", tuple(range(size)), 1, None, None, None)
+    sent = total(axis, "alltoall_base", group="own", seconds_per_step=0.5)
+    seen = job(ranks=(rank(0, collectives=(sent,), groups=(group,)),), mesh={"data": 8})
+    assert _row(seen).wire_bytes_per_second == pytest.approx(2000 * (size - 1) / size / 0.5)
+
+
+def test_one_line_names_the_operators_with_most_bytes() -> None:
+    found = state(mesh_job({"pipeline": 2, "data": 2, "tensor": 2}))
+    lines = draw_communication(found, 78, 2, LOOK)
+    largest = max(traffic_rows(found.job), key=lambda row: row.payload_bytes or 0)
+    assert len(lines) == 2
+    assert lines[1].plain.startswith(f"{largest.axis} ")
+    assert lines[1].width <= 78

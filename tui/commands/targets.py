@@ -140,7 +140,7 @@ def open_source(job: str | None, *, demo: bool, place: Place) -> Source:
 
 def _open_demo(kind: str | None) -> Source:
     """Return the demo, in one of the states that a job can be in."""
-    from boltmesh.tui.demo import DemoSource, Scenario
+    from boltmesh.tui.demo import DEFAULT_MESH, EXPERTS_MESH, DemoSource, Scenario
 
     scenarios: dict[str, Scenario] = {each: each for each in get_args(Scenario)}
     if kind == GPU_DEMO:
@@ -150,7 +150,8 @@ def _open_demo(kind: str | None) -> Source:
     if kind is not None and kind not in scenarios:
         kinds = ", ".join([*scenarios, GPU_DEMO])
         raise ConfigError(f"--demo shows no job of yours, and has no {kind!r}. Use {kinds}.")
-    return DemoSource(scenario=scenarios[kind or "healthy"])
+    mesh = EXPERTS_MESH if kind == "experts" else DEFAULT_MESH
+    return DemoSource(scenario=scenarios[kind or "healthy"], mesh=mesh)
 
 
 def check_replay(

@@ -207,8 +207,9 @@ def _open_screen(
     from boltmesh.tui.settings import settings_path
 
     is_alone = demo or replay is not None
-    is_gpu_demo = demo and job == targets.GPU_DEMO
-    first_page = "devices" if is_gpu_demo else None if other is None else "compare"
+    first_page = None if other is None else "compare"
+    if demo:  # the screen that this demo is about
+        first_page = {targets.GPU_DEMO: "devices", "experts": "experts"}.get(job or "")
     app = DashboardApp(
         source,
         list_jobs=None if is_alone else lambda: targets.list_jobs(place),

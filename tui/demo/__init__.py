@@ -9,11 +9,20 @@ import time
 from collections.abc import Callable, Mapping
 
 from boltmesh.tui.demo.job import SimulatedJob
-from boltmesh.tui.demo.setup import DEFAULT_MESH, HEAD_START, STEP_S, Scenario, Setup, mesh_of
+from boltmesh.tui.demo.setup import (
+    DEFAULT_MESH,
+    EXPERTS_MESH,
+    HEAD_START,
+    STEP_S,
+    Scenario,
+    Setup,
+    mesh_of,
+)
 from boltmesh.tui.sources.live import Observation
 
 __all__ = [
     "DEFAULT_MESH",
+    "EXPERTS_MESH",
     "HEAD_START",
     "STEP_S",
     "DemoSource",

@@ -24,6 +24,7 @@ from boltmesh.tui.demo.model import (
     PEAK_FLOPS_PER_SECOND,
     activation_bytes,
     device_readings,
+    expert_loads,
     flops_per_batch,
     gpu_load,
     memory,
@@ -191,6 +192,7 @@ class SimulatedRank:
             memory_kinds=self._kinds,
             offload=offload(setup, rank, step),
             chunks=chunks,
+            experts=expert_loads(setup, rank, step),
             flops_per_batch=flops_per_batch(setup, self.stage),
             peak_flops_per_second=PEAK_FLOPS_PER_SECOND,
         )

@@ -8,7 +8,7 @@ import math
 from math import prod
 from typing import NamedTuple
 
-from boltmesh.telemetry.snapshot import Memory, MemoryKind, OffloadTotal
+from boltmesh.telemetry.snapshot import ExpertLoad, Memory, MemoryKind, OffloadTotal
 from boltmesh.telemetry.tensor_plan import WHOLE, PlannedBlocks, PlannedParameters, TensorPlanTable
 from boltmesh.tui.demo.setup import (
     GPUS_PER_HOST,
@@ -65,6 +65,35 @@ def activation_bytes(setup: Setup) -> int:
     return 2 * setup.microbatch_size * TOKENS_PER_SAMPLE * WIDTH
 
 
+NUM_EXPERTS = 16
+CHOICES = 2
+CAPACITY = 2.0
+"""Rows of an expert over the mean, of which more are dropped."""
+_RECENT_STEPS = 5
+
+
+def expert_loads(setup: Setup, rank: int, step: int) -> tuple[ExpertLoad, ...]:
+    """Return the rows that one rank has sent to the experts of each layer."""
+    if setup.scenario != "experts":
+        return ()
+    each = CHOICES * setup.tokens_per_step // setup.context
+    loads = []
+    for layer in range(setup.num_layers):
+        liked = [math.exp(0.35 * normal(setup.seed, 30, layer, e)) for e in range(NUM_EXPERTS)]
+        shares = [value / sum(liked) for value in liked]
+        now = [1 + 0.03 * normal(setup.seed, 31, step, rank, e) for e in range(NUM_EXPERTS)]
+        excess = sum(max(0.0, share - CAPACITY / NUM_EXPERTS) for share in shares)
+        loads.append(
+            ExpertLoad(
+                f"blocks.{layer}.moe.experts",
+                tuple(int(step * each * share) for share in shares),
+                tuple(int(_RECENT_STEPS * each * s * n) for s, n in zip(shares, now, strict=True)),
+                dropped=int(step * each * excess),
+            )
+        )
+    return tuple(loads)
+
+
 def flops_per_batch(setup: Setup, stage: int) -> float:
     """Return the FLOPs of one step on one rank, forward and backward, the lookup left out.
 
@@ -74,7 +103,7 @@ def flops_per_batch(setup: Setup, stage: int) -> float:
     per_token = setup.layers(stage) * layer
     if stage == setup.pipeline - 1:
         per_token += 6 * WIDTH * VOCABULARY
-    return float(per_token * setup.tokens_per_step // setup.tensor)
+    return float(per_token * setup.tokens_per_step // (setup.tensor * setup.context))
 
 
 def _saved_activation_bytes(setup: Setup, stage: int) -> int:
@@ -83,7 +112,7 @@ def _saved_activation_bytes(setup: Setup, stage: int) -> int:
     Source: Korthikanti et al. 2022, table 2, tensor parallelism with selective recomputation.
     """
     in_flight = min(setup.num_microbatches, setup.pipeline - stage)
-    tokens = setup.microbatch_size * TOKENS_PER_SAMPLE
+    tokens = setup.microbatch_size * TOKENS_PER_SAMPLE // setup.context
     total = in_flight * setup.layers(stage) * tokens * WIDTH * (10 + 24 // setup.tensor)
     if stage == setup.pipeline - 1:
         total += 3 * 4 * tokens * VOCABULARY // setup.tensor

@@ -30,11 +30,13 @@ from boltmesh.schedule_sim import (
 )
 from boltmesh.telemetry.snapshot import Chunk, PhaseTime
 
-Scenario = Literal["healthy", "straggler", "input_bound", "hang", "crashed"]
+Scenario = Literal["healthy", "straggler", "input_bound", "hang", "crashed", "experts"]
 """What goes wrong: nothing; rank 5 is too hot and computes slowly; the loader cannot keep up; rank
-5 never enters a collective; the kernel kills rank 5. A smaller job has its last rank in trouble."""
+5 never enters a collective; the kernel kills rank 5. A smaller job has its last rank in trouble.
+With experts nothing goes wrong, but all ranks share the experts of each layer."""
 
 DEFAULT_MESH = {"pipeline": 2, "data": 2, "tensor": 2}
+EXPERTS_MESH = {"data": 4, "context": 2}
 GPUS_PER_HOST = 8
 
 WIDTH = 3072
@@ -86,6 +88,11 @@ class Setup(msgspec.Struct, frozen=True):
         return self.sizes[AXES.index("tensor")]
 
     @property
+    def context(self) -> int:
+        """Ranks that divide a sequence."""
+        return self.sizes[AXES.index("context")]
+
+    @property
     def world_size(self) -> int:
         """All ranks."""
         return math.prod(self.sizes)
@@ -108,7 +115,7 @@ class Setup(msgspec.Struct, frozen=True):
     @property
     def microbatch_size(self) -> int:
         """Samples: about the same work for a GPU in every mesh, as their steps take equal times."""
-        return max(1, 16 * self.tensor // self.num_microbatches)
+        return max(1, 16 * self.tensor * self.context // self.num_microbatches)
 
     @property
     def samples_per_step(self) -> int:
@@ -146,6 +153,8 @@ class Setup(msgspec.Struct, frozen=True):
             ]
             name = f"{axis} ({', '.join(others)})" if others else axis
             found[axis] = Membership(name, self.group(axis, rank))
+        if self.scenario == "experts":
+            found["expert"] = Membership("expert", _world(self.world_size))
         return found
 
     def host(self, rank: int) -> str:
@@ -261,6 +270,8 @@ _SLOW_LOADER_S = 0.251
 """Wait of each rank for its batch where the loader cannot keep up."""
 _HOT = 1.35
 """How much longer the hot rank computes."""
+_EARLY = 0.1
+"""How much less attention has to do for the first positions of a sequence, of all work."""
 _HOP = 0.06
 """From one stage to the next, in forwards."""
 _HEAD = 1.05 * HEAD_IN_LAYERS
@@ -320,6 +331,8 @@ class Timeline:
         noise = four(self._setup.seed, 2, step, rank)
         count = self._setup.num_microbatches
         slow = _HOT if self._is_hot(rank) else 1.0
+        if self._setup.context > 1:
+            slow -= _EARLY * (1 - place["context"] / (self._setup.context - 1))
         parts = {
             "data": scale * (self._data_s + (0.2 * _DATA_S + 0.03 * self._slow_s) * noise[0]),
             "transfer": _TRANSFER_S * scale * (1 + 0.2 * noise[1]),

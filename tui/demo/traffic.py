@@ -21,7 +21,7 @@ from boltmesh.telemetry.snapshot import (
     PeerTotal,
 )
 from boltmesh.telemetry.traffic import ExpectedTraffic
-from boltmesh.tui.demo.model import activation_bytes, gradient_bytes, num_buckets
+from boltmesh.tui.demo.model import CHOICES, activation_bytes, gradient_bytes, num_buckets
 from boltmesh.tui.demo.setup import TOKENS_PER_SAMPLE, Membership, Setup, Timeline
 
 STEPS_BEFORE_A_MEAN = 3
@@ -57,6 +57,15 @@ def moved(setup: Setup, stage: int) -> tuple[Moved, ...]:
     if setup.tensor > 1:
         calls, size = _tensor_allreduces(setup, stage)
         found.append(Moved("tensor", "allreduce", calls + 1, size + _NORM_BYTES))
+    if setup.context > 1:
+        # Keys and values of all positions in each layer; their gradients go back.
+        size, calls = 2 * activation_bytes(setup), setup.layers(stage)
+        found.append(Moved("context", "_allgather_base", calls, calls * size))
+        found.append(Moved("context", "_reduce_scatter_base", calls, calls * size))
+    if setup.scenario == "experts":
+        # Rows go to their experts and back, forward and backward.
+        size, calls = CHOICES * activation_bytes(setup) // setup.context, 4 * setup.layers(stage)
+        found.append(Moved("expert", "alltoall_base", calls, calls * size))
     found.append(Moved("world", "broadcast", 1, 8))
     return tuple(found)
 
@@ -79,6 +88,9 @@ _WHY = {
     ("pipeline", "allreduce"): "norm of the gradients, once",
     ("data", "allreduce"): "gradients of all trainable parameters of the stage, once",
     ("tensor", "allreduce"): "4 activations a layer and microbatch, embedding, head, norm",
+    ("context", "_allgather_base"): "keys and values of all positions, once a layer",
+    ("context", "_reduce_scatter_base"): "gradients of keys and values, once a layer",
+    ("expert", "alltoall_base"): "rows to the ranks of their experts and back, in both passes",
 }
 
 
@@ -212,6 +224,8 @@ class Moment:
         """Return how many of this step's calls a rank has made already."""
         if item.axis == "world":
             return 0
+        if item.axis in {"context", "expert"}:
+            return int(item.calls * self._window)
         if item.axis == "tensor":
             # The last one sums the norm.
             return int((item.calls - 1) * self._window) + self._enters_norm("tensor", rank)
@@ -231,7 +245,7 @@ class Moment:
         timeline, step = self._timeline, self.step
         if axis == "world":
             return timeline.end(step)
-        if axis == "tensor" and 0 < self._window < 1:
+        if axis in {"context", "expert", "tensor"} and 0 < self._window < 1:
             return self.seconds
         if axis == "data" and (0 < self._reduce < 1 or self.is_hung):
             return self.seconds
@@ -246,7 +260,8 @@ def newest(groups: tuple[GroupProgress, ...]) -> CollectiveInFlight | None:
     entered = [group for group in groups if group.time is not None and group.axis != "world"]
     if not entered:
         return None
-    last = max(entered, key=lambda group: (group.time or 0.0, -AXES.index(group.axis)))
+    order = (*AXES, "expert")
+    last = max(entered, key=lambda group: (group.time or 0.0, -order.index(group.axis)))
     return CollectiveInFlight(last.axis, last.operator or "", last.sequence, last.is_done)
 
 

@@ -12,19 +12,21 @@ import msgspec
 
 from boltmesh.telemetry.snapshot import operator_name
 from boltmesh.tui import units
+from boltmesh.tui.metrics.experts import layer_loads
 from boltmesh.tui.metrics.figures import figures
 from boltmesh.tui.metrics.findings.diagnose import diagnose
+from boltmesh.tui.metrics.pipelines import bubble
 from boltmesh.tui.metrics.ranks import rank_rows
 from boltmesh.tui.metrics.status import job_stalled_seconds, status
 from boltmesh.tui.metrics.step_time import phase_split
-from boltmesh.tui.metrics.traffic import traffic_rows
 from boltmesh.tui.panels.chart import MAX_VALUE, nice_scale
 from boltmesh.tui.panels.history import Chart, charts
 from boltmesh.tui.panels.texts import config_entries, output_lines
 from boltmesh.tui.panels.throughput import phase_label
-from boltmesh.tui.panels.traffic import difference_words
+from boltmesh.tui.panels.traffic import difference_words, shown_traffic
 from boltmesh.tui.sanitize import clean
 from boltmesh.tui.state import Series, State
+from boltmesh.tui.view import TableView
 
 WIDTH: Final = 460
 HEIGHT: Final = 180
@@ -73,9 +75,11 @@ def html_page(state: State) -> str:
         _section("Headline figures", _figures(state)),
         _section("Charts", _charts(charts(state))),
         _section("Time of a step", _phases(state)),
+        _section("Bubble of the pipeline", _bubble(state)),
         _section("Ranks", _ranks(state)),
         _section("Memory", _memory(state)),
         _section("Communication per step and rank", _traffic(state)),
+        _section("Experts", _experts(state)),
         _section("Config", _table((), ((e.key, e.value) for e in config_entries(job)))),
         _section("Events", _events(state)),
         _section("Output", _output(state)),
@@ -214,11 +218,14 @@ def _phases(state: State) -> str:
     if split is None:
         return ""
     total = sum(phase.seconds for phase in split.phases) or 1.0
-    bars, x = [], 0.0
+    bars, names, x = [], [], 0.0
     for phase in split.phases:
         width = 960 * phase.seconds / total
         colour = _COLOURS.get(phase.name, "#bbbbbb")
         bars.append(f'<rect x="{x:.1f}" width="{width:.1f}" height="24" fill="{colour}"/>')
+        names.append(
+            f'<span style="color:{colour}">&#9632;</span> {_text(phase_label(phase.name))}'
+        )
         x += width
     rows = [
         (phase_label(phase.name), units.seconds(phase.seconds), units.share(phase.seconds / total))
@@ -226,8 +233,20 @@ def _phases(state: State) -> str:
     ]
     return (
         '<svg viewBox="0 0 960 24" preserveAspectRatio="none" width="100%" height="24" role="img">'
-        f"{''.join(bars)}</svg>" + _table(("phase", "time", "share"), rows)
+        f"{''.join(bars)}</svg><p>{' '.join(names)}</p>" + _table(("phase", "time", "share"), rows)
     )
+
+
+def _bubble(state: State) -> str:
+    found = bubble(state)
+    if found is None:
+        return ""
+    named = [(f"rank {row.rank}", row.parts) for row in found.rows]
+    rows = [
+        (name, *map(units.share, (p.measured, p.ideal, p.structural, p.imbalance, p.excess)))
+        for name, p in [("mean", found.mean), *named]
+    ]
+    return _table(("", "idle", "ideal", "structural", "imbalance", "excess"), rows)
 
 
 def _ranks(state: State) -> str:
@@ -272,9 +291,24 @@ def _traffic(state: State) -> str:
             difference_words(row),
             row.why or "",
         )
-        for row in traffic_rows(state.job)
+        for row in shown_traffic(state, TableView())
     ]
     return _table(("axis", "operator", "payload", "expected", "difference", "formula"), rows)
+
+
+def _experts(state: State) -> str:
+    rows = [
+        (
+            load.module,
+            units.number(load.imbalance),
+            units.number(load.least),
+            str(load.num_idle),
+            units.share(load.dropped_share),
+            units.count(sum(load.rows)),
+        )
+        for load in layer_loads(state.job)
+    ]
+    return _table(("module", "max/mean", "min/mean", "idle", "dropped", "rows"), rows)
 
 
 def _events(state: State) -> str:

@@ -38,6 +38,12 @@ class LayerLoad(NamedTuple):
         return [sum(self.recent[start : start + each]) for start in range(0, each * size, each)]
 
     @property
+    def dropped_share(self) -> float | None:
+        """Rows that an expert had no place for over all that were to be sent."""
+        rows = sum(self.rows)
+        return self.dropped / rows if rows else None
+
+    @property
     def num_idle(self) -> int:
         """Experts without a row."""
         return self.recent.count(0)

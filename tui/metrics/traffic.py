@@ -25,8 +25,28 @@ def is_point_to_point(operator: str) -> bool:
 
 
 def axis_size(job: JobSnapshot, axis: str) -> int | None:
-    """Return how many ranks a group of ``axis`` has, or None for groups of no axis."""
-    return job.world_size if axis == "world" else job.mesh.get(axis)
+    """Return how many ranks an axis has, or else its largest group, as that of experts.
+
+    None where neither is known.
+    """
+    if axis == "world":
+        return job.world_size
+    size = job.mesh.get(axis)
+    if size is not None and size > 1:
+        return size
+    known = (size for (other, _), size in group_sizes(job).items() if other == axis)
+    return max(known, default=size)
+
+
+@remember_last
+def group_sizes(job: JobSnapshot) -> Mapping[tuple[str, str], int]:
+    """Return how many ranks each process group has, by axis and name."""
+    return {
+        (group.axis, group.group): len(group.ranks)
+        for rank in job.ranks
+        for group in rank.groups
+        if group.ranks
+    }
 
 
 def wire_factor(operator: str, size: int) -> float:
@@ -108,7 +128,7 @@ class TrafficRow(msgspec.Struct, frozen=True, kw_only=True):
     axis: str
     operator: str
     num_groups: int
-    """Process groups of the axis in which it was seen."""
+    """Process groups of the axis in which steps have it."""
     num_ranks: int
     """Ranks that count it."""
     calls: float | None
@@ -175,16 +195,20 @@ class _RankTotals:
         self.groups: set[str] = set()
 
     def add(self, rank: int, total: CollectiveTotal) -> None:
-        self.groups.add(total.group)
+        # A group for setting up or saving takes no time of a step, which is not recorded for it.
+        is_idle = total.calls_per_step == 0
+        seconds = 0.0 if is_idle else total.seconds_per_step
+        if not is_idle:
+            self.groups.add(total.group)
         if self.ranks and self.ranks[-1] == rank:  # in another group of the same axis
             self.calls[-1] = _sum(self.calls[-1], total.calls_per_step)
             self.bytes[-1] = _sum(self.bytes[-1], total.bytes_per_step)
-            self.seconds[-1] = _sum(self.seconds[-1], total.seconds_per_step)
+            self.seconds[-1] = _sum(self.seconds[-1], seconds)
             return
         self.ranks.append(rank)
         self.calls.append(total.calls_per_step)
         self.bytes.append(total.bytes_per_step)
-        self.seconds.append(total.seconds_per_step)
+        self.seconds.append(seconds)
 
 
 @remember_last
@@ -278,7 +302,8 @@ def _row(
         for rank, size in zip(column.ranks, column.bytes, strict=True)
         if size is not None
     ]
-    payload, seconds = mean(column.bytes), mean(column.seconds)
+    payload, calls = mean(column.bytes), mean(column.calls)
+    seconds = mean(column.seconds) if calls else None
     verdict = judge(payload, expected, job, is_seen=bool(column.ranks))
     least = min(sizes, default=None)
     most = max(sizes, key=lambda item: (item[0], -item[1]), default=None)
@@ -287,19 +312,26 @@ def _row(
         operator=operator,
         num_groups=len(column.groups),
         num_ranks=len(column.ranks),
-        calls=mean(column.calls),
+        calls=calls,
         payload_bytes=payload,
         least=None if least is None else (least[1], least[0]),
         most=None if most is None else (most[1], most[0]),
         seconds=seconds,
-        wire_bytes_per_second=_wire_speed(column, operator, axis_size(job, axis)),
+        wire_bytes_per_second=_wire_speed(column, operator, _group_size(column, axis, job)),
         byte_share=sum(size for size, _ in sizes) / all_bytes if sizes and all_bytes else None,
         time_share=seconds / step_s if seconds is not None and step_s else None,
         expected_bytes=None if expected is None else expected.payload_bytes,
         why=None if expected is None else expected.why,
         verdict=verdict,
-        reason=explain(verdict, payload, expected, mean(column.calls), job),
+        reason=explain(verdict, payload, expected, calls, job),
     )
+
+
+def _group_size(column: _RankTotals, axis: str, job: JobSnapshot) -> int | None:
+    """Return how many ranks take part: fewer than the axis has where it is cut into groups."""
+    sizes = group_sizes(job)
+    found = [sizes[axis, group] for group in column.groups if (axis, group) in sizes]
+    return max(found, default=axis_size(job, axis))
 
 
 def _wire_speed(column: _RankTotals, operator: str, size: int | None) -> float | None:

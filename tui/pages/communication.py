@@ -32,11 +32,13 @@ class CommunicationPage(Page):
     @override
     def panels(self, scene: Scene, body: Region) -> list[Panel]:
         """The table takes what it needs; the matrix of peers has the rest, if there is one."""
-        state, look = scene.state, scene.look
-        rows = len(TRAFFIC.rows(state, scene.view.table(TRAFFIC.name)))
+        state, look, view = scene.state, scene.look, scene.view.table(TRAFFIC.name)
+        rows = len(TRAFFIC.rows(state, view))
         has_peers = any(rank.peers for rank in state.job.ranks)
         peers = scene.title + 3 + len(state.job.ranks) if has_peers else 0
-        needed = scene.title + 8 + rows + peers
+        # Words about the selected row, or about rows that differ, may need the room of charts.
+        table = len(draw_traffic(state, body.width, body.height, look, table=view))
+        needed = peers + (scene.title + 8 + rows if has_peers else table)
         body, trends = with_trends(scene, body, needed, ("bytes_per_s", "step_s"))
         plan = stack(
             body,

@@ -49,11 +49,13 @@ class ContextPage(Page):
         rows = [row for row in traffic_rows(state.job) if row.axis == AXIS]
         needed = 2 * (scene.title + 1) + len(state.job.ranks) + len(rows)
         body, trends = with_trends(scene, body, needed, ("step_s", "bytes_per_s"))
-        items = [Item("context", min(LEAST_TABLE, body.height), body.height, 1, grows=True)]
-        if rows:
-            size = scene.title + 1 + len(rows)
-            items[0] = items[0]._replace(ideal=max(items[0].least, body.height - size))
-            items.append(Item("axis", size, size, 2))
+        size = scene.title + 1 + len(rows) if rows else 0
+        whole = scene.title + 1 + len(state.job.ranks)
+        least = min(LEAST_TABLE, whole, body.height)
+        items = [
+            Item("context", least, max(least, body.height - size), 1, grows=True),
+            Item("axis", size, size, 2),
+        ]
         draws = {
             "context": table_draw(WORK, scene),
             "axis": lambda width, height: draw_axis(state, width, height, look, axis=AXIS),

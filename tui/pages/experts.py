@@ -29,12 +29,13 @@ class ExpertsPage(Page):
     help = PageHelp(
         about="experts: rows that the router sends to each expert, by layer",
         terms=(
-            ("cell", "an expert, or of several the one with most rows; newest seconds"),
+            ("cell", "rows of an expert over the mean, in the newest seconds; of several"),
+            ("", "experts in one cell the one with most"),
             ("max/mean", "rows of the expert with most over the mean: 1 is even"),
             ("idle", "experts without a row"),
             ("rows", "choices of all ranks since the run began, without recomputation"),
-            ("dropped", "the exchange drops no row; a router that drops tokens itself"),
-            ("", "does so before they are counted here"),
+            ("dropped", "share of them that found their expert full (expert_capacity);"),
+            ("", "tokens that a router drops itself are not counted"),
         ),
     )
     tables = (EXPERTS,)

@@ -63,7 +63,7 @@ def plan_overview(width: int, body: Region, contents: Contents, *, title: int) -
     if title and contents.says:
         _, body = body.split_off_top(1)
     if width < WIDE:
-        plan |= stack(body, _narrow_items(contents, title))
+        plan |= _narrow(body, contents, title)
     else:
         plan |= _wide(body, contents, title, is_very_wide=width >= VERY_WIDE)
     return {name: region for name, region in plan.items() if region.height}
@@ -72,6 +72,16 @@ def plan_overview(width: int, body: Region, contents: Contents, *, title: int) -
 def _heat(contents: Contents, title: int, priority: int) -> Item:
     least = min(contents.heat, LEAST_HEAT)
     return Item("heat", title + least, title + contents.heat, priority)
+
+
+def _narrow(body: Region, contents: Contents, title: int) -> Plan:
+    """Where the table of the communication finds no room, a line of it takes the events' place."""
+    items = _narrow_items(contents, title)
+    plan = stack(body, items)
+    if "communication" in plan or not contents.traffic:
+        return plan
+    line = {"communication": title + 1}
+    return stack(body, [each._replace(least=line.get(each.panel, each.least)) for each in items])
 
 
 def _narrow_items(contents: Contents, title: int) -> tuple[Item, ...]:

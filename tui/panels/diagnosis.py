@@ -89,8 +89,10 @@ def draw_diagnosis(
         if left < 1:
             break
         most = min(left, _lines_of_worst(finding, width) if place == 0 else 1)
-        hidden = len(findings) - 1 if place == 0 and left == most else 0
-        shown += _draw_finding(finding, width, most, look, num_hidden=hidden)
+        drawn = _draw_finding(finding, width, most, look)
+        if place == 0 and len(drawn) == left and len(findings) > 1:
+            drawn = _draw_finding(finding, width, most, look, num_hidden=len(findings) - 1)
+        shown += drawn
     return lines + shown
 
 
@@ -140,7 +142,8 @@ def _draw_finding(
     mark = look.sign(look.glyphs.failed if finding.severity == "bad" else "!")
     words: list[tuple[str, Role]] = [(word, finding.severity) for word in _words(finding.headline)]
     if num_hidden:
-        words += [(word, "muted") for word in _words(f"(+{num_hidden} more)")]
+        more = f"(+{num_hidden} more finding{'s' * (num_hidden > 1)})"
+        words += [(word, "muted") for word in _words(more)]
     if finding.evidence:
         facts = f" {look.glyphs.dot} ".join(finding.evidence)
         words += [(word, "muted") for word in _words(f"[{facts}]")]

@@ -62,6 +62,8 @@ def gantt(state: State) -> Gantt | None:
 def _is_stuck(state: State, begun: PipelineStep, whole: PipelineStep | None) -> bool:
     if whole is not None and (begun.step, begun.batch) <= (whole.step, whole.batch):
         return False
+    if state.job.state == "finished":  # an asynchronous schedule ends with a part of a step
+        return False
     if state.job.state in {"failed", "crashed"}:
         return True
     patience_s = STUCK_IN_WINDOWS * (whole.window_s if whole is not None else 0.0)

@@ -178,10 +178,15 @@ MARKS: Final[dict[Level, str]] = {"good": "", "warn": "!", "bad": "!!"}
 def draw_headline(state: State, width: int, look: Style) -> Line:
     """Rate, MFU, utilisation, memory, bubble, exposed communication and step time.
 
-    As many of the first as fit. Rates of a stalled job are not known; nothing of a job that is
-    stalled or has ended has a level, and its devices may serve others by now.
+    Where they do not fit, FLOPs and then the step time go first: they have no limits. Rates of a
+    stalled job are not known; nothing of a job that is stalled or has ended has a level, and its
+    devices may serve others by now.
     """
-    return facts(_parts(state), width)
+    parts = list(_parts(state))
+    for spare in ("compute ", "step "):
+        if sum(part.width + 2 for part in parts) - 2 > width:
+            parts = [part for part in parts if not part.plain.startswith(spare)]
+    return facts(parts, width)
 
 
 def _parts(state: State) -> Iterator[Line]:

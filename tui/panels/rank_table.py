@@ -170,6 +170,8 @@ def _columns(state: State) -> list[Column]:
         "cause": any(cause_words(row) for row in rows),
         "waits": any(row.profile and "communication" in row.profile.phases for row in rows),
         "behind": any(row.behind for row in rows),
+        "util": state.job.state == "running"
+        or any(row.utilization_percent is not None for row in rows),
         "temp": any(row.temperature_celsius is not None for row in rows),
         "tokens/s": any(row.tokens_per_second is not None for row in rows),
     }
@@ -185,7 +187,7 @@ def _columns(state: State) -> list[Column]:
         Column("split", rank=4, steady_width=SPLIT_WIDTH),
         Column("waits", is_number=True, rank=9, steady_width=7),
         Column("slower", is_number=True, rank=1, steady_width=5),
-        Column("cause", rank=2, shrinks_to=18),
+        Column("cause", rank=2, shrinks_to=30),
         Column("behind", is_number=True, rank=3),
         Column("util", is_number=True, rank=2, steady_width=4),
         Column("memory", is_number=True, rank=3),

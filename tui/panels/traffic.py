@@ -9,7 +9,7 @@ from boltmesh.telemetry.snapshot import operator_name
 from boltmesh.tui import units
 from boltmesh.tui.metrics.traffic import AxisTotal, TrafficRow, axis_totals, traffic_rows
 from boltmesh.tui.render.line import Line, fit
-from boltmesh.tui.render.style import Style, heading, labelled, sentence, wrap_facts
+from boltmesh.tui.render.style import Style, facts, heading, labelled, sentence, wrap_facts
 from boltmesh.tui.render.table import AS_IT_COMES, Cell, Column, browse, draw_table, selected_row
 from boltmesh.tui.state import State
 from boltmesh.tui.view import Cells, TableView, arrange_rows
@@ -32,6 +32,9 @@ COLUMNS = (
 
 MAX_DIFFERENCES = 4
 """Sentences under the table; the others stand in it all the same."""
+
+LEAST_TABLE = 2
+"""Titles and a row; in a single line the largest operators are named instead."""
 
 ROWS_BEFORE_TOTALS = 3
 """Where fewer lines are left for the operators themselves, their sums are left out."""
@@ -267,7 +270,10 @@ def _detail(row: TrafficRow, state: State, width: int, look: Style) -> list[Line
 
 
 def draw_communication(state: State, width: int, height: int, look: Style) -> list[Line]:
-    """A line for each operator on each axis, the most bytes first; wrong ones are marked."""
+    """A line for each operator on each axis, the most bytes first; wrong ones are marked.
+
+    Where the table has no room for a row of figures, one line names the largest.
+    """
     rows = sorted(traffic_rows(state.job), key=_bytes, reverse=True)
     total = sum(row.payload_bytes or 0.0 for row in rows)
     right = Line(f"{units.traffic(total)} a rank", "muted") if total else Line()
@@ -280,9 +286,23 @@ def draw_communication(state: State, width: int, height: int, look: Style) -> li
     elif not rows:
         prefix = "" if look.has_headings else "communication: "
         lines.append(Line(prefix + nothing_sent(state), "muted").crop(width))
-    if rows:
+    if rows and height - len(lines) < LEAST_TABLE:
+        lines.append(_largest(rows, width, look))
+    elif rows:
         lines += communication_table(rows, width, look)
     return lines[:height]
+
+
+def _largest(rows: Sequence[TrafficRow], width: int, look: Style) -> Line:
+    """As many operators as fit into a line, each with its bytes; wrong ones are marked."""
+    parts = []
+    for row in rows:
+        name = f"{row.axis} {operator_name(row.operator)} "
+        part = Line(name, "muted").add(units.traffic(row.payload_bytes), "strong")
+        if row.is_wrong:
+            part.add(" ").join(difference(row, look))
+        parts.append(part)
+    return facts(parts, width)
 
 
 def _bytes(row: TrafficRow) -> float:

@@ -26,6 +26,11 @@ Role = Literal[
     "selected good",
     "selected warn",
     "selected bad",
+    "selected heat1",
+    "selected heat2",
+    "selected heat3",
+    "selected heat4",
+    "selected heat5",
     "data",
     "transfer",
     "forward",
@@ -49,6 +54,11 @@ SELECTED: Final[Mapping[Role, Role]] = {
     "good": "selected good",
     "warn": "selected warn",
     "bad": "selected bad",
+    "heat1": "selected heat1",
+    "heat2": "selected heat2",
+    "heat3": "selected heat3",
+    "heat4": "selected heat4",
+    "heat5": "selected heat5",
 }
 """Roles that keep their colour where a row is selected."""
 

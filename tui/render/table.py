@@ -154,7 +154,7 @@ def browse(
 
 
 def _selected(line: Line, width: int) -> Line:
-    """Mark a row; what is good or bad in it keeps its colour."""
+    """Mark a row; what is good or bad in it, and shades of a map, keep their colour."""
     marked = Line()
     for text, role in line.spans:
         marked.add(text, SELECTED.get(role, "selected"))
