@@ -8,7 +8,7 @@ two kinds of tensor. Both are looked up after it: in the variables of the functi
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -31,8 +31,10 @@ from boltmesh.strategies.optimizer_probe import (
     needs_all_ranks,
 )
 from boltmesh.strategies.owner_exchange import is_shard_of
-from boltmesh.strategies.tiling.apply import TiledWeight
 from boltmesh.strategies.torch_compat.autograd import has_accumulation_hooks
+
+if TYPE_CHECKING:
+    from boltmesh.strategies.data_parallel.fully_shard import ShardedModel
 
 
 def find_whole_steppers(
@@ -194,21 +196,18 @@ _ADDED = "The error was:"
 _TILE_FUNCTIONS = {"LinearFunctionBackward", "EmbeddingFunctionBackward"}
 
 
-def explain_direct_use(
-    error: BaseException, module: Module, units: Iterable[str], tiled: Iterable[TiledWeight]
-) -> None:
+def explain_direct_use(error: BaseException, sharded: "ShardedModel") -> None:
     """Put the parameters into an error of a shard that is computed with; leave any other one alone.
 
     Args:
         error: As it was caught, with its traceback. May have been explained already.
-        module: The sharded model.
-        units: Names of what is gathered as one.
-        tiled: Its weights that are gathered in tiles.
+        sharded: The model.
     """
     if _ADDED in str(error) or not any(sign in str(error) for sign in _SIGNS):
         return
-    sizes = {each.name: each.parameter.numel() * each.parameter.element_size() for each in tiled}
-    found = _find_shards(error, module)
+    weights = {each.name: each.parameter for each in sharded.tiled}
+    sizes = {name: each.numel() * each.element_size() for name, each in weights.items()}
+    found = _find_shards(error, sharded.module)
     in_tiles = [name for name in found if name in sizes]
     listed = " and ".join(map(repr, in_tiles or found))
     if in_tiles:
@@ -219,8 +218,8 @@ def explain_direct_use(
             f"tile_linear_bytes to {max(sizes[name] for name in in_tiles)} or more"
         )
     else:
-        blocks = [name for name in units if name]
-        called = _find_called(error, module, blocks)
+        blocks = [name for name in sharded.units if name]
+        called = _find_called(error, sharded.module, blocks)
         patterns = [re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in blocks]
         named = [*dict.fromkeys(patterns), called] if called else "[...]"
         advice = (

@@ -198,8 +198,7 @@ class ZeroAxis(DataAxis):
     @override
     def explain(self, error: BaseException) -> None:
         if self.sharded is not None:
-            sharded = self.sharded
-            explain_direct_use(error, sharded.module, sharded.units, sharded.tiled)
+            explain_direct_use(error, self.sharded)
         if self._guard is not None:
             self._guard.explain(error)
 
