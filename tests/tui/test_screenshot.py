@@ -1,6 +1,7 @@
 """The README's picture is the dashboard itself, as it is now."""
 
 import importlib.util
+import re
 import xml.etree.ElementTree as ET
 from pathlib import Path
 from types import ModuleType
@@ -45,3 +46,18 @@ async def test_every_screen_can_be_drawn(screenshot: ModuleType, screen: str) ->
 
 async def test_the_picture_does_not_depend_on_when_it_is_drawn(screenshot: ModuleType) -> None:
     assert await screenshot.draw() == await screenshot.draw()
+
+
+def test_every_picture_is_there_and_shown() -> None:
+    shown = {
+        (page.parent / name).resolve()
+        for page in (DOCS.parent / "README.md", *DOCS.glob("*.md"))
+        for name in re.findall(r"!\[[^\]]*\]\(([^)#]+)\)", page.read_text(encoding="utf-8"))
+    }
+    assert shown == {path.resolve() for path in DOCS.glob("*.svg")}
+
+
+def test_the_charts_in_the_docs_are_those_of_a_run_that_has_ended() -> None:
+    words = _words((DOCS / "history.svg").read_text(encoding="utf-8"))
+    assert {"finished", "loss", "val_loss", "utilisation", "tokens/s"} <= set(words)
+    assert "gpt-demo" not in words
