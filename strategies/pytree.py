@@ -204,7 +204,7 @@ def refuse_uncuttable(value: Any, path: str) -> None:
                 f"one, padded where rows differ in length, or use microbatches=1."
             )
         return
-    if not isinstance(value, (*_PLAIN, list, tuple)) and _hides_tensors(value, 0):
+    if not isinstance(value, (*_PLAIN, list, tuple)) and _hides_tensors(value):
         raise ConfigError(
             f"{path} is a {type(value).__module__}.{type(value).__qualname__} with tensors inside, "
             f"and which of its rows belong to which sample is unknown. Give a dict or dataclass "
@@ -216,11 +216,20 @@ def _keyed(value: Mapping[Any, Any], path: str) -> list[Member]:
     return [(f"{path}[{key!r}]", each) for key, each in value.items()]
 
 
-def _hides_tensors(value: Any, depth: int) -> bool:
-    if isinstance(value, Tensor | PackedSequence):
-        return True
-    if depth > _DEEPEST_LOOK or isinstance(value, _PLAIN):
-        return False
+def _hides_tensors(value: Any) -> bool:
+    return any(isinstance(each, Tensor | PackedSequence) for each in hidden_members(value))
+
+
+def hidden_members(value: Any, depth: int = 0) -> Iterator[Any]:
+    """Yield the tensors, numbers and strings within an object of any class, and what is too deep.
+
+    Args:
+        value: No container that ``take_apart`` opens.
+        depth: How deep the value lies within an object.
+    """
+    if depth > _DEEPEST_LOOK or isinstance(value, (Tensor, PackedSequence, *_PLAIN)):
+        yield value
+        return
     if isinstance(value, Mapping):
         inner = list(value.values())
     elif isinstance(value, list | tuple | set | frozenset):
@@ -229,4 +238,5 @@ def _hides_tensors(value: Any, depth: int) -> bool:
         slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
         inner = [*getattr(value, "__dict__", {}).values()]
         inner += [getattr(value, name, None) for name in slots if name != "__dict__"]
-    return any(_hides_tensors(each, depth + 1) for each in inner)
+    for each in inner:
+        yield from hidden_members(each, depth + 1)

@@ -159,6 +159,25 @@ class Padded(VisionTransformer):
         self.log("validation", self.training_step(batch, batch_idx))
 
 
+class Store:
+    """Holds the tensors of a batch of another class, as in torch-geometric."""
+
+    def __init__(self, atoms: Tensor) -> None:
+        self.atoms = atoms
+
+
+class Molecules:
+    def __init__(self, atoms: Tensor) -> None:
+        self.store = Store(atoms)
+
+
+class Graphs(VisionTransformer):
+    """Batches are objects, with other numbers of atoms each."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch.store.atoms, batch_idx)
+
+
 class Codebook(nn.Module):
     """Sums over all ranks if there are some, as ``VectorQuantize`` does."""
 
@@ -182,7 +201,9 @@ class Quantized(VisionTransformer):
 def train(rank: int, world_size: int, kind: type[LightningModule], strategy: str) -> list[float]:
     seed_everything(1, verbose=False)
     generator = torch.Generator().manual_seed(2)
-    batches = [torch.randn(rows, 4, 16, generator=generator) for rows in (4, 4, 3)]
+    batches: list[Any] = [torch.randn(rows, 4, 16, generator=generator) for rows in (4, 4, 3)]
+    if kind is Graphs:
+        batches = [Molecules(each) for each in batches]
     loader: Any = DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
     losses, module = Losses(), kind()
     trainer = Trainer(
@@ -197,7 +218,13 @@ def train(rank: int, world_size: int, kind: type[LightningModule], strategy: str
 
 
 @pytest.mark.sample(
-    *("MessagePassing-pipeline", "Lends-pipeline", "LogsRate-tensor", "Padded-pipeline")
+    *(
+        "MessagePassing-pipeline",
+        "Lends-pipeline",
+        "LogsRate-tensor",
+        "Padded-pipeline",
+        "Graphs-pipeline",
+    )
 )
 @pytest.mark.parametrize(
     ("kind", "strategy"),
@@ -212,6 +239,8 @@ def train(rank: int, world_size: int, kind: type[LightningModule], strategy: str
         (Lends, "3d"),
         (LogsRate, "tensor"),
         (Padded, "pipeline"),
+        (Graphs, "pipeline"),
+        (Graphs, "tensor"),
     ],
 )
 def test_it_trains_as_in_one_process(kind: type[LightningModule], strategy: str) -> None:

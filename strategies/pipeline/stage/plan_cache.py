@@ -24,7 +24,7 @@ from boltmesh.strategies.pipeline.stage.stage_run import ParameterWrites, StageR
 from boltmesh.strategies.pipeline.stage.trace import StepTrace, UnitOutput, refuse_writes
 from boltmesh.strategies.pipeline.stage.trace_step import probe
 from boltmesh.strategies.pipeline.stage.units import unit_parameters
-from boltmesh.strategies.pytree import is_constant, take_apart
+from boltmesh.strategies.pytree import hidden_members, is_constant, take_apart
 from boltmesh.strategies.torch_compat.modules import ParametersInPlace
 
 if TYPE_CHECKING:
@@ -97,7 +97,16 @@ def _leaf(leaf: Any) -> Hashable:
         return tuple(leaf.shape), leaf.dtype, leaf.device, leaf.requires_grad
     if isinstance(leaf, np.ndarray):
         return leaf.shape, leaf.dtype.str
-    return (type(leaf).__qualname__, leaf if is_constant(leaf) else None)
+    if is_constant(leaf):
+        return type(leaf).__qualname__, leaf
+    return type(leaf).__qualname__, tuple(map(_member, hidden_members(leaf)))
+
+
+def _member(value: Any) -> Hashable:
+    """Describe a member of an object, such as a batch of graphs, by which a step may branch."""
+    if isinstance(value, (Tensor, int)):
+        return _leaf(value)
+    return type(value).__qualname__
 
 
 MOST_SIGNATURES = 256
