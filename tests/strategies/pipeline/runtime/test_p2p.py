@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from boltmesh.errors import ConfigError
 from boltmesh.schedule_sim import Action
 from boltmesh.strategies.pipeline.runtime import p2p
-from boltmesh.strategies.pipeline.runtime.p2p import StageTransport
+from boltmesh.strategies.pipeline.runtime.p2p import StageTransport, digest
 from boltmesh.strategies.pipeline.runtime.stage import ValueSpec
 
 
@@ -45,3 +45,13 @@ def test_between_gpus_values_and_gradients_have_communicators_of_their_own(
     for kind in ("SEND_F", "SEND_B"):
         transport.send(Action(1, kind, 0), [torch.empty(2, device="meta")], ["value"], 0)
     assert posted == [values, gradients, values, gradients]
+
+
+def test_ranks_on_which_the_code_of_a_layer_lies_in_other_files_agree_on_a_border() -> None:
+    """``Sequential`` of torch-geometric writes its forward to a file of each process."""
+
+    def of(origin: str) -> int:
+        return digest(((ValueSpec((2,), torch.float32, needs_grad=True, origin=origin),),))
+
+    assert of("relu at /tmp/Sequential_qiw36v6n.py:18") == of("relu at /tmp/Sequential_rqln.py:18")
+    assert of("relu at /tmp/Sequential_qiw36v6n.py:18") != of("view at /tmp/Sequential_qiw3.py:18")
