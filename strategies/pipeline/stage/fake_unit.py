@@ -1,6 +1,6 @@
 """Finds what a unit would give, without its parameters' values and without computing."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -143,8 +143,7 @@ class _Watch(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         refuse_collective(func, (*args, *kwargs.values()), self.unit)
-        given = tensors_in((args, kwargs))
-        self.borrowed += [e for e in given if isinstance(e, Parameter) and not is_fake(e)]
+        self.borrowed += _real_parameters((*args, *kwargs.values()))
         name = name_of(func)
         if name in READS:
             return self._read(name, func, args, kwargs)
@@ -174,6 +173,15 @@ class _Watch(TorchFunctionMode):
         result = func(*args, **kwargs)
         self.answers.append(answer_of(result))
         return result
+
+
+def _real_parameters(values: Iterable[Any]) -> Iterator[Parameter]:
+    """Yield the parameters with data; a unit's own have none while it runs."""
+    for each in values:
+        if isinstance(each, list | tuple):
+            yield from _real_parameters(each)
+        elif isinstance(each, Parameter) and not is_fake(each):
+            yield each
 
 
 def _describe(
