@@ -211,6 +211,7 @@ class ConfigSearch:
             and each.layout.batch is None
             and all(each.layout.sizes[axis] == size for axis, size in sizes.items())
             and each.layout.axes.recomputation == kind
+            and each.layout.axes.has_sequence_parallel == bool(given.get("sequence_parallel"))
         ]
         if name in {DIVIDED, "bolt_expert"}:  # without replicas all stages are one
             same.sort(key=lambda each: each.layout.axes.zero != stage)

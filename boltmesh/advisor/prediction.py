@@ -70,6 +70,7 @@ class RankStep:
         stepped_numel: Elements that a rank updates on its device.
         stepped_tensors: Tensors that it updates.
         state_copies: Tensors of state for each.
+        repeated: Part of the operators' traffic that each rank of the tensor axis has in full.
         transfer_s: Time in which parameters and gradients go from and to the host in each pass.
         recomputed: What the backward pass repeats of the forward pass, which ``work`` has once.
         outside_s: Time of the step on the host or the disk, which begins when gradients are there.
@@ -85,6 +86,7 @@ class RankStep:
     stepped_numel: float
     stepped_tensors: int
     state_copies: int
+    repeated: float = NOT_DIVIDED
     transfer_s: float = 0.0
     outside_s: float = 0.0
     recomputed: StepWork = NO_WORK
@@ -154,7 +156,7 @@ def _kernels(work: StepWork, step: RankStep, hardware: Hardware) -> float:
             count * product_time(rows, k, n, rate, units, memory)
             for (rows, k, n), count in work.products.items()
         )
-    repeated = NOT_DIVIDED + (1 - NOT_DIVIDED) / tensor
+    repeated = step.repeated + (1 - step.repeated) / tensor
     divided = step.sizes.get("pipeline", 1) * step.sizes.get("context", 1)
     return (products / tensor + moved * repeated / memory) / divided
 

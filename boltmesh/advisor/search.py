@@ -44,6 +44,7 @@ from boltmesh.plan.strategy_options import (
 )
 from boltmesh.planner.layout import Layout, Recompute, Tier
 from boltmesh.planner.search import Allowed, by_kind, by_prediction, divisions, search, with_room
+from boltmesh.planner.step_time import NOT_DIVIDED
 from boltmesh.planner.transformer import transformer_like
 from boltmesh.strategies.cost_model.model import (
     Bytes,
@@ -69,7 +70,7 @@ MOST_EXPERTS = 1024
 """A step that chooses among more chooses tokens."""
 EXCHANGES_OF_LAYER = 7
 """Collectives of a layer of experts for each batch: rows there and back and their weights."""
-TRIED = ("schedule", "microbatches", "zero_stage")
+TRIED = ("schedule", "microbatches", "zero_stage", "sequence_parallel")
 BEST = 3
 """Layouts that are printed."""
 MIXED = "bf16-mixed"
@@ -241,10 +242,8 @@ class ConfigSearcher:
     def _allowed(self, experts: Sequence[int] = ()) -> Allowed:
         """Return what the model and the devices let layouts be."""
         hardware, model = self.hardware, self._models["none"]
-        places: list[Tier] = []
         has_fp32 = keeps_fp32(model, widths_of(self.loaded.trainer.precision))
-        if has_fp32 and not hardware.is_cpu:
-            places.append("cpu")
+        places: list[Tier] = ["cpu"] if has_fp32 and not hardware.is_cpu else []
         if has_fp32 and hardware.machine.disk_read_gb_s is not None:
             places.append("nvme")
         return Allowed(
@@ -256,6 +255,7 @@ class ConfigSearcher:
             experts=experts,
             places=places,
             has_tiles=has_fp32 and hardware.num_ranks > 1,
+            has_whole_sequences=hardware.is_cpu,
         )
 
     def _expert_sizes(self) -> list[int]:
@@ -475,8 +475,7 @@ class ConfigSearcher:
         assert work is not None
         scale = self._scale_of(layout)
         _, again = self._repeated(axes)
-        replicas = axes.data * axes.context
-        shards = replicas if plan.zero_stage else 1
+        shards = axes.data * axes.context if plan.zero_stage else 1
         stepped = max(each.parameters for each in plan.places) / shards
         outside = axes.offload_fraction if axes.offload != "none" else 0.0
         widths = widths_of(config.trainer.precision)
@@ -490,6 +489,7 @@ class ConfigSearcher:
                 recomputed=scaled(again, scale),
                 batches=layout.accumulate,
                 sizes=layout.sizes,
+                repeated=0.0 if axes.has_sequence_parallel else NOT_DIVIDED,
                 microbatches=plan.num_microbatches,
                 bubble=0.0 if plan.pipeline is None else plan.pipeline.bubble,
                 traffic=tuple(

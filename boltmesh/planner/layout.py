@@ -131,6 +131,7 @@ class Layout:
             + 2 * (self.offload != "none")
             + (self.tier == "nvme")
             + (self.recompute != "none")
+            + self.has_sequence_parallel / 2
             + (self.schedule not in {"", "1f1b"})
             + self.zero / 4
         )

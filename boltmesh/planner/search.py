@@ -155,6 +155,7 @@ class Allowed:
         recompute: What blocks may compute again.
         places: Where state may go: ``cpu``, ``nvme``.
         has_tiles: Whether large weights may be gathered in tiles.
+        has_whole_sequences: Whether ranks that divide layers may leave the sequence whole, too.
     """
 
     devices: int
@@ -166,6 +167,7 @@ class Allowed:
     recompute: Sequence[Recompute] = ("none", "selective", "full")
     places: Sequence[Tier] = ("cpu", "nvme")
     has_tiles: bool = True
+    has_whole_sequences: bool = False
 
 
 def divisions(allowed: Allowed) -> Iterator[Layout]:
@@ -256,10 +258,33 @@ def with_room(
         may_be_best: Whether one that has no room is fast enough for more to be added.
     """
     for zero in _zero_stages(base):
-        found = list(_at_stage(base.changed(zero=zero), allowed, evaluate, may_be_best))
+        at_stage = base.changed(zero=zero)
+        found = list(_with_sequence(at_stage, allowed, evaluate, may_be_best))
         yield from found
         if base.data * base.context == 1 and any(each.has_room for each in found):
             return  # without replicas the other stages are for offload alone
+
+
+def _with_sequence(
+    base: Layout,
+    allowed: Allowed,
+    evaluate: Callable[[Layout], E | None],
+    may_be_best: Callable[[E], bool],
+) -> Iterator[E]:
+    """Yield a layout as it is, and with the sequence divided between divided layers.
+
+    The latter keeps less, so what saves memory beside that is tried for it alone. On accelerators
+    it also moves as many bytes and computes less, so the former is for models that cannot do it.
+    """
+    if base.tensor > 1 and base.expert == 1 and not base.has_sequence_parallel:
+        divided = base.changed(has_sequence_parallel=True)
+        found = list(_at_stage(divided, allowed, evaluate, may_be_best))
+        if found:
+            if allowed.has_whole_sequences and (whole := evaluate(base)) is not None:
+                yield whole
+            yield from found
+            return
+    yield from _at_stage(base, allowed, evaluate, may_be_best)
 
 
 def _at_stage(

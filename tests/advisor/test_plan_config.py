@@ -444,6 +444,42 @@ def test_experts_are_divided_with_the_memory_and_bytes_that_their_own_plan_state
     assert found.own == divided
 
 
+def test_ranks_that_divide_the_sequence_too_repeat_no_traffic_of_operators() -> None:
+    divided = replace(STEP, sizes={"tensor": 2}, traffic=())
+    alike = terms(divided)["compute"] - terms(replace(divided, repeated=0.0))["compute"]
+    assert RATES.memory_gb_s is not None
+    assert alike == pytest.approx((0.725 - 0.5) * 1e8 / (RATES.memory_gb_s * 1e9))
+
+
+def test_sequence_parallel_is_planned_with_the_memory_and_bytes_that_its_own_plan_states(
+    capsys, monkeypatch
+) -> None:
+    monkeypatch.setattr("boltmesh.advisor.search.divisions", lambda _: [Layout(tensor=2)])
+    hardware = Hardware(RATES, 2, 1, True, "", "")
+    found = ConfigSearcher("ddp", [*SMALL], source="ddp", hardware=hardware).search()
+    both = {each.layout.axes.has_sequence_parallel: each for each in found.candidates}
+    assert len(both) == len(found.candidates) == 2
+    for is_divided, each in both.items():
+        line = ["plan", "ddp", *SMALL, *overrides_of(found, each), "--json"]
+        assert run_command(line) == 0
+        stated = json.loads(capsys.readouterr().out)["mesh"]["places"][0]
+        assert each.memory.peak.host == stated["peak"]["host"]
+        moved = {(one.operator, one.calls, one.payload_bytes) for one in each.step.traffic}
+        own = {(one["operator"], one["calls"], one["bytes"]) for one in stated["traffic"]}
+        assert moved == own
+        assert ("strategy.sequence_parallel=true" in line) == is_divided
+        attribute = "sequence parallel over 2" if is_divided else "whole"
+        assert each.layout.axes.dimensions["attribute"] == attribute
+    whole, divided = both[False], both[True]
+    rows, width = 8 * 32, 32  # of SMALL, in fp32
+    # Half of the inputs of both norms of its two blocks, and of their means and deviations.
+    saved = whole.memory.peak.host - divided.memory.peak.host
+    assert saved == 4 * rows * (width + 2) * 4 / 2
+    gathered = {each.operator for each in divided.step.traffic}
+    assert {"_allgather_base", "_reduce_scatter_base"} <= gathered
+    assert "_allgather_base" not in {each.operator for each in whole.step.traffic}
+
+
 @pytest.mark.full
 def test_a_pipeline_without_room_runs_a_part_of_its_blocks_again(monkeypatch) -> None:
     monkeypatch.setattr("boltmesh.advisor.search.MOST_DIVISIONS", 2)
