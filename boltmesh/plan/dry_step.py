@@ -258,7 +258,8 @@ class _Temporaries(DispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         made = func(*args, **(kwargs or {}))
-        self._count(func, args, kwargs or {}, made)
+        tensors = [each for each in tree_leaves((args, kwargs, made)) if isinstance(each, Tensor)]
+        self._count(func, args, kwargs or {}, made, tensors)
         if func is CAST and storage_key(args[0]) in self.names:
             self.casts[storage_key(made)] = self.names[storage_key(args[0])]
             self._alive.append(made)  # its address must not be taken by another tensor
@@ -267,25 +268,29 @@ class _Temporaries(DispatchMode):  # type: ignore[no-untyped-call]
             results = [each for each in tree_leaves(made) if isinstance(each, Tensor)]
             self.kept |= {storage_key(each): (owner, each) for each in results}
         if self._saved is not None:
-            here = {storage_key(each): each for each in tree_leaves((args, kwargs, made))
-                    if isinstance(each, Tensor)}  # fmt: skip
+            here = {storage_key(each): each for each in tensors}
             size = sum(
                 each.untyped_storage().nbytes()
                 for at, each in here.items()
-                if at not in self._saved | set(self.casts)
+                if at not in self._saved
+                and at not in self.casts
                 and tuple(each.shape) not in self._gradient_shapes
             )
             self.most_bytes = max(self.most_bytes, size)
         return made
 
     def _count(
-        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], made: Any
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        made: Any,
+        tensors: Sequence[Tensor],
     ) -> None:
         is_question = not any(isinstance(each, Tensor) for each in tree_leaves(made))
         if is_question or getattr(func, "is_view", False):
             return  # it reads a tensor's device or shape, or names a part of it
         self.operators += 1
-        tensors = [each for each in tree_leaves((args, kwargs, made)) if isinstance(each, Tensor)]
         moved = sum(each.numel() * each.element_size() for each in tensors)
         self.moved_bytes += moved
         kind = getattr(func, "overloadpacket", func)

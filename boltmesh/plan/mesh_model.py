@@ -6,7 +6,7 @@ run what to expect, on ranks that were never started.
 """
 
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -213,7 +213,11 @@ def _divide(config: DictConfig, job: MeshJob, source: str, per_stage: int | None
         if job.sequences is not None:
             step = DryRun(module, STEP, job.args, _CPU)
             job = replace(job, entries=entries_of(step, job.sequences, source=source))
-        tensor = _divide_layers(module, job, source)
+        # Recomputation and shards do not change how layers are divided.
+        of = [OmegaConf.to_yaml(each, resolve=True) for each in (config.model, config.data)]
+        asked = job.layout.tensor, job.expert, repr(job.layers), types
+        plan_key = "plan of layers", *of, *asked, len(list(module.modules()))
+        tensor = _divide_layers(module, job, source, plan_key)
         pipeline = None
         places: Sequence[RankWork | StageWork]
         if job.layout.pipeline == 1:
@@ -297,8 +301,13 @@ def _with_fewer_blocks(
     return found.first(per_stage * stages + rest), job, whole - per_stage
 
 
-def _divide_layers(module: LightningModule, job: MeshJob, source: str) -> TensorSummary | None:
-    """Leave the first rank's part of each layer, and let layers run on it."""
+def _divide_layers(
+    module: LightningModule, job: MeshJob, source: str, key: Hashable
+) -> TensorSummary | None:
+    """Leave the first rank's part of each layer, and let layers run on it.
+
+    The plan of the layers is made once for a key.
+    """
     size = job.layout.tensor
     if size == 1:
         return None
@@ -307,7 +316,7 @@ def _divide_layers(module: LightningModule, job: MeshJob, source: str) -> Tensor
     if whole:  # ranks of a tensor group deal the rows of experts, which are whole
         own = layers["plan"]
         layers["plan"] = {**({} if own == "auto" else own), **whole}
-    plan = find_division(module, job.args[0], size, layers, source=source)
+    plan = kept(key, lambda: find_division(module, job.args[0], size, layers, source=source))
     summary = summarise(module, plan, job.types.stored.itemsize, ())
     for each in plan.sharded.values():
         reshape_stand_in(module.get_parameter(each.name), each.local_shape(size))

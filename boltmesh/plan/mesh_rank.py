@@ -262,6 +262,8 @@ def count_pass(
     state: ContextState | None,
     batch: Any,
     units: Mapping[str, Module],
+    *,
+    is_transient: bool = True,
 ) -> tuple[StepCounts | None, str | None]:
     """Count a step on a batch or a microbatch, or say why it cannot be run.
 
@@ -271,11 +273,14 @@ def count_pass(
         state: State of a sequence that is divided.
         batch: What the step gets.
         units: To which what is kept is attributed, beside blocks that run again.
+        is_transient: What a block that runs again holds meanwhile is wanted, too.
     """
     equal = equal_blocks(module)
-    counts, complaint = _count(module, job, state, batch, DryStep(equal=equal), units)
-    if job.recompute is None or counts is None:
-        return counts, complaint
+    counts = None
+    if job.recompute is None or is_transient:
+        counts, complaint = _count(module, job, state, batch, DryStep(equal=equal), units)
+        if job.recompute is None or counts is None:
+            return counts, complaint
     recomputation = ActivationCheckpointing(job.recompute)
     recomputation.put_on(module)
     blocks = {name: each for name, each in module.named_modules() if each in recomputation.blocks}
@@ -287,8 +292,8 @@ def count_pass(
     }
     again, complaint = _count(module, job, state, batch, measured, {**outside, **blocks})
     recomputation.take_off()
-    if again is None:
-        return None, complaint
+    if again is None or counts is None:
+        return again, complaint
     one_block = (counts.saved_bytes - again.saved_bytes) // len(blocks)
     return replace(again, transient_bytes=again.transient_bytes + one_block), None
 

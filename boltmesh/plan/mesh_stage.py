@@ -5,7 +5,7 @@ Parameters are stand-ins, as for ``mesh_rank.py``.
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -65,6 +65,7 @@ class StageWork:
         activation_bytes: Kept for backward passes at most; None where it is not known.
         moved: Over the tensor, context and expert axes, in an optimizer step.
         has_unknown_traffic: Whether a part of that is not known.
+        shapes: Its units, by what was asked of them: they are the same for many layouts.
     """
 
     module: LightningModule
@@ -75,6 +76,7 @@ class StageWork:
     activation_bytes: int | None
     moved: tuple[ExpectedTraffic, ...]
     has_unknown_traffic: bool
+    shapes: dict[object, ModelShape] = field(default_factory=dict, repr=False, compare=False)
 
     def forecast(self, job: MeshJob) -> RankForecast:
         """Return what a rank holds and moves."""
@@ -109,7 +111,7 @@ def kept_by_units(module: LightningModule, job: MeshJob) -> list[Mapping[str, in
     for rank in range(job.layout.size("context")):
         with divided_at(module, job, rank) as state:
             units = find_stage_units(module)
-            counts, _ = count_pass(module, job, state, job.parts[0], units)
+            counts, _ = count_pass(module, job, state, job.parts[0], units, is_transient=False)
         found.append(None if counts is None else counts.saved_by)
     return found
 
@@ -246,14 +248,14 @@ class _Stages:
         return self._shape(list(self._module.buffers()), has_scalars=True)
 
     def _shape(self, buffers: Sequence[Tensor], *, has_scalars: bool) -> ModelShape:
-        shards = self._job.shards
-        return describe_late_units(
-            self._module,
-            self._held,
-            buffers,
-            None if shards is None else shards.blocks,
-            has_scalars=has_scalars,
-        )
+        shards, shapes = self._job.shards, self._work.shapes
+        blocks = None if shards is None else shards.blocks
+        key = repr(blocks), has_scalars
+        if key not in shapes:
+            shapes[key] = describe_late_units(
+                self._module, self._held, buffers, blocks, has_scalars=has_scalars
+            )
+        return shapes[key]
 
     def over_stages(self) -> list[ExpectedTraffic]:
         """Return the traffic of the pipeline in an optimizer step."""
