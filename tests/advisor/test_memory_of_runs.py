@@ -1,18 +1,24 @@
 """Memory that ``plan auto`` states of a layout, beside what telemetry measures of its run."""
 
+import gc
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch import Callback, Trainer, seed_everything
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from boltmesh.advisor.layouts import ConfigLayout, PlannedLayout
 from boltmesh.advisor.machine import Hardware
 from boltmesh.advisor.search import ConfigSearcher
 from boltmesh.configs.classes import build
 from boltmesh.configs.load import load
+from boltmesh.plan.dry_model import describe_model
+from boltmesh.plan.mesh_plan import plan_mesh
 from boltmesh.planner.layout import Layout
 from boltmesh.strategies.cost_model.step_time import Machine
 from boltmesh.strategies.registry import build_strategy
@@ -69,6 +75,61 @@ KINDS = ("parameters", "gradients", "optimizer", "buffers")
 """Kinds of memory that are kept between two steps."""
 NEAR = 0.05
 """Share by which memory of a rank may differ."""
+WITH_ACTIVATIONS = {
+    "ddp": ("ddp", Layout(data=4)),
+    "tensor": ("ddp", Layout(tensor=2, data=2)),
+    "sequence parallel": ("ddp", Layout(tensor=2, data=2, has_sequence_parallel=True)),
+    "context": ("ddp", Layout(context=2, data=2)),
+    "pipeline": ("ddp", Layout(pipeline=2, data=2)),
+    "pipeline, tensor": ("ddp", Layout(pipeline=2, tensor=2)),
+    "mixture": ("expert_hf", Layout(data=4)),
+}
+"""Layouts whose activations are counted; none gathers parameters, which autograd would keep."""
+
+
+class SavedForBackward(Callback):
+    """Bytes that autograd keeps of the last step at most, parameters and buffers apart."""
+
+    def __init__(self) -> None:
+        self._own: set[int] = set()
+        self._uses: Counter[int] = Counter()
+        self._now = self._before = self.most = 0
+
+    def on_train_batch_start(self, trainer, module, *_: Any) -> None:
+        held = [*module.parameters(), *module.buffers()]
+        self._own = {each.untyped_storage().data_ptr() for each in held}
+        gc.collect()
+        # The first step is preceded by one of the whole model.
+        self._before = self.most = self._now
+
+    @property
+    def in_step(self) -> int:
+        """Most bytes beyond those that were kept when the last step began."""
+        return self.most - self._before
+
+    def pack(self, tensor: Tensor) -> "SavedTensor":
+        return SavedTensor(self, tensor)
+
+    def count(self, tensor: Tensor, change: int) -> None:
+        storage = tensor.untyped_storage()
+        at = storage.data_ptr()
+        if at in self._own:
+            return
+        self._uses[at] += change
+        if self._uses[at] == (1 if change > 0 else 0):
+            self._now += change * storage.nbytes()
+        self.most = max(self.most, self._now)
+
+
+class SavedTensor:
+    """A tensor that autograd keeps."""
+
+    def __init__(self, counter: SavedForBackward, tensor: Tensor) -> None:
+        self.counter, self.tensor = counter, tensor
+        counter.count(tensor, 1)
+
+    def __del__(self) -> None:
+        self.counter.count(self.tensor, -1)
 
 
 def planned(config: str, axes: Layout) -> PlannedLayout:
@@ -129,4 +190,50 @@ def test_memory_that_is_planned_is_what_telemetry_measures(group, tmp_path, monk
     monkeypatch.setenv("BOLTMESH_RUN_DIR", str(tmp_path / "telemetry"))
     monkeypatch.setattr("boltmesh.advisor.search.divisions", lambda _: [Layout(data=RANKS)])
     off = shares_off(GROUPS[group])
+    assert max(map(abs, off.values())) < NEAR, off
+
+
+def saved_by_rank(rank: int, world_size: int, config: str, name: str, arguments: Any) -> int:
+    """Train two steps, and return the bytes that autograd keeps at most."""
+    loaded = load(config, LINES[config])
+    seed_everything(1, verbose=False)
+    counter = SavedForBackward()
+    trainer = Trainer(
+        accelerator="cpu", devices=world_size, strategy=build_strategy(name, **arguments),
+        max_steps=2, logger=False, callbacks=[counter], enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0,
+    )  # fmt: skip
+    model = build(loaded.model, "model", source=config)
+    with saved_tensors_hooks(counter.pack, lambda each: each.tensor):
+        trainer.fit(model, build(loaded.data, "data", source=config))
+    return counter.in_step
+
+
+def planned_activations(config: str, layout: ConfigLayout) -> int:
+    """Return the bytes that the fullest rank of a layout is planned to keep at most."""
+    line = [*LINES[config], f"devices={RANKS}", "trainer.accelerator=cpu"]
+    loaded = load(config, line)
+    if not layout.axes.is_divided:
+        model, _, _ = describe_model(loaded, None, source=config)
+        assert model.activations is not None
+        return model.activations.saved_bytes
+    plan = plan_mesh(loaded, RANKS, dict(layout.arguments), Machine(), source=config)
+    return max(each.activation_bytes or 0 for each in plan.places)
+
+
+@pytest.mark.full
+@pytest.mark.ranks
+@pytest.mark.slow(30)
+def test_activations_that_are_planned_are_what_autograd_keeps(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    layouts = {
+        name: (config, ConfigLayout(replace(axes, balance=None)))
+        for name, (config, axes) in WITH_ACTIVATIONS.items()
+    }
+    runs = [(config, layout.name, dict(layout.arguments)) for config, layout in layouts.values()]
+    kept = zip(*run_ranks(in_turn, RANKS, saved_by_rank, runs), strict=True)
+    off = {
+        name: planned_activations(*layout) / max(ranks) - 1
+        for (name, layout), ranks in zip(layouts.items(), kept, strict=True)
+    }
     assert max(map(abs, off.values())) < NEAR, off
