@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -10,15 +11,23 @@ from typing import Any
 
 import pytest
 
+from boltmesh.planner.calibration import (
+    PredictedLayout,
+    Spread,
+    default_spread,
+    factors,
+    to_measure,
+)
 from boltmesh.planner.rates import default_rates
 from boltmesh.planner.step_time import StepTimeModel
-from tests.planner.rows import ROWS, read_runs
+from tests.planner.fit import SPREAD_BOUNDS
+from tests.planner.rows import ROWS, read_runs, timed
 from tests.planner.validate import validate
 
 
 @pytest.fixture(scope="module")
 def result():
-    return validate(ROWS, None)
+    return validate(ROWS, ROWS)
 
 
 def test_times_of_sources_that_the_rates_never_saw(result):
@@ -34,6 +43,61 @@ def test_layouts_are_ordered(result):
     found = result["left_out"]
     assert found["pairs"] > 0.84
     assert found["top3_loss"] < 0.02
+
+
+def test_times_after_two_measured_layouts_of_each_cluster(result):
+    found, cold = result["calibrated"], result["left_out"]
+    clusters = {(each.source, each.gpu) for each in timed(read_runs(ROWS)[0])}
+    assert found["rows"] == cold["rows"] - 2 * len(clusters) == 430
+    assert found["median"] < 0.045
+    assert found["p90"] < 0.16
+    assert found["pairs"] > 0.85
+    beside = result["of_calibrated"]
+    assert beside["unmeasured"] == 0
+    assert beside["others"] == 407
+    assert beside["others_median"] < 0.045
+    mean = {
+        name: statistics.mean(each["median"] for each in result[name]["sources"].values())
+        for name in ("left_out", "calibrated")
+    }
+    assert mean["calibrated"] < 0.06 < 0.09 < mean["left_out"]
+
+
+SPREAD = Spread(stack=0.3, part=0.4, narrow=0.0, layout=0.0, noise=0.1, octaves=4.0)
+
+
+def layout(place: str, *shares: float) -> PredictedLayout:
+    """Return a layout of equal sizes, none of its products narrow."""
+    return PredictedLayout(place, (*shares, 0.0, 0.0), (1.0,), ("bf16",))
+
+
+def test_a_measured_layout_corrects_others_by_what_they_have_in_common() -> None:
+    seen, other = layout("a", 0.0), layout("a", 0.5)
+    assert factors([], [seen], SPREAD) == [1.0]
+    # 0.09 of the variance are common, 0.01 more are noise.
+    assert factors([(seen, 2.0)], [seen, other], SPREAD) == pytest.approx(2 * [2**0.9])
+    (far,) = factors([(seen, 2.0)], [layout("b", 0.0)], SPREAD)
+    assert far == pytest.approx(2 ** (0.9 * 0.9))
+    both = [(seen, 1.0), (layout("a", 1.0), 2.0)]
+    less, more = factors(both, [seen, layout("a", 1.0)], SPREAD)
+    # The covariances are 0.10, 0.09, 0.26: the second error is one of its part.
+    assert math.log(less) / math.log(2) == pytest.approx(0.09 * 0.01 / (0.1 * 0.26 - 0.0081))
+    assert math.log(more) / math.log(2) == pytest.approx(
+        (0.25 * 0.1 - 0.09 * 0.09) / (0.1 * 0.26 - 0.0081)
+    )
+
+
+def test_layouts_to_measure_are_those_that_leave_least_unknown() -> None:
+    shares = [0.0, 0.0, 0.0, 0.1, 1.0]
+    layouts = [layout("a", each) for each in shares]
+    assert to_measure(layouts, shares, SPREAD, count=1) == [3]
+    assert to_measure(layouts, shares, SPREAD) == [3, 4]
+    assert to_measure(layouts[:3], shares[:3], SPREAD) == [0], "one layout is not measured twice"
+
+
+def test_the_spread_of_errors_is_within_what_was_searched() -> None:
+    for name, (low, high) in SPREAD_BOUNDS.items():
+        assert low <= getattr(default_spread(), name) <= high
 
 
 def test_memory(result):

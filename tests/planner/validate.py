@@ -6,9 +6,9 @@
 Without ``--predict``, each source of the rows is predicted with rates that were fitted to the other
 sources (``left_out.yaml``). With it, the rows of another file are predicted too: ``predicted`` with
 rates that never saw their source, ``calibrated`` again after two measured layouts of each cluster,
-which are then left out of the figures. A row that cannot be read as a run is skipped, and the
-reasons are counted; with ``--json`` they go to stderr. Errors are |log(predicted / measured)|,
-fractions of 1.
+which are then left out of the figures (``boltmesh/planner/calibration.py``). A row that cannot be
+read as a run is skipped, and the reasons are counted; with ``--json`` they go to stderr. Errors are
+|log(predicted / measured)|, fractions of 1.
 
 ``--calculon`` puts Calculon beside the left-out predictions, on the rows that it can do. FOLDER is
 a clone of https://github.com/calculon-ai/calculon, which no package index has. Memory is compared
@@ -23,18 +23,16 @@ import math
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import yaml  # type: ignore[import-untyped]
-
+from boltmesh.planner.calibration import Spread, default_spread, factors, to_measure
 from boltmesh.planner.layout_memory import estimate_layout_memory
 from boltmesh.planner.rates import DATA, Rates, default_rates
-from boltmesh.planner.step_time import StepTimeModel
-from tests.planner.fit import BOUNDS, LEFT_OUT, predict
+from tests.planner.fit import BOUNDS, described, left_out, predict
 from tests.planner.rows import ROWS, Run, read_runs, timed
 
 SETS = ("left_out", "predicted", "calibrated")
@@ -43,15 +41,9 @@ FULL = 1.07
 """Of a device's memory; above, a layout is rejected."""
 APART = 1.05
 """Pairs of layouts whose times differ by less are not ordered."""
-SCATTER = 1.0
-"""Variance of errors within a cluster over that between clusters: about equal, cold."""
+NUM_MEASURED = 2
+"""Layouts of each cluster that are measured for ``calibrated``."""
 RatesOf = Callable[[Run], Rates]
-
-
-def left_out_rates() -> dict[str, Rates]:
-    """Return, for each source of the repository's rows, rates that never saw it."""
-    table = yaml.safe_load(LEFT_OUT.read_text(encoding="utf-8"))
-    return {source: Rates(**rates) for source, rates in table.items()}
 
 
 @dataclass(frozen=True)
@@ -131,60 +123,58 @@ def ordering(found: Sequence[Prediction]) -> tuple[float | None, float | None, f
     )
 
 
-def calibrate(runs: Sequence[Run], rates_of: RatesOf) -> tuple[RatesOf, set[str]]:
-    """Return rates after two measured layouts of each cluster, and the ids of those runs.
+@dataclass(frozen=True)
+class Calibrated:
+    """Predictions after some layouts of each cluster were measured."""
 
-    The two are those whose shares of time by term are nearest to all others of the cluster, as
-    predicted. Their ratio of measured over predicted time is the factor on the others, drawn to 1
-    as the error of a cold prediction and the scatter within a cluster ask for.
+    predictions: list[Prediction]
+    """Of all other runs."""
+    num_unmeasured: int
+    """Those of clusters with fewer than three runs, in which nothing was measured."""
+    others: list[Prediction]
+    """Those that are no further run of a measured layout."""
+
+
+def calibrate(
+    runs: Sequence[Run], rates_of: RatesOf, spread_of: Callable[[Run], Spread]
+) -> Calibrated:
+    """Predict runs after two measured layouts of each cluster.
+
+    Which two is chosen without their times: those that leave least unknown of the others. Errors
+    of a stack on several accelerators are corrected together.
     """
-    clusters = defaultdict(list)
+    stacks = defaultdict(list)
     for run in runs:
-        clusters[run.cluster_key].append(run)
-    factors: dict[tuple[str, str], float] = {}
-    used: set[str] = set()
-    for key, members in clusters.items():
-        if len(members) < 3:
-            continue
-        chosen = representatives(members, rates_of)
-        ratios = [(run.seconds or 0.0) / predict(run, rates_of(run)) for run in chosen]
-        weight = len(ratios) / (len(ratios) + SCATTER)
-        factors[key] = math.exp(weight * sum(map(math.log, ratios)) / len(ratios))
-        used |= {run.id for run in chosen}
-
-    def calibrated(run: Run) -> Rates:
-        rates = rates_of(run)
-        return replace(rates, calibration=rates.calibration * factors.get(run.cluster_key, 1.0))
-
-    return calibrated, used
-
-
-def representatives(members: Sequence[Run], rates_of: RatesOf) -> list[Run]:
-    """Return two runs with different layouts that represent the others, chosen without their times.
-
-    They are the medoids of the shares of time by term, found one after the other.
-    """
-    shares = []
-    for run in members:
-        time = StepTimeModel(run.model, run.cluster, rates_of(run)).predict(run.layout)
-        shares.append([value / time.seconds for value in time.terms().values()])
-    nearest = [math.inf] * len(members)
-    chosen: list[Run] = []
-    for _ in range(2):
-        best: tuple[float, int, list[float]] | None = None
-        for place, run in enumerate(members):
-            if any((run.model, run.layout) == (other.model, other.layout) for other in chosen):
+        stacks[run.source].append(run)
+    found, others, num_unmeasured = [], [], 0
+    for members in stacks.values():
+        spread = spread_of(members[0])
+        known = {run.id: described(run, rates_of(run)) for run in members}
+        clusters = defaultdict(list)
+        for run in members:
+            clusters[run.cluster_key].append(run)
+        chosen: list[Run] = []
+        for cluster in clusters.values():
+            if len(cluster) < NUM_MEASURED + 1:
+                num_unmeasured += len(cluster)
                 continue
-            to_others = [
-                min(before, math.dist(shares[place], other))
-                for before, other in zip(nearest, shares, strict=True)
-            ]
-            if best is None or sum(to_others) < best[0]:
-                best = sum(to_others), place, to_others
-        if best is not None:
-            chosen.append(members[best[1]])
-            nearest = best[2]
-    return chosen
+            layouts = [known[run.id][0] for run in cluster]
+            names = [(run.model, run.layout) for run in cluster]
+            picked = to_measure(layouts, names, spread, count=NUM_MEASURED)
+            chosen += [cluster[at] for at in picked]
+        measured = [
+            (layout, (run.seconds or 0.0) / seconds)
+            for run in chosen
+            for layout, seconds in [known[run.id]]
+        ]
+        rest = [run for run in members if run not in chosen]
+        corrected = factors(measured, [known[run.id][0] for run in rest], spread)
+        seen = {(run.cluster_key, run.model, run.layout) for run in chosen}
+        for run, factor in zip(rest, corrected, strict=True):
+            found.append(Prediction(run, factor * known[run.id][1]))
+            if (run.cluster_key, run.model, run.layout) not in seen:
+                others.append(found[-1])
+    return Calibrated(found, num_unmeasured, others)
 
 
 def memory_errors(runs: Iterable[Run]) -> list[float]:
@@ -213,7 +203,7 @@ def filter_counts(runs: Iterable[Run]) -> dict[str, int]:
 
 def validate(rows: Path, predicted: Path | None) -> dict[str, Any]:
     """Return all figures; see the module."""
-    unseen = left_out_rates()
+    unseen, spreads = left_out()
     runs, reasons = read_runs(rows)
     known = [run for run in timed(runs, reasons) if run.source in unseen]
     result: dict[str, Any] = {
@@ -232,9 +222,15 @@ def validate(rows: Path, predicted: Path | None) -> dict[str, Any]:
 
         memory = memory_errors(runs)
         result["predicted"] = summary(predictions(measured, cold), memory, reasons.total())
-        calibrated, used = calibrate(measured, cold)
-        rest = [run for run in measured if run.id not in used]
-        result["calibrated"] = summary(predictions(rest, calibrated), memory, reasons.total())
+        calibrated = calibrate(
+            measured, cold, lambda run: spreads.get(run.source, default_spread())
+        )
+        result["calibrated"] = summary(calibrated.predictions, memory, reasons.total())
+        result["of_calibrated"] = {
+            "unmeasured": calibrated.num_unmeasured,
+            "others": len(calibrated.others),
+            "others_median": _median([each.error for each in calibrated.others]),
+        }
         result["reasons"] = dict(reasons.most_common())
     return result
 
@@ -274,6 +270,12 @@ def beside_calculon(found: Sequence[Prediction], folder: Path) -> list[str]:
     return lines
 
 
+INSTALL = {
+    "accelerate": "pip install accelerate",
+    "deepspeed": "DS_BUILD_OPS=0 pip install --no-build-isolation deepspeed",
+}
+
+
 def memory_peers(runs: Iterable[Run]) -> list[str]:
     """Return the memory errors of the estimates of accelerate and DeepSpeed, and the planner's.
 
@@ -291,7 +293,7 @@ def memory_peers(runs: Iterable[Run]) -> list[str]:
         try:
             found = [(estimate(run), run.memory_gb or 0.0) for run in rows]
         except ImportError:
-            lines.append(f"  {name:12} is not installed: pip install {name}")
+            lines.append(f"  {name:12} was not run: it is not installed. {INSTALL[name]}")
             continue
         theirs = math.exp(_median([abs(math.log(a / (b * 2**30))) for a, b in found]) or 0.0)
         ours = math.exp(_median(memory_errors(rows)) or 0.0)
@@ -419,6 +421,12 @@ def table(result: dict[str, Any]) -> list[str]:
             f"{_percent(found['top1_loss'])}, of the first three {_percent(found['top3_loss'])}, "
             f"memory {_percent(found['memory_median'])}"
         )
+    if (beside := result.get("of_calibrated")) is not None:
+        lines.append(
+            f"  without further runs of the measured layouts: {beside['others']} rows, median "
+            f"{_percent(beside['others_median'])}; {beside['unmeasured']} rows are of clusters "
+            f"with fewer than three, in which nothing was measured"
+        )
     for reason, count in result.get("reasons", {}).items():
         lines.append(f"  skipped {count:4}: {reason}")
     counts = result["memory_filter"]
@@ -446,7 +454,7 @@ def main() -> None:
     if not given.json:
         print("\n".join(table(result)))
         if given.calculon is not None:
-            unseen = left_out_rates()
+            unseen, _ = left_out()
             known = [run for run in timed(read_runs(given.rows)[0]) if run.source in unseen]
             found = predictions(known, lambda run: unseen[run.source])
             print("\n".join(beside_calculon(found, given.calculon)))
