@@ -7,7 +7,7 @@ are searched for slow steps, and all ranks only for the cause of each.
 
 What happened, once: the same message from many ranks is one line.
 
-The newest events in short, the last at the bottom; ``event_table.py`` has all of them.
+The newest events in short, the last at the bottom; ``pages/events.py`` has all of them.
 """
 
 import time
