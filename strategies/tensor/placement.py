@@ -282,11 +282,12 @@ def _analysed(rehearsal: DryRun, blocks: Mapping[str, Module], context: TensorCo
         return analyse(rehearsal.module, rehearsal.forward, blocks=blocks, guess=0)
     except Exception:
         dtype = context.precision.dtype
-        if dtype.itemsize >= torch.float32.itemsize:
+        if dtype == torch.float32:
             raise
-        # Both parameters and autocast: a parameter that autocast casts is not recognized.
-        rough = replace(rehearsal, around=partial(torch.autocast, "cpu", dtype))
-        return analyse(rough.module, rough.forward, blocks=blocks, dtype=dtype)
+        if dtype.itemsize < torch.float32.itemsize:
+            # Both parameters and autocast: a parameter that autocast casts is not recognized.
+            rehearsal = replace(rehearsal, around=partial(torch.autocast, "cpu", dtype))
+        return analyse(rehearsal.module, rehearsal.forward, blocks=blocks, dtype=dtype)
 
 
 def _made(

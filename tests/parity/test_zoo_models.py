@@ -126,6 +126,14 @@ class Lends(VisionTransformer):
         return self.head(self.fourth(self.third(x))).square().mean()
 
 
+class Convolutions(VisionTransformer):
+    """Trained in 64 bits, which a convolution takes with no other type."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv1d(4, 4, 3, padding=1)  # type: ignore[assignment]
+
+
 class LogsRate(VisionTransformer):
     """Reads the learning rate in the step, as many modules do to log it."""
 
@@ -202,6 +210,7 @@ def train(rank: int, world_size: int, kind: type[LightningModule], strategy: str
     seed_everything(1, verbose=False)
     generator = torch.Generator().manual_seed(2)
     batches: list[Any] = [torch.randn(rows, 4, 16, generator=generator) for rows in (4, 4, 3)]
+    precision: Any = "64-true" if kind is Convolutions else "32-true"
     if kind is Graphs:
         batches = [Molecules(each) for each in batches]
     loader: Any = DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
@@ -210,6 +219,7 @@ def train(rank: int, world_size: int, kind: type[LightningModule], strategy: str
         strategy=STRATEGIES[strategy][1](), accelerator="cpu", devices=world_size, max_steps=3,
         logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, use_distributed_sampler=False, callbacks=[losses],
+        precision=precision,
     )  # fmt: skip
     trainer.fit(module, loader)
     if kind is Padded:
@@ -222,6 +232,7 @@ def train(rank: int, world_size: int, kind: type[LightningModule], strategy: str
         "MessagePassing-pipeline",
         "Lends-pipeline",
         "LogsRate-tensor",
+        "Convolutions-tensor",
         "Padded-pipeline",
         "Graphs-pipeline",
     )
@@ -238,6 +249,7 @@ def train(rank: int, world_size: int, kind: type[LightningModule], strategy: str
         (Lends, "pipeline"),
         (Lends, "3d"),
         (LogsRate, "tensor"),
+        (Convolutions, "tensor"),
         (Padded, "pipeline"),
         (Graphs, "pipeline"),
         (Graphs, "tensor"),

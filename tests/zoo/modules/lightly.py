@@ -26,8 +26,9 @@ def backbone() -> nn.Module:
 class Views(LightningModule):
     """Two views of each image, one encoder."""
 
-    def __init__(self, loss: str, head: str, *sizes: int) -> None:
+    def __init__(self, loss: str, head: str, *sizes: int, rate: float = 0.01) -> None:
         super().__init__()
+        self.rate = rate
         from lightly import loss as losses
         from lightly.models.modules import heads
 
@@ -45,7 +46,7 @@ class Views(LightningModule):
         return loss
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
+        return torch.optim.SGD(self.parameters(), lr=self.rate)
 
 
 class BYOL(LightningModule):
@@ -147,7 +148,7 @@ ENTRIES = [
     ),
     Entry(
         "lightly BarlowTwins",
-        lambda: Views("BarlowTwinsLoss", "BarlowTwinsProjectionHead", 12, 12, 10),
+        lambda: Views("BarlowTwinsLoss", "BarlowTwinsProjectionHead", 12, 12, 10, rate=0.001),
         batch,
         microbatches=1,
     ),
