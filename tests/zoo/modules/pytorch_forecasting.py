@@ -86,6 +86,8 @@ ENTRIES = [
         ),
         covariates,
         has_unused=True,
+        # Added to all keys of a softmax.
+        without_gradient=("k_layers.0.bias", "k_layers.1.bias"),
     ),
     Entry(
         "pytorch-forecasting DeepAR",
