@@ -20,10 +20,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Module
-from torchmetrics import Metric, MetricCollection
+from torchmetrics import MeanMetric, Metric, MetricCollection
 from torchmetrics.utilities.distributed import gather_all_tensors
 
 from boltmesh.errors import ConfigError
+from boltmesh.strategies.pytree import is_constant
 from boltmesh.strategies.torch_compat.tensors import functions_unwatched
 
 METHODS = ("forward", "update", "compute", "reset")
@@ -243,7 +244,19 @@ def stand_in(metric: MetricKind) -> MetricKind:
     if known is None or known[0]() is not metric or _device(known[1]) != _device(metric):
         known = _KNOWN[id(metric)] = (weakref.ref(metric, _forget(id(metric))), copy_of(metric))
     known[1].reset()
+    vars(known[1]).update(settings_of(metric))  # a step may set others for each batch
     return known[1]
+
+
+_OWN = frozenset(vars(MeanMetric()))
+"""Attributes that torchmetrics keeps on a metric."""
+
+
+def settings_of(metric: MetricKind) -> dict[str, Any]:
+    """Return the numbers and strings that authors keep on a metric, by attribute."""
+    if not isinstance(metric, Metric):
+        return {}
+    return {k: each for k, each in vars(metric).items() if k not in _OWN and is_constant(each)}
 
 
 def answer(metric: MetricKind, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -25,6 +25,7 @@ from boltmesh.strategies.dry_run.metrics import (
     MetricKind,
     copy_of,
     metrics_replaced,
+    settings_of,
     stand_in,
 )
 from boltmesh.strategies.pipeline.loss.weights import is_number
@@ -274,6 +275,8 @@ class _SentCall(NamedTuple):
     method: str
     arguments: Any
     """Positional and keyword ones, with places for tensors and numbers."""
+    settings: dict[str, Any]
+    """Numbers and strings that the step has set on the metric itself."""
 
 
 class MetricBroadcast:
@@ -299,6 +302,7 @@ class MetricBroadcast:
         host_group: ProcessGroup | None = None,
     ) -> None:
         self._metrics = metrics
+        self._constants = {name: settings_of(each) for name, each in metrics.items()}
         is_apart = device.type != "cpu" and host_group is not None
         self._heads = (host_group, torch.device("cpu")) if is_apart else (group, device)
         self._group = group
@@ -314,7 +318,7 @@ class MetricBroadcast:
             numbers: What numbers among the arguments are for the whole batch, by their keys.
         """
         tensors: list[Tensor] = []
-        told = [_told(each, numbers, tensors.append) for each in calls]
+        told = [_told(each, numbers, tensors.append, self._settings(each.name)) for each in calls]
         wire = _pack(tensors, self._device)
         if self._group.size() > 1:
             is_news = told != self._known
@@ -339,6 +343,11 @@ class MetricBroadcast:
         wire = torch.empty(size, dtype=torch.uint8, device=self._device)
         return self._make(self._broadcast(wire) if size else wire)
 
+    def _settings(self, name: str) -> dict[str, Any]:
+        """Return the constants of a metric that were set since the run began."""
+        before, now = self._constants[name], settings_of(self._metrics[name])
+        return {key: each for key, each in now.items() if key not in before or each != before[key]}
+
     def _broadcast(self, tensor: Tensor) -> Tensor:
         dist.broadcast(tensor, self._source, group=self._group)
         return tensor
@@ -353,12 +362,16 @@ class MetricBroadcast:
                     start += _padded(place.num_bytes)
             args, kwargs = build(leaves)
             metric = self._metrics[call.name]
+            vars(metric).update(call.settings)
             given.append(tensors_in(getattr(metric, call.method)(*args, **kwargs)))
         return given
 
 
 def _told(
-    call: JoinedCall, numbers: Mapping[str, Tensor], add: Callable[[Tensor], None]
+    call: JoinedCall,
+    numbers: Mapping[str, Tensor],
+    add: Callable[[Tensor], None],
+    settings: dict[str, Any],
 ) -> _SentCall:
     """Return a call with places in it; ``add`` takes what belongs there, in order."""
     leaves: list[Any] = []
@@ -375,7 +388,7 @@ def _told(
             number = numbers[key]
             add((number if dtype.is_floating_point else number.round()).to(dtype))
             leaves.append(_TensorSlot((), dtype, None if is_tensor else type(value)))
-    return _SentCall(call.name, call.method, call.build(leaves))
+    return _SentCall(call.name, call.method, call.build(leaves), settings)
 
 
 def _pack(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
