@@ -266,8 +266,7 @@ def divide(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any
 
 def join(rest: dict[str, Any]) -> None:
     """Add other ranks' entries about their modules: second names, extra state. Collective."""
-    told = gather_objects((rest[MODEL], rest[ALIASES]))
-    for extra, aliases in told:
+    for extra, aliases in gather_objects((rest[MODEL], rest[ALIASES])):
         rest[MODEL] |= extra
         rest[ALIASES] |= aliases
 

@@ -111,8 +111,8 @@ def joined_state(state: dict[str, Any], stores: Callable[[str], bool]) -> dict[s
         name: {key: each for key, each in values.items() if not _is_stored_apart(each)}
         for name, values in own.items()
     }
-    told = gather_objects(small)
-    joined = {name: values for others in told for name, values in others.items()}
+    of_ranks = gather_objects(small)
+    joined = {name: values for others in of_ranks for name, values in others.items()}
     names = sorted({*joined, *own})
     return {**state, "state": {name: joined.get(name, {}) | own.get(name, {}) for name in names}}
 

@@ -167,8 +167,7 @@ class ContextProof:
             modules.remove()
             entries.remove()
         names = sorted(outcome.gradients)
-        told = gather_objects(names, self.judges)
-        if any(each != names for each in told):
+        if any(each != names for each in gather_objects(names, self.judges)):
             raise ConfigError("gives gradients to other parameters on some ranks")
         for name in names:
             gradient = outcome.gradients[name].contiguous()
@@ -183,8 +182,8 @@ class ContextProof:
 
     def _first(self, text: str | None) -> str | None:
         """Return the text of the first rank that has one. Collective over all ranks."""
-        told = gather_objects(text, self.judges)
-        return next((each for each in told if each is not None), None)
+        of_ranks = gather_objects(text, self.judges)
+        return next((each for each in of_ranks if each is not None), None)
 
 
 def _run_with_whole_results(run: DryRun, state: ContextState) -> DryRunOutcome:

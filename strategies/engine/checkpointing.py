@@ -417,12 +417,12 @@ class Checkpointing:
         """Whether it is one, on all ranks. Collective over all ranks."""
         found = all_or_none(partial(is_directory, place))
         if dist.is_initialized() and self._strategy.world_size > 1:
-            told = gather_objects(found)
-            if not all(told) and any(told):
+            of_ranks = gather_objects(found)
+            if not all(of_ranks) and any(of_ranks):
                 raise CheckpointError(
-                    f"{place} is a directory for rank {told.index(True)}, and rank "
-                    f"{told.index(False)} does not see it. Resume from a folder that all machines "
-                    f"share, and not from memory://, which each process has for itself."
+                    f"{place} is a directory for rank {of_ranks.index(True)}, and rank "
+                    f"{of_ranks.index(False)} does not see it. Resume from a folder that all "
+                    f"machines share, and not from memory://, which each process has for itself."
                 )
         return found
 

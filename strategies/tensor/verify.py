@@ -357,11 +357,11 @@ class _Proof:
 
     def _first(self, text: str | None) -> str | None:
         """Return the text of the first rank that has one. Collective over all ranks."""
-        told = gather_objects(text, self.stage.judges)
-        said = [f"{each} (rank {rank})" for rank, each in enumerate(told) if each is not None]
+        of_ranks = gather_objects(text, self.stage.judges)
+        said = [f"{each} (rank {rank})" for rank, each in enumerate(of_ranks) if each is not None]
         if not said:
             return None
-        return said[0] if len(said) < len(told) else next(each for each in told if each is not None)
+        return said[0] if len(said) < len(of_ranks) else of_ranks[0]
 
 
 class _NotRunError(ConfigError):

@@ -174,10 +174,10 @@ def gather_topology(device: torch.device) -> Topology:
         if other > rank and each.machine == machine and each.device is not None
     }
     links = read_links(mine.device, later) if mine.device is not None and later else {}
-    told = {(rank, later[other]): link for other, link in links.items()}
+    own = {(rank, later[other]): link for other, link in links.items()}
     if all(each.device is None for each in places):
         return Topology(places)
     joined: dict[tuple[int, int], Link] = {}
-    for each in gather_objects(told):
+    for each in gather_objects(own):
         joined |= each
     return Topology(places, joined)

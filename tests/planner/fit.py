@@ -2,8 +2,8 @@
 
     python -m tests.planner.fit [--leave-out]
 
-Writes boltmesh/planner/rates.yaml and spread.yaml from all sources; with ``--leave-out`` also
-left_out.yaml here, which has for each source the rates and the spread from all other sources, for
+Writes boltmesh/planner/rates.yaml, and spread.yaml here, from all sources; with ``--leave-out``
+also left_out.yaml here, which has for each source the rates and the spread from all others, for
 ``validate``. Takes minutes; ``--spread`` keeps the rates.
 
 The loss of rates is the mean absolute logarithm of predicted over measured time, each source with
@@ -24,10 +24,10 @@ from typing import Any, TypeVar
 import numpy as np
 import yaml  # type: ignore[import-untyped]
 
-from boltmesh.planner import calibration
-from boltmesh.planner.calibration import PredictedLayout, Spread, covariance
 from boltmesh.planner.rates import DATA, Rates
 from boltmesh.planner.step_time import StepTimeModel
+from tests.planner.calibration import DATA as SPREAD_DATA
+from tests.planner.calibration import PredictedLayout, Spread, covariance
 from tests.planner.rows import Run, read_runs, timed
 
 LEFT_OUT = Path(__file__).with_name("left_out.yaml")
@@ -210,7 +210,7 @@ def main() -> None:
     spread = written(fit_spread(errors))
     print("all sources:", spread)
     head = "# Written by `python -m tests.planner.fit`; see Spread for what each is.\n"
-    calibration.DATA.write_text(head + yaml.safe_dump(spread, sort_keys=False), encoding="utf-8")
+    SPREAD_DATA.write_text(head + yaml.safe_dump(spread, sort_keys=False), encoding="utf-8")
     found = {
         source: {
             "rates": unseen[source],

@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-from boltmesh.planner.calibration import (
+from boltmesh.planner.rates import default_rates
+from boltmesh.planner.step_time import StepTimeModel
+from tests.planner.calibration import (
     PredictedLayout,
     Spread,
     default_spread,
     factors,
     to_measure,
 )
-from boltmesh.planner.rates import default_rates
-from boltmesh.planner.step_time import StepTimeModel
 from tests.planner.fit import SPREAD_BOUNDS
 from tests.planner.rows import ROWS, read_runs, timed
 from tests.planner.validate import validate

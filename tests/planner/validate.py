@@ -6,7 +6,7 @@
 Without ``--predict``, each source of the rows is predicted with rates that were fitted to the other
 sources (``left_out.yaml``). With it, the rows of another file are predicted too: ``predicted`` with
 rates that never saw their source, ``calibrated`` again after two measured layouts of each cluster,
-which are then left out of the figures (``boltmesh/planner/calibration.py``). A row that cannot be
+which are then left out of the figures (``tests/planner/calibration.py``). A row that cannot be
 read as a run is skipped, and the reasons are counted; with ``--json`` they go to stderr. Errors are
 |log(predicted / measured)|, fractions of 1.
 
@@ -29,9 +29,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from boltmesh.planner.calibration import Spread, default_spread, factors, to_measure
 from boltmesh.planner.layout_memory import estimate_layout_memory
 from boltmesh.planner.rates import DATA, Rates, default_rates
+from tests.planner.calibration import Spread, default_spread, factors, to_measure
 from tests.planner.fit import BOUNDS, described, left_out, predict
 from tests.planner.rows import ROWS, Run, read_runs, timed
 

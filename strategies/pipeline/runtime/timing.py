@@ -277,8 +277,7 @@ class BubbleMeter:
 
 def _is_one_host(group: ProcessGroup) -> bool:
     """Whether all ranks read the same monotonic clock. Collective."""
-    told = gather_objects(_clock(), group)
-    return len(set(told)) == 1
+    return len(set(gather_objects(_clock(), group))) == 1
 
 
 def _clock() -> str:

@@ -14,6 +14,7 @@ from functools import cache
 from math import exp, log, log2, sqrt
 from pathlib import Path
 
+import numpy as np
 import yaml  # type: ignore[import-untyped]
 
 from boltmesh.planner.layout import Layout
@@ -128,28 +129,15 @@ def factors(
         spread: Spread of the errors.
     """
     seen = [each for each, _ in measured]
-    left = [[covariance(a, b, spread) for b in seen] for a in seen]
-    for at in range(len(seen)):
-        left[at][at] += spread.noise**2
-    weights = _solved(left, [log(ratio) for _, ratio in measured])
+    if not seen:
+        return [1.0] * len(others)
+    left = np.array([[covariance(a, b, spread) for b in seen] for a in seen])
+    left += spread.noise**2 * np.eye(len(seen))
+    weights = np.linalg.solve(left, [log(ratio) for _, ratio in measured]).tolist()
     return [
         exp(sum(w * covariance(each, one, spread) for w, one in zip(weights, seen, strict=True)))
         for each in others
     ]
-
-
-def _solved(left: list[list[float]], right: list[float]) -> list[float]:
-    """Solve a system of equations whose matrix is positive definite, by elimination."""
-    rows = [[*row, value] for row, value in zip(left, right, strict=True)]
-    for at, pivot in enumerate(rows):
-        for below in rows[at + 1 :]:
-            part = below[at] / pivot[at]
-            below[at:] = [a - part * b for a, b in zip(below[at:], pivot[at:], strict=True)]
-    found: list[float] = []
-    for row in reversed(rows):
-        known = zip(row[-2 : -2 - len(found) : -1], found, strict=True)
-        found.append((row[-1] - sum(a * b for a, b in known)) / row[len(rows) - 1 - len(found)])
-    return found[::-1]
 
 
 def to_measure(
