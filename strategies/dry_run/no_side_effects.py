@@ -8,6 +8,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
+from operator import is_
 from typing import Any
 
 import torch
@@ -173,15 +174,17 @@ def _add_containers(
                 found[id(value)] = value, value.copy()
         elif kind is not tuple:
             continue
-        if depth > 1 and len(value) <= MOST_MEMBERS:
+        if depth > 1 and 0 < len(value) <= MOST_MEMBERS:
             members = value.values() if isinstance(value, dict) else value
             _add_containers(members, found, depth=depth - 1)
 
 
 def _holds(container: Any, members: Any) -> bool:
     """Whether a container has the same objects as an earlier copy of it."""
-    pairs = zip(_contents(container), _contents(members), strict=False)
-    return len(container) == len(members) and all(now is before for now, before in pairs)
+    if len(container) != len(members):
+        return False
+    # Most are empty: the hooks of a module.
+    return not members or all(map(is_, _contents(container), _contents(members)))
 
 
 def _contents(container: Any) -> Iterable[Any]:

@@ -25,6 +25,8 @@ READS = SCALARS | ARRAYS | VERDICTS
 SELECTIONS = frozenset({"__getitem__", "argwhere", "masked_select", "nonzero", "unique", "where"})
 """Functions whose result may have as many elements as some tensor has that are true."""
 
+SIZES_ALONE = frozenset({"arange", "eye", "ones", "tril_indices", "triu_indices", "zeros"})
+"""Functions that make the same tensor each time when they are called with sizes alone."""
 
 RANDOM = re.compile(
     r"rand|.*dropout|bernoulli|(log_)?normal_?$|multinomial|uniform_|exponential_|poisson|rrelu"

@@ -17,6 +17,7 @@ from boltmesh.strategies.pipeline.stage.data_dependent_ops import (
     RANDOM,
     READS,
     SELECTIONS,
+    SIZES_ALONE,
     answer_of,
     draws,
     guess,
@@ -91,6 +92,8 @@ class BetweenUnitsTracer(TorchFunctionMode):
         """The storage with data that a storage without data stands for."""
         self.from_batch: set[int] = set()
         """Memory that holds what was made of the batch."""
+        self.from_sizes: set[int] = set()
+        """Memory whose contents follow from the sizes of the batch, such as positions."""
         self.kept: list[Tensor] = []
         """All tensors seen, so that no address is used twice."""
         self.to_end: list[Value] = []
@@ -227,7 +230,8 @@ class BetweenUnitsTracer(TorchFunctionMode):
                 ) from error
         if not has_fakes:
             result = func(*args, **kwargs)
-            self.note_answer(tuple(tuple(each.shape) for each in tensors_in(result)))
+            if not self._follows_sizes(tensors_in((args, kwargs))):
+                self.note_answer(tuple(tuple(each.shape) for each in tensors_in(result)))
             return result
         if name == "__getitem__":
             args = resolve_masks(args, lambda each: not is_fake(each))
@@ -285,7 +289,8 @@ class BetweenUnitsTracer(TorchFunctionMode):
         result = func(*args, **kwargs)
         if parameters := self._parameters_of(given):
             self._note_parameter_read(name, parameters)
-        self.note_answer(answer_of(result))
+        if not self._follows_sizes(given):
+            self.note_answer(answer_of(result))
         return result
 
     def _note_reading(self, name: str, given: list[Tensor]) -> None:
@@ -345,6 +350,7 @@ class BetweenUnitsTracer(TorchFunctionMode):
         for each, version in before:
             if _version(each) == version:
                 continue
+            self.from_sizes.discard(self._storage_of(each))
             if follows_batch:
                 self.from_batch.add(self._storage_of(each))
             if is_fake(each):
@@ -359,6 +365,10 @@ class BetweenUnitsTracer(TorchFunctionMode):
 
     def _follows_batch(self, given: list[Tensor]) -> bool:
         return any(self._storage_of(each) in self.from_batch for each in given)
+
+    def _follows_sizes(self, given: list[Tensor]) -> bool:
+        """Whether batches of one signature have the same values in all of these tensors."""
+        return bool(given) and all(self._storage_of(each) in self.from_sizes for each in given)
 
     def _note_write(self, index: int, storage: int) -> None:
         self.trace.writes.setdefault(storage, []).append(index)
@@ -379,9 +389,13 @@ class BetweenUnitsTracer(TorchFunctionMode):
         given: list[Tensor],
         parameters: frozenset[str],
     ) -> None:
+        made = [each for each in leaves if isinstance(each, Tensor)]
         if self._follows_batch(given):
-            made = [each for each in leaves if isinstance(each, Tensor)]
             self.from_batch.update(map(self._storage_of, made))
+        elif (origin in SIZES_ALONE and not given) or (
+            self._follows_sizes(given) and not RANDOM.match(origin)
+        ):
+            self.from_sizes.update(map(self._storage_of, made))
         known = {id(each) for each in given} | self.made.keys() | self.values.keys()
         for number, leaf in enumerate(leaves):
             if not isinstance(leaf, Tensor) or id(leaf) in known:

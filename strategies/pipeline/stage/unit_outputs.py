@@ -47,6 +47,11 @@ _STATE_DICT_HOOKS = {"_state_dict_hooks", "_state_dict_pre_hooks"} | {
 }
 """They are no part of a forward."""
 
+_HOOKS = {f"_{way}{hooks}" for way in ("forward", "backward") for hooks in ("_hooks", "_pre_hooks")}
+_HOOKS |= {f"_forward{which}_hooks_with_kwargs" for which in ("", "_pre")}
+_HOOKS |= {"_forward_hooks_always_called"}
+"""Hooks of torch by numbers that are counted over all modules of the process."""
+
 
 def key_of(unit: str, arguments: Any) -> Key | None:
     """Return what decides what a unit gives, None where an argument may hold more than it shows."""
@@ -202,16 +207,26 @@ def describe_unit(unit: Module, forward: Any) -> tuple[Hashable, dict[Setting, H
         for group in _TENSORS:
             tensors = own[group].items()
             kind.append(tuple((key, each is not None and _layout(each)) for key, each in tensors))
+        numbers = _numbers_of_hooks(own)
         for key, value in own.items():
             if key in _DESCRIBED | _STATE_DICT_HOOKS or (module is unit and key == "forward"):
                 continue
-            if is_constant(value):
+            if key in _HOOKS:
+                hooks = tuple((numbers[at], _content(hook, names)) for at, hook in value.items())
+                kind.append((key, hooks))
+            elif is_constant(value):
                 settings[name, key] = type(value), value
                 kind.append(key)
             else:
                 kind.append((key, _content(value, names)))
     kind.append(_content(forward, names))
     return tuple(kind), settings
+
+
+def _numbers_of_hooks(attributes: Mapping[str, Any]) -> dict[int, int]:
+    """Return the places of a module's hooks among each other, by the numbers that torch counts."""
+    found = {number for key in _HOOKS for number in attributes.get(key, ())}
+    return {number: place for place, number in enumerate(sorted(found))}
 
 
 def _layout(tensor: Tensor) -> Hashable:
@@ -250,8 +265,12 @@ def _content(value: Any, names: Mapping[Module, str]) -> Hashable:
     return kind, id(value)
 
 
-_WRAPPERS = ("boltmesh.strategies.tensor.", "boltmesh.strategies.torch_compat.modules")
-"""Where classes lie whose objects a tensor plan puts around methods. They hold all they use."""
+_WRAPPERS = (
+    "boltmesh.strategies.tensor.",
+    "boltmesh.strategies.torch_compat.modules",
+    "boltmesh.strategies.pipeline.stage.units",
+)
+"""Where classes lie whose objects strategies put around methods. They hold all they use."""
 
 
 def _nesting(value: Any) -> Any:

@@ -206,16 +206,26 @@ def refuse_calls_outside(units: Mapping[str, Module]) -> None:
     """
     for name, unit in units.items():
         if any(map(is_absent, unit.parameters())):
-            unit.register_forward_pre_hook(partial(_refuse_call, name))
+            unit.register_forward_pre_hook(_CallRefusal(name))
 
 
-def _refuse_call(name: str, module: Module, _: Any) -> None:
-    if "forward" not in vars(module) and any(map(is_absent, module.parameters())):
-        raise AbsentError(
-            f"{name!r} is called outside of the steps that a pipeline runs, and another rank has "
-            f"its parameters: it would give NaN. Call it in validation_step, test_step or "
-            f"predict_step, or on all ranks within gathered_parameters(module)."
-        )
+class _CallRefusal:
+    """A hook of a unit whose values another rank has."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def of_its_kind(self) -> dict[str, Any]:
+        """Return what decides what it does where it raises nothing."""
+        return {}
+
+    def __call__(self, module: Module, _: Any) -> None:
+        if "forward" not in vars(module) and any(map(is_absent, module.parameters())):
+            raise AbsentError(
+                f"{self._name!r} is called outside of the steps that a pipeline runs, and another "
+                f"rank has its parameters: it would give NaN. Call it in validation_step, "
+                f"test_step or predict_step, or on all ranks within gathered_parameters(module)."
+            )
 
 
 def explain_write(error: BaseException) -> None:

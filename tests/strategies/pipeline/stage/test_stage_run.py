@@ -381,3 +381,32 @@ def test_layers_called_past_the_forward_of_their_unit_count_as_code_between_unit
     staged = check_parity(module, [TOKENS], split=split)
     assert "blocks.3.mix.weight" in staged.used[0]
     assert "blocks.3.mix.weight" not in staged.used[1]
+
+
+class Packed(Words):
+    """Reads positions that follow from the shape of the batch, or from the batch."""
+
+    def __init__(self, read: str) -> None:
+        super().__init__()
+        self.read = read
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        positions = torch.arange(batch.shape[1])[None] - 1
+        if self.read == "written":
+            positions[:, 0] += batch.max()
+        elif self.read == "random":
+            positions = positions + torch.randint_like(positions, 1, 9)
+        if bool((positions.diff() != 1).any()):
+            batch = batch.flip(1)
+        loss: Tensor = super().training_step(batch, batch_idx)
+        return loss
+
+
+@pytest.mark.parametrize(("read", "num_read"), [("shape", 0), ("written", 1), ("random", 1)])
+def test_what_follows_from_the_shape_of_a_batch_is_read_once(read: str, num_read: int) -> None:
+    module = Packed(read)
+    split = split_evenly(module, "training_step", (TOKENS, 0), 2)
+    plans = StagePlans(module, find_stage_units(module), split)
+    plans.stages("training_step", TOKENS, 0)
+    (known,) = plans._known.values()
+    assert [len(answers) for answers in known.runs] == [num_read]

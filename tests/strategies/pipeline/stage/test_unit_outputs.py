@@ -11,7 +11,11 @@ from boltmesh.strategies.pipeline.stage import fake_unit, trace_step
 from boltmesh.strategies.pipeline.stage.trace import StepTrace
 from boltmesh.strategies.pipeline.stage.trace_step import probe
 from boltmesh.strategies.pipeline.stage.unit_outputs import KnownUnits
-from boltmesh.strategies.pipeline.stage.units import find_stage_units
+from boltmesh.strategies.pipeline.stage.units import (
+    find_stage_units,
+    make_absent,
+    refuse_calls_outside,
+)
 from boltmesh.strategies.tensor.plan import Section, ShardedParameter
 from boltmesh.strategies.tensor.runtime.param_swap import Changes
 from boltmesh.strategies.tensor.runtime.signatures import (
@@ -93,6 +97,36 @@ class DividedOtherwise(Divided):
         return f"others depend on {self.number == 3}"
 
 
+class Absent(Plain):
+    """A block of another stage."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        make_absent(self.parameters())
+        refuse_calls_outside({f"blocks.{number}": self})
+
+
+class Hooked(Plain):
+    """A block with a hook that all blocks share."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.register_forward_hook(_double)
+
+
+def _double(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return 2 * output
+
+
+class HookedOtherwise(Hooked):
+    """One of its blocks has a hook of its own."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        if number == 3:
+            self.register_forward_hook(lambda *_: torch.ones(2 * WIDTH, WIDTH))
+
+
 SEEN: list[Tensor] = []
 
 
@@ -148,7 +182,8 @@ def _facts(trace: StepTrace) -> Any:
     ("kind", "num_run"),
     # Of a batch, without gradients, of an input without one, and of one with one.
     [(Plain, 4), (Numbered, DEPTH), (Remembering, DEPTH), (Drawing, DEPTH), (Reading, DEPTH),
-     (Collecting, DEPTH), (Divided, 4), (DividedOtherwise, DEPTH)],
+     (Collecting, DEPTH), (Divided, 4), (DividedOtherwise, DEPTH), (Absent, 4), (Hooked, 4),
+     (HookedOtherwise, DEPTH)],
 )  # fmt: skip
 def test_blocks_give_what_each_gives(
     kind: type[Plain], num_run: int, monkeypatch: pytest.MonkeyPatch
