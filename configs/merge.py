@@ -166,6 +166,10 @@ class Merge:
                 OmegaConf.update(self.config, key, value, merge=isinstance(value, Mapping))
             except (OmegaConfBaseException, OverflowError):
                 complaint = describe_type(hint)
+            else:
+                if isinstance(value, str) and not (_is_text(hint) or _is_open(value)):
+                    # A number in quotes is one by now.
+                    complaint = _complaint(found, hint, OmegaConf.select(self.config, key))
         if complaint is not None:
             raise self._error(
                 f"{key}={show(value)} is not {complaint}. "
@@ -292,7 +296,7 @@ def _is_text(hint: Any) -> bool:
 
 def _complaint(found: Field[Any], hint: Any, value: Any) -> str | None:
     """What the value should have been, where OmegaConf alone would let it pass."""
-    if isinstance(value, str) and (value == "???" or "${" in value):
+    if isinstance(value, str) and _is_open(value):
         return None
     if found.name == "devices":
         at_most = found.metadata["maximum"]
@@ -309,6 +313,11 @@ def _complaint(found: Field[Any], hint: Any, value: Any) -> str | None:
     if isinstance(value, (int, float)) and (limits := _off_limits(found, value)):
         return f"{allowed}, {limits}"
     return _off_form(found, value)
+
+
+def _is_open(value: str) -> bool:
+    """Whether it is to be given later, or by another key."""
+    return value == "???" or "${" in value
 
 
 def _off_limits(found: Field[Any], value: float) -> str | None:

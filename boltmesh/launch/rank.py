@@ -122,6 +122,7 @@ class Rank:
     def run(self, work: Callable[[], int]) -> int:
         """Run ``work``, report how it ended, and return the exit code."""
         try:
+            self.stop.unblock()
             code = work()
         except StoppedBySignal as stopped:
             self.checkpoint = stopped.checkpoint

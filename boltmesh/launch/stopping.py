@@ -61,6 +61,10 @@ class StopSwitch:
         for signum in HANDLED:
             if signal.getsignal(signum) is not signal.SIG_IGN:
                 signal.signal(signum, self._handle)
+
+    @staticmethod
+    def unblock() -> None:
+        """Receive signals that the supervisor let wait until this process can report them."""
         signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:

@@ -286,8 +286,10 @@ class Checkpointing:
     def _reduced(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Return a checkpoint with what adapters need, and without the base if so set."""
         module = self._strategy.lightning_module
-        if module is not None and (entries := peft_entries(module)):
-            checkpoint = {**checkpoint, PEFT: entries}
+        if module is not None:
+            with self._opened():  # peft asks modules that it saves whole for their names
+                entries = peft_entries(module)
+            checkpoint = {**checkpoint, PEFT: entries} if entries else checkpoint
         if self._base is None or MODEL not in checkpoint:
             return checkpoint
         frozen = {name: each for name, each in checkpoint[MODEL].items() if name in self._base}

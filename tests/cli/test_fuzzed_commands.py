@@ -128,6 +128,8 @@ def check_values(
             continue  # an item may be written shorter than it is kept
         if isinstance(found, str) and isinstance(value, (int, float)):
             value = written[key]  # a text is as it is written
+        if isinstance(found, (int, float)) and isinstance(value, str):
+            value = parsed(value)  # a number in quotes
         same = found == value and isinstance(found, bool) == isinstance(value, bool)
         both_nan = found != found and value != value
         assert same or both_nan, (key, value, found, shown)

@@ -12,6 +12,7 @@ from boltmesh.strategies.pipeline_parallel import PipelineParallelStrategy
 from tests.support.batch_losses import (
     Balanced,
     Contrastive,
+    Mined,
     Ratio,
     Triplets,
     TwoPasses,
@@ -29,6 +30,7 @@ DATA = {
     Views: token_data,
     TwoPasses: token_data,
     Triplets: token_data,
+    Mined: token_data,
     Ratio: uneven_data,
 }
 
@@ -67,7 +69,7 @@ def pipeline(
         return str(error)
 
 
-@pytest.mark.sample("Contrastive-options2", "TwoPasses-options6", "Triplets-options8")
+@pytest.mark.sample("Contrastive-options2", "TwoPasses-options6", "Triplets-options7")
 @pytest.mark.parametrize(
     ("model", "options"),
     [
@@ -78,9 +80,9 @@ def pipeline(
         (Balanced, {}),
         (Views, {}),
         (TwoPasses, {}),
-        (Triplets, {}),
         (Triplets, {"schedule": "interleaved_1f1b"}),
         (Triplets, {"schedule": "zbv"}),
+        (Mined, {}),
     ],
 )
 def test_a_loss_over_the_whole_batch_trains_as_in_one_process(
@@ -89,6 +91,12 @@ def test_a_loss_over_the_whole_batch_trains_as_in_one_process(
     reference = run_ranks(one_process, 1, model)[0]
     for trace in run_ranks(pipeline, 2, model, options):
         assert find_differences(reference, trace) == []
+
+
+def test_a_log_of_a_metric_between_views_is_refused_where_another_stage_follows() -> None:
+    for error in run_ranks(pipeline, 2, Triplets, {}):
+        assert "Microbatches gave different values of __rsub__" in error
+        assert "Use microbatches=1" in error
 
 
 @pytest.mark.sample("Contrastive")

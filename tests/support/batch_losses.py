@@ -127,6 +127,24 @@ class TwoPasses(Views):
         return loss
 
 
+class Mined(Stack):
+    """Pairs of rows as pytorch-metric-learning finds them: zero where a batch has none."""
+
+    def __init__(self) -> None:
+        super().__init__(depth=4)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        tokens, _ = batch
+        states = functional.normalize(self(tokens).mean(1), dim=-1)
+        is_same = torch.eye(len(tokens), dtype=torch.bool).roll(1, 0)
+        apart, near = (torch.cdist(states, states)[each] for each in (~is_same, is_same))
+        violations = (near[:, None] - apart[None] + 0.05).relu()
+        found = violations[violations > 0]
+        loss = found.mean() if len(tokens) > 1 and len(found) else 0 * states.sum()
+        self.log("train_loss", loss)
+        return loss
+
+
 class Triplets(Stack):
     """Anchor, positive and negative through one encoder; a mean over rows, with logs of each."""
 

@@ -75,22 +75,22 @@ class Setup(msgspec.Struct, frozen=True):
     @property
     def pipeline(self) -> int:
         """Stages, one for each rank of a pipeline."""
-        return self.sizes[AXES.index("pipeline")]
+        return self.mesh.get("pipeline", 1)
 
     @property
     def data(self) -> int:
         """Ranks with batches of their own."""
-        return self.sizes[AXES.index("data")]
+        return self.mesh.get("data", 1)
 
     @property
     def tensor(self) -> int:
         """Ranks that share each layer."""
-        return self.sizes[AXES.index("tensor")]
+        return self.mesh.get("tensor", 1)
 
     @property
     def context(self) -> int:
         """Ranks that divide a sequence."""
-        return self.sizes[AXES.index("context")]
+        return self.mesh.get("context", 1)
 
     @property
     def world_size(self) -> int:

@@ -84,6 +84,7 @@ def prove(trial: Trial, device: torch.device) -> LossProof | None:
     """
     cause: Exception | None = None
     is_run = False
+    of_nothing: LossProof | None = None
     for attempt in ATTEMPTS:
         tried = windows(trial)
         for number, numbers in enumerate(tried):
@@ -96,7 +97,9 @@ def prove(trial: Trial, device: torch.device) -> LossProof | None:
                 break
             is_run = True
             proof = _proof(cuts, trial, device, attempt) if cuts else None
-            if proof is not None:
+            if proof is not None and trial.largest(not _is_of_something(proof)):
+                of_nothing = of_nothing or proof
+            elif proof is not None:
                 others = tried[number + 1 :]
                 return replace(
                     proof,
@@ -107,7 +110,12 @@ def prove(trial: Trial, device: torch.device) -> LossProof | None:
             f"training_step's loss could not be tried on a few rows with made-up values, so "
             f"nothing proves that microbatches give the batch's loss: {cause}."
         ) from cause
-    return None
+    return of_nothing
+
+
+def _is_of_something(proof: LossProof) -> bool:
+    """Whether some rows have a loss: one of pairs or triplets is zero where a batch has none."""
+    return any(bool(each.whole.loss != 0) for each in proof.cuts)
 
 
 def _more_cuts(

@@ -76,15 +76,13 @@ class BetweenUnitsTracer(TorchFunctionMode):
         self.mode = mode
         self.answer = answer
         self.after_read = after_read
-        self.from_parameters = {
-            id(each): frozenset({name}) for name, each in root.named_parameters()
-        }
-        self.parameter_memory = {
-            storage_key(local_tensor(each)): name for name, each in root.named_parameters()
-        }
+        named = list(root.named_parameters())
+        self.from_parameters = {id(each): frozenset({name}) for name, each in named}
+        self.parameter_memory = {storage_key(local_tensor(each)): name for name, each in named}
         self.stale: dict[int, str] = {}
         """By tensors that were made of a parameter before the step wrote to it, its name."""
         self.values: dict[int, Value] = {}
+        self.values_of_storage: dict[int, list[tuple[Tensor, Value]]] = {}
         self.made: dict[int, tuple[int, int]] = {}
         self.twins: dict[int, Tensor] = {}
         self.tainted: set[int] = set()
@@ -178,8 +176,7 @@ class BetweenUnitsTracer(TorchFunctionMode):
             spec = TensorSpec(tuple(each.shape), each.stride(), each.dtype, each.device)
             value = Value(made_at, number, origin, spec, self._storage_of(each), True, True)
             value.needs_grad.append((NO_EVENT, each.requires_grad))
-            self.values[id(each)] = value
-            self.trace.values.append(value)
+            self._keep_value(each, value)
 
     def keep_to_end(self, tensors: list[Tensor]) -> None:
         """Note that the step hands tensors out."""
@@ -328,7 +325,7 @@ class BetweenUnitsTracer(TorchFunctionMode):
             self.twins[id(tensor)] = twin
             self.kept += [tensor, twin]
             self.storage_behind[storage_key(twin)] = storage_key(tensor)
-            self.values[id(twin)] = self._add_value(tensor, "a tensor of the step")
+            self._add_value(tensor, "a tensor of the step", of=twin)
         return twin
 
     def _parameters_of(self, given: list[Tensor]) -> frozenset[str]:
@@ -372,10 +369,8 @@ class BetweenUnitsTracer(TorchFunctionMode):
 
     def _note_write(self, index: int, storage: int) -> None:
         self.trace.writes.setdefault(storage, []).append(index)
-        tensors = {id(each): each for each in self.kept}
-        for key, value in self.values.items():
-            if value.storage == storage:
-                value.needs_grad.append((index, tensors[key].requires_grad))
+        for tensor, value in self.values_of_storage.get(storage, ()):
+            value.needs_grad.append((index, tensor.requires_grad))
 
     def _storage_of(self, tensor: Tensor) -> int:
         key = storage_key(tensor)
@@ -396,14 +391,16 @@ class BetweenUnitsTracer(TorchFunctionMode):
             self._follows_sizes(given) and not RANDOM.match(origin)
         ):
             self.from_sizes.update(map(self._storage_of, made))
-        known = {id(each) for each in given} | self.made.keys() | self.values.keys()
+        known = {id(each) for each in given}
         for number, leaf in enumerate(leaves):
-            if not isinstance(leaf, Tensor) or id(leaf) in known:
+            if not isinstance(leaf, Tensor) or any(
+                id(leaf) in each for each in (known, self.made, self.values)
+            ):
                 continue
             self.made[id(leaf)] = (index, number)
             self.kept.append(leaf)
             if is_fake(leaf):
-                self.values[id(leaf)] = self._add_value(leaf, origin)
+                self._add_value(leaf, origin, of=leaf)
             elif parameters:
                 self.from_parameters.setdefault(id(leaf), parameters)
 
@@ -413,20 +410,25 @@ class BetweenUnitsTracer(TorchFunctionMode):
             self.has_unreturned = True
             self.kept.append(fake)
             holder = self._holder_of(fake)
-            value = self.values[id(fake)] = self._add_value(fake, holder)
+            value = self._add_value(fake, holder, of=fake)
             value.is_side_effect = True
             value.made_at = self._last_call_of(holder)
         return value
 
-    def _add_value(self, tensor: Tensor, origin: str) -> Value:
+    def _add_value(self, tensor: Tensor, origin: str, *, of: Tensor) -> Value:
         made_at, leaf = self.made.get(id(tensor), (NO_EVENT, 0))
         spec = TensorSpec(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
         if made_at != NO_EVENT and not self.trace.events[made_at].is_unit:
             origin = f"{self.trace.events[made_at].name} at {self.trace.events[made_at].place}"
         value = Value(made_at, leaf, origin, spec, self._storage_of(tensor))
         value.needs_grad.append((made_at, tensor.requires_grad))
-        self.trace.values.append(value)
+        self._keep_value(of, value)
         return value
+
+    def _keep_value(self, fake: Tensor, value: Value) -> None:
+        self.values[id(fake)] = value
+        self.values_of_storage.setdefault(value.storage, []).append((fake, value))
+        self.trace.values.append(value)
 
     def _last_call_of(self, holder: str) -> int:
         """Return the last call of the unit that holds an attribute, else of any unit."""

@@ -260,3 +260,17 @@ def test_numbers_beside_the_loss_are_proved_as_logs_are() -> None:
     logged = proof.cuts[0].whole.outcome.logged
     assert ("training_step's result", "right") in logged
     assert ("accuracy", None) not in logged
+
+
+def near_pairs(x: Tensor, b: Batch) -> Tensor:
+    """As pytorch-metric-learning gives it: zero for rows among which no pair is near."""
+    rows = x.flatten(1)
+    far = (rows.shape[1] / 2) ** 0.5
+    nearer = [far - each for each in torch.pdist(rows) if each < far]
+    return torch.stack(nearer).mean() if nearer else 0 * x.sum()
+
+
+def test_rows_without_a_loss_prove_nothing() -> None:
+    """Normal numbers are apart, and those between 0 and 1 are near, which are tried later."""
+    with pytest.raises(ConfigError, match="form for|neither a mean nor a sum"):
+        prove(FunctionTrial(near_pairs, batch()), CPU)
