@@ -1,7 +1,5 @@
 """The whole mesh in one figure: a block for each stage, data down, tensor across.
 
-Places of ranks when the mesh has a page for itself: a block for each stage.
-
 In a block data goes down and tensor across, so that the ranks which talk the most are side by side
 and a row, a column or a block that is slower than the others is seen as one. Blocks stand side by
 side as far as there is room. A mesh without data or without tensor is laid out as in
