@@ -98,7 +98,6 @@ class Recorder:
         self._compute: dict[str, float | None] = {}
         self._flops: FlopCounter | None = None
         self.path = file.path.parent
-        self.last_checkpoint: str | None = None
         self._file = file
         self._device = device
         self._is_cuda = device.type == "cuda"
@@ -448,7 +447,6 @@ class Recorder:
     def event(self, kind: str, message: str) -> None:
         """Note a line for a human; of a checkpoint the message is its path."""
         if kind == "checkpoint":
-            self.last_checkpoint = message
             # A path may hold bytes that are no text, and be longer than the facts have room for.
             message = redact_text(encodable(message))[:MAX_PATH]
             self._file.write_facts({"checkpoint": message})

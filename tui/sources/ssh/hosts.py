@@ -84,7 +84,6 @@ class SshSource:
         job: As ``boltmesh top`` takes it; once connected, it stays with the one that was found.
         first_pause_s: Before the first attempt to connect again.
         answer_s: How long the host may take to its first frame.
-        clock: Seconds that only go forward.
     """
 
     def __init__(
@@ -94,7 +93,6 @@ class SshSource:
         *,
         first_pause_s: float = FIRST_PAUSE_S,
         answer_s: float = ANSWER_S,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.remote = remote
         self.hello: Hello | None = None
@@ -102,10 +100,9 @@ class SshSource:
         self._job = job
         self._first_pause_s = first_pause_s
         self._answer_s = answer_s
-        self._clock = clock
         self._changed = threading.Condition()
         self._newest: Observation | None = None
-        self._received = clock()
+        self._received = time.monotonic()
         self._trouble: BoltMeshError | None = None
         self._is_final = False
         self._is_closed = False
@@ -128,7 +125,7 @@ class SshSource:
                 raise TelemetryError(f"the connection to {self.remote.host} is closed.")
             if self._trouble is not None and self._is_final:
                 raise self._trouble
-            silence_s = self._clock() - self._received
+            silence_s = time.monotonic() - self._received
             if self._trouble is not None:
                 raise InterruptionError(
                     f"disconnected {silence_s:.0f} s, trying again: {self._trouble}"
@@ -196,19 +193,19 @@ class SshSource:
             seen = decoder.decode(payload)
             with self._changed:
                 self._newest = seen
-                self._received = self._clock()
+                self._received = time.monotonic()
                 self._trouble = None
                 self._changed.notify_all()
 
 
-def list_remote_jobs(remote: Remote, *, answer_s: float = ANSWER_S) -> list[JobSummary]:
+def list_remote_jobs(remote: Remote) -> list[JobSummary]:
     """Return the user's jobs on another host, newest first.
 
     Raises:
         BoltMeshError: They cannot be had; why.
     """
     line = remote.ssh_line(wants_list=True)
-    with Connection(remote.host, line, answer_s=answer_s) as connection:
+    with Connection(remote.host, line) as connection:
         try:
             return decode_jobs(next(connection.payloads()))
         except RemoteError as error:
