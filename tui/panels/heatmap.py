@@ -33,8 +33,6 @@ LEAST_SHARE = 0.005
 _SHADES = 2
 """Cells of shade before a figure; a terminal's cells are twice as high as wide."""
 
-_HEAT_ROLES: tuple[Role, ...] = ("heat1", "heat2", "heat3", "heat4", "heat5")
-
 
 def cell_widths(shown: Heat) -> tuple[int, int, int]:
     """Return the widths that cells may have: with the figure, of two shades, of one."""
@@ -62,20 +60,11 @@ def draw_cell(shown: Heat, rank: int, width: int, look: Style, *, is_selected: b
 
 
 def _shade(value: HeatValue, shown: Heat, look: Style) -> tuple[str, Role]:
-    glyphs = look.glyphs
     if value.mark is not None:
         return _mark(value.mark, look)
     if value.level is None:
         return "?", "muted"
-    step = min(len(glyphs.shades) - 1, int(value.level * len(glyphs.shades)))
-    colour = min(len(_HEAT_ROLES) - 1, int(value.level * len(_HEAT_ROLES)))
-    # The warm end of the colours is where it hurts.
-    return glyphs.shades[step], _HEAT_ROLES[colour if shown.is_bad_high else -1 - colour]
-
-
-def shade_of(level: float, shown: Heat, look: Style) -> tuple[str, Role]:
-    """Return the sign and the role of a place on the scale, from 0 to 1."""
-    return _shade(HeatValue("", level, None), shown, look)
+    return look.shade(value.level, is_bad_high=shown.is_bad_high)
 
 
 def _mark(mark: Mark, look: Style) -> tuple[str, Role]:
@@ -124,7 +113,7 @@ def draw_legend(shown: Heat, look: Style, *, ranks_per_cell: int = 1) -> list[Li
         scale = Line(f"{shown.low} ", "muted")
         for place in range(len(shades)):
             level = (place + 0.5) / len(shades)
-            scale.add(*shade_of(level, shown, look))
+            scale.add(*look.shade(level, is_bad_high=shown.is_bad_high))
         parts.append(scale.add(f" {shown.high}", "muted"))
     if ranks_per_cell > 1:
         parts.append(Line(f"each cell the worst of {ranks_per_cell}", "muted"))
@@ -409,7 +398,7 @@ def _worst_places(rows: list[PlaceRow], count: int, shown: Heat) -> list[PlaceRo
 
 
 def _place_cells(row: PlaceRow, shown: Heat, look: Style) -> list[Cell]:
-    shade, role = shade_of(row.level, shown, look)
+    shade, role = look.shade(row.level, is_bad_high=shown.is_bad_high)
     is_alike = abs(row.share) < LEAST_SHARE
     beside = "same" if is_alike else f"{100 * row.share:+.0f}%"
     return [
