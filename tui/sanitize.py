@@ -18,9 +18,9 @@ MAX_LENGTH = 500
 """Nothing on one line of a terminal is longer; a job's text may be."""
 
 
-def clean(text: str, *, max_length: int = MAX_LENGTH) -> str:
+def clean(text: str) -> str:
     """Return ``text`` on one line, without escape sequences, control or direction characters."""
-    text = text[:max_length]
+    text = text[:MAX_LENGTH]
     if text.isprintable():
         return text
     text = _ESCAPE_SEQUENCE.sub("", text)

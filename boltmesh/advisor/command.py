@@ -17,12 +17,12 @@ from boltmesh.advisor.report import (
     memory_text,
     nothing_lines,
     report_lines,
+    room_text,
     words,
 )
 from boltmesh.advisor.search import ConfigSearcher
 from boltmesh.configs.load import find, load
 from boltmesh.errors import ConfigError
-from boltmesh.plan.text import size_text
 from boltmesh.planner.machine import accelerator_named, build_cluster, parse_network
 from boltmesh.preflight import check_config
 from boltmesh.strategy_arguments import check_strategy_name
@@ -41,9 +41,8 @@ def advice_lines(found: ConfigSearch, line: str) -> Iterator[str]:
     yield from head_lines(found)
     yield ""
     chosen = found.best(20)
-    room = size_text(round(room_gib(found) * 2**30)).strip()
     fits = ", ".join(f"{words(each)} ({memory_text(each)})" for each in chosen)
-    yield f"Fits into the {room} of a rank: {fits or 'nothing'}."
+    yield f"Fits into the {room_text(found.hardware)} of a rank: {fits or 'nothing'}."
     kinds = {each.layout.axes.division for each in chosen}
     large: dict[object, PlannedLayout] = {}
     for each in found.candidates:
@@ -62,12 +61,6 @@ def advice_lines(found: ConfigSearch, line: str) -> Iterator[str]:
     yield from _first_change(found, chosen, line)
 
 
-def room_gib(found: ConfigSearch) -> float:
-    """Return the memory that a rank has."""
-    machine = found.hardware.machine
-    return (machine.host_gib if found.hardware.is_cpu else machine.device_gib) or 0.0
-
-
 def rule(found: ConfigSearch) -> str:
     """Return what the usual decision flow says of the case."""
     hardware = found.hardware
@@ -81,7 +74,7 @@ def rule(found: ConfigSearch) -> str:
     if replicas_fit:
         return "the model fits into one device: DDP or ZeRO."
     block = max((each.numel for each in found.model.units if each.name), default=0)
-    if 4 * 4 * block > room_gib(found) * 2**30:
+    if 4 * 4 * block > found.hardware.rank_gib * 2**30:
         return "one block does not fit into a device: tensor groups, or ZeRO-3 with tiled linears."
     if hardware.num_nodes == 1:
         return "one node and the model does not fit into a device: ZeRO, pipeline or tensor groups."

@@ -155,6 +155,11 @@ class PlannedLayout:
         return sum(self.time.values())
 
     @property
+    def peak_bytes(self) -> int:
+        """Peak of the fullest rank: that of its device, of a rank on a CPU that of the host."""
+        return self.memory.peak.device or self.memory.peak.host
+
+    @property
     def fits(self) -> bool:
         """Whether every place is large enough."""
         return not self.too_small

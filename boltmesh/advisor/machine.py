@@ -64,22 +64,35 @@ class Hardware:
         """Ranks of the job."""
         return self.ranks_per_node * self.num_nodes
 
+    @property
+    def rank_gib(self) -> float:
+        """Memory of a rank: that of the host on a CPU, else that of its device."""
+        return (self.machine.host_gib if self.is_cpu else self.machine.device_gib) or 0.0
+
+    @property
+    def rank_bytes(self) -> int:
+        """The same in bytes."""
+        return round(self.rank_gib * 2**30)
+
+    def with_rank_gib(self, gib: float) -> "Hardware":
+        """Return the same with another memory of a rank."""
+        sizes = {"host_gib" if self.is_cpu else "device_gib": gib}
+        return replace(self, machine=replace(self.machine, **sizes))  # type: ignore[arg-type]
+
     def limited(self, gib: float) -> "Hardware":
-        """Return the same with so much memory of a rank.
+        """Return the same with so much memory of a rank, and the limit that holds jobs to it.
 
         Raises:
             ConfigError: If there is less.
         """
-        place = "host_gib" if self.is_cpu else "device_gib"
-        room = getattr(self.machine, place)
+        room = self.rank_gib
         if gib > room:
             raise ConfigError(
                 f"--memory {gib:g}: a rank has {room:.3g} GiB here, its share of the machine. "
                 f"Write less, or leave it out."
             )
         limit = {} if self.is_cpu else {ALLOCATOR: f"per_process_memory_fraction:{gib / room:.4f}"}
-        machine = replace(self.machine, **{place: gib})  # type: ignore[arg-type]
-        return replace(self, machine=machine, device_limit=limit)
+        return replace(self.with_rank_gib(gib), device_limit=limit)
 
 
 def of_cluster(cluster: Cluster, precision: str, matmul_precision: str) -> Hardware:

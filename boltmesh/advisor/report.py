@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from boltmesh.advisor.layouts import BATCH_KEY, ConfigSearch, PlannedLayout
+from boltmesh.advisor.machine import Hardware
 from boltmesh.plan.text import size_text
 from boltmesh.planner.step_time import TERMS
 
@@ -91,8 +92,12 @@ def words(candidate: PlannedLayout) -> str:
 
 def memory_text(candidate: PlannedLayout) -> str:
     """Return the peak of the fullest rank."""
-    peak = candidate.memory.peak
-    return size_text(peak.device or peak.host).strip()
+    return size_text(candidate.peak_bytes).strip()
+
+
+def room_text(hardware: Hardware) -> str:
+    """Return the memory that a rank has."""
+    return size_text(hardware.rank_bytes).strip()
 
 
 def nothing_lines(found: ConfigSearch) -> Iterator[str]:
@@ -108,11 +113,9 @@ def nothing_lines(found: ConfigSearch) -> Iterator[str]:
             )
         return
     (least,) = found.smallest(1)
-    machine = found.hardware.machine
-    room = machine.host_gib if found.hardware.is_cpu else machine.device_gib
     yield (
         f"No layout fits: {words(least)} needs least, {memory_text(least)} a rank, and a rank has "
-        f"{size_text(round((room or 0.0) * 2**30)).strip()}."
+        f"{room_text(found.hardware)}."
     )
 
 
@@ -196,7 +199,7 @@ def as_data(found: ConfigSearch, line: str, count: int) -> dict[str, Any]:
                 "step_s": each.seconds,
                 "is_measured": each.is_measured,
                 "time_s": dict(each.time),
-                "memory_bytes": each.memory.peak.device or each.memory.peak.host,
+                "memory_bytes": each.peak_bytes,
                 "is_tight": each.is_tight,
             }
             for each in found.best(count)

@@ -13,10 +13,10 @@ from typing_extensions import override
 from boltmesh.advisor.layouts import ConfigLayout, PlannedLayout
 from boltmesh.advisor.machine import Hardware, rates_file, read_rates
 from boltmesh.advisor.replicas import order, plan_replicas
+from boltmesh.advisor.report import memory_text, room_text
 from boltmesh.errors import BoltMeshError, ConfigError
 from boltmesh.plan.dry_model import NumberTypes, faked, shapes_of_units
 from boltmesh.plan.dry_step import DryStep
-from boltmesh.plan.text import size_text
 from boltmesh.planner.layout import Layout
 from boltmesh.planner.layout_memory import CONTEXT_BYTES
 from boltmesh.strategies.cost_model.model import (
@@ -121,7 +121,7 @@ class AutoStrategy(MeshStrategy):
     def _evaluate(self, trainer: Trainer) -> None:
         """Take replicas where the parameters fit; a fit can still divide them. Else ZeRO-3."""
         assert self.lightning_module is not None
-        room = _room(self._hardware(str(trainer.precision)))
+        room = self._hardware(str(trainer.precision)).rank_bytes
         held = sum(
             each.numel() * each.element_size() for each in self.lightning_module.parameters()
         )
@@ -141,29 +141,24 @@ class AutoStrategy(MeshStrategy):
             return error
         first, best = planned[0], min(planned, key=order)
         note = "" if complaint is None else f"; activations are not known: {complaint}"
-        room = _room(hardware)
         if not best.fits:
-            least = min(planned, key=_peak)
+            least = min(planned, key=lambda each: each.peak_bytes)
             return ConfigError(
-                f"bolt_auto: no layout of the whole model fits into the {size_text(room).strip()} "
-                f"of a rank: {least.layout.name} needs {size_text(_peak(least)).strip()}{note}. "
+                f"bolt_auto: no layout of the whole model fits into the {room_text(hardware)} "
+                f"of a rank: {least.layout.name} needs {memory_text(least)}{note}. "
                 f"Use more ranks or smaller batches; boltmesh plan auto CONFIG tries pipelines and "
                 f"tensor groups as well."
             )
-        need = size_text(_peak(best)).strip()
-        why = f"it needs {need} of {size_text(room).strip()} a rank"
+        why = f"it needs {memory_text(best)} of {room_text(hardware)} a rank"
         if best is not first and not first.fits:
-            why += f", and {first.layout.name} {size_text(_peak(first)).strip()}"
+            why += f", and {first.layout.name} {memory_text(first)}"
         return best.layout.name, why + note
 
     def _planned(
         self, trainer: Trainer, model: ModelShape, hardware: Hardware, *, knows: bool
     ) -> list[PlannedLayout]:
         if not knows:
-            machine = hardware.machine
-            place = "host_gib" if hardware.is_cpu else "device_gib"
-            share = SHARE_WITHOUT_ACTIVATIONS * getattr(machine, place)
-            hardware = replace(hardware, machine=replace(machine, **{place: share}))
+            hardware = hardware.with_rank_gib(SHARE_WITHOUT_ACTIVATIONS * hardware.rank_gib)
         widths = widths_of(str(trainer.precision))
         replicas = Layout(data=self.world_size)
         layouts = [replace(replicas, zero=n) for n in range(4 if self.world_size > 1 else 1)]
@@ -210,16 +205,6 @@ def _axis_of(name: str) -> "DataAxis":
     """Return the data axis of a registered strategy."""
     arguments = STRATEGIES[name].arguments
     return ZeroAxis(ZeroOptions(**arguments)) if arguments else DdpAxis(DdpOptions())
-
-
-def _room(hardware: Hardware) -> int:
-    machine = hardware.machine
-    gib = machine.host_gib if hardware.is_cpu else machine.device_gib
-    return round((gib or 0.0) * 2**30)
-
-
-def _peak(planned: PlannedLayout) -> int:
-    return planned.memory.peak.device or planned.memory.peak.host
 
 
 def _describe(trainer: Trainer, module: LightningModule) -> tuple[ModelShape, str | None]:

@@ -15,14 +15,20 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from boltmesh.advisor.command import room_gib, search_config
+from boltmesh.advisor.command import search_config
 from boltmesh.advisor.layouts import ConfigSearch, PlannedLayout
 from boltmesh.advisor.machine import key_of, rates_file, remember, remember_steps
-from boltmesh.advisor.report import command_line, head_lines, memory_text, overrides_of, words
+from boltmesh.advisor.report import (
+    command_line,
+    head_lines,
+    memory_text,
+    overrides_of,
+    room_text,
+    words,
+)
 from boltmesh.bench.running import OUT_OF_MEMORY, run_variant
 from boltmesh.bench.variant import PLANNED, Variant
 from boltmesh.errors import ConfigError
-from boltmesh.plan.text import size_text
 
 
 @dataclass
@@ -78,10 +84,9 @@ def tune(
                     flush=True,
                 )
                 _run(found, each, config, overrides, steps=steps, warmup=warmup)
-    room = size_text(round(room_gib(found) * 2**30)).strip()
     for each in measured:
         if each.reason == OUT_OF_MEMORY:
-            need = memory_text(each.planned)
+            need, room = memory_text(each.planned), room_text(found.hardware)
             each.reason = f"{OUT_OF_MEMORY}: it was to need {need} of the {room} of a rank"
     line = shlex.join([config, *overrides])
     path = None

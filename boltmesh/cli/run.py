@@ -111,8 +111,7 @@ def _show(verb: Verb, config: str, overrides: Sequence[str], rank: "Rank") -> in
 
     from boltmesh.plan.command import EXPERT, TENSOR
     from boltmesh.plan.expert_plan import plan_expert, write_expert
-    from boltmesh.plan.mesh_plan import SEVERAL_AXES, plan_mesh
-    from boltmesh.plan.mesh_text import write_mesh
+    from boltmesh.plan.mesh_plan import SEVERAL_AXES, plan_mesh, write_mesh
     from boltmesh.plan.stage_plan import PIPELINE, plan_stages, write_stages
     from boltmesh.plan.strategy_options import as_mapping
     from boltmesh.plan.tensor_plan import plan_tensor, write_tensor

@@ -16,8 +16,7 @@ from omegaconf import OmegaConf
 from boltmesh.configs.advice import name_choices, nearest
 from boltmesh.configs.load import RECIPE_FOLDER, find, load
 from boltmesh.errors import ConfigError
-from boltmesh.plan.mesh_plan import SEVERAL_AXES, plan_mesh
-from boltmesh.plan.mesh_text import write_mesh
+from boltmesh.plan.mesh_plan import SEVERAL_AXES, plan_mesh, write_mesh
 from boltmesh.plan.stage_plan import PIPELINE, plan_stages, write_stages
 from boltmesh.plan.strategy_options import (
     AUTO_NOTE,

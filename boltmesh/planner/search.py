@@ -13,7 +13,7 @@ from boltmesh.errors import ConfigError
 from boltmesh.planner.layout import Layout, Recompute, Tier
 from boltmesh.planner.layout_memory import LayoutMemory, estimate_layout_memory
 from boltmesh.planner.machine import DISK_BYTES, Cluster
-from boltmesh.planner.rates import Rates, default_rates
+from boltmesh.planner.rates import default_rates
 from boltmesh.planner.step_time import PredictedStepTime, StepTimeModel
 from boltmesh.planner.transformer import Transformer
 from boltmesh.schedule_sim import StageTimes
@@ -76,7 +76,6 @@ def search(
     *,
     sequences: int,
     dtype: str = "bf16",
-    rates: Rates | None = None,
 ) -> Search:
     """Find the layouts that fit, ordered by the predicted time of a step.
 
@@ -85,9 +84,8 @@ def search(
         cluster: Where it trains.
         sequences: Sequences of a step over all ranks.
         dtype: Type of the matrix products.
-        rates: Rates of the cluster, by default those of published runs.
     """
-    predictor = StepTimeModel(model, cluster, rates or default_rates())
+    predictor = StepTimeModel(model, cluster, default_rates())
     found: list[Candidate] = []
     num_layouts, least = 0, float("inf")
     for layout, memory in layouts(model, cluster, sequences=sequences, dtype=dtype):

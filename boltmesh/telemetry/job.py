@@ -178,9 +178,9 @@ def run_dir() -> Path:
     return Path(tempfile.gettempdir(), f"boltmesh-{os.getuid()}")
 
 
-def job_path(job_id: str, folder: Path | None = None) -> Path:
+def job_path(job_id: str) -> Path:
     """Return the folder of a job."""
-    return (folder or run_dir()) / check_job_id(job_id)
+    return run_dir() / check_job_id(job_id)
 
 
 def rank_file(path: Path, rank: int) -> Path:
@@ -349,9 +349,9 @@ def _working_directory() -> str:
         return ""
 
 
-def _versions(packages: Sequence[str] = ("boltmesh", "torch", "lightning")) -> dict[str, str]:
+def _versions() -> dict[str, str]:
     versions = {"python": platform.python_version()}
-    for package in packages:
+    for package in ("boltmesh", "torch", "lightning"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)
     return versions

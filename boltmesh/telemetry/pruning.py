@@ -27,12 +27,11 @@ class EndedJob(NamedTuple):
     """When something in it was written, in seconds since 1970."""
 
 
-def ended_jobs(folder: Path | None = None, *, starting_s: float = STARTING_S) -> list[EndedJob]:
+def ended_jobs(folder: Path | None = None) -> list[EndedJob]:
     """Return the jobs of a folder that have ended, the newest first.
 
     Args:
         folder: Where jobs are; by default that of this user.
-        starting_s: See ``STARTING_S``.
 
     Raises:
         TelemetryError: The folder belongs to another user.
@@ -45,7 +44,7 @@ def ended_jobs(folder: Path | None = None, *, starting_s: float = STARTING_S) ->
     for path in folder.iterdir():
         with contextlib.suppress(OSError):
             job = _ended_job(path)
-            if job is not None and time.time() - job.changed > starting_s:
+            if job is not None and time.time() - job.changed > STARTING_S:
                 found.append(job)
     return sorted(found, key=lambda job: job.changed, reverse=True)
 

@@ -8,6 +8,7 @@ import pytest
 from boltmesh.telemetry.snapshot import JobSnapshot
 from boltmesh.telemetry.traffic import ExpectedTraffic
 from boltmesh.tui.metrics.heat import heat
+from boltmesh.tui.panels.heatmap import draw_places, place_rows
 from boltmesh.tui.panels.mesh_map import (
     MeshMap,
     draw_map,
@@ -18,7 +19,6 @@ from boltmesh.tui.panels.mesh_map import (
     rank_on_map,
 )
 from boltmesh.tui.panels.peers import axis_rows, draw_axes, rank_bytes, verdict
-from boltmesh.tui.panels.stages import draw_places, place_rows
 from boltmesh.tui.render.style import ASCII, UNICODE, Style
 from boltmesh.tui.state import State, fold
 from tests.tui.loads import steady, worker

@@ -15,9 +15,8 @@ import pytest
 from boltmesh.errors import BoltMeshError, ConfigError, TelemetryError
 from boltmesh.tui.commands.top import jobs as show_jobs
 from boltmesh.tui.commands.top import top as show_top
-from boltmesh.tui.sources.ssh.hosts import Hosts
+from boltmesh.tui.sources.ssh.hosts import Hosts, SshSource, list_remote_jobs
 from boltmesh.tui.sources.ssh.remote import SSH_VARIABLE, Remote
-from boltmesh.tui.sources.ssh.source import SshSource, list_remote_jobs
 from tests.support.written_jobs import WrittenJob
 from tests.tui.sshd import Sshd, kill, needs_sshd, running_sshd
 

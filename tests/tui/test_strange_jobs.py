@@ -11,13 +11,12 @@ from boltmesh.telemetry.snapshot import JobSnapshot, PhaseTime, RankSnapshot
 from boltmesh.tui.devices import DeviceReading
 from boltmesh.tui.metrics.heat import HEAT_FIGURES
 from boltmesh.tui.panels.diagnosis import diagnosis_lines, draw_diagnosis
-from boltmesh.tui.panels.heatmap import draw_heatmap, heatmap_lines, rank_at
+from boltmesh.tui.panels.heatmap import draw_heatmap, draw_places, heatmap_lines, rank_at
 from boltmesh.tui.panels.mesh_map import draw_map
 from boltmesh.tui.panels.peers import draw_axes
 from boltmesh.tui.panels.plan_table import draw_plan
 from boltmesh.tui.panels.rank_detail import draw_rank_detail
 from boltmesh.tui.panels.rank_table import COLUMNS, draw_rank_table
-from boltmesh.tui.panels.stages import draw_places
 from boltmesh.tui.panels.throughput import draw_phases, draw_throughput
 from boltmesh.tui.render.line import Line
 from boltmesh.tui.render.style import ASCII, UNICODE, Style

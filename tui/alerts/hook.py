@@ -40,7 +40,6 @@ class AlertHook:
 
     Args:
         command: For ``/bin/sh``.
-        timeout_s: How long one run may take.
         clock: Seconds that only go forward; the rate is limited by it.
     """
 
@@ -48,11 +47,9 @@ class AlertHook:
         self,
         command: str,
         *,
-        timeout_s: float = TIMEOUT_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._command = command
-        self._timeout_s = timeout_s
         self._clock = clock
         self._waiting: queue.SimpleQueue[Alert | None] = queue.SimpleQueue()
         self._failures: deque[Alert] = deque(maxlen=MAX_WAITING)
@@ -106,7 +103,7 @@ class AlertHook:
     def _work(self) -> None:
         while (alert := self._waiting.get()) is not None:
             self._run = HookRun(self._command, alert)
-            problem = self._run.finish(self._timeout_s)
+            problem = self._run.finish(TIMEOUT_S)
             if problem is not None:
                 self._failures.append(_failure(alert, problem))
 

@@ -1,7 +1,4 @@
-"""``boltmesh export-metrics``: a job's figures for other programs.
-
-``boltmesh export-metrics``: one look at a job, or many, as text for Prometheus, OpenMetrics or CSV.
-"""
+"""``boltmesh export-metrics``: one look at a job, or many, as Prometheus, OpenMetrics or CSV."""
 
 import contextlib
 import os

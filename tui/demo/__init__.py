@@ -36,7 +36,6 @@ class DemoSource:
     """Looks like a job that was started half an hour ago.
 
     Args:
-        seed: Of the noise.
         clock: The wall clock.
         scenario: What goes wrong; a hang or a crash comes right after the head start.
         mesh: Axis to size; ``mesh_of`` gives one for any number of ranks.
@@ -45,13 +44,12 @@ class DemoSource:
     def __init__(
         self,
         *,
-        seed: int = 0,
         clock: Callable[[], float] = time.time,
         scenario: Scenario = "healthy",
         mesh: Mapping[str, int] = DEFAULT_MESH,
     ) -> None:
         self._job = SimulatedJob(
-            Setup.create(seed, scenario, mesh), started=clock() - HEAD_START * STEP_S
+            Setup.create(0, scenario, mesh), started=clock() - HEAD_START * STEP_S
         )
         self._clock = clock
 

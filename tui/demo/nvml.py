@@ -14,7 +14,7 @@ import msgspec
 import pynvml
 from typing_extensions import override
 
-from boltmesh.tui.demo import DemoSource, Scenario
+from boltmesh.tui.demo import DemoSource
 from boltmesh.tui.devices import DeviceReading
 from boltmesh.tui.devices.gpu import ALL_LINKS, KIB, Gpu
 from boltmesh.tui.sources.live import Observation
@@ -166,9 +166,8 @@ class NvmlDemoSource(DemoSource):
         *,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
-        scenario: Scenario = "straggler",
     ) -> None:
-        super().__init__(clock=clock, scenario=scenario)
+        super().__init__(clock=clock, scenario="straggler")
         self._nvml = DemoNvml(monotonic)
         self._monotonic = monotonic
         self._gpus: dict[str, Gpu] = {}

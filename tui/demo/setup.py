@@ -5,10 +5,9 @@ layers. Its stages take equal times so, as those of a well split model do.
 
 Numbers that look random are a function of their key: the same demo for each viewer.
 
-Steps follow each other at a pace that swings, their parts in order.
-
-Data, transfer, the pipeline's window, the all-reduce of the gradients, the optimizer, the rest. The
-window is what the simulator makes of 1F1B, so the bubble on the screen is the schedule's own.
+In a ``Timeline`` steps follow each other at a pace that swings. The parts of a step are data,
+transfer, the pipeline's window, the all-reduce of the gradients, the optimizer and the rest. The
+window is that of a simulated 1F1B, so the bubble on the screen is the schedule's own.
 """
 
 import functools

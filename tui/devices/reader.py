@@ -1,8 +1,7 @@
-"""Reads everything that this host can tell of one job, once a look.
+"""Reads the GPUs, the processes and the host of one job, once a look.
 
-The host that ranks of a job run on.
-
-The process of one rank, as the operating system sees it.
+``Host`` is the host that ranks run on, ``RankProcess`` the process of one rank as the operating
+system sees it; GPUs are in ``gpu.py``.
 """
 
 import contextlib

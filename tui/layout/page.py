@@ -217,6 +217,15 @@ def with_trends(
     return upper, [Panel("trends", lower, draw)] if lower.height else []
 
 
+def table_with_trends(
+    scene: Scene, body: Region, table: Table, names: Sequence[str]
+) -> list[Panel]:
+    """Return a page of one table, and below it trends if they find room."""
+    draw = table_draw(table, scene)
+    upper, trends = with_trends(scene, body, len(draw(body.width, body.height)), names)
+    return [Panel(table.name, upper, draw), *trends]
+
+
 def place(plan: Plan, draws: dict[str, Draw]) -> list[Panel]:
     """Return the panels of a plan."""
     return [Panel(name, region, draws[name]) for name, region in plan.items() if region.height]

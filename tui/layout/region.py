@@ -1,8 +1,7 @@
 """Rectangles of cells, and how a column of panels shares its height.
 
-What does not fit is left out by priority, never squeezed to nonsense.
-
-What every screen of a job has around its own panels: header, tabs, keys.
+Panels that do not fit are left out by priority, never squeezed. ``plan_frame`` places the header,
+the tabs and the keys of a screen around its panels.
 """
 
 from collections.abc import Sequence

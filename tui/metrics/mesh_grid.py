@@ -26,11 +26,23 @@ class Cell(NamedTuple):
     y: int
 
 
-class MeshGrid(msgspec.Struct, frozen=True):
-    """Cells from the upper left corner on; labels stand left of and above them."""
+class CellGrid(msgspec.Struct, frozen=True):
+    """Cells of one width; their places are counted from the upper left corner of the drawing."""
 
     cell_width: int
     cells: tuple[Cell, ...]
+
+    def cell_at(self, x: int, y: int) -> Cell | None:
+        """Return the cell at a place."""
+        for cell in self.cells:
+            if cell.y == y and cell.x <= x < cell.x + self.cell_width:
+                return cell
+        return None
+
+
+class MeshGrid(CellGrid, frozen=True):
+    """Cells with labels left of and above them."""
+
     row_labels: dict[int, str]
     """By line."""
     column_labels: dict[int, str]
@@ -42,13 +54,6 @@ class MeshGrid(msgspec.Struct, frozen=True):
     ranks_per_cell: int
     axes: str
     """What is down and what is across, in words; empty on a mesh of one axis."""
-
-    def cell_at(self, x: int, y: int) -> Cell | None:
-        """Return the cell at a place of the grid, the row labels included in ``x``."""
-        for cell in self.cells:
-            if cell.y == y and cell.x <= x < cell.x + self.cell_width:
-                return cell
-        return None
 
 
 class Layout(NamedTuple):

@@ -1,16 +1,13 @@
-"""The time of an optimizer step, all of its accumulated batches together.
+"""Times of optimizer steps: the recent ones of each rank, their phases, and an ordinary step.
 
-The times of each rank's recent steps, read out of the records once for all who judge them.
-
-Where the time of a step goes.
-
-The chunks of a pipeline's step divide the time of its schedule, recorded as one phase, into forward
+A step is an optimizer step with all of its accumulated batches. ``recent_times`` reads the times of
+recent steps from the records, once for all panels. ``phase_split`` divides a step into phases; in a
+pipeline, the chunks of a step divide the time of its schedule, recorded as one phase, into forward
 and backward passes and the bubble.
 
-What an ordinary step of each rank is like: the base of every judgement about ranks.
-
-A step that validates or writes a checkpoint says nothing about the others, and the first steps of
-a run compile, allocate and fill caches. Both are left out.
+``rank_profiles`` has an ordinary step of each rank, by which ranks are compared. Steps that
+validate or write a checkpoint are left out, and so are the first steps of a run, which compile,
+allocate and fill caches.
 """
 
 import math

@@ -4,7 +4,7 @@ from typing import Final
 
 from typing_extensions import override
 
-from boltmesh.tui.layout.page import Page, Panel, Scene, Table, table_draw, with_trends
+from boltmesh.tui.layout.page import Page, Panel, Scene, Table, table_with_trends
 from boltmesh.tui.layout.region import Region
 from boltmesh.tui.panels.help import PageHelp
 from boltmesh.tui.panels.texts import CONFIG_COLUMNS, draw_config, shown_config
@@ -28,10 +28,7 @@ class ConfigPage(Page):
     @override
     def panels(self, scene: Scene, body: Region) -> list[Panel]:
         """The table, and below it the trends of a step if they find room."""
-        draw = table_draw(CONFIG, scene)
-        needed = len(draw(body.width, body.height))
-        table, trends = with_trends(scene, body, needed, ("step_s", "tokens_per_s"))
-        return [Panel("config", table, draw), *trends]
+        return table_with_trends(scene, body, CONFIG, ("step_s", "tokens_per_s"))
 
 
 PAGE: Final[Page] = ConfigPage()

@@ -4,7 +4,7 @@ from typing import Final
 
 from typing_extensions import override
 
-from boltmesh.tui.layout.page import Page, Panel, Scene, Table, table_draw, with_trends
+from boltmesh.tui.layout.page import Page, Panel, Scene, Table, table_with_trends
 from boltmesh.tui.layout.region import Region
 from boltmesh.tui.panels.help import PageHelp
 from boltmesh.tui.panels.memory import COLUMNS, draw_memory, shown_memory
@@ -33,10 +33,7 @@ class MemoryPage(Page):
     @override
     def panels(self, scene: Scene, body: Region) -> list[Panel]:
         """The table has what it needs, and the memory of the run what is left below."""
-        draw = table_draw(MEMORY, scene)
-        needed = len(draw(body.width, body.height))
-        table, trends = with_trends(scene, body, needed, ("memory_bytes",))
-        return [Panel("memory", table, draw), *trends]
+        return table_with_trends(scene, body, MEMORY, ("memory_bytes",))
 
 
 PAGE: Final[Page] = MemoryPage()

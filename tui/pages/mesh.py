@@ -7,6 +7,7 @@ from typing_extensions import override
 from boltmesh.tui.layout.page import Page, Panel, RankMap, Scene, place, with_trends
 from boltmesh.tui.layout.region import GUTTER, Item, Plan, Region, stack
 from boltmesh.tui.metrics.heat import chosen_heat
+from boltmesh.tui.panels.heatmap import draw_places, num_places
 from boltmesh.tui.panels.help import PageHelp
 from boltmesh.tui.panels.mesh_map import (
     MeshMap,
@@ -17,7 +18,6 @@ from boltmesh.tui.panels.mesh_map import (
     rank_on_map,
 )
 from boltmesh.tui.panels.peers import axis_rows, draw_axes
-from boltmesh.tui.panels.stages import draw_places, num_places
 from boltmesh.tui.render.tabs import Tab
 
 PLACES_WIDTH = 46

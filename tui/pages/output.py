@@ -5,7 +5,7 @@ from typing import Final
 
 from typing_extensions import override
 
-from boltmesh.tui.layout.page import Page, Panel, Scene, Table, table_draw, with_trends
+from boltmesh.tui.layout.page import Page, Panel, Scene, Table, table_with_trends
 from boltmesh.tui.layout.region import Region
 from boltmesh.tui.panels.help import PageHelp
 from boltmesh.tui.panels.texts import OUTPUT_COLUMNS, draw_output, shown_output
@@ -36,10 +36,7 @@ class OutputPage(Page):
     @override
     def panels(self, scene: Scene, body: Region) -> list[Panel]:
         """The table, and below it the trends of a step if they find room."""
-        draw = table_draw(OUTPUT, scene)
-        needed = len(draw(body.width, body.height))
-        table, trends = with_trends(scene, body, needed, ("step_s", "tokens_per_s"))
-        return [Panel("output", table, draw), *trends]
+        return table_with_trends(scene, body, OUTPUT, ("step_s", "tokens_per_s"))
 
     @override
     def empty_reason(self, state: State) -> Sequence[str]:

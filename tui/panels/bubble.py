@@ -1,14 +1,12 @@
-"""How much of a pipeline's time is idle, and for which reason, beside the schedule's ideal.
-
-How long the ranks of a pipeline are idle, and why: the schedule, uneven stages, or the rest.
+"""Idle time of the ranks of a pipeline by reason: the schedule, uneven stages, or the rest.
 
 A bubble is measured over the common window of a pipeline, from the first start to the last end on
 any of its ranks: 1 - busy / window. A rank's own window would flatter the late stages. It is made
 of what the schedule costs with equal stages (structural), what the stages' unequal times add
 (imbalance), and what is left (excess: communication, the host). The three add up to the measured.
 
-Below it, for each pair of ranks: the bytes that cross the borders between stages in an optimizer
-step, measured beside expected.
+``draw_borders`` shows for each pair of ranks the bytes between stages in an optimizer step,
+measured beside expected.
 """
 
 import itertools

@@ -1,13 +1,11 @@
-"""All events, the newest first: those of the ranks, and those seen from outside.
+"""Events of a job: those of the ranks, and those seen from outside.
 
-Steps that took much longer than the others, and what held them up.
+The same message of many ranks is one line. ``draw_event_table`` has all events, the newest first;
+``draw_events`` has the newest in short, the last at the bottom.
 
-The ranks of a job wait for each other, so a step that is slow on one is slow on all: a few ranks
-are searched for slow steps, and all ranks only for the cause of each.
-
-What happened, once: the same message from many ranks is one line.
-
-The newest events in short, the last at the bottom; ``pages/events.py`` has all of them.
+``slow_steps`` finds steps that took much longer than the others, and their cause. The ranks of a
+job wait for each other, so a step that is slow on one is slow on all: a few ranks are searched for
+slow steps, and all ranks only for the cause of each.
 """
 
 import time

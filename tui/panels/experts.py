@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from boltmesh.tui import units
 from boltmesh.tui.metrics.experts import LayerLoad, layer_loads
-from boltmesh.tui.render.line import Line, Role
+from boltmesh.tui.render.line import Line
 from boltmesh.tui.render.style import Style, facts, heading
 from boltmesh.tui.render.table import AS_IT_COMES, GAP, Column, browse
 from boltmesh.tui.state import State
@@ -13,7 +13,6 @@ from boltmesh.tui.view import Cells, TableView, arrange_rows
 EXPERT_COLUMNS = ("module", "max/mean", "min/mean", "idle", "dropped", "rows")
 """Titles that the table can be sorted by."""
 
-_ROLES: tuple[Role, ...] = ("heat1", "heat2", "heat3", "heat4", "heat5")
 LEAST_MAP = 8
 MOST_MODULE = 32
 _FIGURE = 6
@@ -128,13 +127,13 @@ def _heat(load: LayerLoad, room: int, num_experts: int, look: Style) -> Line:
     if each >= _FIGURE:
         line = Line()
         for rows in load.recent:
-            line.add(*_shade(_level([rows], load.mean), look))
+            line.add(*look.shade(_level([rows], load.mean)))
             line.add(_times(rows / load.mean if load.mean else None).ljust(_FIGURE - 1))
         return line
     every = -(-num_experts // room)
     line = Line()
     for first in range(0, len(load.recent), every):
-        sign, role = _shade(_level(load.recent[first:][:every], load.mean), look)
+        sign, role = look.shade(_level(load.recent[first:][:every], load.mean))
         line.add(sign * max(1, min(_SHADES, each)), role)
     return line
 
@@ -144,18 +143,10 @@ def _level(rows: Sequence[int], mean: float) -> float:
     return min(1.0, max(rows) / mean / 2) if mean else 0.0
 
 
-def _shade(level: float, look: Style) -> tuple[str, Role]:
-    shades = look.glyphs.shades
-    return (
-        shades[min(len(shades) - 1, int(level * len(shades)))],
-        _ROLES[min(len(_ROLES) - 1, int(level * len(_ROLES)))],
-    )
-
-
 def _legend(look: Style, loads: Sequence[LayerLoad], width: int) -> Line:
     scale = Line("rows over the mean  ", "muted")
     for text, level in (("0 ", 0.0), ("  half ", 0.25), ("  even ", 0.5), ("  2x ", 1.0)):
-        scale.add(text, "muted").add(*_shade(level, look))
+        scale.add(text, "muted").add(*look.shade(level))
     dropped, rows = (sum(each.dropped for each in loads), sum(sum(each.rows) for each in loads))
     if rows and dropped:
         lost = Line(f"{dropped / rows:.1%} of rows dropped", "warn")

@@ -1,10 +1,7 @@
-"""The first two lines: which job this is, how it is laid out, and how far it has come.
+"""The first lines of every screen of a job: name and layout, progress, headline figures.
 
-How far a job is: elapsed time, pace, time that is left.
-
-Where a replay is in its recording.
-
-One line of the headline figures with their levels: on every screen of a job.
+``progress`` has elapsed time, pace and time left, ``draw_timeline`` the position of a replay in its
+recording.
 """
 
 from collections.abc import Iterator

@@ -2,6 +2,10 @@
 
 A shade is a character of its own in a colour of its own, so the map reads without colours; in
 ASCII it is a digit. Where there is room the figure is printed beside it.
+
+``draw_places`` is the same figure by place: the mean of each stage, of each place on the data axis,
+of each on tensor. A place that is far from the others of its axis shows what slow ranks have in
+common: a stage with too much work, a hot host, a link.
 """
 
 import math
@@ -17,15 +21,17 @@ from boltmesh.tui.metrics.mesh_grid import MeshGrid, plan_grid
 from boltmesh.tui.render.line import Line, Role, fit
 from boltmesh.tui.render.ranks import rank_state
 from boltmesh.tui.render.style import Style, facts, heading
+from boltmesh.tui.render.table import Cell, Column, draw_table
 from boltmesh.tui.state import State
 
 PLACE_FROM_WIDTH = 64
 """From here on the selected rank's place in the mesh is told."""
 
+LEAST_SHARE = 0.005
+"""A smaller difference from the mean of all ranks is none."""
+
 _SHADES = 2
 """Cells of shade before a figure; a terminal's cells are twice as high as wide."""
-
-_HEAT_ROLES: tuple[Role, ...] = ("heat1", "heat2", "heat3", "heat4", "heat5")
 
 
 def cell_widths(shown: Heat) -> tuple[int, int, int]:
@@ -54,20 +60,11 @@ def draw_cell(shown: Heat, rank: int, width: int, look: Style, *, is_selected: b
 
 
 def _shade(value: HeatValue, shown: Heat, look: Style) -> tuple[str, Role]:
-    glyphs = look.glyphs
     if value.mark is not None:
         return _mark(value.mark, look)
     if value.level is None:
         return "?", "muted"
-    step = min(len(glyphs.shades) - 1, int(value.level * len(glyphs.shades)))
-    colour = min(len(_HEAT_ROLES) - 1, int(value.level * len(_HEAT_ROLES)))
-    # The warm end of the colours is where it hurts.
-    return glyphs.shades[step], _HEAT_ROLES[colour if shown.is_bad_high else -1 - colour]
-
-
-def shade_of(level: float, shown: Heat, look: Style) -> tuple[str, Role]:
-    """Return the sign and the role of a place on the scale, from 0 to 1."""
-    return _shade(HeatValue("", level, None), shown, look)
+    return look.shade(value.level, is_bad_high=shown.is_bad_high)
 
 
 def _mark(mark: Mark, look: Style) -> tuple[str, Role]:
@@ -116,7 +113,7 @@ def draw_legend(shown: Heat, look: Style, *, ranks_per_cell: int = 1) -> list[Li
         scale = Line(f"{shown.low} ", "muted")
         for place in range(len(shades)):
             level = (place + 0.5) / len(shades)
-            scale.add(*shade_of(level, shown, look))
+            scale.add(*look.shade(level, is_bad_high=shown.is_bad_high))
         parts.append(scale.add(f" {shown.high}", "muted"))
     if ranks_per_cell > 1:
         parts.append(Line(f"each cell the worst of {ranks_per_cell}", "muted"))
@@ -143,8 +140,6 @@ def about_rank(state: State, shown: Heat, selected: int | None, width: int) -> L
         line.add(f"({', '.join(places)}) ", "muted")
     return line.add(shown.values[rank.rank].text, "strong")
 
-
-__all__ = ["HEAT_FIGURES", "draw_heatmap", "heatmap_lines", "rank_at"]
 
 IDEAL_LINES = 12
 """A map of many ranks is given no more lines than this if others need them too."""
@@ -280,3 +275,144 @@ def _stages(job: JobSnapshot) -> list[list[int]]:
 
 def _within(place: int, size: int) -> int:
     return min(max(0, place), size - 1)
+
+
+class PlaceRow(msgspec.Struct, frozen=True, kw_only=True):
+    """The ranks at one place of one axis."""
+
+    axis: str
+    place: int
+    num_ranks: int
+    mean: float
+    level: float
+    """Level of the mean, from 0 to 1 on the map's scale."""
+    least: float
+    most: float
+    worst: int
+    """The rank that has the worst of them."""
+    share: float
+    """By how much the mean is above that of all ranks, as a share of that; 0 where that is 0."""
+
+
+class _Place:
+    """Sums and extremes of the ranks at one place."""
+
+    __slots__ = ("count", "least", "levels", "most", "rank_of_least", "rank_of_most", "total")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.total = self.levels = 0.0
+        self.least, self.most = math.inf, -math.inf
+        self.rank_of_least = self.rank_of_most = 0
+
+    def add(self, rank: int, value: float, level: float) -> None:
+        self.count += 1
+        self.total += value
+        self.levels += level
+        if value < self.least:
+            self.least, self.rank_of_least = value, rank
+        if value > self.most:
+            self.most, self.rank_of_most = value, rank
+
+
+def place_rows(state: State, shown: Heat) -> list[PlaceRow]:
+    """Return the places of each axis of more than one rank; ranks without the figure left out."""
+    axes = [axis for axis, size in state.job.mesh.items() if size > 1]
+    places: dict[str, dict[int, _Place]] = {axis: {} for axis in axes}
+    total, count = 0.0, 0
+    for rank in state.job.ranks:
+        figure = shown.values.get(rank.rank)
+        if figure is None or figure.value is None or figure.level is None:
+            continue
+        value, level, coordinates = figure.value, figure.level, rank.coordinates
+        total += value
+        count += 1
+        for axis in axes:
+            at = coordinates.get(axis)
+            if at is not None:
+                of_axis = places[axis]
+                place = of_axis.get(at)
+                if place is None:
+                    place = of_axis[at] = _Place()
+                place.add(rank.rank, value, level)
+    mean = total / count if count else 0.0
+    return [
+        PlaceRow(
+            axis=axis,
+            place=at,
+            num_ranks=found.count,
+            mean=(own := found.total / found.count),
+            level=found.levels / found.count,
+            least=found.least,
+            most=found.most,
+            worst=found.rank_of_most if shown.is_bad_high else found.rank_of_least,
+            share=(own - mean) / abs(mean) if mean else 0.0,
+        )
+        for axis in axes
+        for at, found in sorted(places[axis].items())
+    ]
+
+
+def draw_places(
+    state: State, width: int, height: int, look: Style, *, figure: str = HEAT_FIGURES[0]
+) -> list[Line]:
+    """A line for each place of each axis; where they are too many, for the worst of them."""
+    shown = heat(state, figure)
+    rows = place_rows(state, shown)
+    top = int(look.has_headings)
+    room = max(0, height - top - 1)
+    right = Line()
+    if len(rows) > room:
+        right = Line(f"the worst {room} of {len(rows)}", "muted")
+        rows = _worst_places(rows, room, shown)
+    lines = []
+    if rows:
+        columns = [
+            Column("place"),
+            Column("mean", is_number=True),
+            Column("vs mean", is_number=True, rank=1),
+            Column("min", is_number=True, rank=3),
+            Column("max", is_number=True, rank=3),
+            Column("worst rank", is_number=True, rank=2),
+            Column("ranks", is_number=True, rank=4),
+        ]
+        cells = [_place_cells(row, shown, look) for row in rows]
+        lines = draw_table(columns, cells, width, ellipsis=look.glyphs.ellipsis)
+    elif room:
+        lines = [Line(_nothing(state), "muted").crop(width)]
+    if top:
+        lines.insert(0, heading(f"{shown.figure} by place", width, look, right=right))
+    return lines[: max(0, height)]
+
+
+def num_places(state: State) -> int:
+    """Return how many lines the table has without its titles, with all of its places."""
+    return max(1, sum(size for size in state.job.mesh.values() if size > 1))
+
+
+def _worst_places(rows: list[PlaceRow], count: int, shown: Heat) -> list[PlaceRow]:
+    """Return so many of the rows, in their order."""
+    by_badness = sorted(rows, key=lambda row: row.mean, reverse=shown.is_bad_high)
+    kept = {id(row) for row in by_badness[:count]}
+    return [row for row in rows if id(row) in kept]
+
+
+def _place_cells(row: PlaceRow, shown: Heat, look: Style) -> list[Cell]:
+    shade, role = look.shade(row.level, is_bad_high=shown.is_bad_high)
+    is_alike = abs(row.share) < LEAST_SHARE
+    beside = "same" if is_alike else f"{100 * row.share:+.0f}%"
+    return [
+        Line(shade * 2, role).add(f" {row.axis} {row.place}"),
+        Line(shown.text(row.mean), "strong"),
+        Line(beside, "muted" if is_alike else "text"),
+        shown.text(row.least),
+        shown.text(row.most),
+        str(row.worst),
+        Line(str(row.num_ranks), "muted"),
+    ]
+
+
+def _nothing(state: State) -> str:
+    if all(size <= 1 for size in state.job.mesh.values()):
+        return "one rank, one place"
+    return "nothing to compare: this figure is no number, or no rank has reported it"

@@ -1,8 +1,7 @@
-"""What memory is used for: stacked bars of the fullest rank, and a line for each kind and place.
+"""Memory by kind and place, beside the prediction of the strategy.
 
-Below them what goes between the places, where a part of the training state is offloaded.
-
-What memory is used for, by kind and place, beside what the strategy predicted.
+Stacked bars of the fullest rank, and a line for each kind and place; below them the transfers
+between the places, where a part of the training state is offloaded.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The whole mesh in one figure: a block for each stage, data down, tensor across.
 
-Places of ranks when the mesh has a page for itself: a block for each stage.
-
 In a block data goes down and tensor across, so that the ranks which talk the most are side by side
 and a row, a column or a block that is slower than the others is seen as one. Blocks stand side by
 side as far as there is room. A mesh without data or without tensor is laid out as in
@@ -13,11 +11,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-import msgspec
-
 from boltmesh.telemetry.snapshot import JobSnapshot
 from boltmesh.tui.metrics.heat import HEAT_FIGURES, Heat, heat
-from boltmesh.tui.metrics.mesh_grid import Cell, Layout, MeshGrid, grid_of, lay_out
+from boltmesh.tui.metrics.mesh_grid import Cell, CellGrid, Layout, MeshGrid, grid_of, lay_out
 from boltmesh.tui.panels.heatmap import (
     about_rank,
     cell_shades,
@@ -41,11 +37,9 @@ class AxisLabel(NamedTuple):
     y: int
 
 
-class MeshMap(msgspec.Struct, frozen=True):
-    """Cells and labels, from the upper left corner on."""
+class MeshMap(CellGrid, frozen=True):
+    """Cells with labels at places of their own."""
 
-    cell_width: int
-    cells: tuple[Cell, ...]
     labels: tuple[AxisLabel, ...]
     height: int
     ranks_per_cell: int
@@ -56,13 +50,6 @@ class MeshMap(msgspec.Struct, frozen=True):
     def width(self) -> int:
         """Lines of the cells, with the labels on their left."""
         return max(cell.x for cell in self.cells) + self.cell_width
-
-    def cell_at(self, x: int, y: int) -> Cell | None:
-        """Return the cell at a place."""
-        for cell in self.cells:
-            if cell.y == y and cell.x <= x < cell.x + self.cell_width:
-                return cell
-        return None
 
     def beside(self, rank: int | None, across: int, down: int) -> Cell | None:
         """Return the cell that is so far from a rank's, or the last one on the way.

@@ -1,7 +1,4 @@
-"""A line for each way between the device, the host and the disk: how much, and how fast.
-
-What ranks move between their device, their host and their disk: a line for each way.
-"""
+"""Transfers between the device, the host and the disk: a line for each way with its rate."""
 
 from collections.abc import Sequence
 from statistics import median

@@ -1,6 +1,6 @@
 """Traffic between ranks in one optimizer step, as a matrix: rows send, columns receive.
 
-Traffic of each axis of the mesh in a step, measured beside expected.
+``draw_axes`` shows the traffic of each axis of the mesh in a step, measured beside expected.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

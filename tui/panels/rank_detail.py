@@ -1,8 +1,7 @@
 """Everything that is known of one rank: in one column, or in two where they fit side by side.
 
-The phases of one rank beside those of the ranks that do the same work.
-
-What one rank exchanges with others: how far it is in each group, and what a step moves.
+Its phases are beside those of the ranks that do the same work. ``draw_groups`` has its place
+in each process group, ``draw_rank_traffic`` its traffic in a step.
 """
 
 from collections.abc import Callable, Sequence

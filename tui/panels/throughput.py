@@ -1,8 +1,6 @@
-"""Samples and tokens a second, now and in the recent past, and how much of the devices is used.
+"""Samples and tokens a second, now and in the recent past, and the utilization of the devices.
 
-Samples and tokens a second over the recent past.
-
-Where the time of a step goes: one stacked bar and its legend.
+``draw_phases`` shows the time of a step by phase: one stacked bar and its legend.
 """
 
 import math

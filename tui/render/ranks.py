@@ -1,6 +1,6 @@
-"""The ranks of a summary in words and numbers, and the words that every table of ranks uses.
+"""Ranks in words and numbers: the table of a summary, and the words of every table of ranks.
 
-What the two drawings of a pipeline share: names, and the line that says why there is none.
+``nothing_to_show`` and ``row_names`` are shared by the two drawings of a pipeline.
 """
 
 from collections.abc import Mapping, Sequence

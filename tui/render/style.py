@@ -1,10 +1,8 @@
 """How drawings look in one terminal, and the parts that all of them share.
 
-The characters that drawings are made of: blocks and dots, or plain ASCII.
-
-Everything that has a colour also has a shape or a word, in both sets.
-
-Sentences in as many lines as they need.
+``Glyphs`` are the characters of drawings: blocks and dots, or plain ASCII. Everything that has a
+colour also has a shape or a word, in both sets. ``sentence`` writes text in as many lines as it
+needs.
 """
 
 from collections.abc import Iterable, Iterator
@@ -120,6 +118,9 @@ ASCII: Final = Glyphs(
 )
 
 
+_HEAT_ROLES: tuple[Role, ...] = ("heat1", "heat2", "heat3", "heat4", "heat5")
+
+
 class Style(msgspec.Struct, frozen=True):
     """What a drawing must know besides its figures and its size."""
 
@@ -128,6 +129,13 @@ class Style(msgspec.Struct, frozen=True):
     """False where lines are scarce: tables then begin with their column titles."""
     has_signs: bool = True
     """False where words alone are wanted, as for a screen reader."""
+
+    def shade(self, level: float, *, is_bad_high: bool = True) -> tuple[str, Role]:
+        """Return the sign and the role of a place on a scale from 0 to 1; its bad end is warm."""
+        shades = self.glyphs.shades
+        sign = shades[min(len(shades) - 1, int(level * len(shades)))]
+        place = min(len(_HEAT_ROLES) - 1, int(level * len(_HEAT_ROLES)))
+        return sign, _HEAT_ROLES[place if is_bad_high else -1 - place]
 
     def sign(self, glyph: str) -> str:
         """Return what stands before a word that has a sign."""

@@ -9,7 +9,7 @@ from typing import Final, NamedTuple, TypeVar
 
 import msgspec
 
-from boltmesh.tui.render.line import SELECTED, Line, Role, fit
+from boltmesh.tui.render.line import SELECTED, Line, fit
 from boltmesh.tui.render.style import ASCII, UNICODE, Style
 from boltmesh.tui.view import TableView, first_shown
 
@@ -40,7 +40,6 @@ def draw_table(
     width: int,
     *,
     ellipsis: str,
-    header_role: Role = "muted",
 ) -> list[Line]:
     """Return a header line and one line for each row, none wider than ``width``."""
     lines = [[cell if isinstance(cell, Line) else Line(cell) for cell in row] for row in rows]
@@ -49,7 +48,7 @@ def draw_table(
         for place, column in enumerate(columns)
     ]
     kept = _shrink(columns, widths, width)
-    header = [Line(column.title, header_role) for column in columns]
+    header = [Line(column.title, "muted") for column in columns]
     return [_draw_row(columns, row, widths, kept, ellipsis).crop(width) for row in (header, *lines)]
 
 

@@ -181,6 +181,11 @@ class PanelScreen(Screen[None]):
         """Draw for the first time, or catch up with what happened behind another screen."""
         self.paint()
 
+    async def on_prompt_done(self) -> None:
+        """Close the line of the filter."""
+        await self.query(Prompt).remove()
+        self.paint()
+
     def paint(self) -> None:
         """Draw every panel again, unless the screen is hidden."""
         if self.is_current and self.is_mounted:

@@ -108,11 +108,6 @@ class JobScreen(NavigationScreen):
         """Show the rows that are left."""
         self._set_filter(message.words)
 
-    async def on_prompt_done(self) -> None:
-        """Close the line."""
-        await self.query(Prompt).remove()
-        self.paint()
-
     def action_copy(self) -> None:
         """Put the text of the screen on the clipboard, by the terminal (OSC 52)."""
         self.app.copy_to_clipboard(self.text())

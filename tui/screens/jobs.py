@@ -174,11 +174,6 @@ class JobsScreen(PanelScreen):
         """Show the rows that are left."""
         self._look(filter=message.words)
 
-    async def on_prompt_done(self) -> None:
-        """Close the line."""
-        await self.query(Prompt).remove()
-        self.paint()
-
     def _start_listing(self) -> None:
         self.run_worker(self.list_again(), group="list", exclusive=True)
 

@@ -4,7 +4,6 @@ A source is read from a worker thread, once a second. It is the only part that d
 """
 
 import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
@@ -50,15 +49,14 @@ class Source(Protocol):
 class LiveSource:
     """A job of this user on this host, running or ended."""
 
-    def __init__(self, job: "JobReader", *, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, job: "JobReader") -> None:
         self._job = job
-        self._clock = clock
         self._devices = DeviceReader(job.path.parent)
 
     def read(self) -> Observation:
         """Return the job and, for ranks that live on this host, their devices."""
         job = self._job.snapshot()
-        return Observation(time=self._clock(), job=job, devices=self._devices.read(job))
+        return Observation(time=time.time(), job=job, devices=self._devices.read(job))
 
     def close(self) -> None:
         """Unmap the job's files; the job does not notice."""

@@ -25,7 +25,8 @@ count (see ``device.py``).
 
 import threading
 import time
-from collections.abc import Sequence, Sized
+from collections.abc import Callable, Sequence, Sized
+from types import TracebackType
 from typing import Final, NamedTuple, Protocol
 
 from boltmesh.telemetry.snapshot import PHASES
@@ -69,6 +70,39 @@ class StepTime(NamedTuple):
     total_ns: int
     phases_ns: Sequence[int]
     """By the order of PHASES; their sum is the total."""
+
+
+class PhaseContext:
+    """Enters a phase and leaves it; has no state, so one object serves every use.
+
+    Args:
+        enter: Takes the phase.
+        leave: Takes the exception that passes through the phase.
+        phase: As an index into PHASES.
+    """
+
+    __slots__ = ("_enter", "_leave", "_phase")
+
+    def __init__(
+        self,
+        enter: Callable[[int], None],
+        leave: Callable[[BaseException | None], None],
+        phase: int,
+    ) -> None:
+        self._enter = enter
+        self._leave = leave
+        self._phase = phase
+
+    def __enter__(self) -> None:
+        self._enter(self._phase)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._leave(error)
 
 
 class PhaseClock:

@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from threading import get_ident
-from types import TracebackType
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -20,7 +19,7 @@ from torch.distributed import ProcessGroup
 
 from boltmesh.process import encodable
 from boltmesh.telemetry import layout
-from boltmesh.telemetry.hang_detection.watch import start_watch
+from boltmesh.telemetry.hang_detection.watch import HangWatch, start_watch
 from boltmesh.telemetry.job import JobInfo, is_switched_off, record_end
 from boltmesh.telemetry.plan_files import write_plan, write_tensor_plan
 from boltmesh.telemetry.reader.cause import is_consequence
@@ -51,6 +50,7 @@ from boltmesh.telemetry.writer.phases import (
     OTHER,
     VALIDATION,
     PhaseClock,
+    PhaseContext,
 )
 from boltmesh.telemetry.writer.rank_file import RankFile
 from boltmesh.telemetry.writer.register import introduce, open_file, open_host
@@ -60,10 +60,7 @@ from boltmesh.telemetry.writer.throughput import BatchFlops, FlopCounter
 from boltmesh.telemetry.writer.torch_compat.hook import COLLECTIVES
 
 if TYPE_CHECKING:
-    from boltmesh.telemetry.hang_detection.watch import HangWatch
     from boltmesh.telemetry.writer.nodes import NodeExchange
-
-__all__ = ["NullRecorder", "Recorder", "open_recorder"]
 
 MAX_PATH: Final = 4096
 
@@ -88,27 +85,6 @@ def open_recorder(
         return NullRecorder()
 
 
-class _Phase:
-    """One phase as a context; holds nothing of its own, so one object serves every use."""
-
-    __slots__ = ("_index", "_recorder")
-
-    def __init__(self, recorder: "Recorder", index: int) -> None:
-        self._recorder = recorder
-        self._index = index
-
-    def __enter__(self) -> None:
-        self._recorder.enter_phase(self._index)
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._recorder.leave_phase(error)
-
-
 class Recorder:
     """Writes what one rank does, from the start of its process group to the end of the run.
 
@@ -122,7 +98,6 @@ class Recorder:
         self._compute: dict[str, float | None] = {}
         self._flops: FlopCounter | None = None
         self.path = file.path.parent
-        self.last_checkpoint: str | None = None
         self._file = file
         self._device = device
         self._is_cuda = device.type == "cuda"
@@ -135,7 +110,10 @@ class Recorder:
             file, self._clock, is_on_device=self._is_cuda, on_error=self.turn_off
         )
         self._counter.step = file.num_steps + 1
-        self._phases = {name: _Phase(self, index) for index, name in enumerate(PHASES)}
+        enter, leave = self._enter_phase, self._leave_phase
+        self._phases = {
+            name: PhaseContext(enter, leave, index) for index, name in enumerate(PHASES)
+        }
         self._status = StatusLine(file, self._clock, self._steps, self._memory)
         self._offload = OffloadCounter(file)
         self._experts = ExpertCounter(file.path)
@@ -204,8 +182,7 @@ class Recorder:
         finally:
             timeline.mark(self._clock.phase)
 
-    def enter_phase(self, index: int) -> None:
-        """Enter a phase by its index; ``leave_phase`` has to follow."""
+    def _enter_phase(self, index: int) -> None:
         if self.is_on and get_ident() == self._clock.thread:
             try:
                 self._clock.enter(index)
@@ -215,7 +192,7 @@ class Recorder:
             except Exception as error:  # noqa: BLE001 - telemetry never stops training
                 self.turn_off(error)
 
-    def leave_phase(self, error: BaseException | None = None) -> None:
+    def _leave_phase(self, error: BaseException | None) -> None:
         """Leave the innermost phase; ``error`` is what passes through it."""
         if self.is_on and get_ident() == self._clock.thread:
             try:
@@ -470,7 +447,6 @@ class Recorder:
     def event(self, kind: str, message: str) -> None:
         """Note a line for a human; of a checkpoint the message is its path."""
         if kind == "checkpoint":
-            self.last_checkpoint = message
             # A path may hold bytes that are no text, and be longer than the facts have room for.
             message = redact_text(encodable(message))[:MAX_PATH]
             self._file.write_facts({"checkpoint": message})

@@ -1,5 +1,5 @@
 """Jobs on other hosts, over the user's own ssh.
 
-``source`` keeps a job through lost connections, ``connection`` runs one ssh process, ``remote``
-builds its command, ``failure`` explains its errors, ``hosts`` merges a job that several hosts run.
+``remote`` builds the command, runs one ssh process and explains its errors. ``hosts`` keeps a job
+through lost connections, merges one that several hosts run, and gets the hosts of a job from SLURM.
 """

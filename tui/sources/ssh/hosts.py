@@ -1,7 +1,11 @@
-"""One job that several hosts run, put together from what each of them shows."""
+"""Jobs on other hosts as sources: of one host, reconnected when it is lost, or of several.
+
+``SshSource`` follows a job on one host; ``HostsSource`` merges a job that several hosts run.
+"""
 
 import contextlib
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -13,9 +17,15 @@ from boltmesh.telemetry.reader.cause import is_consequence
 from boltmesh.telemetry.reader.reader import JobSummary
 from boltmesh.telemetry.sanitize import clean
 from boltmesh.telemetry.snapshot import Event, JobSnapshot, JobState, RankSnapshot
+from boltmesh.tui.sources.frames import (
+    FrameDecoder,
+    Hello,
+    RemoteError,
+    decode_hello,
+    decode_jobs,
+)
 from boltmesh.tui.sources.live import InterruptionError, Observation, Source
-from boltmesh.tui.sources.ssh.remote import Remote
-from boltmesh.tui.sources.ssh.source import SshSource, list_remote_jobs
+from boltmesh.tui.sources.ssh.remote import ANSWER_S, Connection, Remote, SshError
 
 if TYPE_CHECKING:
     from boltmesh.tui.devices import DeviceReading
@@ -25,6 +35,12 @@ LIST_AGAIN_S: Final = 10.0
 """A list of jobs is a connection of its own."""
 
 _WORST_FIRST: Final[tuple[JobState, ...]] = ("crashed", "failed", "running", "finished")
+
+FIRST_PAUSE_S: Final = 1.0
+LONGEST_PAUSE_S: Final = 30.0
+"""Between two attempts to connect; each is twice the one before."""
+SILENCE_S: Final = 10.0
+"""A connection without a frame for so long counts as lost, even without an error."""
 
 
 def slurm_hosts(job: str | None = None) -> tuple[str, ...]:
@@ -57,8 +73,147 @@ def _slurm(*words: str) -> str:
     return done.stdout
 
 
+class SshSource:
+    """Follows one job of another host.
+
+    A thread reads whatever comes and keeps the newest observation only, so that a screen that is
+    slow or held never makes the job's host wait.
+
+    Args:
+        remote: The host.
+        job: As ``boltmesh top`` takes it; once connected, it stays with the one that was found.
+        first_pause_s: Before the first attempt to connect again.
+        answer_s: How long the host may take to its first frame.
+    """
+
+    def __init__(
+        self,
+        remote: Remote,
+        job: str | None = None,
+        *,
+        first_pause_s: float = FIRST_PAUSE_S,
+        answer_s: float = ANSWER_S,
+    ) -> None:
+        self.remote = remote
+        self.hello: Hello | None = None
+        """The first frame of the other side; None before it came."""
+        self._job = job
+        self._first_pause_s = first_pause_s
+        self._answer_s = answer_s
+        self._changed = threading.Condition()
+        self._newest: Observation | None = None
+        self._received = time.monotonic()
+        self._trouble: BoltMeshError | None = None
+        self._is_final = False
+        self._is_closed = False
+        self._connection: Connection | None = None
+        self._thread = threading.Thread(target=self._run, name="boltmesh-ssh", daemon=True)
+        self._thread.start()
+
+    def read(self) -> Observation:
+        """Return the newest observation; waits for the first one.
+
+        Raises:
+            InterruptionError: The connection is lost, and tried again.
+            BoltMeshError: There is none, and trying again would not help.
+        """
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._newest is not None or self._is_final or self._is_closed
+            )
+            if self._is_closed:
+                raise TelemetryError(f"the connection to {self.remote.host} is closed.")
+            if self._trouble is not None and self._is_final:
+                raise self._trouble
+            silence_s = time.monotonic() - self._received
+            if self._trouble is not None:
+                raise InterruptionError(
+                    f"disconnected {silence_s:.0f} s, trying again: {self._trouble}"
+                )
+            if silence_s > SILENCE_S + self.remote.interval_s:
+                raise InterruptionError(f"no word from {self.remote.host} for {silence_s:.0f} s.")
+            assert self._newest is not None
+            return self._newest
+
+    def close(self) -> None:
+        """End the connection; the job does not notice."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+            if self._connection is not None:
+                self._connection.end()
+        self._thread.join()
+
+    def _run(self) -> None:
+        pause_s = self._first_pause_s
+        while not self._is_closed:
+            received = self._received
+            trouble = self._follow()
+            if self._received > received:  # it worked, so the next one is likely to
+                pause_s = self._first_pause_s
+            with self._changed:
+                self._trouble = trouble
+                is_final = not isinstance(trouble, SshError) or trouble.is_final
+                # A job that was seen once can come back, unless the user has to do something first.
+                self._is_final = self._newest is None or is_final
+                self._changed.notify_all()
+                if self._is_final:
+                    return
+                self._changed.wait_for(lambda: self._is_closed, timeout=pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    def _follow(self) -> BoltMeshError:
+        """Connect and receive until it ends; return why it did."""
+        host = self.remote.host
+        python = self.hello.python if self.hello is not None else None
+        line = self.remote.ssh_line(job=self._job, python=python)
+        try:
+            with Connection(host, line, answer_s=self._answer_s) as connection:
+                with self._changed:
+                    if self._is_closed:
+                        return SshError("closed", is_final=True)
+                    self._connection = connection
+                try:
+                    self._receive(connection)
+                finally:
+                    with self._changed:
+                        self._connection = None
+        except RemoteError as error:
+            return SshError(f"{host}: {error}", is_final=False)
+        except BoltMeshError as error:
+            return error
+        raise AssertionError("a connection ends with a reason")
+
+    def _receive(self, connection: Connection) -> None:
+        decoder = FrameDecoder()
+        payloads = connection.payloads()
+        self.hello = decode_hello(next(payloads))
+        self._job = self.hello.job
+        for payload in payloads:
+            seen = decoder.decode(payload)
+            with self._changed:
+                self._newest = seen
+                self._received = time.monotonic()
+                self._trouble = None
+                self._changed.notify_all()
+
+
+def list_remote_jobs(remote: Remote) -> list[JobSummary]:
+    """Return the user's jobs on another host, newest first.
+
+    Raises:
+        BoltMeshError: They cannot be had; why.
+    """
+    line = remote.ssh_line(wants_list=True)
+    with Connection(remote.host, line) as connection:
+        try:
+            return decode_jobs(next(connection.payloads()))
+        except RemoteError as error:
+            raise TelemetryError(f"{remote.host}: {error}") from error
+
+
 class HostView(NamedTuple):
-    """What one host showed last."""
+    """Newest observation of one host."""
 
     seen: Observation
     lost: str | None = None
@@ -66,7 +221,7 @@ class HostView(NamedTuple):
 
 
 class Hosts:
-    """The hosts that a viewer was told of: which jobs they have, and a source for one of them.
+    """The hosts of ``--ssh`` or ``--slurm``: the list of their jobs, and a source of one job.
 
     Args:
         remotes: The first one lists the jobs.
