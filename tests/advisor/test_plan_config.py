@@ -17,6 +17,7 @@ from boltmesh.cli import run_command
 from boltmesh.configs.load import load
 from boltmesh.errors import ConfigError
 from boltmesh.plan.dry_model import describe_model
+from boltmesh.plan.mesh_plan import plan_mesh
 from boltmesh.planner.layout import Layout
 from boltmesh.planner.machine import accelerator_named, build_cluster
 from boltmesh.planner.rates import default_rates
@@ -263,6 +264,26 @@ def test_a_pipeline_that_could_be_the_fastest_is_planned_with_every_schedule(
     pipeline = next(each for each in found["best"] if each["sizes"]["pipeline"] == 2)
     assert pipeline["dimensions"]["operator"].startswith("pipeline 2 by ")
     assert pipeline["dimensions"]["sample"] == "whole"
+
+
+def test_no_division_is_begun_that_would_end_too_late(remembered, capsys, monkeypatch) -> None:
+    now, planned = [0.0], set[object]()
+
+    def plan(config, ranks, given, *args, **options):
+        division = repr({key: each for key, each in given.items() if key != "zero_stage"})
+        if division not in planned:
+            now[0] += 2.0 * (1 + given["pipeline"])
+        planned.add(division)
+        return plan_mesh(config, ranks, given, *args, **options)
+
+    bases = [Layout(data=2), Layout(tensor=2), Layout(pipeline=2)]
+    monkeypatch.setattr("boltmesh.advisor.search.divisions", lambda _: iter(bases))
+    monkeypatch.setattr("boltmesh.advisor.search.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("boltmesh.plan.mesh_plan.plan_mesh", plan)
+    monkeypatch.setattr("boltmesh.advisor.search.SEARCH_S", 13.0)
+    assert run_command(["plan", "auto", "ddp", *SMALL[:4]]) == 0
+    assert now[0] == 8.0  # a tensor group twice, 4 s each; a pipeline of two stages would take 6
+    assert "not planned: 1 divisions" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
