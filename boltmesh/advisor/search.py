@@ -149,7 +149,7 @@ class ConfigSearcher:
         self._found += self._scheduled(self._found)
         took = self.hardware.measured.get(key_of(self.loaded), {})
         found = [
-            each.measured(took[each.layout.described()])
+            each.measured(took[each.layout.described()].seconds)
             if each.layout.described() in took
             else each
             for each in self._found
