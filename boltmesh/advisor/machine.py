@@ -13,7 +13,9 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cached_property
+from math import log
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ import yaml  # type: ignore[import-untyped]
 from omegaconf import OmegaConf
 
 from boltmesh.errors import ConfigError
+from boltmesh.planner.calibration import Correction, PredictedLayout, default_spread
 from boltmesh.planner.layout_memory import CONTEXT_BYTES
 from boltmesh.planner.links import LINK_LATENCY
 from boltmesh.planner.machine import DISK_BYTES, DISK_RATE, GB, Cluster
@@ -38,6 +41,45 @@ ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 """Variable of the settings of torch's allocator."""
 HOST_GB_S = 100.0
 """Memory of a host with a few channels, as the optimizer's step there uses it."""
+HERE = "here"
+"""The cluster of layouts that are measured."""
+
+STACK = log(2)
+"""Standard deviation of the error that all layouts share here, as a logarithm: other load of the
+machine changes it by more than software does on the clusters of published runs."""
+
+
+@dataclass(frozen=True)
+class MeasuredStep:
+    """A step of a layout that ``boltmesh tune`` has measured."""
+
+    seconds: float
+    predicted_s: float
+    """By rates alone."""
+    layout: PredictedLayout
+    """As it was predicted."""
+
+    @classmethod
+    def of(cls, given: Any, *, source: str) -> "MeasuredStep":
+        """Read what ``remember_steps`` has written.
+
+        Raises:
+            ConfigError: For anything else, such as a file of an earlier version.
+        """
+        try:
+            layout = {name: tuple(each) for name, each in given["layout"].items()}
+            found = cls(
+                float(given["seconds"]),
+                float(given["predicted_s"]),
+                PredictedLayout(HERE, **layout),
+            )
+            if min(found.seconds, found.predicted_s) > 0:
+                return found
+        except (AttributeError, KeyError, TypeError, ValueError):
+            pass
+        raise ConfigError(
+            f"{source} is of another version. Delete it, and run boltmesh tune again."
+        )
 
 
 @dataclass(frozen=True)
@@ -51,8 +93,8 @@ class Hardware:
     name: str
     rates_from: str
     """Where the rates are from, as a sentence."""
-    measured: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """Seconds of a step by layout, for each config that was measured here."""
+    measured: Mapping[str, Mapping[str, MeasuredStep]] = field(default_factory=dict)
+    """Steps by layout, for each config that was measured here."""
 
     cluster: Cluster | None = None
     """The devices that are elsewhere; None: rates were measured."""
@@ -78,6 +120,13 @@ class Hardware:
         """Return the same with another memory of a rank."""
         sizes = {"host_gib" if self.is_cpu else "device_gib": gib}
         return replace(self, machine=replace(self.machine, **sizes))  # type: ignore[arg-type]
+
+    @cached_property
+    def correction(self) -> Correction:
+        """Correction of predicted times by the measured steps of all configs."""
+        steps = [each for of_config in self.measured.values() for each in of_config.values()]
+        ratios = [(each.layout, each.seconds / each.predicted_s) for each in steps]
+        return Correction(ratios, replace(default_spread(), stack=STACK))
 
     def limited(self, gib: float) -> "Hardware":
         """Return the same with so much memory of a rank, and the limit that holds jobs to it.
@@ -157,7 +206,7 @@ def of_this_machine(
             "boltmesh tune measures whole steps"
         )
     machine = replace(machine, **_memory(accelerator, num_ranks, disk))
-    measured = {} if again else _read(steps_file(path)) or {}
+    measured = {} if again else read_steps(steps_file(path))
     return Hardware(machine, num_ranks, 1, accelerator == "cpu", name, rates_from, measured)
 
 
@@ -248,7 +297,11 @@ def read_rates(path: Path) -> Machine | None:
         ConfigError: For a file that has something else.
     """
     content = _read(path)
-    return None if content is None else Machine.of(content, source=str(path))
+    if content is None:
+        return None
+    # Earlier versions kept one factor on all times.
+    rates = {key: each for key, each in content.items() if key != "calibration"}
+    return Machine.of(rates, source=str(path))
 
 
 def _read(path: Path) -> Mapping[str, Any] | None:
@@ -268,16 +321,44 @@ def steps_file(path: Path) -> Path:
     return path.with_suffix(".steps.yaml")
 
 
-def remember_steps(config: str, seconds: Mapping[str, float], path: Path) -> None:
+def read_steps(path: Path) -> dict[str, dict[str, MeasuredStep]]:
+    """Return remembered steps by layout, for each config.
+
+    Raises:
+        ConfigError: For a file that has something else.
+    """
+    return {
+        str(config): {
+            str(layout): MeasuredStep.of(each, source=str(path))
+            for layout, each in (steps.items() if isinstance(steps, Mapping) else [("", None)])
+        }
+        for config, steps in (_read(path) or {}).items()
+    }
+
+
+def remember_steps(config: str, steps: Mapping[str, MeasuredStep], path: Path) -> None:
     """Write the steps of a config by layout; those of other configs stay.
 
     Args:
         config: Its ``key_of``.
-        seconds: Times of a step by the layout in words.
+        steps: Measured steps by the layout in words.
         path: The file of the rates.
     """
-    known = {**(_read(steps_file(path)) or {}), config: dict(seconds)}
-    _write(steps_file(path), "# Measured by `boltmesh tune`: seconds of a step by layout.\n", known)
+    path = steps_file(path)
+    try:
+        known = read_steps(path)
+    except ConfigError:
+        known = {}  # of another version: it has just been measured again
+    written = {
+        name: {layout: _as_data(each) for layout, each in of_config.items()}
+        for name, of_config in {**known, config: steps}.items()
+    }
+    _write(path, "# Measured by `boltmesh tune`: steps by config and layout.\n", written)
+
+
+def _as_data(step: MeasuredStep) -> dict[str, Any]:
+    layout = {name: list(each) for name, each in asdict(step.layout).items() if name != "place"}
+    return {"seconds": step.seconds, "predicted_s": step.predicted_s, "layout": layout}
 
 
 def key_of(config: Any) -> str:

@@ -124,9 +124,9 @@ def predict_step(step: RankStep, hardware: Hardware) -> PredictedStepTime:
         fixed=(machine.step_ms or 0.0) * 1e-3,
         microbatches=step.batches * step.microbatches,
     )
-    factor = machine.calibration or 1.0
+    factor = 1.0
     if hardware.cluster is not None:
-        factor *= factor_of(hardware.cluster, default_rates())
+        factor = factor_of(hardware.cluster, default_rates())
     return found.predicted(overlap=0.0 if is_cpu else OVERLAP, factor=factor)
 
 

@@ -1,12 +1,14 @@
 """Predicts layouts of whole models: replicas, ZeRO stages and offload to the host."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import ceil
 
 from boltmesh.advisor.layouts import ConfigLayout, PlannedLayout
-from boltmesh.advisor.machine import Hardware
+from boltmesh.advisor.machine import HERE, Hardware
 from boltmesh.advisor.prediction import NO_WORK, Collective, RankStep, predict_step
 from boltmesh.plan.strategy_options import sharing_of
+from boltmesh.planner.calibration import PredictedLayout
 from boltmesh.planner.layout import Layout
 from boltmesh.strategies.cost_model.memory import MemoryEstimate, estimate_memory
 from boltmesh.strategies.cost_model.model import (
@@ -148,8 +150,9 @@ def _group(moved: OperatorBytes, job: JobShape) -> int:
 def judged(
     layout: ConfigLayout, memory: MemoryEstimate, hardware: Hardware, step: RankStep
 ) -> PlannedLayout:
-    """Return a layout with its predicted time, and whether it fits."""
-    machine = hardware.machine
+    """Return a layout with its predicted time, corrected by measured ones, and whether it fits."""
+    machine, time = hardware.machine, predict_step(step, hardware)
+    factor = hardware.correction.factor(described(layout, step, time.terms()))
     sizes = [
         (amount, room)
         for place, amount in memory.peak.items()
@@ -157,12 +160,22 @@ def judged(
     ]
     return PlannedLayout(
         layout,
-        predict_step(step, hardware).terms(),
+        time.scaled(factor).terms(),
         memory,
         machine.places_too_small_for(memory.peak),
         is_tight=any(amount > TIGHT * room for amount, room in sizes),
         step=step,
     )
+
+
+def described(layout: ConfigLayout, step: RankStep, time: Mapping[str, float]) -> PredictedLayout:
+    """Return what the error of a layout's predicted time depends on."""
+    axes, work = layout.axes, step.work
+    sizes = (
+        max(1, work.flops), max(1, work.operators), axes.data, axes.tensor, axes.pipeline,
+        axes.context, step.batches * step.microbatches,
+    )  # fmt: skip
+    return PredictedLayout.of(HERE, time, "bf16", sizes, (axes.zero, axes.recompute, axes.offload))
 
 
 def order(planned: PlannedLayout) -> tuple[bool, bool, float]:

@@ -81,7 +81,7 @@ def report_lines(found: ConfigSearch, line: str, count: int) -> Iterator[str]:
     if found.left_out:
         yield f"not planned: {found.left_out} divisions of layers into more parts."
     yield from (f"{each}." for each in found.notes)
-    is_calibrated = found.hardware.machine.calibration is not None
+    is_calibrated = bool(found.hardware.measured)
     yield f"Expected error of a time: {CALIBRATED if is_calibrated else COLD}."
 
 

@@ -60,10 +60,12 @@ MOST_RANKS = 4096
 """Larger jobs are not looked at where the one that was asked for is too small."""
 MOST_DIVISIONS = 12
 """Divisions of layers that are planned, the most promising first."""
-SEARCH_S = 18.0
-"""Seconds after which nothing further is planned if a layout fits: large models take long."""
+SEARCH_S = 16.0
+"""Seconds beyond which no division is planned if a layout fits: large models take long."""
 SCHEDULES = ("interleaved_1f1b", "zero_bubble", "zbv")
 """Those that are tried beside 1F1B."""
+TWO_STAGES = ("interleaved_1f1b", "zbv")
+"""Those that have two stages on each rank."""
 MOST_FLOPS = 10**12
 """A larger forward pass is not run on the CPU to find experts."""
 MOST_EXPERTS = 1024
@@ -101,6 +103,8 @@ class ConfigSearcher:
         self._found: list[PlannedLayout] = []
         self._configs: dict[tuple[object, ...], Any] = {}
         """Configs by what layouts change of them."""
+        self._took: dict[object, float] = {}
+        """Seconds for each stage in which divisions were planned."""
 
     def search(self) -> ConfigSearch:
         """Return all layouts, those that fit first.
@@ -138,14 +142,14 @@ class ConfigSearcher:
             self._found += self._layouts(base)
         num_planned = 0
         for base in divided[:MOST_DIVISIONS]:
-            if self._is_late():
-                break
+            if self._is_late(ConfigLayout(base)):
+                continue
             self._found += self._layouts(base)
             num_planned += 1
         self._found += self._scheduled(self._found)
         took = self.hardware.measured.get(key_of(self.loaded), {})
         found = [
-            each.measured(took[each.layout.described()])
+            each.measured(took[each.layout.described()].seconds)
             if each.layout.described() in took
             else each
             for each in self._found
@@ -211,8 +215,15 @@ class ConfigSearcher:
             if best is not None and best.fits:
                 yield name, best
 
-    def _is_late(self) -> bool:
-        return time.monotonic() > self._end and any(each.fits for each in self._found)
+    def _is_late(self, layout: ConfigLayout) -> bool:
+        """Whether a layout is not to be planned, as this would end too late, and another one fits.
+
+        The time is that of the slowest division so far, by the number of stages.
+        """
+        left = self._end - time.monotonic()
+        if _division(layout) not in self._took:
+            left -= _num_stages(layout) * max(self._took.values(), default=0.0)
+        return left < 0 and any(each.fits for each in self._found)
 
     def _ordered(self, bases: Sequence[Layout]) -> list[Layout]:
         """Return divisions of layers, the most promising first.
@@ -303,9 +314,8 @@ class ConfigSearcher:
                 return
 
     def _with_batches_of(self, layout: ConfigLayout, axes: Layout) -> PlannedLayout | None:
-        if axes.is_divided and self._is_late():
-            return None
-        return self._planned(replace(layout, axes=axes))
+        layout = replace(layout, axes=axes)
+        return None if axes.is_divided and self._is_late(layout) else self._planned(layout)
 
     def _may_be_best(self, made: PlannedLayout) -> bool:
         """Whether something slower than this could be among the best layouts."""
@@ -428,9 +438,8 @@ class ConfigSearcher:
             *({"microbatches": each} for each in (usual // 2, 2 * usual)),
         ]
         for change in changes:
-            if self._is_late():
-                return
-            made = self._planned(replace(first.layout, **change))
+            layout = replace(first.layout, **change)
+            made = None if self._is_late(layout) else self._planned(layout)
             if made is not None:
                 yield made
 
@@ -461,6 +470,7 @@ class ConfigSearcher:
         changes.append(f"trainer.accelerator={'cpu' if self.hardware.is_cpu else 'cuda'}")
         arguments, axes = dict(layout.arguments), layout.axes
         config = self._config(*changes, recompute=arguments.get("activation_checkpointing"))
+        begun = time.monotonic()
         plan = plan_mesh(
             config,
             self.hardware.ranks_per_node,
@@ -469,6 +479,8 @@ class ConfigSearcher:
             source=self.source,
             is_brief=True,
         )
+        took = (time.monotonic() - begun) / _num_stages(layout)
+        self._took.setdefault(_division(layout), took)
         fullest = max(plan.places, key=lambda each: _total_bytes(each.memory.peak))
         busiest = max(plan.places, key=lambda each: sum(one.payload_bytes for one in each.traffic))
         work = self._models["none"].work
@@ -508,6 +520,19 @@ class ConfigSearcher:
 
 def _total_bytes(amount: Bytes) -> int:
     return amount.device + amount.host + amount.disk
+
+
+def _division(layout: ConfigLayout) -> object:
+    """Return a key of layouts that are planned once: the data axis shares parameters otherwise."""
+    axes = layout.axes
+    how = axes.schedule, axes.has_sequence_parallel, axes.recompute
+    return axes.axis_sizes, how, layout.batch, layout.accumulate, layout.microbatches
+
+
+def _num_stages(layout: ConfigLayout) -> int:
+    """Return the stages whose blocks are run to plan a layout, and one for all other layers."""
+    axes = layout.axes
+    return 1 + axes.pipeline * (2 if axes.schedule in TWO_STAGES else 1)
 
 
 def _named(axes: Layout) -> str:

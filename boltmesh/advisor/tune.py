@@ -11,13 +11,14 @@ import shlex
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from boltmesh.advisor.command import search_config
 from boltmesh.advisor.layouts import ConfigSearch, PlannedLayout
-from boltmesh.advisor.machine import key_of, rates_file, remember, remember_steps
+from boltmesh.advisor.machine import MeasuredStep, key_of, rates_file, remember, remember_steps
+from boltmesh.advisor.replicas import described
 from boltmesh.advisor.report import (
     command_line,
     head_lines,
@@ -155,13 +156,19 @@ def _run(
 
 
 def _remember(found: ConfigSearch, ran: Sequence[Measured]) -> Path:
-    """Write the rates of this machine, what its steps took over what was predicted, and both."""
+    """Write the rates of this machine, and its steps as they were predicted and measured."""
     hardware, trainer = found.hardware, found.config.trainer
     kind = "cpu" if hardware.is_cpu else "cuda"
     path = rates_file(kind, hardware.ranks_per_node, trainer.precision)
-    factor = statistics.median((each.seconds or 0.0) / each.planned.seconds for each in ran)
-    remember(replace(hardware.machine, calibration=factor), path)
-    steps = {words(each.planned): each.seconds or 0.0 for each in ran}
+    remember(hardware.machine, path)
+    steps = {
+        words(each.planned): MeasuredStep(
+            each.seconds or 0.0,
+            each.planned.seconds,
+            described(each.planned.layout, each.planned.step, each.planned.time),
+        )
+        for each in ran
+    }
     remember_steps(key_of(found.config), steps, path)
     return path
 
@@ -183,7 +190,7 @@ def _lines(
         return
     first = order[0]
     yield f"The fastest: {command_line(found, first.planned, line)}"
-    yield f"Rates, their calibration and these steps are remembered for later plans: {path}"
+    yield f"Rates and these steps are remembered, and correct later plans: {path}"
 
 
 def _as_data(

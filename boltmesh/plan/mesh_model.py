@@ -223,7 +223,9 @@ def _divide(config: DictConfig, job: MeshJob, source: str, per_stage: int | None
         if job.layout.pipeline == 1:
             places, found = work_of_whole(module, job)
         else:
-            pipeline, places, found = _cut_into_stages(config, module, job, rows, made, source)
+            pipeline, places, found = _cut_into_stages(
+                config, module, job, rows, made, source, has_equal_blocks=times is not None
+            )
         notes += found
     return _Divided(
         name=type(module).__name__,
@@ -333,6 +335,8 @@ def _cut_into_stages(
     rows: Sequence[int],
     made: _BuiltModel,
     source: str,
+    *,
+    has_equal_blocks: bool,
 ) -> tuple[PipelineModel, list[StageWork], list[str]]:
     """Return the stages of what is left of a model, their ranks, and what was not found out."""
     args = (job.parts[0], *job.args[1:])
@@ -350,7 +354,8 @@ def _cut_into_stages(
         notes.append("activations are not known, and no part of a peak")
     if job.stages.split == "measured":
         notes.append("split=measured: a run times the layers; here they are counted")
-    return pipeline, work_of_stages(module, job, cut, kept_by), notes
+    work = work_of_stages(module, job, cut, kept_by, has_equal_blocks=has_equal_blocks)
+    return pipeline, work, notes
 
 
 def _refuse_router_losses(

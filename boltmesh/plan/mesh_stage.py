@@ -3,7 +3,7 @@
 Parameters are stand-ins, as for ``mesh_rank.py``.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -42,6 +42,7 @@ from boltmesh.strategies.pipeline.partition.placement import StageAssignment
 from boltmesh.strategies.pipeline.schedules.actions import RankPrograms
 from boltmesh.strategies.pipeline.stage.plan_cache import StagePlans
 from boltmesh.strategies.pipeline.stage.stage_run import StageRun
+from boltmesh.strategies.pipeline.stage.unit_outputs import describe_unit
 from boltmesh.strategies.pipeline.stage.units import find_stage_units
 from boltmesh.strategies.pipeline.stage_params import TiedWeights
 from boltmesh.strategies.pipeline.step_report import NUM_SIGNALS, length_of_row, size_of_told
@@ -121,6 +122,8 @@ def work_of_stages(
     job: MeshJob,
     cut: CutModel,
     kept_by: Sequence[Mapping[str, int] | None],
+    *,
+    has_equal_blocks: bool,
 ) -> list[StageWork]:
     """Return the work of the ranks of a pipeline, one for each rank of a context group.
 
@@ -129,8 +132,14 @@ def work_of_stages(
         job: What is asked.
         cut: How it is cut, and what runs on its parts.
         kept_by: Result of ``kept_by_units``.
+        has_equal_blocks: Blocks of one kind differ in their number alone: what ranks with the same
+            kinds move is counted once.
     """
     found: list[list[StageWork]] = []
+    kinds: dict[str, Hashable] = {}
+    if has_equal_blocks:
+        units = cut.plans.units.items()
+        kinds = {name: describe_unit(each, vars(each).get("forward"))[0] for name, each in units}
     for rank in range(job.layout.size("context")):
         kept = cut.division.kept_bytes
         if kept_by:
@@ -138,12 +147,20 @@ def work_of_stages(
         with _stages_at(module, job, cut, rank) as (plans, state):
             with computing_in(job.types.cast):
                 runs = [plans.stages(STEP, part, *job.args[1:], seed=0) for part in job.parts]
-            found.append(
-                [
-                    _stage_work(module, job, cut, runs, at, kept, state)
-                    for at in range(cut.table.num_ranks)
-                ]
-            )
+            places = []
+            moved: dict[Hashable, _OverAxes] = {}
+            for at in range(cut.table.num_ranks):
+                own = cut.table.stages_of(at)
+                key = _kind_of_rank(runs, own, kinds) if has_equal_blocks else at
+                if key not in moved:
+                    parts = [
+                        ((part, *job.args[1:]), [stages[each] for each in own])
+                        for part, stages in zip(job.parts, runs, strict=True)
+                    ]
+                    rehearsal = StageRehearsal(module, _CPU, parts)
+                    moved[key] = _over_axes(module, job, rehearsal, state)
+                places.append(_stage_work(module, job, cut, runs, at, kept, moved[key]))
+            found.append(places)
     return [each for places in zip(*found, strict=True) for each in places]
 
 
@@ -169,6 +186,42 @@ def _stages_at(
         yield StagePlans(module, cut.plans.units, division, borders=borders), borders.state
 
 
+_OverAxes = Sequence[Sequence[ExpectedTraffic] | None]
+"""Traffic over the tensor and the context axis; None where it is not known."""
+
+
+def _kind_of_rank(
+    runs: Sequence[Sequence[StageRun]], own: Sequence[int], kinds: Mapping[str, Hashable]
+) -> Hashable:
+    """Return what ranks have in common that run equal units between equal values.
+
+    Args:
+        runs: All stages, by microbatch.
+        own: Stages of the rank.
+        kinds: Kinds of units, by name.
+    """
+    found: list[Hashable] = []
+    for stages in runs:
+        for stage in own:
+            plan = stages[stage].plan
+            if not plan.is_in_order:
+                return tuple(own)
+            end = len(plan.events) if plan.is_last else stages[stage + 1].plan.begin
+            events = plan.events[plan.begin : end]
+            values = [(each.shape, each.dtype, each.needs_grad) for each in plan.values_in]
+            found.append((*values, *(kinds.get(each.name, each.name) for each in events)))
+    return tuple(found)
+
+
+def _over_axes(
+    module: LightningModule, job: MeshJob, rehearsal: StageRehearsal, state: ContextState | None
+) -> _OverAxes:
+    found = [over_layers(module, job, rehearsal.distinct())]
+    if state is not None:
+        found.append(over_sequence(module, job, rehearsal.distinct(), state))
+    return found
+
+
 def _stage_work(
     module: LightningModule,
     job: MeshJob,
@@ -176,21 +229,8 @@ def _stage_work(
     runs: Sequence[Sequence[StageRun]],
     rank: int,
     kept: Sequence[int] | None,
-    state: ContextState | None,
+    over_axes: _OverAxes,
 ) -> StageWork:
-    programs = RankPrograms(job.stages, cut.table.num_ranks, rank)
-    own = cut.table.stages_of(rank)
-    rehearsal = StageRehearsal(
-        module,
-        _CPU,
-        [
-            ((part, *job.args[1:]), [stages[each] for each in own])
-            for part, stages in zip(job.parts, runs, strict=True)
-        ],
-    )
-    over_axes = [over_layers(module, job, rehearsal.distinct())]
-    if state is not None:
-        over_axes.append(over_sequence(module, job, rehearsal.distinct(), state))
     holders = cut.division.ranks_of_parameter
     held = {
         name: each
@@ -203,7 +243,7 @@ def _stage_work(
         cut.division,
         rank,
         runs,
-        programs,
+        RankPrograms(job.stages, cut.table.num_ranks, rank),
         None if kept is None else peak_live_bytes(cut.table.order[rank], kept),
         (*counted, *over_experts(job, held)),
         has_unknown_traffic=None in over_axes,

@@ -21,7 +21,6 @@ class Rates:
         onload_network: The same where processors of the host run the network's protocol.
         step_ms: Time of a step that is in no other term, milliseconds.
         straggler: Slowdown for each doubling of the nodes.
-        calibration: Factor on the whole step, measured on a cluster.
     """
 
     matmul: float
@@ -30,13 +29,10 @@ class Rates:
     onload_network: float
     step_ms: float
     straggler: float
-    calibration: float = 1.0
 
 
 @cache
 def default_rates() -> Rates:
     """Return the rates that come along."""
     table = yaml.safe_load(DATA.read_text(encoding="utf-8"))
-    return Rates(
-        **{each.name: float(table[each.name]) for each in fields(Rates) if each.name in table}
-    )
+    return Rates(**{each.name: float(table[each.name]) for each in fields(Rates)})

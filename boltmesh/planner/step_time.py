@@ -415,8 +415,8 @@ class StepTimeModel:
 
 
 def factor_of(cluster: Cluster, rates: Rates) -> float:
-    """Return what a step takes longer on several nodes, and on the software of a cluster."""
-    return (1.0 + rates.straggler * log2(max(1, cluster.num_nodes))) * rates.calibration
+    """Return what a step takes longer on several nodes."""
+    return 1.0 + rates.straggler * log2(max(1, cluster.num_nodes))
 
 
 def elementwise_bytes(model: Transformer, *, is_fused: bool) -> float:

@@ -44,8 +44,6 @@ class Machine:
     """Time of an operator of a few elements."""
     step_ms: float | None = None
     """Time of a step beside its operators and collectives."""
-    calibration: float | None = None
-    """Measured steps over predicted ones."""
     bus_gb_s: float | None = None
     """Between device and host, one direction."""
     host_gb_s: float | None = None

@@ -287,7 +287,7 @@ class Checkpointing:
         """Return a checkpoint with what adapters need, and without the base if so set."""
         module = self._strategy.lightning_module
         if module is not None:
-            with self._opened():  # peft asks modules that it saves whole for their names
+            with self._opened():  # peft reads state_dict of modules that it saves whole
                 entries = peft_entries(module)
             checkpoint = {**checkpoint, PEFT: entries} if entries else checkpoint
         if self._base is None or MODEL not in checkpoint:

@@ -10,10 +10,12 @@ from torch import Tensor, nn
 
 from boltmesh.configs.load import load
 from boltmesh.plan import equal_blocks as module_of_blocks
+from boltmesh.plan import mesh_stage
 from boltmesh.plan.dry_model import describe_model
 from boltmesh.plan.dry_step import DryStep
 from boltmesh.plan.equal_blocks import equal_blocks
 from boltmesh.plan.mesh_plan import MeshPlan, plan_mesh
+from boltmesh.plan.mesh_rank import over_layers
 from boltmesh.strategies.cost_model.step_time import Machine
 
 BLOCKS = 9
@@ -74,6 +76,24 @@ def test_a_brief_plan_has_the_figures_of_the_whole_one(given, all_run) -> None:
                 (one.memory.peak.host, other.memory.peak.host),
             )
             assert all(abs(a / b - 1) < 0.2 for a, b in both)
+
+
+def test_ranks_that_have_equal_blocks_are_counted_once(monkeypatch) -> None:
+    line = [*GPT[1:2], "model.init_args.n_layer=16", "data.init_args.batch_size=8"]
+    config = load(GPT[0], [*line, "precision=bf16-mixed"])
+    given = {"pipeline": 4, "data": 1, "tensor": 2, "zero_stage": 0}
+    counted: list[object] = []
+
+    def count(*args: Any) -> Any:
+        counted.append(args)
+        return over_layers(*args)
+
+    monkeypatch.setattr(mesh_stage, "over_layers", count)
+    once = plan_mesh(config, 8, given, Machine(), source="", is_brief=True)
+    assert len(counted) == 2 * 3  # the first, the last and both others, with one and two blocks
+    monkeypatch.setattr(mesh_stage, "_kind_of_rank", lambda *_: object())
+    assert plan_mesh(config, 8, given, Machine(), source="", is_brief=True) == once
+    assert len(counted) == 2 * 3 + 2 * 4
 
 
 class Ladder(LightningModule):

@@ -9,14 +9,25 @@ from typing import Any
 import pytest
 
 from boltmesh.advisor.layouts import AXES, PlannedLayout, splits
-from boltmesh.advisor.machine import Hardware, measure_here, read_rates, remember
+from boltmesh.advisor.machine import (
+    Hardware,
+    MeasuredStep,
+    measure_here,
+    of_this_machine,
+    read_rates,
+    remember,
+    remember_steps,
+    steps_file,
+)
 from boltmesh.advisor.prediction import Collective, RankStep, predict_step
+from boltmesh.advisor.replicas import described as of_layout
 from boltmesh.advisor.report import overrides_of
 from boltmesh.advisor.search import ConfigSearcher
 from boltmesh.cli import run_command
 from boltmesh.configs.load import load
 from boltmesh.errors import ConfigError
 from boltmesh.plan.dry_model import describe_model
+from boltmesh.plan.mesh_plan import plan_mesh
 from boltmesh.planner.layout import Layout
 from boltmesh.planner.machine import accelerator_named, build_cluster
 from boltmesh.planner.rates import default_rates
@@ -263,6 +274,66 @@ def test_a_pipeline_that_could_be_the_fastest_is_planned_with_every_schedule(
     pipeline = next(each for each in found["best"] if each["sizes"]["pipeline"] == 2)
     assert pipeline["dimensions"]["operator"].startswith("pipeline 2 by ")
     assert pipeline["dimensions"]["sample"] == "whole"
+
+
+def test_measured_layouts_correct_the_plans_of_other_configs(remembered, monkeypatch) -> None:
+    monkeypatch.setattr("boltmesh.advisor.search.MOST_DIVISIONS", 0)
+
+    def plan() -> dict[str, PlannedLayout]:
+        hardware = of_this_machine("cpu", 2, "32-true", ".")
+        found = ConfigSearcher("ddp", list(SMALL[:4]), source="", hardware=hardware).search()
+        return {each.layout.described(): each for each in found.candidates}
+
+    cold = plan()
+    ratios = {"bolt_ddp, data 2": 1.9, "bolt_zero3, data 2": 2.3}
+    steps = {
+        name: MeasuredStep(
+            ratio * each.seconds, each.seconds, of_layout(each.layout, each.step, each.time)
+        )
+        for name, ratio in ratios.items()
+        for each in [cold[name]]
+    }
+    remember_steps("another config", steps, remembered)
+    warm = plan()
+    assert not any(each.is_measured for each in warm.values())
+    found = {name: each.seconds / cold[name].seconds for name, each in warm.items()}
+    # What two layouts that are much alike do not have in common is noise for the most part.
+    assert {name: found[name] for name in ratios} == pytest.approx(ratios, rel=0.06)
+    assert 1.9 < found["bolt_zero1, data 2"] < 2.3  # not measured, and much like both
+
+
+@pytest.mark.parametrize("content", ["abc: {bolt_ddp: 0.5}", "abc: 0.5", "abc: {bolt_ddp: {}}"])
+def test_steps_of_another_version_say_to_tune_again(content, remembered, capsys) -> None:
+    steps_file(remembered).write_text(content, encoding="utf-8")
+    assert run_command(["plan", "auto", "ddp", *SMALL[:4]]) == 2
+    (said,) = capsys.readouterr().err.strip().splitlines()
+    assert said.endswith("is of another version. Delete it, and run boltmesh tune again.")
+
+
+def test_rates_with_the_factor_of_earlier_versions_are_read(remembered) -> None:
+    text = remembered.read_text(encoding="utf-8")
+    remembered.write_text(f"{text}calibration: 1.5\n", encoding="utf-8")
+    assert read_rates(remembered) == RATES
+
+
+def test_no_division_is_begun_that_would_end_too_late(remembered, capsys, monkeypatch) -> None:
+    now, planned = [0.0], set[object]()
+
+    def plan(config, ranks, given, *args, **options):
+        division = repr({key: each for key, each in given.items() if key != "zero_stage"})
+        if division not in planned:
+            now[0] += 2.0 * (1 + given["pipeline"])
+        planned.add(division)
+        return plan_mesh(config, ranks, given, *args, **options)
+
+    bases = [Layout(data=2), Layout(tensor=2), Layout(pipeline=2)]
+    monkeypatch.setattr("boltmesh.advisor.search.divisions", lambda _: iter(bases))
+    monkeypatch.setattr("boltmesh.advisor.search.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("boltmesh.plan.mesh_plan.plan_mesh", plan)
+    monkeypatch.setattr("boltmesh.advisor.search.SEARCH_S", 13.0)
+    assert run_command(["plan", "auto", "ddp", *SMALL[:4]]) == 0
+    assert now[0] == 8.0  # a tensor group twice, 4 s each; a pipeline of two stages would take 6
+    assert "not planned: 1 divisions" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from boltmesh.advisor.machine import rates_file, read_rates
+from boltmesh.advisor.machine import rates_file, read_rates, read_steps, steps_file
 from boltmesh.bench.figures import BenchRun
 from boltmesh.bench.running import OUT_OF_MEMORY, Ended, run_variant
 from boltmesh.bench.variant import Variant
@@ -99,9 +99,10 @@ def test_tuning_measures_layouts_and_later_plans_remember(tmp_path, monkeypatch,
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     path = rates_file("cpu", 2, "32-true")
     assert found["remembered"] == str(path)
-    rates = read_rates(path)
-    assert rates is not None
-    assert rates.calibration == pytest.approx(first["measured_s"] / first["predicted_s"])
+    assert read_rates(path) is not None
+    (steps,) = read_steps(steps_file(path)).values()
+    (step,) = steps.values()
+    assert (step.seconds, step.predicted_s) == (first["measured_s"], first["predicted_s"])
     assert run_command(["plan", "auto", *line[1:6], "--json"]) == 0
     planned = json.loads(capsys.readouterr().out)["best"]
     took = [each["step_s"] for each in planned if each["is_measured"]]

@@ -2,7 +2,7 @@
 
     python -m tests.planner.fit [--leave-out]
 
-Writes boltmesh/planner/rates.yaml, and spread.yaml here, from all sources; with ``--leave-out``
+Writes rates.yaml and spread.yaml of boltmesh/planner from all sources; with ``--leave-out``
 also left_out.yaml here, which has for each source the rates and the spread from all others, for
 ``validate``. Takes minutes; ``--spread`` keeps the rates.
 
@@ -24,10 +24,11 @@ from typing import Any, TypeVar
 import numpy as np
 import yaml  # type: ignore[import-untyped]
 
+from boltmesh.planner.calibration import DATA as SPREAD_DATA
+from boltmesh.planner.calibration import PredictedLayout, Spread, covariance
 from boltmesh.planner.rates import DATA, Rates
 from boltmesh.planner.step_time import StepTimeModel
-from tests.planner.calibration import DATA as SPREAD_DATA
-from tests.planner.calibration import PredictedLayout, Spread, covariance
+from tests.planner.calibration import described
 from tests.planner.rows import Run, read_runs, timed
 
 LEFT_OUT = Path(__file__).with_name("left_out.yaml")
@@ -122,11 +123,10 @@ class Errors:
     """Logarithms of measured over predicted times."""
 
 
-def described(run: Run, rates: Rates) -> tuple[PredictedLayout, float]:
+def described_by(run: Run, rates: Rates) -> tuple[PredictedLayout, float]:
     """Return what the error of a run's prediction depends on, and the predicted seconds."""
     time = StepTimeModel(run.model, run.cluster, rates).predict(run.layout)
-    made = PredictedLayout.of(run.model, run.cluster, run.layout, time, run.cluster_key)
-    return made, time.seconds
+    return described(run, time), time.seconds
 
 
 def errors_of(runs: Sequence[Run], rates: Mapping[str, Rates]) -> list[Errors]:
@@ -134,7 +134,7 @@ def errors_of(runs: Sequence[Run], rates: Mapping[str, Rates]) -> list[Errors]:
     found = []
     for source in sorted({run.source for run in runs}):
         members = [run for run in runs if run.source == source]
-        made = [described(run, rates[source]) for run in members]
+        made = [described_by(run, rates[source]) for run in members]
         values = [
             max(-MOST_ERROR, min(MOST_ERROR, math.log((run.seconds or 0.0) / seconds)))
             for run, (_, seconds) in zip(members, made, strict=True)

@@ -11,15 +11,10 @@ from typing import Any
 
 import pytest
 
+from boltmesh.planner.calibration import Correction, PredictedLayout, Spread, default_spread
 from boltmesh.planner.rates import default_rates
 from boltmesh.planner.step_time import StepTimeModel
-from tests.planner.calibration import (
-    PredictedLayout,
-    Spread,
-    default_spread,
-    factors,
-    to_measure,
-)
+from tests.planner.calibration import to_measure
 from tests.planner.fit import SPREAD_BOUNDS
 from tests.planner.rows import ROWS, read_runs, timed
 from tests.planner.validate import validate
@@ -73,13 +68,13 @@ def layout(place: str, *shares: float) -> PredictedLayout:
 
 def test_a_measured_layout_corrects_others_by_what_they_have_in_common() -> None:
     seen, other = layout("a", 0.0), layout("a", 0.5)
-    assert factors([], [seen], SPREAD) == [1.0]
+    assert Correction([], SPREAD).factor(seen) == 1.0
     # 0.09 of the variance are common, 0.01 more are noise.
-    assert factors([(seen, 2.0)], [seen, other], SPREAD) == pytest.approx(2 * [2**0.9])
-    (far,) = factors([(seen, 2.0)], [layout("b", 0.0)], SPREAD)
-    assert far == pytest.approx(2 ** (0.9 * 0.9))
+    by_one = Correction([(seen, 2.0)], SPREAD)
+    assert by_one.factor(seen) == by_one.factor(other) == pytest.approx(2**0.9)
+    assert by_one.factor(layout("b", 0.0)) == pytest.approx(2 ** (0.9 * 0.9))
     both = [(seen, 1.0), (layout("a", 1.0), 2.0)]
-    less, more = factors(both, [seen, layout("a", 1.0)], SPREAD)
+    less, more = map(Correction(both, SPREAD).factor, (seen, layout("a", 1.0)))
     # The covariances are 0.10, 0.09, 0.26: the second error is one of its part.
     assert math.log(less) / math.log(2) == pytest.approx(0.09 * 0.01 / (0.1 * 0.26 - 0.0081))
     assert math.log(more) / math.log(2) == pytest.approx(

@@ -6,7 +6,7 @@
 Without ``--predict``, each source of the rows is predicted with rates that were fitted to the other
 sources (``left_out.yaml``). With it, the rows of another file are predicted too: ``predicted`` with
 rates that never saw their source, ``calibrated`` again after two measured layouts of each cluster,
-which are then left out of the figures (``tests/planner/calibration.py``). A row that cannot be
+which are then left out of the figures (``boltmesh/planner/calibration.py``). A row that cannot be
 read as a run is skipped, and the reasons are counted; with ``--json`` they go to stderr. Errors are
 |log(predicted / measured)|, fractions of 1.
 
@@ -29,10 +29,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from boltmesh.planner.calibration import Correction, Spread, default_spread
 from boltmesh.planner.layout_memory import estimate_layout_memory
 from boltmesh.planner.rates import DATA, Rates, default_rates
-from tests.planner.calibration import Spread, default_spread, factors, to_measure
-from tests.planner.fit import BOUNDS, described, left_out, predict
+from tests.planner.calibration import to_measure
+from tests.planner.fit import BOUNDS, described_by, left_out, predict
 from tests.planner.rows import ROWS, Run, read_runs, timed
 
 SETS = ("left_out", "predicted", "calibrated")
@@ -149,7 +150,7 @@ def calibrate(
     found, others, num_unmeasured = [], [], 0
     for members in stacks.values():
         spread = spread_of(members[0])
-        known = {run.id: described(run, rates_of(run)) for run in members}
+        known = {run.id: described_by(run, rates_of(run)) for run in members}
         clusters = defaultdict(list)
         for run in members:
             clusters[run.cluster_key].append(run)
@@ -168,10 +169,11 @@ def calibrate(
             for layout, seconds in [known[run.id]]
         ]
         rest = [run for run in members if run not in chosen]
-        corrected = factors(measured, [known[run.id][0] for run in rest], spread)
+        correction = Correction(measured, spread)
         seen = {(run.cluster_key, run.model, run.layout) for run in chosen}
-        for run, factor in zip(rest, corrected, strict=True):
-            found.append(Prediction(run, factor * known[run.id][1]))
+        for run in rest:
+            layout, seconds = known[run.id]
+            found.append(Prediction(run, correction.factor(layout) * seconds))
             if (run.cluster_key, run.model, run.layout) not in seen:
                 others.append(found[-1])
     return Calibrated(found, num_unmeasured, others)

@@ -8,6 +8,7 @@ stage in the next pipeline, with whose gradients theirs are averaged.
 from collections.abc import Mapping, Sequence, Set
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -32,7 +33,7 @@ from boltmesh.strategies.pipeline.partition.materialize import DeferredModel
 from boltmesh.strategies.pipeline.partition.split import UnitCost, refuse_too_few
 from boltmesh.strategies.pipeline.stage.cut import StageBorders
 from boltmesh.strategies.pipeline.stage.plan_cache import TRAINING, StagePlans
-from boltmesh.strategies.pipeline.stage.trace import StepTrace, refuse_writes
+from boltmesh.strategies.pipeline.stage.trace import StepTrace, UnitOutput, refuse_writes
 from boltmesh.strategies.pipeline.stage.trace_step import probe
 from boltmesh.strategies.pipeline.stage.units import find_stage_units
 
@@ -206,7 +207,7 @@ def divide(
     if units:
         refuse_too_few(list(units), len(rank_of_stage))
     with silent():
-        trace = _probe_costs(module, units, step, args, seed)
+        trace, outputs = _probe_costs(module, units, step, args, seed)
     uses = units_in_model_order(units) if trace is None else units_in_call_order(trace, units)
     if not any(each.is_called for each in uses):
         _refuse_to_train_nothing(module, step)
@@ -235,7 +236,7 @@ def divide(
     rank_of_unit = {unit: rank_of_stage[each] for unit, each in stage_of_unit.items()}
     last_rank = rank_of_stage[-1]
     unit_of_buffer = _units_of_buffers(module, units)
-    used = _used_parameters(plans, step, args, seed)
+    used = _used_parameters(plans, step, args, seed, trace, outputs)
     division = StageAssignment(
         rank_of_stage=tuple(rank_of_stage),
         stage_of_unit=stage_of_unit,
@@ -266,10 +267,17 @@ def _refuse_to_train_nothing(module: Module, step: str) -> None:
 
 
 def _used_parameters(
-    plans: StagePlans, step: str, args: tuple[Any, ...], seed: int
+    plans: StagePlans,
+    step: str,
+    args: tuple[Any, ...],
+    seed: int,
+    trace: StepTrace | None,
+    outputs: Mapping[Any, UnitOutput],
 ) -> list[frozenset[str]]:
     """Return which parameters each stage uses in a step; nothing for one that cannot be cut."""
     try:
+        if trace is not None:
+            plans.learn(step, args, trace, outputs)
         return [run.plan.parameters for run in plans.stages(step, *args, seed=seed)]
     except ConfigError:
         if step == TRAINING:
@@ -332,19 +340,26 @@ def _told(names: Sequence[str]) -> str:
 
 def _probe_costs(
     module: Module, units: Mapping[str, Module], step: str, args: tuple[Any, ...], seed: int
-) -> StepTrace | None:
-    """Return what a step does; None for one of evaluation that cannot be cut into stages."""
+) -> tuple[StepTrace | None, Mapping[Any, UnitOutput]]:
+    """Return what a step does, and what its units give.
+
+    There is no trace of a step of evaluation that cannot be cut into stages.
+    """
+    outputs: dict[Any, UnitOutput] = {}
+    look = partial(
+        probe, module, units, step, args, seed=seed, counts_flops=True, remembered=outputs
+    )
     try:
-        return probe(module, units, step, args, seed=seed, counts_flops=True, notes_kept=True)
+        return look(notes_kept=True), outputs
     except ConfigError:
         pass
     try:
         # What is saved cannot be seen under torch.func. Any other error comes once more.
-        return probe(module, units, step, args, seed=seed, counts_flops=True)
+        return look(), outputs
     except ConfigError:
         if step == TRAINING:
             raise
-        return None
+        return None, outputs
 
 
 def _ranks_of_parameters(

@@ -251,6 +251,28 @@ class StagePlans:
             )
         return tail
 
+    def learn(
+        self,
+        step: str,
+        args: tuple[Any, ...],
+        trace: StepTrace,
+        outputs: Mapping[Any, UnitOutput],
+    ) -> None:
+        """Take a trace of a batch, so that the step is not probed again for it.
+
+        Args:
+            step: The name of the method.
+            args: What it was called with.
+            trace: What it did, probed in the modes that the model is in.
+            outputs: What units gave meanwhile.
+
+        Raises:
+            ConfigError: When the step cannot be cut so.
+        """
+        known = self._of_signature(self._state(step), args[0], args[1:], None)
+        known.outputs.update(outputs)
+        self._note(known, step, trace)
+
     def _state(self, step: str) -> Hashable:
         return step_signature(self.root, self.parameters, step)
 
@@ -264,19 +286,7 @@ class StagePlans:
         seed: int | None,
     ) -> tuple[_KnownSignature, tuple[Any, ...]]:
         """Return what is known of batches like this one, and what the step reads out of it."""
-        signature = (
-            state,
-            batch_signature(batch),
-            batch_signature(rest[1:]),
-            batch_signature(dict(kwargs or {})),
-        )
-        known = self._known.get(signature)
-        if known is None:
-            known = self._known[signature] = _KnownSignature()
-            if len(self._known) > MOST_SIGNATURES:
-                self._known.popitem(last=False)
-        else:
-            self._known.move_to_end(signature)
+        known = self._of_signature(state, batch, rest, kwargs)
         if () in known.traces:
             return known, ()
         with self._silent():
@@ -290,12 +300,38 @@ class StagePlans:
                 known=known.traces,
                 remembered=known.outputs,
             )
+        return known, self._note(known, step, trace)
+
+    def _of_signature(
+        self,
+        state: Hashable,
+        batch: Any,
+        rest: tuple[Any, ...],
+        kwargs: Mapping[str, Any] | None,
+    ) -> _KnownSignature:
+        signature = (
+            state,
+            batch_signature(batch),
+            batch_signature(rest[1:]),
+            batch_signature(dict(kwargs or {})),
+        )
+        known = self._known.get(signature)
+        if known is None:
+            known = self._known[signature] = _KnownSignature()
+            if len(self._known) > MOST_SIGNATURES:
+                self._known.popitem(last=False)
+        else:
+            self._known.move_to_end(signature)
+        return known
+
+    def _note(self, known: _KnownSignature, step: str, trace: StepTrace) -> tuple[Any, ...]:
+        """Cut a step by a trace of it, and return what it read out of the batch."""
         answers = tuple(trace.answers)
         if answers not in known.runs:
             runs = self._cut(step, trace)
             known.traces[answers], known.runs[answers] = trace, runs
             known.forget_oldest()
-        return known, answers
+        return answers
 
     def _cut(self, step: str, trace: StepTrace) -> tuple[StageRun, ...]:
         if step != TRAINING:

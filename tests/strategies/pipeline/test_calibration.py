@@ -272,5 +272,5 @@ def near_pairs(x: Tensor, b: Batch) -> Tensor:
 
 def test_rows_without_a_loss_prove_nothing() -> None:
     """Normal numbers are apart, and those between 0 and 1 are near, which are tried later."""
-    with pytest.raises(ConfigError, match="form for|neither a mean nor a sum"):
+    with pytest.raises(ConfigError, match=r"form for|neither a mean nor a sum"):
         prove(FunctionTrial(near_pairs, batch()), CPU)

@@ -14,9 +14,12 @@ from boltmesh.strategies import PipelineParallelStrategy
 from boltmesh.strategies.data_parallel.axis import SingleRankAxis
 from boltmesh.strategies.pipeline.expected_traffic import PipelineEstimate
 from boltmesh.strategies.pipeline.options import PipelineContext
+from boltmesh.strategies.pipeline.partition import placement
 from boltmesh.strategies.pipeline.partition.choose import MemoryBudget
 from boltmesh.strategies.pipeline.partition.materialize import DeferredModel
 from boltmesh.strategies.pipeline.partition.placement import divide, place
+from boltmesh.strategies.pipeline.stage import plan_cache
+from boltmesh.strategies.pipeline.stage.trace_step import probe
 from boltmesh.strategies.pipeline.stage_params import StageParameters
 from boltmesh.telemetry.writer.null_recorder import NullRecorder
 from tests.support.ranks import run_ranks
@@ -66,6 +69,40 @@ def cut(rank: int, world_size: int, lengths: tuple[int, int]) -> tuple[Any, ...]
     again = place(module, "training_step", (batch, 0), **options).division
     assert again == first  # by what is known of the module
     return first.stage_of_unit, first.ranks_of_parameter, first.rank_of_buffer, kinds
+
+
+def test_a_step_is_looked_at_once_to_cut_and_to_run_it(monkeypatch) -> None:
+    looks: list[str] = []
+
+    def look(root: Any, units: Any, step: str, *args: Any, **options: Any) -> Any:
+        looks.append(step)
+        return probe(root, units, step, *args, **options)
+
+    monkeypatch.setattr(placement, "probe", look)
+    monkeypatch.setattr(plan_cache, "probe", look)
+    module, batch = Texts(), torch.zeros(4, 3, dtype=torch.long)
+    division, plans = divide(
+        module,
+        "training_step",
+        (batch, 0),
+        rank_of_stage=(0, 1),
+        split="auto",
+        seed=1,
+        device=torch.device("cpu"),
+        budget=MemoryBudget(math.inf, is_asked=False, live=(2, 1)),
+        unmade=DeferredModel(module),
+        recomputed=frozenset(),
+    )
+    runs = plans.stages("training_step", batch, 0, seed=1)
+    assert looks == ["training_step"]
+    fresh = plan_cache.StagePlans(module, plans.units, division.stage_of_unit)
+    again = fresh.stages("training_step", batch, 0, seed=1)
+    assert len(looks) == 2
+    for one, other in zip(runs, again, strict=True):
+        assert one.plan.events == other.plan.events
+        assert one.plan.values_in == other.plan.values_in
+        assert one.plan.parameters == other.plan.parameters
+        assert one.plan.handling == other.plan.handling
 
 
 def test_the_first_rank_decides_by_its_sample() -> None:
