@@ -318,6 +318,8 @@ class PipelineZeroAxis(PipelineDataAxis, ZeroAxis):
 
     @override
     def run_generation(self, run: Callable[[], Any]) -> Any:
+        if self.sharded is None:  # a pipeline is cut by a step on tensors without data
+            return run()
         self._gather()  # nothing in an evaluation
         return self._model.joined_gathers.generate(run) if self._model.owned else run()
 

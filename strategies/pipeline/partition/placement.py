@@ -153,7 +153,8 @@ def place(
             mine = error
         except Exception as error:
             # Whoever ends without a word is waited for.
-            broadcast_from_rank0(ConfigError(f"The first rank could not look at {step}: {error}"))
+            reason = f"{type(error).__name__}: {error}"
+            broadcast_from_rank0(ConfigError(f"The first rank could not look at {step}: {reason}"))
             raise
     answer = broadcast_from_rank0(mine)
     assert answer is not None
