@@ -5,6 +5,7 @@ give is found once: ``unit_outputs.py``.
 """
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -253,6 +254,10 @@ def probe(
     return trace
 
 
+MOST_CALLS = 64
+"""A step that values end, as ``generate`` does, may call a unit so often on a guess."""
+
+
 class _StepTracer:
     """One run of a step without its layers."""
 
@@ -280,6 +285,7 @@ class _StepTracer:
         self.learned: dict[Any, UnitOutput] = {}
         self.has_recalled = False
         self.has_run: set[str] = set()
+        self.calls: Counter[str] = Counter()
         self.is_inside = False
         self.host_random: tuple[Any, Any] | None = None
         """Where numpy and Python stood when the first unit was called."""
@@ -347,6 +353,12 @@ class _StepTracer:
     def _call(self, name: str, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if self.is_inside:
             return forward(*args, **kwargs)
+        self.calls[name] += 1
+        if min(self.calls[name], len(self.trace.readings)) > MOST_CALLS:
+            raise ConfigError(
+                f"the step calls {name!r} until a value of the model ends it, {MOST_CALLS} times "
+                f"at least, and stages hand a batch on once. Call it a fixed number of times."
+            )
         if self.host_random is None:
             self.host_random = host_random_state()
         with self.glue.paused():
