@@ -82,7 +82,7 @@ def choices_of(hint: Any) -> list[str]:
 
 def working_value(key: Field[Any], hint: Any, value: object) -> str:
     """A value that the key accepts: the choice nearest to ``value``, else the key's example."""
-    alike = nearest(str(value), choices_of(hint))
+    alike = nearest(show(value), choices_of(hint))
     return show(key.metadata.get("example") if alike is None else alike)
 
 

@@ -168,8 +168,12 @@ class Merge:
                 complaint = describe_type(hint)
             else:
                 if isinstance(value, str) and not (_is_text(hint) or _is_open(value)):
-                    # A number in quotes is one by now.
-                    complaint = _complaint(found, hint, OmegaConf.select(self.config, key))
+                    # A number in quotes is one by now, or true.
+                    stored = OmegaConf.select(self.config, key)
+                    is_number = isinstance(stored, bool) and value.strip("+-").isdecimal()
+                    complaint = (
+                        describe_type(hint) if is_number else _complaint(found, hint, stored)
+                    )
         if complaint is not None:
             raise self._error(
                 f"{key}={show(value)} is not {complaint}. "
