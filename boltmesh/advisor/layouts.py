@@ -1,6 +1,6 @@
 """Layouts of a config: strategies, what is written to start them, and which were found."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from boltmesh.planner.command import strategy_text
 from boltmesh.planner.layout import Layout
 from boltmesh.strategies.cost_model.memory import MemoryEstimate
 from boltmesh.strategies.cost_model.model import ModelShape
+from boltmesh.strategies.pipeline.schedules.registry import schedule_kind
 from boltmesh.strategies.registry import STRATEGIES
 from boltmesh.strategy_arguments import accepted_arguments
 
@@ -59,6 +60,19 @@ class ConfigLayout:
     def sizes(self) -> Mapping[str, int]:
         """Ranks of the axes."""
         return {axis: getattr(self.axes, axis) for axis in AXES}
+
+    @property
+    def division(self) -> Hashable:
+        """Equal for layouts of which one is planned: sharing over the data axis is worked out."""
+        axes = self.axes
+        how = axes.schedule, axes.has_sequence_parallel, axes.recompute
+        return axes.axis_sizes, how, self.batch, self.accumulate, self.microbatches
+
+    @property
+    def num_counted_stages(self) -> int:
+        """Stages whose blocks are run to plan it, and one for all other layers."""
+        per_rank = schedule_kind(self.axes.schedule or "1f1b").default_stages_per_rank
+        return 1 + self.axes.pipeline * per_rank
 
     def overrides(self, config: Any, devices: int, nodes: int, *, is_cpu: bool) -> list[str]:
         """Return the ``key=value`` that make this layout of a config, for ``boltmesh fit``.

@@ -6,7 +6,7 @@ refused here.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -47,7 +47,6 @@ from boltmesh.planner.search import Allowed, by_kind, by_prediction, divisions, 
 from boltmesh.planner.step_time import NOT_DIVIDED
 from boltmesh.planner.transformer import transformer_like
 from boltmesh.strategies.cost_model.model import (
-    Bytes,
     JobShape,
     ModelShape,
     OwnedExperts,
@@ -64,8 +63,6 @@ SEARCH_S = 16.0
 """Seconds beyond which no division is planned if a layout fits: large models take long."""
 SCHEDULES = ("interleaved_1f1b", "zero_bubble", "zbv")
 """Those that are tried beside 1F1B."""
-TWO_STAGES = ("interleaved_1f1b", "zbv")
-"""Those that have two stages on each rank."""
 MOST_FLOPS = 10**12
 """A larger forward pass is not run on the CPU to find experts."""
 MOST_EXPERTS = 1024
@@ -103,7 +100,7 @@ class ConfigSearcher:
         self._found: list[PlannedLayout] = []
         self._configs: dict[tuple[object, ...], Any] = {}
         """Configs by what layouts change of them."""
-        self._took: dict[object, float] = {}
+        self._took: dict[Hashable, float] = {}
         """Seconds for each stage in which divisions were planned."""
 
     def search(self) -> ConfigSearch:
@@ -221,8 +218,8 @@ class ConfigSearcher:
         The time is that of the slowest division so far, by the number of stages.
         """
         left = self._end - time.monotonic()
-        if _division(layout) not in self._took:
-            left -= _num_stages(layout) * max(self._took.values(), default=0.0)
+        if layout.division not in self._took:
+            left -= layout.num_counted_stages * max(self._took.values(), default=0.0)
         return left < 0 and any(each.fits for each in self._found)
 
     def _ordered(self, bases: Sequence[Layout]) -> list[Layout]:
@@ -479,9 +476,9 @@ class ConfigSearcher:
             source=self.source,
             is_brief=True,
         )
-        took = (time.monotonic() - begun) / _num_stages(layout)
-        self._took.setdefault(_division(layout), took)
-        fullest = max(plan.places, key=lambda each: _total_bytes(each.memory.peak))
+        took = (time.monotonic() - begun) / layout.num_counted_stages
+        self._took.setdefault(layout.division, took)
+        fullest = max(plan.places, key=lambda each: sum(dict(each.memory.peak.items()).values()))
         busiest = max(plan.places, key=lambda each: sum(one.payload_bytes for one in each.traffic))
         work = self._models["none"].work
         assert work is not None
@@ -516,23 +513,6 @@ class ConfigSearcher:
                 **seconds_of_part(self._models["none"], stepped, axes, job, self.hardware.machine),
             ),
         )
-
-
-def _total_bytes(amount: Bytes) -> int:
-    return amount.device + amount.host + amount.disk
-
-
-def _division(layout: ConfigLayout) -> object:
-    """Return a key of layouts that are planned once: the data axis shares parameters otherwise."""
-    axes = layout.axes
-    how = axes.schedule, axes.has_sequence_parallel, axes.recompute
-    return axes.axis_sizes, how, layout.batch, layout.accumulate, layout.microbatches
-
-
-def _num_stages(layout: ConfigLayout) -> int:
-    """Return the stages whose blocks are run to plan a layout, and one for all other layers."""
-    axes = layout.axes
-    return 1 + axes.pipeline * (2 if axes.schedule in TWO_STAGES else 1)
 
 
 def _named(axes: Layout) -> str:

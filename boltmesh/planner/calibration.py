@@ -124,26 +124,16 @@ class Correction:
     def __init__(self, measured: Sequence[tuple[PredictedLayout, float]], spread: Spread) -> None:
         self._seen = [each for each, _ in measured]
         self._spread = spread
-        table = [[covariance(a, b, spread) for b in self._seen] for a in self._seen]
-        for at, row in enumerate(table):
-            row[at] += spread.noise**2
-        self._weights = _solved(table, [log(ratio) for _, ratio in measured])
+        self._weights: list[float] = []
+        if measured:
+            import numpy as np  # most plans have nothing to correct by
+
+            table = np.array([[covariance(a, b, spread) for b in self._seen] for a in self._seen])
+            noise = spread.noise**2 * np.eye(len(table))
+            errors = [log(ratio) for _, ratio in measured]
+            self._weights = np.linalg.solve(table + noise, errors).tolist()
 
     def factor(self, layout: PredictedLayout) -> float:
         """Return the factor on the predicted time of a layout."""
         pairs = zip(self._weights, self._seen, strict=True)
         return exp(sum(w * covariance(layout, each, self._spread) for w, each in pairs))
-
-
-def _solved(matrix: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:
-    """Solve linear equations with a positive definite matrix, by elimination without pivots."""
-    rows = [[*row, value] for row, value in zip(matrix, values, strict=True)]
-    for at, first in enumerate(rows):
-        for below in range(at + 1, len(rows)):
-            part = rows[below][at] / first[at]
-            rows[below] = [b - part * a for a, b in zip(first, rows[below], strict=True)]
-    found: list[float] = []
-    for at in reversed(range(len(rows))):
-        known = sum(a * b for a, b in zip(rows[at][at + 1 : -1], found, strict=True))
-        found.insert(0, (rows[at][-1] - known) / rows[at][at])
-    return found

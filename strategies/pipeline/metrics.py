@@ -318,17 +318,17 @@ class MetricBroadcast:
             numbers: What numbers among the arguments are for the whole batch, by their keys.
         """
         tensors: list[Tensor] = []
-        told = [_told(each, numbers, tensors.append, self._settings(each.name)) for each in calls]
+        sent = [_sent(each, numbers, tensors.append, self._settings(each.name)) for each in calls]
         wire = _pack(tensors, self._device)
         if self._group.size() > 1:
-            is_news = told != self._known
+            is_news = sent != self._known
             head = torch.tensor([int(is_news), len(wire)], device=self._heads[1])
             dist.broadcast(head, self._source, group=self._heads[0])
             if is_news:
-                dist.broadcast_object_list([told], self._source, group=self._group)
+                dist.broadcast_object_list([sent], self._source, group=self._group)
             if len(wire):
                 self._broadcast(wire)
-        self._known = told
+        self._known = sent
         return self._make(wire)
 
     def receive(self) -> Given:
@@ -367,7 +367,7 @@ class MetricBroadcast:
         return given
 
 
-def _told(
+def _sent(
     call: JoinedCall,
     numbers: Mapping[str, Tensor],
     add: Callable[[Tensor], None],

@@ -84,7 +84,7 @@ def prove(trial: Trial, device: torch.device) -> LossProof | None:
     """
     cause: Exception | None = None
     is_run = False
-    of_nothing: LossProof | None = None
+    zero: LossProof | None = None
     for attempt in ATTEMPTS:
         tried = windows(trial)
         for number, numbers in enumerate(tried):
@@ -97,8 +97,8 @@ def prove(trial: Trial, device: torch.device) -> LossProof | None:
                 break
             is_run = True
             proof = _proof(cuts, trial, device, attempt) if cuts else None
-            if proof is not None and trial.largest(not _is_of_something(proof)):
-                of_nothing = of_nothing or proof
+            if proof is not None and trial.largest(_is_zero(proof)):
+                zero = zero or proof  # other rows may have a loss
             elif proof is not None:
                 others = tried[number + 1 :]
                 return replace(
@@ -110,12 +110,12 @@ def prove(trial: Trial, device: torch.device) -> LossProof | None:
             f"training_step's loss could not be tried on a few rows with made-up values, so "
             f"nothing proves that microbatches give the batch's loss: {cause}."
         ) from cause
-    return of_nothing
+    return zero
 
 
-def _is_of_something(proof: LossProof) -> bool:
-    """Whether some rows have a loss: one of pairs or triplets is zero where a batch has none."""
-    return any(bool(each.whole.loss != 0) for each in proof.cuts)
+def _is_zero(proof: LossProof) -> bool:
+    """Whether no rows have a loss: one of pairs or triplets is zero where a batch has none."""
+    return not any(bool(each.whole.loss) for each in proof.cuts)
 
 
 def _more_cuts(

@@ -17,7 +17,7 @@ from boltmesh.strategies.pipeline.options import PipelineContext
 from boltmesh.strategies.pipeline.partition import placement
 from boltmesh.strategies.pipeline.partition.choose import MemoryBudget
 from boltmesh.strategies.pipeline.partition.materialize import DeferredModel
-from boltmesh.strategies.pipeline.partition.placement import divide, place
+from boltmesh.strategies.pipeline.partition.placement import StageAssignment, divide, place
 from boltmesh.strategies.pipeline.stage import plan_cache
 from boltmesh.strategies.pipeline.stage.trace_step import probe
 from boltmesh.strategies.pipeline.stage_params import StageParameters
@@ -81,18 +81,7 @@ def test_a_step_is_looked_at_once_to_cut_and_to_run_it(monkeypatch) -> None:
     monkeypatch.setattr(placement, "probe", look)
     monkeypatch.setattr(plan_cache, "probe", look)
     module, batch = Texts(), torch.zeros(4, 3, dtype=torch.long)
-    division, plans = divide(
-        module,
-        "training_step",
-        (batch, 0),
-        rank_of_stage=(0, 1),
-        split="auto",
-        seed=1,
-        device=torch.device("cpu"),
-        budget=MemoryBudget(math.inf, is_asked=False, live=(2, 1)),
-        unmade=DeferredModel(module),
-        recomputed=frozenset(),
-    )
+    division, plans = divided(module, "training_step", batch)
     runs = plans.stages("training_step", batch, 0, seed=1)
     assert looks == ["training_step"]
     fresh = plan_cache.StagePlans(module, plans.units, division.stage_of_unit)
@@ -128,19 +117,25 @@ class FirstAlone(Texts):
         return batch + 1
 
 
-def divided(module: LightningModule, step: str) -> list[list[str]]:
-    division, _ = divide(
+def divided(
+    module: LightningModule, step: str, batch: Tensor
+) -> tuple[StageAssignment, plan_cache.StagePlans]:
+    return divide(
         module,
         step,
-        (torch.zeros(4, 3, dtype=torch.long), 0),
+        (batch, 0),
         rank_of_stage=(0, 1),
         split="auto",
         seed=1,
         device=torch.device("cpu"),
         budget=MemoryBudget(math.inf, is_asked=False, live=(2, 1)),
         unmade=DeferredModel(module),
-        recomputed=set(),
+        recomputed=frozenset(),
     )
+
+
+def names_of_stages(module: LightningModule, step: str) -> list[list[str]]:
+    division, _ = divided(module, step, torch.zeros(4, 3, dtype=torch.long))
     return [[each.name for each in stage] for stage in division.stages]
 
 
@@ -150,7 +145,7 @@ def test_evaluation_that_calls_few_layers_or_none_leaves_all_of_them_to_the_stag
     step: str,
 ) -> None:
     module = FirstAlone()
-    stages = divided(module, step)
+    stages = names_of_stages(module, step)
     assert all(stages)
     names = [f"layers.{number}" for number in range(6)]
     assert [*stages[0], *stages[1]] == ["embedding", *names]
@@ -158,7 +153,7 @@ def test_evaluation_that_calls_few_layers_or_none_leaves_all_of_them_to_the_stag
 
 def test_training_that_calls_no_layer_is_refused_by_what_it_does() -> None:
     with pytest.raises(ConfigError, match=r"FirstAlone\.training_step calls none of the model's"):
-        divided(FirstAlone(), "training_step")
+        names_of_stages(FirstAlone(), "training_step")
 
 
 @pytest.mark.full
