@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import functools
 import os
 import re
 import select
@@ -10,8 +11,9 @@ import socket
 import sys
 import time
 import zlib
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -101,7 +103,27 @@ def encodable(text: str) -> str:
 
 def write_stderr(text: str) -> None:
     """Write to stderr past Python's buffers, which a signal handler may have interrupted."""
-    os.write(2, without_control(text).encode())
+    with contextlib.suppress(BrokenPipeError):
+        os.write(2, without_control(text).encode())
+
+
+def outlive_readers() -> None:
+    """Go on without output when the reader of a pipe ends: Ctrl-C ends ``| tee`` as well."""
+    for stream in {sys.stdout, sys.stderr} - {None}:
+        for name in ("write", "flush"):
+            setattr(stream, name, _without_reader(stream, getattr(stream, name)))
+
+
+def _without_reader(stream: Any, method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(*args: Any) -> Any:
+        try:
+            return method(*args)
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+            return method(*args)
+
+    return call
 
 
 def end_process(code: int, message: str = "") -> NoReturn:

@@ -10,6 +10,7 @@ import click
 from boltmesh.cli.config import CONFIG_HELP, TRACEBACK, see_working_directory, takes_config
 from boltmesh.cli.signals import stopped_cleanly
 from boltmesh.errors import ConfigError
+from boltmesh.process import outlive_readers
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -136,6 +137,7 @@ def _show(verb: Verb, config: str, overrides: Sequence[str], rank: "Rank") -> in
 
 
 def _start(verb: Verb, config: str, overrides: Sequence[str], rank: "Rank") -> int:
+    outlive_readers()
     loaded, placement, source = _prepare(verb, config, overrides, for_show=False)
 
     from boltmesh.launch.launch import Supervisor, resume_command

@@ -1,8 +1,12 @@
 """The whole way, once each: a shell's command, its supervisor, real ranks, and how they end."""
 
+import contextlib
 import json
 import os
+import shlex
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -74,6 +78,25 @@ def test_ctrl_c_keeps_a_checkpoint_and_exits_with_130(workplace):
         ),
     ]
     assert "Traceback" not in error
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_ctrl_c_that_ends_the_reader_of_the_output_keeps_a_checkpoint(workplace):
+    fit = shlex.join([sys.executable, *BOLTMESH, "fit", str(TINY), "max_epochs=-1"])
+    run = subprocess.Popen(
+        ["bash", "-c", f"{fit} model.init_args.step_s=0.05 2>&1 | tee all.log"],
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        job_after_steps(15)
+        os.killpg(run.pid, signal.SIGINT)
+        run.wait(TIMEOUT_S)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(run.pid, signal.SIGKILL)
+    assert list(Path("runs/tiny/0/checkpoints").glob("interrupted-step=*.ckpt"))
 
 
 @pytest.mark.ranks
