@@ -30,7 +30,7 @@ ID_FILE = "memory.id"
 """In the folder of a run whose state may be in memory."""
 RUN_FILE = "run"
 FORGOTTEN_S = 3600.0
-"""Seconds after which the copies of a run that no process holds are not waited for."""
+"""Seconds after the last change after which copies count as left by a run that has ended."""
 _STEP = re.compile(r"step=(\d+)\.ckpt")
 _PART = re.compile(r"part-(\d+)")
 
@@ -126,16 +126,12 @@ def forget_run(run: Path) -> None:
         (run / ID_FILE).unlink(missing_ok=True)
 
 
-def forgotten_folders(*, older_s: float = FORGOTTEN_S) -> Iterator[tuple[Path, Path | None]]:
-    """Yield what ended runs of this user may have left, each with the run's folder.
-
-    Args:
-        older_s: Leave out what has changed within so many seconds.
-    """
+def forgotten_folders() -> Iterator[tuple[Path, Path | None]]:
+    """Yield what ended runs of this user may have left, each with the run's folder."""
     for folder in sorted(user_folder().glob("*-*")):
         with contextlib.suppress(OSError):
             newest = max(each.lstat().st_mtime for each in (folder, *folder.glob("part-*")))
-            if time.time() - newest < older_s:
+            if time.time() - newest < FORGOTTEN_S:
                 continue
             try:
                 run = Path((folder / RUN_FILE).read_text(encoding="utf-8"))

@@ -230,7 +230,6 @@ class Worker:
         num_threads: int,
         look_ahead: Callable[[Sequence[WorkerTask]], None] | None = None,
         device: torch.device = CPU,
-        name: str = "boltmesh-offload",
     ) -> None:
         """Start the thread.
 
@@ -238,7 +237,6 @@ class Worker:
             num_threads: What torch may use inside of one operator there.
             look_ahead: Called on the worker before each job with those that follow.
             device: What jobs work with.
-            name: Of the thread.
         """
         self._num_threads = num_threads
         self._look_ahead = look_ahead
@@ -249,7 +247,7 @@ class Worker:
         self._is_busy = False
         self._is_closed = False
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._work, name="boltmesh-offload", daemon=True)
         self._thread.start()
 
     def submit(self, job: WorkerTask, *, is_urgent: bool = False) -> WorkerTask:

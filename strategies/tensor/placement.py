@@ -185,6 +185,7 @@ def place(
     shapes = BlockShapes()
     with shapes.watching(blocks):
         plan, made_elements = _planned(on_host, blocks, options, context, group.size)
+    plan = replace(plan, kinds=kinds_of(shapes.by_first_call(blocks), plan))
     passed = _passed(module, plan, blocks, shapes)
     make_whole(module, blocks, passed, context.judges)
     batch, *rest = args
@@ -269,8 +270,7 @@ def _planned(
             f"{type(rehearsal.module).__name__}.{rehearsal.step} could not be run on tensors "
             f"without data, to find out how the model can be divided: {text}"
         ) from failure
-    plan = from_json(text)
-    return replace(plan, kinds=kinds_of(blocks, plan)), made_elements
+    return from_json(text), made_elements
 
 
 def _analysed(rehearsal: DryRun, blocks: Mapping[str, Module], context: TensorContext) -> Analysis:

@@ -29,7 +29,7 @@ def kinds_of(blocks: Mapping[str, Module], plan: TensorPlan) -> dict[str, str]:
     equal plans. A number that is a block's own index in its list is ignored.
 
     Args:
-        blocks: By dotted name.
+        blocks: By dotted name, in the order in which they run.
         plan: Plan of the model.
     """
     firsts: dict[Any, str] = {}
@@ -43,7 +43,7 @@ def lasts_of(firsts: Mapping[str, str]) -> dict[str, str]:
     """Return the last of each kind by the name of the first.
 
     Args:
-        firsts: The first of its kind by name of each block, in the order of the model.
+        firsts: The first of its kind by name of each block, in the order in which they run.
     """
     return {first: name for name, first in firsts.items()}
 
@@ -81,7 +81,7 @@ def _planned(block: str, plan: TensorPlan) -> tuple[Any, ...]:
 
 
 class BlockShapes:
-    """Records during a step which blocks return something shaped like their input."""
+    """Records during a step in which order blocks run, and which return their input's shape."""
 
     def __init__(self) -> None:
         self._seen: dict[str, set[object]] = {}
@@ -90,6 +90,13 @@ class BlockShapes:
         """Whether a block can return its input in place of the first one's output."""
         seen, given = self._seen.get(block, set()), self._seen.get(first, set())
         return len(seen) == 1 and seen == given and None not in seen
+
+    def by_first_call(self, blocks: Mapping[str, Module]) -> dict[str, Module]:
+        """Return the blocks in the order in which they first ran, then those that did not run.
+
+        A model may run its encoders in another order than it has them (CoCa of open_clip).
+        """
+        return {name: blocks[name] for name in dict.fromkeys([*self._seen, *blocks])}
 
     @contextmanager
     def watching(self, blocks: Mapping[str, Module]) -> Iterator[None]:

@@ -54,7 +54,7 @@ from boltmesh.strategies.tensor.runtime.plain_shards import Column, ColumnRow, H
 from boltmesh.strategies.tensor.runtime.sequence import SequenceParts, Stacks
 from boltmesh.strategies.tensor.runtime.signatures import Signature, SignatureGuard, Verified
 from boltmesh.strategies.tensor.runtime.vocab_modules import divide_vocabularies, left_whole
-from boltmesh.strategies.tensor.runtime.vocab_tensor import Vocabulary, gathered
+from boltmesh.strategies.tensor.runtime.vocab_tensor import gathered
 
 
 @dataclass(frozen=True)
@@ -199,8 +199,6 @@ class AppliedPlan:
     """Without what its backends leave whole."""
     group: TensorGroup
     changes: Changes = field(default_factory=Changes, repr=False)
-    vocabularies: list[Vocabulary] = field(default_factory=list, repr=False)
-    """They count for which functions logits were gathered."""
     sequences: list[SequenceParts] = field(default_factory=list, repr=False)
     """Of each stack of blocks between which sequences are divided."""
     guards: list[SignatureGuard] = field(default_factory=list, repr=False)
@@ -287,7 +285,7 @@ def apply_plan(
     application = _Application(module, kept, group, applied.changes)
     application.run(verified)
     applied.sequences = [each.parts for each in application.stacks.all]
-    applied.vocabularies = divide_vocabularies(
+    divide_vocabularies(
         module, kept, group, applied.changes, loss_parallel=loss_parallel, tell=tell
     )
     applied.guards = application.guards

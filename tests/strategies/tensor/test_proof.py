@@ -125,7 +125,7 @@ class Strange(LightningModule):
         if self.blocks[0].fault == "raises":
             raise ValueError("no data of mine")
         x = functional.one_hot(batch[0], 24).float()
-        for block in self.blocks:
+        for block in self.blocks if self.blocks[0].fault is None else reversed(self.blocks):
             x = block(x)
         return functional.mse_loss(x, functional.one_hot(batch[1], 24).float())
 
@@ -176,6 +176,14 @@ def test_blocks_of_one_class_that_differ_in_a_setting_are_proven_apart() -> None
         assert loss == pytest.approx(reference, rel=1e-5)
         assert "blocks.0.up.weight" in sharded
         assert "blocks.2.up.weight" in sharded
+
+
+def test_blocks_may_run_in_another_order_than_the_model_has_them() -> None:
+    # CoCa of open_clip has its text encoder first and runs its image encoder first.
+    reference = run_ranks(train_strange, 1, "runs backwards")[0][0]
+    for loss, sharded in run_ranks(train_strange, 2, "runs backwards"):
+        assert loss == pytest.approx(reference, rel=1e-5)
+        assert {"blocks.0.up.weight", "blocks.2.up.weight"} <= set(sharded)
 
 
 class Slots(LightningModule):
