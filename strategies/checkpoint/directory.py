@@ -64,6 +64,9 @@ MODEL, OPTIMIZERS = "state_dict", "optimizer_states"
 CURRENT = "current_model_state"
 """Lightning's key for the weights that are trained, of a run that stores their average as MODEL."""
 
+AVERAGED = "boltmesh_averaged_model_state"
+"""Averaged weights, of a run that stores the weights that are trained as MODEL."""
+
 ALIASES = "boltmesh_aliases"
 """Names of tied parameters, and the name under which their tensor is stored."""
 
@@ -182,7 +185,7 @@ def _read(folder: Folder) -> dict[str, Any]:
     has_names = [is_named(each) for each in checkpoint.get(OPTIMIZERS, ())]
     models: dict[str, dict[str, Any]] = {MODEL: {}}
     for name, keys in reader.paths().items():
-        if keys[0] in {MODEL, CURRENT}:
+        if keys[0] in {MODEL, CURRENT, AVERAGED}:
             models.setdefault(keys[0], {})[keys[1]] = stored(reader, name)
         else:
             number, (parameter, key) = int(keys[0].removeprefix("optimizer_")), keys[2:]
@@ -239,9 +242,9 @@ def divide(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any
             seen[id(value)] = name
             model[name] = value
     tensors: dict[str, Any] = {MODEL: model} if model else {}
-    if CURRENT in rest:  # has the names of the other
-        current = rest.pop(CURRENT)
-        tensors[CURRENT] = {name: current[name] for name in model}
+    for key in {CURRENT, AVERAGED} & rest.keys():  # with the names of the other
+        beside = rest.pop(key)
+        tensors[key] = {name: beside[name] for name in model}
     states = []
     for number, each in enumerate(rest.pop(OPTIMIZERS, ())):
         large: dict[str, dict[str, Tensor]] = {}

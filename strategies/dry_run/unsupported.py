@@ -12,12 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import (
-    BatchSizeFinder,
-    ModelPruning,
-    OnExceptionCheckpoint,
-    StochasticWeightAveraging,
-)
+from lightning.pytorch.callbacks import BatchSizeFinder, ModelPruning, OnExceptionCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import grad_norm
 from torch import nn
@@ -230,10 +225,6 @@ def refuse_quantized(module: LightningModule, strategy: str, *, divides_layers: 
 
 
 _CALLBACKS: dict[type[Callback], tuple[str, str]] = {
-    StochasticWeightAveraging: (
-        "averages whole parameters into a copy that it made while it was whole",
-        "Use WeightAveraging, which averages shards, or bolt_ddp.",
-    ),
     ModelPruning: (
         "masks whole parameters and renames them",
         "Prune in one process, before or after the run.",

@@ -1,19 +1,20 @@
 """Averages of weights whose ranks hold parts: callbacks, and ``AveragedModel`` in a module.
 
-Lightning's ``WeightAveraging`` and its subclasses average the shards of each rank.
+Lightning's ``WeightAveraging`` and ``StochasticWeightAveraging``, and subclasses of theirs, average
+the shards of each rank.
 
 An average by element is right on shards. torch's ``AveragedModel`` averages plain tensors that hold
 this rank's part of the model; the callback's other methods read and write the same parts. Those of
 Lightning would copy the whole model on each rank, and go through its parameters side by side.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.nn import Module, Parameter
@@ -28,7 +29,7 @@ from boltmesh.strategies.checkpoint.chunks import (
     own_chunks,
     own_part,
 )
-from boltmesh.strategies.checkpoint.directory import CURRENT, MODEL
+from boltmesh.strategies.checkpoint.directory import AVERAGED, CURRENT, MODEL
 from boltmesh.strategies.checkpoint.shard_writer import is_written_here
 from boltmesh.strategies.lightning_compat.trainer import callbacks_of
 from boltmesh.strategies.parameter_access import gathered_parameters
@@ -40,11 +41,12 @@ AVERAGING = "averaging_state"
 def average_shards(trainer: Trainer) -> None:
     """Let the callbacks of a Trainer average shards. Before they are set up; keeps the objects."""
     for callback in callbacks_of(trainer):
-        if isinstance(callback, WeightAveraging) and not isinstance(callback, _ShardAveraging):
-            kind = type(callback)
-            # Methods of a subclass come first, and their ``super()`` is the one here.
-            bases = (_ShardAveraging,) if kind is WeightAveraging else (kind, _ShardAveraging)
-            callback.__class__ = type(kind.__name__, bases, {"plain": kind})
+        for base, ours in _CALLBACKS.items():
+            if isinstance(callback, base) and not isinstance(callback, ours):
+                kind = type(callback)
+                # Methods of a subclass come first, and their ``super()`` is the one here.
+                bases = (ours,) if kind is base else (kind, ours)
+                callback.__class__ = type(kind.__name__, bases, {"plain": kind})
 
 
 def gather_for_averages(module: LightningModule) -> None:
@@ -96,18 +98,14 @@ class _ShardAveraging(WeightAveraging):
             self.setup(trainer, pl_module, stage)
             return
         for key in ("avg_fn", "multi_avg_fn"):
-            _refuse_mixing(self._kwargs.get(key), key, self.plain.__name__)
+            if function := self._kwargs.get(key):
+                _refuse_mixing(function, key, self.plain.__name__)
         if stage == "fit":
             self._average_model = None
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        strategy: Any = trainer.strategy
-        if any(axis.take_pending() is not None for axis in strategy.axes):
-            raise UnsupportedError(
-                f"{self.plain.__name__} averages the weights of a step, and schedule="
-                f"'pipedream_2bw' applies a step's gradients one step late. Use another schedule."
-            )
+        _refuse_late_steps(trainer, self.plain.__name__)
         device = self._device or pl_module.device
         self._average_model = AveragedModel(
             _Shards(*_parts(trainer)),
@@ -150,10 +148,7 @@ class _ShardAveraging(WeightAveraging):
         parameters, buffers = _parts(pl_module.trainer)
         for average, part in zip(self._averages(), [*parameters, *buffers], strict=True):
             current = _value(part).clone() if keeps_current else None
-            if isinstance(part, OffloadedChunk):
-                part.write(average.to("cpu", copy=True))
-            else:
-                part.copy_(average)
+            _set_value(part, average)
             if current is not None:
                 average.copy_(current)
         strategy.data_axis.parameters_loaded()
@@ -171,27 +166,8 @@ class _ShardAveraging(WeightAveraging):
         if self._average_model is None:
             super().on_save_checkpoint(trainer, pl_module, checkpoint)
             return
-        strategy: Any = trainer.strategy
-        writes_plain = strategy.is_global_zero or strategy.divides_modules
-        held = [*pl_module.parameters(), *pl_module.buffers()]
-        names = _held_names(trainer)
-        chosen = [each for each, is_held in zip(held, names, strict=True) if is_held]
-        averages = dict(zip(map(id, chosen), self._averages(), strict=True))
-        made: dict[int, Snapshot] = {}
-
-        def averaged(value: Any) -> Any:
-            owner = value.known()[0] if isinstance(value, TensorPart) else value
-            if id(owner) not in averages:
-                return value
-            if id(owner) not in made:
-                is_mine = is_written_here(value, writes_plain=writes_plain)
-                average = averages[id(owner)] if is_mine else None
-                made[id(owner)] = Snapshot.of(value, own_chunks(value) if is_mine else [], average)
-            return made[id(owner)]
-
-        current = checkpoint[MODEL]
-        checkpoint[CURRENT] = current
-        checkpoint[MODEL] = {name: averaged(value) for name, value in current.items()}
+        checkpoint[CURRENT] = checkpoint[MODEL]
+        checkpoint[MODEL] = _averaged_state(trainer, checkpoint[MODEL], self._averages())
         checkpoint[AVERAGING] = {"n_averaged": self._average_model.n_averaged.detach().clone()}
 
     @override
@@ -217,6 +193,136 @@ class _ShardAveraging(WeightAveraging):
         strategy.load_model_state_dict(
             {**checkpoint, MODEL: checkpoint[CURRENT]}, strict=pl_module.strict_loading
         )
+
+
+class _ShardEpochAveraging(StochasticWeightAveraging):
+    """``StochasticWeightAveraging`` of a strategy whose ranks hold parts of the model."""
+
+    plain: type[StochasticWeightAveraging]
+    """The class of the callback as its author built it."""
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        strategy: Any = trainer.strategy
+        if not getattr(strategy, "stores_shards", False):
+            self.__class__ = self.plain  # type: ignore[assignment]
+            self.setup(trainer, pl_module, stage)
+            return
+        _refuse_mixing(self._avg_fn, "avg_fn", self.plain.__name__)
+        self._average_model = None
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        _refuse_late_steps(trainer, self.plain.__name__)
+        strategy: Any = trainer.strategy
+        if strategy.divides_modules and self.pl_module_contains_batch_norm(pl_module):
+            raise UnsupportedError(
+                f"{self.plain.__name__} computes the statistics of batch norms anew in an epoch "
+                f"without a backward pass, which {strategy.public_name} does not have. Use "
+                f"WeightAveraging(use_buffers=True), or bolt_zero3."
+            )
+        super().on_fit_start(trainer, pl_module)
+        parameters, _ = _parts(trainer)
+        shards: Any = _Shards([_value(each).clone() for each in parameters], [])
+        self._average_model = shards
+
+    @staticmethod
+    @override
+    def update_parameters(
+        average_model: LightningModule, model: LightningModule, n_averaged: Tensor, avg_fn: Any
+    ) -> None:
+        parameters, _ = _parts(model.trainer)
+        current: Any = _Shards(parameters, [])
+        StochasticWeightAveraging.update_parameters(average_model, current, n_averaged, avg_fn)
+
+    @staticmethod
+    @override
+    @torch.no_grad()
+    def transfer_weights(src_pl_module: LightningModule, dst_pl_module: LightningModule) -> None:
+        strategy: Any = dst_pl_module.trainer.strategy
+        parameters, _ = _parts(dst_pl_module.trainer)
+        for average, part in zip(src_pl_module.parameters(), parameters, strict=True):
+            _set_value(part, average)
+        strategy.data_axis.parameters_loaded()
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "average_model_state": None}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict({**state_dict, "average_model_state": {}})
+
+    @override
+    def _load_average_model_state(self, model_state: Any) -> None:
+        """Nothing: ``on_load_checkpoint`` reads it, a shard on each rank."""
+
+    @override
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        if self._average_model is not None and self.n_averaged:
+            averages = [each.detach() for each in self._average_model.parameters()]
+            checkpoint[AVERAGED] = _averaged_state(trainer, checkpoint[MODEL], averages)
+
+    @override
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        state = checkpoint.get("callbacks", {}).get(self.state_key)
+        if self._average_model is None or state is None:
+            return
+        if state["scheduler_state"] is not None:
+            # As on_fit_start does where callbacks are restored before it.
+            self._clear_schedulers(trainer)
+        averaged = checkpoint.get(AVERAGED, state["average_model_state"])
+        if averaged is None or not state["n_averaged"]:
+            return
+        strategy: Any = trainer.strategy
+        strict = pl_module.strict_loading
+        strategy.load_model_state_dict({**checkpoint, MODEL: averaged}, strict=strict)
+        parameters, _ = _parts(trainer)
+        with torch.no_grad():
+            for average, part in zip(self._average_model.parameters(), parameters, strict=True):
+                average.copy_(_value(part))
+        strategy.load_model_state_dict(checkpoint, strict=strict)
+
+
+_CALLBACKS: dict[type[Callback], type[Callback]] = {
+    WeightAveraging: _ShardAveraging,
+    StochasticWeightAveraging: _ShardEpochAveraging,
+}
+
+
+def _averaged_state(
+    trainer: Trainer, state: Mapping[str, Any], averages: Sequence[Tensor]
+) -> dict[str, Any]:
+    """Return a state of the module in which this rank's averages are in place of its parts.
+
+    Args:
+        trainer: Of the run.
+        state: By name, as a checkpoint has it.
+        averages: Of the parameters that this rank holds, and perhaps of its buffers behind them.
+    """
+    strategy: Any = trainer.strategy
+    module = trainer.lightning_module
+    writes_plain = strategy.is_global_zero or strategy.divides_modules
+    held = zip([*module.parameters(), *module.buffers()], _held_names(trainer), strict=True)
+    chosen = (id(each) for each, is_held in held if is_held)
+    by_owner = dict(zip(chosen, averages, strict=False))
+    made: dict[int, Snapshot] = {}
+
+    def averaged(value: Any) -> Any:
+        owner = value.known()[0] if isinstance(value, TensorPart) else value
+        if id(owner) not in by_owner:
+            return value
+        if id(owner) not in made:
+            is_mine = is_written_here(value, writes_plain=writes_plain)
+            average = by_owner[id(owner)] if is_mine else None
+            made[id(owner)] = Snapshot.of(value, own_chunks(value) if is_mine else [], average)
+        return made[id(owner)]
+
+    return {name: averaged(value) for name, value in state.items()}
 
 
 def _parts(trainer: Trainer) -> tuple[list[Tensor], list[Tensor]]:
@@ -245,10 +351,24 @@ def _value(part: Tensor) -> Tensor:
     return part.read() if isinstance(part, OffloadedChunk) else part
 
 
-def _refuse_mixing(function: Callable[..., Any] | None, key: str, callback: str) -> None:
+def _set_value(part: Tensor, value: Tensor) -> None:
+    if isinstance(part, OffloadedChunk):
+        part.write(value.to("cpu", copy=True))
+    else:
+        part.copy_(value)
+
+
+def _refuse_late_steps(trainer: Trainer, callback: str) -> None:
+    strategy: Any = trainer.strategy
+    if any(axis.take_pending() is not None for axis in strategy.axes):
+        raise UnsupportedError(
+            f"{callback} averages the weights of a step, and schedule='pipedream_2bw' applies a "
+            f"step's gradients one step late. Use another schedule."
+        )
+
+
+def _refuse_mixing(function: Callable[..., Any], key: str, callback: str) -> None:
     """Refuse a function of averaging that is not by element, by its results on two halves."""
-    if function is None:
-        return
     draw = torch.Generator().manual_seed(0)
     old, new = torch.rand(2, 4, 3, generator=draw)
 

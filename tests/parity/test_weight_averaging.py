@@ -6,7 +6,12 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, WeightAveraging
+from lightning.pytorch.callbacks import (
+    EMAWeightAveraging,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -16,7 +21,7 @@ from boltmesh.errors import UnsupportedError
 from boltmesh.strategies import ZeROStrategy
 from boltmesh.strategies.checkpoint.directory import CURRENT, load_directory
 from tests.support.adapters import STRATEGIES, fit, fit_under, largest_difference, whole
-from tests.support.ranks import run_ranks
+from tests.support.ranks import RankFailure, run_ranks
 from tests.support.stack import Block
 
 pytestmark = pytest.mark.ranks
@@ -156,6 +161,84 @@ def test_a_run_with_averages_resumes_in_another_layout(
     found = run_ranks(save_and_resume_elsewhere, 2, saved_by, loaded_by, str(tmp_path))
     assert largest_difference(found[0][0], expected) < 1e-6
     assert found[0][1] == pytest.approx(losses[-1:], abs=1e-5)
+
+
+EPOCHS: dict[str, Any] = {"max_steps": -1, "max_epochs": 5, "limit_train_batches": 2}
+
+
+def by_epochs() -> StochasticWeightAveraging:
+    return StochasticWeightAveraging(5e-3, swa_epoch_start=2, annealing_epochs=2)
+
+
+def epochs_of_one_process(rank: int, world_size: int, folder: str) -> Found:
+    module = Words()
+    saves = ModelCheckpoint(folder, "{epoch}", save_top_k=-1)
+    fit(module, "auto", callbacks=[by_epochs(), saves], enable_checkpointing=True, **EPOCHS)
+    return whole(module), module.validated
+
+
+def epochs_and_resume(
+    rank: int, world_size: int, name: str, folder: str, other: str
+) -> list[Found]:
+    runs = []
+    for path in (None, f"{folder}/epoch=2.ckpt", f"{folder}/epoch=0.ckpt", other):
+        module = Words()
+        saves = ModelCheckpoint(folder, "{epoch}", save_top_k=-1)
+        fit_under(
+            name, module, rank, world_size, ckpt_path=path,
+            callbacks=[by_epochs(), saves], enable_checkpointing=True, **EPOCHS,
+        )  # fmt: skip
+        runs.append((whole(module), module.validated))
+    return runs
+
+
+@pytest.mark.full
+@pytest.mark.slow(30)
+@pytest.mark.sample("zero3_cpu")
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_averages_of_epochs_equal_those_of_one_process(name: str, tmp_path: Path) -> None:
+    ((expected, losses),) = run_ranks(epochs_of_one_process, 1, str(tmp_path / "one"))
+    other = str(tmp_path / "one" / "epoch=2.ckpt")
+    runs = run_ranks(epochs_and_resume, STRATEGIES[name][1], name, str(tmp_path), other)[0]
+    for found, validated in runs:
+        assert largest_difference(found, expected) < 1e-6
+        assert validated == pytest.approx(losses[-len(validated) :], abs=1e-5)
+    assert [len(validated) for _, validated in runs] == [5, 2, 4, 2]
+    assert largest_difference(runs[1][0], runs[0][0]) == 0
+
+
+class Normed(Words):
+    """Has a batch norm, whose statistics are computed anew in an epoch of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(12)
+
+    @override
+    def loss(self, batch: Tensor) -> Tensor:
+        x = self.norm(self.embedding(batch))
+        for block in self.blocks:
+            x = block(x)
+        return functional.cross_entropy(self.head(x).flatten(0, 1), batch.roll(1, 1).flatten())
+
+
+def normed(rank: int, world_size: int, name: str) -> tuple[dict[str, Tensor], list[Tensor]]:
+    module = Normed()
+    fit_under(name, module, rank, world_size, callbacks=[by_epochs()], **EPOCHS)
+    return whole(module), [each.clone() for each in module.buffers()]
+
+
+@pytest.mark.full
+def test_batch_norms_of_averaged_weights_are_those_of_ddp() -> None:
+    ((expected, statistics), _) = run_ranks(normed, 2, "ddp")
+    for name in ("zero2", "zero3", "zero3_cpu"):
+        ((found, others), _) = run_ranks(normed, 2, name)
+        assert largest_difference(found, expected) < 1e-6
+        assert len(others) == len(statistics) == 3
+        for mine, other in zip(others, statistics, strict=True):
+            assert torch.allclose(mine, other, rtol=1e-5)
+    with pytest.raises(RankFailure, match=r"WeightAveraging\(use_buffers=True\)"):
+        run_ranks(normed, 2, "pipeline")
 
 
 def largest_of(average: Tensor, current: Tensor, _: Any) -> Tensor:

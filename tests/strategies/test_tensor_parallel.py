@@ -7,11 +7,7 @@ import pytest
 import torch
 import torchmetrics
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
-from lightning.pytorch.callbacks import (
-    BatchSizeFinder,
-    OnExceptionCheckpoint,
-    StochasticWeightAveraging,
-)
+from lightning.pytorch.callbacks import BatchSizeFinder, ModelPruning, OnExceptionCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -385,9 +381,7 @@ class GradNorm(TinyGPT):
 
 def refuse(rank: int, world_size: int, folder: Path) -> dict[str, str]:
     cases: dict[str, tuple[Any, dict[str, Any]]] = {
-        "StochasticWeightAveraging": (
-            built(), {"callbacks": [StochasticWeightAveraging(swa_lrs=0.1)]}
-        ),
+        "ModelPruning": (built(), {"callbacks": [ModelPruning("l1_unstructured")]}),
         "OnExceptionCheckpoint": (
             built(),
             {"callbacks": [OnExceptionCheckpoint(folder)], "enable_checkpointing": True},

@@ -135,14 +135,16 @@ def fit(
     shares: int = 1,
     devices: int = 1,
     max_steps: int = STEPS,
+    max_epochs: int = -1,
     ckpt_path: str | None = None,
     **options: Any,
 ) -> Trainer:
     """Train, and validate after every second batch."""
     seed_everything(1, verbose=False)
     trainer = Trainer(
-        accelerator="cpu", devices=devices, strategy=strategy, max_steps=max_steps, max_epochs=-1,
-        use_distributed_sampler=False, num_sanity_val_steps=0, val_check_interval=2,
+        accelerator="cpu", devices=devices, strategy=strategy, max_steps=max_steps,
+        max_epochs=max_epochs, use_distributed_sampler=False, num_sanity_val_steps=0,
+        val_check_interval=2,
         **{**QUIET, **options},
     )  # fmt: skip
     size = BATCH // shares

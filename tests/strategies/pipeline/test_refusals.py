@@ -6,7 +6,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch import utilities as lightning_utilities
-from lightning.pytorch.callbacks import OnExceptionCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.callbacks import ModelPruning, OnExceptionCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor
@@ -250,9 +250,9 @@ def run_with(rank: int, world_size: int, arguments: dict[str, Any], optimizer: s
     [
         ({"sync_batchnorm": True}, "SGD", "sync_batchnorm=True"),
         (
-            {"callbacks": [StochasticWeightAveraging(0.1)]},
+            {"callbacks": [ModelPruning("l1_unstructured")]},
             "SGD",
-            "StochasticWeightAveraging .* with PipelineParallelStrategy every rank would work on",
+            "ModelPruning .* with PipelineParallelStrategy every rank would work on",
         ),
         ({}, "LBFGS", "LBFGS steps each parameter by"),
         (
