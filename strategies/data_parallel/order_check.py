@@ -304,14 +304,14 @@ class CollectiveEvent(NamedTuple):
 
 
 class OrderCheck:
-    """Compares what the ranks of a group gather and reduce. Collective to make, over the group.
+    """Compares what the ranks of a group gather and reduce.
 
     Args:
-        group: The ranks that share a model.
+        group: The ranks that share a model, in a group of its own, so that an agreement is never
+            paired with a gather; on the CPU, so that it waits for no kernel.
         is_synchronized: Whether another mechanism makes all ranks gather the same just now, so
             that nothing is compared. Equal on all ranks.
         patience_s: In place of PATIENCE_S.
-        timeout: How long a rank may wait for an agreement; None: torch's default.
         on_stuck: See ``FailureBoard``.
     """
 
@@ -321,21 +321,12 @@ class OrderCheck:
         *,
         is_synchronized: Callable[[], bool] = lambda: False,
         patience_s: float | None = None,
-        timeout: timedelta | None = None,
         on_stuck: Callable[[BoltMeshError], None] = lambda _: None,
     ) -> None:
         self._ranks = dist.get_process_group_ranks(group)
         patience_s = PATIENCE_S if patience_s is None else patience_s
         self._patience = timedelta(seconds=patience_s)
-        # A group of its own, so that an agreement is never paired with a gather; on the CPU, so
-        # that it waits for no kernel.
-        self._group = dist.new_group(
-            self._ranks,
-            timeout,
-            backend="gloo",
-            use_local_synchronization=True,
-            group_desc="divergence",
-        )
+        self._group = group
         self._order = KnownOrder()
         self._events: dict[tuple[str, ...], CollectiveEvent] = {}
         # A ring, whole from the beginning, so that a long run does not grow by it.

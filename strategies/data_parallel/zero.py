@@ -172,10 +172,12 @@ class ZeroAxis(DataAxis):
         if context.group.size() == 1:
             return None
         model = self._model
+        strategy = self.strategy
+        group = strategy.new_group(strategy.gradient_axes, backend="gloo")
+        assert group is not None
         guard = OrderCheck(
-            context.group,
+            group,
             is_synchronized=model.joined_gathers.is_announced,
-            timeout=context.timeout,
             on_stuck=self._fail,
         )
         guard.attach(model.units, model.root)

@@ -61,6 +61,7 @@ from boltmesh.strategies.lightning_compat.trainer import (
     trainer_of,
 )
 from boltmesh.strategies.object_collectives import all_or_none, gather_objects
+from boltmesh.strategies.process_groups import register
 from boltmesh.telemetry.traffic import CHECKPOINTS
 
 if TYPE_CHECKING:
@@ -300,8 +301,10 @@ class Checkpointing:
         """Get ready to save beside a training that begins. Collective over all ranks."""
         if self._beside is None:
             self._beside = AsyncSave()
-            self._saving_group = dist.new_group(
-                backend="gloo", timeout=self._strategy.timeout, group_desc="checkpoints"
+            self._saving_group = register(
+                dist.new_group(
+                    backend="gloo", timeout=self._strategy.timeout, group_desc="checkpoints"
+                )
             )
             self._strategy.recorder.name_group(self._saving_group, CHECKPOINTS)
 

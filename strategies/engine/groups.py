@@ -29,6 +29,7 @@ from boltmesh.strategies.engine.data_axis import DataAxis
 from boltmesh.strategies.lightning_compat.launchers import MultiProcessingLauncher, ScriptLauncher
 from boltmesh.strategies.lightning_compat.trainer import is_compiled_whole
 from boltmesh.strategies.mesh import AXES, MeshLayout, fit_layout
+from boltmesh.strategies.process_groups import begin, register
 from boltmesh.strategies.topology.devices import (
     CORES,
     explain_cuda,
@@ -295,6 +296,7 @@ class RankMeshStrategy(ParallelStrategy):
             timeout=self.timeout,
             device_id=None if device.type == "cpu" else device,
         )
+        begin(self)
         if not self.groups:
             self.groups = self._build_groups()
             if len(self.gradient_axes) > 1:
@@ -397,7 +399,7 @@ class RankMeshStrategy(ParallelStrategy):
         group, _ = dist.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
             chosen, timeout=timeout or self.timeout, backend=backend, group_desc=" x ".join(along)
         )
-        return group
+        return register(group)
 
     # Collectives.
 

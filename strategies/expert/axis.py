@@ -40,6 +40,7 @@ from boltmesh.strategies.lightning_compat.loops import step_arguments
 from boltmesh.strategies.lightning_compat.trainer import autocast_dtype
 from boltmesh.strategies.mesh import MeshLayout
 from boltmesh.strategies.object_collectives import gather_objects
+from boltmesh.strategies.process_groups import register
 from boltmesh.strategies.torch_compat.autograd import is_in_backward
 from boltmesh.strategies.torch_compat.modules import is_compiled, rewrapped
 from boltmesh.telemetry.traffic import CONTROL, ExpectedTraffic
@@ -162,6 +163,7 @@ class ExpertAxis(Axis):
             group, _ = dist.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
                 groups, timeout=timeout, group_desc=kind
             )
+            register(group)
             if kind == "expert":
                 self.strategy.groups[self.name] = group
             else:
@@ -170,6 +172,7 @@ class ExpertAxis(Axis):
             self.coupled, _ = dist.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
                 self._groups(), timeout=timeout, backend="gloo", group_desc="expert control"
             )
+            register(self.coupled)
 
     @override
     def refuse(self, trainer: Trainer, module: LightningModule) -> None:

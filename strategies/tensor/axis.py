@@ -34,6 +34,7 @@ from boltmesh.strategies.object_collectives import broadcast_from_rank0
 from boltmesh.strategies.optimizer_probe import find_mixing
 from boltmesh.strategies.owner_exchange import PartExchange
 from boltmesh.strategies.parameter_access import forget_parts, register_shards
+from boltmesh.strategies.process_groups import register
 from boltmesh.strategies.progress import long_phase
 from boltmesh.strategies.tensor.expected_traffic import (
     CountingGroup,
@@ -49,9 +50,9 @@ from boltmesh.strategies.tensor.options import (
     refuse_parameters,
 )
 from boltmesh.strategies.tensor.placement import TensorContext, TensorPlacement, place
-from boltmesh.strategies.tensor.plan import TensorPlan, plan_table
-from boltmesh.strategies.tensor.runtime.apply import AppliedPlan
+from boltmesh.strategies.tensor.plan import ShardedParameter, TensorPlan, plan_table
 from boltmesh.strategies.tensor.runtime.collectives import TensorGroup
+from boltmesh.strategies.tensor.runtime.param_swap import broadcast_whole
 from boltmesh.strategies.tensor.verify import StepPrecision
 from boltmesh.strategies.torch_compat.optimizers import agree_on_overflow
 from boltmesh.strategies.whole_steps import WholeSteps, add_whole_steps, is_owned
@@ -115,7 +116,7 @@ class TensorAxis(Axis):
     @override
     def build_groups(self) -> None:
         self._control = self.strategy.new_group(self.name, backend="gloo")
-        self._judges = dist.new_group(backend="gloo", timeout=self.strategy.timeout)
+        self._judges = register(dist.new_group(backend="gloo", timeout=self.strategy.timeout))
 
     @property
     @override
@@ -258,7 +259,7 @@ class TensorAxis(Axis):
         assert self.placement is not None
         applied, divisions = self.placement.applied, self.placement.divisions
         return {
-            each: _Joining(applied, entry.name, divisions[entry.name])
+            each: _Joining(entry, applied.group, divisions[entry.name])
             for each, entry in applied.sharded.items()
         }
 
@@ -480,15 +481,18 @@ class TensorAxis(Axis):
 
 @dataclass(frozen=True)
 class _Joining:
-    """Implements ``ShardOfParameter`` for one divided parameter."""
+    """Implements ``ShardOfParameter`` for one divided parameter.
 
-    applied: AppliedPlan
-    name: str
+    It is kept as long as the parameter is, and must not refer to the model that has it.
+    """
+
+    entry: ShardedParameter
+    group: TensorGroup
     division: DimDivision
 
     def join(self, part: Tensor) -> Tensor:
         """Return the full tensor. Collective over the tensor axis."""
-        return self.applied.join(self.name, part)
+        return broadcast_whole(part, self.entry, self.group)
 
     def cut(self, whole: Tensor) -> Tensor:
         """Return this rank's part."""

@@ -1,12 +1,16 @@
 """Steps leave no tensor in a reference cycle: its memory would stay until Python collects it.
 
-On a GPU nothing makes Python collect when memory is short.
+On a GPU nothing makes Python collect when memory is short. Runs leave neither their model nor their
+process groups: a cross-validation trains many times in one process.
 """
 
 import gc
+import weakref
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
@@ -71,3 +75,35 @@ def train(rank: int, world_size: int, name: str) -> Counter[str]:
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_steps_leave_no_tensor_to_the_garbage_collector(name: str) -> None:
     assert run_ranks(train, 2, name) == [Counter(), Counter()]
+
+
+def train_once(world_size: int, name: str) -> list[Callable[[], object]]:
+    module = Stack()
+    trainer = Trainer(
+        accelerator="cpu", devices=world_size, strategy=STRATEGIES[name](), max_steps=1,
+        logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(module, token_data(16, 4))
+    return [weakref.ref(trainer.strategy), weakref.ref(module)]
+
+
+def train_four_times(rank: int, world_size: int, name: str) -> tuple[list[bool], list[int]]:
+    made: list[Callable[[], object]] = []
+    files = []
+    for _ in range(4):
+        made += train_once(world_size, name)
+        files.append(psutil.Process().num_fds())
+    gc.collect()
+    return [each() is None for each in made], files
+
+
+@pytest.mark.ranks
+@pytest.mark.sample("tensor")
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_runs_in_one_process_keep_neither_models_nor_process_groups(name: str) -> None:
+    world_size = 4 if name == "pipeline with ZeRO" else 2
+    for are_gone, files in run_ranks(train_four_times, world_size, name):
+        assert all(are_gone)
+        # The groups of a run are destroyed when the next one has begun.
+        assert files[1] == files[2] == files[3]

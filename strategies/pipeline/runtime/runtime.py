@@ -24,6 +24,7 @@ from boltmesh.strategies.pipeline.runtime.stage import PipelineStage
 from boltmesh.strategies.pipeline.runtime.step import Carried, PipelineStep, Specs, StepOutcome
 from boltmesh.strategies.pipeline.runtime.timing import BubbleMeter, OnChunk, build_spans
 from boltmesh.strategies.pipeline.schedules.actions import RankProgram
+from boltmesh.strategies.process_groups import register
 
 _NO_BATCH: Final = BatchDigest()
 
@@ -87,11 +88,13 @@ class PipelineRuntime:
         self.control_group = control_group
         """The ranks of the axis on the CPU, where they agree on whether a step is to be."""
         if control_group is None and group is not None and dist.get_world_size(group) > 1:
-            self.control_group = dist.new_group(
-                dist.get_process_group_ranks(group),
-                timeout,
-                backend="gloo",
-                group_desc="pipeline control",
+            self.control_group = register(
+                dist.new_group(
+                    dist.get_process_group_ranks(group),
+                    timeout,
+                    backend="gloo",
+                    group_desc="pipeline control",
+                )
             )
         self._meter = BubbleMeter(self.control_group, device)
         self._spans = build_spans(device, on_chunk, self._meter.measured)

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Module, Parameter
 
@@ -47,7 +46,7 @@ from boltmesh.strategies.tensor.runtime.param_swap import (
     Changes,
     PartialGradients,
     ReplicatedOutput,
-    join_shards,
+    broadcast_whole,
     shard_parameters,
 )
 from boltmesh.strategies.tensor.runtime.plain_shards import Column, ColumnRow, Heads, Row
@@ -216,14 +215,7 @@ class AppliedPlan:
             name: Of the parameter that is divided so; its first one.
             shard: The parameter, its gradient, or a state of its optimizer.
         """
-        entry = self.plan.sharded[name]
-        ranks = range(self.group.size)
-        shards = [shard.new_empty(entry.local_shape(self.group.size, rank)) for rank in ranks]
-        shards[self.group.rank] = shard.detach().contiguous()
-        for rank in ranks:
-            source = dist.get_global_rank(self.group.process_group, rank)
-            dist.broadcast(shards[rank], source, group=self.group.process_group)
-        return join_shards(shards, entry)
+        return broadcast_whole(shard, self.plan.sharded[name], self.group)
 
     def cut_into_stages(self, modules: Mapping[str, Module]) -> None:
         """Prepare for ranks that run some of the modules each, and hand on what those give.

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module, Parameter
 
@@ -117,6 +118,22 @@ def join_shards(shards: Sequence[Tensor], entry: ShardedParameter) -> Tensor:
             part = shard.narrow(entry.dim, run.local_start, run.length)
             whole.narrow(entry.dim, run.start, run.length).copy_(part)
     return whole
+
+
+def broadcast_whole(shard: Tensor, entry: ShardedParameter, group: TensorGroup) -> Tensor:
+    """Return the whole tensor, without a gradient. Collective.
+
+    Args:
+        shard: This rank's shard, of its own shape.
+        entry: How the tensor is divided.
+        group: Ranks that share it.
+    """
+    shards = [shard.new_empty(entry.local_shape(group.size, rank)) for rank in range(group.size)]
+    shards[group.rank] = shard.detach().contiguous()
+    for rank, each in enumerate(shards):
+        source = dist.get_global_rank(group.process_group, rank)
+        dist.broadcast(each, source, group=group.process_group)
+    return join_shards(shards, entry)
 
 
 def gather_whole(shard: Tensor, entry: ShardedParameter, group: TensorGroup) -> Tensor:

@@ -78,7 +78,10 @@ class Job:
             for this, following in itertools.pairwise(layers):
                 this.set_modules_to_forward_prefetch([following])
         self.guard = OrderCheck(
-            group, patience_s=PATIENCE_S, is_synchronized=lambda: self.is_synchronized, **guard
+            dist.new_group(),
+            patience_s=PATIENCE_S,
+            is_synchronized=lambda: self.is_synchronized,
+            **guard,
         )
         self.guard.attach(units, self.net)
         self.guard.start()
