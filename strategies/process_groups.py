@@ -1,69 +1,118 @@
-"""Process groups of a strategy, destroyed when it is gone and another one begins.
+"""Process groups of strategies that are gone: used again, or destroyed.
 
 A process may train many times, as in a cross-validation. A group holds threads and sockets, or a
-communicator with buffers on the GPU, until it is destroyed.
+communicator with buffers on the GPU, until it is destroyed. Groups of an axis are not destroyed:
+torch caches meshes by their ranks, and may look for the group of an equal one.
 """
 
 import gc
 import weakref
+from collections.abc import Callable, Hashable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from boltmesh.strategies.object_collectives import gather_objects
 
-Group = TypeVar("Group")
+T = TypeVar("T")
 
 
 @dataclass(eq=False)
-class _Owner:
+class _StrategyGroups:
     strategy: weakref.ref[object]
     world: object
     """The default group: all others go when it is destroyed."""
-    groups: list[weakref.ref[dist.ProcessGroup]] = field(default_factory=list)
+    modules: "weakref.WeakSet[object]" = field(default_factory=weakref.WeakSet)
+    """Models that it trained, whose parameters may be gathered when the Trainer is gone."""
+    control: list[weakref.ref[dist.ProcessGroup]] = field(default_factory=list)
+    axes: list[tuple[Hashable, Any]] = field(default_factory=list)
+    has_failed: bool = False
+    """Its ranks may have made different numbers of calls in a group."""
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether nothing refers to the strategy or to a model of it."""
+        return self.strategy() is None and not self.modules
 
 
-_owners: list[_Owner] = []
-"""In the order in which they began, the one that is set up last."""
+_strategies: list[_StrategyGroups] = []
+"""In the order in which they were set up, the last one at the end."""
+_spare: dict[tuple[Hashable, object], list[Any]] = {}
+"""Groups of axes to be used again."""
 
 
-def begin(strategy: object) -> None:
-    """Destroy the groups of strategies that are gone, and give this one those made from now on.
+def begin(strategy: object, module: object) -> None:
+    """Register a strategy that is set up, and free the groups of those that are gone.
 
-    Collective over all ranks, whenever a strategy is set up. A strategy goes with its Trainer; as
-    ranks may collect garbage at different times, groups are kept that one rank may still use.
+    Collective over all ranks. A strategy goes with its Trainer, and its groups when its models are
+    gone as well. Ranks may collect garbage at different times, so groups are kept that one rank may
+    still use.
     """
     world = dist.group.WORLD
-    known = [each for each in _owners if each.world is world]
+    known = [each for each in _strategies if each.world is world]
     mine = next((each for each in known if each.strategy() is strategy), None)
     if mine is None:
         if known:
             gc.collect()
-            gone = gather_objects([each.strategy() is None for each in known])
-            ended = [each for each, *ranks in zip(known, *gone, strict=True) if all(ranks)]
-            for each in ended:
-                _destroy(each)
-            known = [each for each in known if each not in ended]
-        mine = _Owner(weakref.ref(strategy), world)
-    _owners[:] = [*(each for each in known if each is not mine), mine]
+            ranks = gather_objects([(each.is_gone, each.has_failed) for each in known])
+            known = [
+                each for each, *states in zip(known, *ranks, strict=True) if not _free(each, states)
+            ]
+        mine = _StrategyGroups(weakref.ref(strategy), world)
+    if module is not None:
+        mine.modules.add(module)
+    _strategies[:] = [*(each for each in known if each is not mine), mine]
 
 
-def register(group: Group) -> Group:
-    """Return a new group, which is destroyed after the strategy that is set up.
+def fail(strategy: object) -> None:
+    """Register that a run of a strategy ended by an error on this rank."""
+    for each in _strategies:
+        if each.strategy() is strategy:
+            each.has_failed = True
+
+
+def control_group(group: T) -> T:
+    """Return a new group that no mesh has; it is destroyed when the strategy is gone.
 
     Args:
         group: As ``new_group`` returns it, also on a rank that is no member.
     """
-    if _owners and isinstance(group, dist.ProcessGroup):
-        _owners[-1].groups.append(weakref.ref(group))
+    if _strategies and isinstance(group, dist.ProcessGroup):
+        _strategies[-1].control.append(weakref.ref(group))
     return group
 
 
-def _destroy(owner: _Owner) -> None:
-    for each in owner.groups:
+def axis_group(key: Hashable, make: Callable[[], T]) -> T:
+    """Return a group of a strategy that is gone, or a new one. Collective as ``make`` is.
+
+    Args:
+        key: Ranks and settings by which a group may take the place of another; equal on all ranks.
+        make: Makes a group, also on a rank that is no member.
+    """
+    spare = _spare.get((key, dist.group.WORLD))
+    group: T = spare.pop(0) if spare else make()
+    if _strategies:
+        _strategies[-1].axes.append((key, group))
+    return group
+
+
+def _free(groups: _StrategyGroups, states: list[tuple[bool, bool]]) -> bool:
+    """Free the groups of a strategy if it is gone on all ranks, and return whether it is.
+
+    Args:
+        groups: The groups of the strategy.
+        states: By rank, whether it is gone, and whether a run of it has failed.
+    """
+    if not all(is_gone for is_gone, _ in states):
+        return False
+    for each in groups.control:
         group = each()
         if group is not None:
             with suppress(ValueError):  # it has been destroyed
                 dist.destroy_process_group(group)
+    if not any(has_failed for _, has_failed in states):
+        for key, axis in groups.axes:
+            _spare.setdefault((key, groups.world), []).append(axis)
+    return True

@@ -172,14 +172,10 @@ class ZeroAxis(DataAxis):
         if context.group.size() == 1:
             return None
         model = self._model
-        strategy = self.strategy
-        group = strategy.new_group(strategy.gradient_axes, backend="gloo")
+        group = self.strategy.new_group(self.strategy.gradient_axes, backend="gloo")
         assert group is not None
-        guard = OrderCheck(
-            group,
-            is_synchronized=model.joined_gathers.is_announced,
-            on_stuck=self._fail,
-        )
+        is_synchronized = model.joined_gathers.is_announced
+        guard = OrderCheck(group, is_synchronized=is_synchronized, on_stuck=self._fail)
         guard.attach(model.units, model.root)
         for weight in model.tiled:
             weight.note = guard.record

@@ -1,8 +1,7 @@
 """How a strategy saves and loads: one file of replicas, or a directory of the shards of all ranks.
 
 A strategy whose ranks hold the whole model writes files as Lightning does, but atomically. One
-whose ranks hold shards writes directories. Either may be written beside training. Each rank reads
-the part of the model that it holds, from either.
+whose ranks hold shards writes directories. Each rank reads the part that it holds from either.
 
 What a rank gives is a DTensor, or a plain tensor with its position in a larger one, so that a
 checkpoint holds everything where it lies in the whole model. Which part that is, the axes know.
@@ -61,7 +60,7 @@ from boltmesh.strategies.lightning_compat.trainer import (
     trainer_of,
 )
 from boltmesh.strategies.object_collectives import all_or_none, gather_objects
-from boltmesh.strategies.process_groups import register
+from boltmesh.strategies.process_groups import control_group
 from boltmesh.telemetry.traffic import CHECKPOINTS
 
 if TYPE_CHECKING:
@@ -301,12 +300,10 @@ class Checkpointing:
         """Get ready to save beside a training that begins. Collective over all ranks."""
         if self._beside is None:
             self._beside = AsyncSave()
-            self._saving_group = register(
-                dist.new_group(
-                    backend="gloo", timeout=self._strategy.timeout, group_desc="checkpoints"
-                )
-            )
-            self._strategy.recorder.name_group(self._saving_group, CHECKPOINTS)
+            timeout = self._strategy.timeout
+            group = dist.new_group(backend="gloo", timeout=timeout, group_desc="checkpoints")
+            self._saving_group = control_group(group)
+            self._strategy.recorder.name_group(group, CHECKPOINTS)
 
     @property
     def _writes_beside(self) -> bool:

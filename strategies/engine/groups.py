@@ -29,7 +29,7 @@ from boltmesh.strategies.engine.data_axis import DataAxis
 from boltmesh.strategies.lightning_compat.launchers import MultiProcessingLauncher, ScriptLauncher
 from boltmesh.strategies.lightning_compat.trainer import is_compiled_whole
 from boltmesh.strategies.mesh import AXES, MeshLayout, fit_layout
-from boltmesh.strategies.process_groups import begin, register
+from boltmesh.strategies.process_groups import axis_group, begin, control_group, fail
 from boltmesh.strategies.topology.devices import (
     CORES,
     explain_cuda,
@@ -296,7 +296,7 @@ class RankMeshStrategy(ParallelStrategy):
             timeout=self.timeout,
             device_id=None if device.type == "cpu" else device,
         )
-        begin(self)
+        begin(self, self.lightning_module)
         if not self.groups:
             self.groups = self._build_groups()
             if len(self.gradient_axes) > 1:
@@ -395,11 +395,41 @@ class RankMeshStrategy(ParallelStrategy):
             [ranks[each] for each in (range(len(ranks)) if members is None else members)]
             for ranks in self.layout.groups(*along)
         ]
-        group: ProcessGroup | None
-        group, _ = dist.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
-            chosen, timeout=timeout or self.timeout, backend=backend, group_desc=" x ".join(along)
-        )
-        return register(group)
+        name = " x ".join(along)
+        return self.enumerated_group(chosen, name, backend=backend, timeout=timeout)
+
+    def enumerated_group(
+        self,
+        groups: Sequence[Sequence[int]],
+        name: str,
+        *,
+        backend: str | None = None,
+        timeout: timedelta | None = None,
+    ) -> ProcessGroup | None:
+        """Return one more group of those that are listed, see ``new_group``.
+
+        Args:
+            groups: Ranks of each, the same on all ranks.
+            name: What messages of torch call them.
+            backend: See ``new_group``.
+            timeout: See ``new_group``.
+        """
+
+        def make() -> ProcessGroup | None:
+            group: ProcessGroup | None
+            group, _ = dist.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
+                groups, timeout=timeout or self.timeout, backend=backend, group_desc=name
+            )
+            return group
+
+        if backend is not None or timeout is not None:
+            return control_group(make())
+        return axis_group((name, tuple(map(tuple, groups)), self.timeout), make)
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        fail(self)
+        self.recorder.fail(exception)
 
     # Collectives.
 

@@ -463,7 +463,7 @@ class MeshStrategy(LoopStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         self.explain(exception)
-        self.recorder.fail(exception)
+        super().on_exception(exception)
         for axis in self.axes:
             axis.report(exception)
 

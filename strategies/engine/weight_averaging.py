@@ -217,7 +217,7 @@ class _ShardEpochAveraging(StochasticWeightAveraging):
         strategy: Any = trainer.strategy
         if strategy.divides_modules and self.pl_module_contains_batch_norm(pl_module):
             raise UnsupportedError(
-                f"{self.plain.__name__} computes the statistics of batch norms anew in an epoch "
+                f"{self.plain.__name__} computes the statistics of batch norms in an epoch "
                 f"without a backward pass, which {strategy.public_name} does not have. Use "
                 f"WeightAveraging(use_buffers=True), or bolt_zero3."
             )
@@ -300,9 +300,9 @@ def _averaged_state(
     """Return a state of the module in which this rank's averages are in place of its parts.
 
     Args:
-        trainer: Of the run.
+        trainer: The Trainer of the run.
         state: By name, as a checkpoint has it.
-        averages: Of the parameters that this rank holds, and perhaps of its buffers behind them.
+        averages: The averages of the parameters that this rank holds, then of buffers, if any.
     """
     strategy: Any = trainer.strategy
     module = trainer.lightning_module

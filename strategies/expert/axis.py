@@ -40,7 +40,6 @@ from boltmesh.strategies.lightning_compat.loops import step_arguments
 from boltmesh.strategies.lightning_compat.trainer import autocast_dtype
 from boltmesh.strategies.mesh import MeshLayout
 from boltmesh.strategies.object_collectives import gather_objects
-from boltmesh.strategies.process_groups import register
 from boltmesh.strategies.torch_compat.autograd import is_in_backward
 from boltmesh.strategies.torch_compat.modules import is_compiled, rewrapped
 from boltmesh.telemetry.traffic import CONTROL, ExpectedTraffic
@@ -157,22 +156,17 @@ class ExpertAxis(Axis):
 
     @override
     def build_groups(self) -> None:
-        timeout = self.strategy.timeout
         for kind, groups in (("expert", self._groups()), ("replicas", self._replica_groups())):
-            group: ProcessGroup
-            group, _ = dist.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
-                groups, timeout=timeout, group_desc=kind
-            )
-            register(group)
+            group = self.strategy.enumerated_group(groups, kind)
+            assert group is not None
             if kind == "expert":
                 self.strategy.groups[self.name] = group
             else:
                 self._replicas = group
         if self.size > 1 and self.strategy.layout.pipeline > 1:
-            self.coupled, _ = dist.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
-                self._groups(), timeout=timeout, backend="gloo", group_desc="expert control"
+            self.coupled = self.strategy.enumerated_group(
+                self._groups(), "expert control", backend="gloo"
             )
-            register(self.coupled)
 
     @override
     def refuse(self, trainer: Trainer, module: LightningModule) -> None:

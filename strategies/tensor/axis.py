@@ -34,7 +34,7 @@ from boltmesh.strategies.object_collectives import broadcast_from_rank0
 from boltmesh.strategies.optimizer_probe import find_mixing
 from boltmesh.strategies.owner_exchange import PartExchange
 from boltmesh.strategies.parameter_access import forget_parts, register_shards
-from boltmesh.strategies.process_groups import register
+from boltmesh.strategies.process_groups import control_group
 from boltmesh.strategies.progress import long_phase
 from boltmesh.strategies.tensor.expected_traffic import (
     CountingGroup,
@@ -116,7 +116,7 @@ class TensorAxis(Axis):
     @override
     def build_groups(self) -> None:
         self._control = self.strategy.new_group(self.name, backend="gloo")
-        self._judges = register(dist.new_group(backend="gloo", timeout=self.strategy.timeout))
+        self._judges = control_group(dist.new_group(backend="gloo", timeout=self.strategy.timeout))
 
     @property
     @override

@@ -16,6 +16,7 @@ from torch.nn import Module
 from boltmesh.errors import BoltMeshError, ConfigError, PipelineError
 from boltmesh.failure_board import SPREAD_S, Deadline, FailureBoard
 from boltmesh.schedule_sim import RECEIVES, SENDS, Action
+from boltmesh.strategies import process_groups
 from boltmesh.strategies.dry_run.batch_check import BatchDigest
 from boltmesh.strategies.pipeline.runtime.failure import describe_failure
 from boltmesh.strategies.pipeline.runtime.handshake import DisagreementError, Handshake
@@ -24,7 +25,6 @@ from boltmesh.strategies.pipeline.runtime.stage import PipelineStage
 from boltmesh.strategies.pipeline.runtime.step import Carried, PipelineStep, Specs, StepOutcome
 from boltmesh.strategies.pipeline.runtime.timing import BubbleMeter, OnChunk, build_spans
 from boltmesh.strategies.pipeline.schedules.actions import RankProgram
-from boltmesh.strategies.process_groups import register
 
 _NO_BATCH: Final = BatchDigest()
 
@@ -88,7 +88,7 @@ class PipelineRuntime:
         self.control_group = control_group
         """The ranks of the axis on the CPU, where they agree on whether a step is to be."""
         if control_group is None and group is not None and dist.get_world_size(group) > 1:
-            self.control_group = register(
+            self.control_group = process_groups.control_group(
                 dist.new_group(
                     dist.get_process_group_ranks(group),
                     timeout,
