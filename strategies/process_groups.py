@@ -2,7 +2,8 @@
 
 A process may train many times, as in a cross-validation. A group holds threads and sockets, or a
 communicator with buffers on the GPU, until it is destroyed. Groups of an axis are not destroyed:
-torch caches meshes by their ranks, and may look for the group of an equal one.
+torch caches meshes by their ranks, and may look for the group of an equal one. After an error they
+are left alone, as their ranks may have made different numbers of calls.
 """
 
 import gc
@@ -26,10 +27,9 @@ class _StrategyGroups:
     """The default group: all others go when it is destroyed."""
     modules: "weakref.WeakSet[object]" = field(default_factory=weakref.WeakSet)
     """Models that it trained, whose parameters may be gathered when the Trainer is gone."""
-    control: list[weakref.ref[dist.ProcessGroup]] = field(default_factory=list)
+    temporary: list[weakref.ref[dist.ProcessGroup]] = field(default_factory=list)
     axes: list[tuple[Hashable, Any]] = field(default_factory=list)
-    has_failed: bool = False
-    """Its ranks may have made different numbers of calls in a group."""
+    has_ended_well: bool = True
 
     @property
     def is_gone(self) -> bool:
@@ -56,46 +56,55 @@ def begin(strategy: object, module: object) -> None:
     if mine is None:
         if known:
             gc.collect()
-            ranks = gather_objects([(each.is_gone, each.has_failed) for each in known])
+            ranks = gather_objects([(each.is_gone, each.has_ended_well) for each in known])
             known = [
                 each for each, *states in zip(known, *ranks, strict=True) if not _free(each, states)
             ]
         mine = _StrategyGroups(weakref.ref(strategy), world)
+    mine.has_ended_well = False
     if module is not None:
         mine.modules.add(module)
     _strategies[:] = [*(each for each in known if each is not mine), mine]
+    for key in [each for each in _spare if each[1] is not world]:
+        del _spare[key]
 
 
-def fail(strategy: object) -> None:
-    """Register that a run of a strategy ended by an error on this rank."""
-    for each in _strategies:
-        if each.strategy() is strategy:
-            each.has_failed = True
+def end(strategy: object) -> None:
+    """Register that a run of a strategy ended without an error on this rank."""
+    for each in _groups_of(strategy):
+        each.has_ended_well = True
 
 
-def control_group(group: T) -> T:
+def temporary_group(group: T, strategy: object) -> T:
     """Return a new group that no mesh has; it is destroyed when the strategy is gone.
 
     Args:
         group: As ``new_group`` returns it, also on a rank that is no member.
+        strategy: The strategy that uses it.
     """
-    if _strategies and isinstance(group, dist.ProcessGroup):
-        _strategies[-1].control.append(weakref.ref(group))
+    if isinstance(group, dist.ProcessGroup):
+        for each in _groups_of(strategy):
+            each.temporary.append(weakref.ref(group))
     return group
 
 
-def axis_group(key: Hashable, make: Callable[[], T]) -> T:
+def axis_group(key: Hashable, make: Callable[[], T], strategy: object) -> T:
     """Return a group of a strategy that is gone, or a new one. Collective as ``make`` is.
 
     Args:
         key: Ranks and settings by which a group may take the place of another; equal on all ranks.
         make: Makes a group, also on a rank that is no member.
+        strategy: The strategy that uses it.
     """
     spare = _spare.get((key, dist.group.WORLD))
     group: T = spare.pop(0) if spare else make()
-    if _strategies:
-        _strategies[-1].axes.append((key, group))
+    for each in _groups_of(strategy):
+        each.axes.append((key, group))
     return group
+
+
+def _groups_of(strategy: object) -> list[_StrategyGroups]:
+    return [each for each in _strategies if each.strategy() is strategy]
 
 
 def _free(groups: _StrategyGroups, states: list[tuple[bool, bool]]) -> bool:
@@ -103,16 +112,16 @@ def _free(groups: _StrategyGroups, states: list[tuple[bool, bool]]) -> bool:
 
     Args:
         groups: The groups of the strategy.
-        states: By rank, whether it is gone, and whether a run of it has failed.
+        states: By rank, whether it is gone, and whether its last run ended without an error.
     """
     if not all(is_gone for is_gone, _ in states):
         return False
-    for each in groups.control:
+    for each in groups.temporary:
         group = each()
         if group is not None:
             with suppress(ValueError):  # it has been destroyed
                 dist.destroy_process_group(group)
-    if not any(has_failed for _, has_failed in states):
+    if all(has_ended_well for _, has_ended_well in states):
         for key, axis in groups.axes:
             _spare.setdefault((key, groups.world), []).append(axis)
     return True

@@ -197,6 +197,10 @@ def _read(folder: Folder) -> dict[str, Any]:
     for key, model in models.items():
         tied = {alias: model[name] for alias, name in aliases.items()}
         checkpoint[key] = {**model, **tied, **extra}
+    for state in checkpoint.get("callbacks", {}).values():
+        # Of StochasticWeightAveraging, which a strategy of replicas reads as Lightning does.
+        if isinstance(state, dict) and "average_model_state" in state:
+            state["average_model_state"] = checkpoint.get(AVERAGED, checkpoint[MODEL])
     return checkpoint
 
 
@@ -242,9 +246,10 @@ def divide(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any
             seen[id(value)] = name
             model[name] = value
     tensors: dict[str, Any] = {MODEL: model} if model else {}
-    for key in {CURRENT, AVERAGED} & rest.keys():  # with the names of the other
-        beside = rest.pop(key)
-        tensors[key] = {name: beside[name] for name in model}
+    for key in (CURRENT, AVERAGED):
+        if key in rest:  # has the names of the other
+            beside = rest.pop(key)
+            tensors[key] = {name: beside[name] for name in model}
     states = []
     for number, each in enumerate(rest.pop(OPTIMIZERS, ())):
         large: dict[str, dict[str, Tensor]] = {}

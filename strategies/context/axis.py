@@ -61,7 +61,6 @@ from boltmesh.strategies.object_collectives import broadcast_from_rank0
 from boltmesh.strategies.pipeline.runtime.stage import ValueSpec
 from boltmesh.strategies.pipeline.stage.cut import StageBorders
 from boltmesh.strategies.pipeline.stage.trace import StepTrace, TensorSpec
-from boltmesh.strategies.process_groups import control_group
 from boltmesh.strategies.tensor.analysis.analyse import analyse
 from boltmesh.strategies.tensor.expected_traffic import CountingGroup, OperatorTraffic, count_step
 from boltmesh.telemetry.traffic import ExpectedTraffic
@@ -127,7 +126,8 @@ class ContextAxis(Axis):
     @override
     def build_groups(self) -> None:
         self._control = self.strategy.new_group(self.name, backend="gloo")
-        self._judges = control_group(dist.new_group(backend="gloo", timeout=self.strategy.timeout))
+        ranks = [range(self.strategy.layout.world_size)]
+        self._judges = self.strategy.enumerated_group(ranks, "proofs", backend="gloo")
 
     @property
     @override

@@ -431,7 +431,7 @@ def build_mesh(options: ZeroOptions, context: AxisContext) -> ShardMesh:
         context.device,
         shard_size=options.shard_size,
         ranks_per_node=context.ranks_per_node,
-        timeout=context.timeout,
+        cut_group=context.cut_group,
     )
 
 

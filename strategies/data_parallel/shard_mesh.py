@@ -1,7 +1,7 @@
 """Which ranks of the data axis share one copy of the model, and which hold copies."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -43,12 +43,11 @@ class ShardMesh:
         *,
         shard_size: int | str | None,
         ranks_per_node: int,
-        timeout: timedelta | None = None,
+        cut_group: Callable[[Callable[[list[int]], Sequence[Sequence[int]]], str], ProcessGroup],
     ) -> "ShardMesh":
         """Cut the data axis into groups that shard, and groups that replicate across them.
 
-        Collective over ``group``. Neighbours share a copy, so that gathers stay inside a node.
-        ``timeout`` is that of collectives in the new groups.
+        Collective over all ranks. Neighbours share a copy, so that gathers stay inside a node.
 
         Raises:
             LayoutError: When ``shard_size`` does not divide the axis, or a node's share of it.
@@ -57,14 +56,19 @@ class ShardMesh:
         size = choose_shard_size(ranks, shard_size, ranks_per_node)
         if size == len(ranks):
             return cls(DeviceMesh.from_group(group, device.type), group, None)
-        rows = [ranks[start : start + size] for start in range(0, len(ranks), size)]
-        columns = [list(column) for column in zip(*rows, strict=True)]
-        shards = _own_group(rows, "shard", timeout)
-        replicas = _own_group(columns, "replicate", timeout)
+
+        def rows(ranks: list[int]) -> list[list[int]]:
+            size = choose_shard_size(ranks, shard_size, ranks_per_node)
+            return [ranks[start : start + size] for start in range(0, len(ranks), size)]
+
+        def columns(ranks: list[int]) -> list[list[int]]:
+            return [list(each) for each in zip(*rows(ranks), strict=True)]
+
+        shards, replicas = cut_group(rows, "data_shard"), cut_group(columns, "data_replicate")
         mesh = DeviceMesh.from_group(
             [replicas, shards],
             device.type,
-            mesh=torch.tensor(rows),
+            mesh=torch.tensor(rows(ranks)),
             mesh_dim_names=("replicate", "shard"),
         )
         return cls(mesh, shards, replicas)
@@ -96,11 +100,3 @@ def choose_shard_size(ranks: list[int], asked: int | str | None, ranks_per_node:
             f"{', '.join(map(str, nodes.values()))}. Use a number that divides {count}."
         )
     return nodes[ranks[0] // ranks_per_node]
-
-
-def _own_group(cut: list[list[int]], name: str, timeout: timedelta | None) -> ProcessGroup:
-    """Make the group of ``cut`` that this rank is in. Its members call this, and nobody else."""
-    mine = next(ranks for ranks in cut if dist.get_rank() in ranks)
-    group = dist.new_group(mine, timeout, use_local_synchronization=True, group_desc=f"data_{name}")
-    assert isinstance(group, ProcessGroup)
-    return group

@@ -60,7 +60,7 @@ from boltmesh.strategies.lightning_compat.trainer import (
     trainer_of,
 )
 from boltmesh.strategies.object_collectives import all_or_none, gather_objects
-from boltmesh.strategies.process_groups import control_group
+from boltmesh.strategies.process_groups import temporary_group
 from boltmesh.telemetry.traffic import CHECKPOINTS
 
 if TYPE_CHECKING:
@@ -302,7 +302,7 @@ class Checkpointing:
             self._beside = AsyncSave()
             timeout = self._strategy.timeout
             group = dist.new_group(backend="gloo", timeout=timeout, group_desc="checkpoints")
-            self._saving_group = control_group(group)
+            self._saving_group = temporary_group(group, self._strategy)
             self._strategy.recorder.name_group(group, CHECKPOINTS)
 
     @property

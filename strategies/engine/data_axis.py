@@ -8,7 +8,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from datetime import timedelta
 from functools import partial
 from typing import Protocol
 
@@ -98,6 +97,8 @@ class AxisContext:
     group: ProcessGroup
     """The ranks that average gradients: those of the axis, and of axes that average with it."""
     device: torch.device
+    cut_group: Callable[[Callable[[list[int]], Sequence[Sequence[int]]], str], ProcessGroup]
+    """See ``DataAxis._cut_group``."""
     compute_dtype: torch.dtype | None = None
     """What autocast computes in under ``bf16-mixed`` and ``16-mixed``; None without autocast."""
     ranks_per_node: int = 1
@@ -108,8 +109,6 @@ class AxisContext:
     """Whether the Trainer clips gradients by their norm."""
     reads_gradients: bool = False
     """Whether something of the user's may look at ``.grad`` before an optimizer has stepped."""
-    timeout: timedelta | None = None
-    """How long a collective of a further group may take; None: torch's default."""
     norm_shares: Sequence[NormShare] = ()
     """What the axes beside this one say of norms of gradients."""
     scaler: GradScaler | None = None
@@ -210,7 +209,7 @@ class DataAxis(Axis, ABC):
             num_microbatches=trainer.accumulate_grad_batches,
             has_norm_clipping=has_norm_clipping(trainer),
             reads_gradients=reads_gradients(trainer, strategy.lightning_module),
-            timeout=strategy.timeout,
+            cut_group=self._cut_group,
             norm_shares=strategy.norm_shares(),
             scaler=strategy.scaler,
             zeroes_gradients=partial(zeroes_gradients, trainer),
@@ -221,6 +220,21 @@ class DataAxis(Axis, ABC):
             holds_buffer=strategy.holds_buffer,
             owned=next((each for each in map(_owned_by, strategy.axes) if each is not None), None),
         )
+
+    def _cut_group(
+        self, cut: Callable[[list[int]], Sequence[Sequence[int]]], name: str
+    ) -> ProcessGroup:
+        """Return a group of some ranks that average gradients. Collective over all ranks.
+
+        Args:
+            cut: Divides all ranks that average gradients with each other into such groups.
+            name: What messages of torch call them.
+        """
+        ranks = self.strategy.layout.groups(*self.strategy.gradient_axes)
+        cut_ranks = [each for group in ranks for each in cut(group)]
+        group = self.strategy.enumerated_group(cut_ranks, name)
+        assert group is not None
+        return group
 
     def share_weights(self, module: Module) -> None:
         """Give every rank the first one's model, for a run that trains nothing.

@@ -17,6 +17,7 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
 from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
@@ -27,9 +28,9 @@ from boltmesh.strategies import lightning_compat as compat
 from boltmesh.strategies.engine.axis import Axis
 from boltmesh.strategies.engine.data_axis import DataAxis
 from boltmesh.strategies.lightning_compat.launchers import MultiProcessingLauncher, ScriptLauncher
-from boltmesh.strategies.lightning_compat.trainer import is_compiled_whole
+from boltmesh.strategies.lightning_compat.trainer import is_compiled_whole, trainer_of
 from boltmesh.strategies.mesh import AXES, MeshLayout, fit_layout
-from boltmesh.strategies.process_groups import axis_group, begin, control_group, fail
+from boltmesh.strategies.process_groups import axis_group, begin, end, temporary_group
 from boltmesh.strategies.topology.devices import (
     CORES,
     explain_cuda,
@@ -422,14 +423,19 @@ class RankMeshStrategy(ParallelStrategy):
             )
             return group
 
-        if backend is not None or timeout is not None:
-            return control_group(make())
-        return axis_group((name, tuple(map(tuple, groups)), self.timeout), make)
+        if timeout is not None:  # of a trial, which destroys it
+            return make()
+        if backend is not None:
+            return temporary_group(make(), self)
+        return axis_group((name, tuple(map(tuple, groups)), self.timeout), make, self)
 
-    @override
-    def on_exception(self, exception: BaseException) -> None:
-        fail(self)
-        self.recorder.fail(exception)
+    def end_run(self) -> None:
+        """Close the records of a run, and register whether it ended without an error."""
+        self.recorder.close()
+        self.recorder = NullRecorder()
+        trainer = trainer_of(self.lightning_module)
+        if trainer is not None and trainer.state.status != TrainerStatus.INTERRUPTED:
+            end(self)
 
     # Collectives.
 

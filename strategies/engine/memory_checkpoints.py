@@ -39,7 +39,7 @@ from boltmesh.strategies.lightning_compat.loops import (
 )
 from boltmesh.strategies.lightning_compat.trainer import add_callback
 from boltmesh.strategies.object_collectives import noop
-from boltmesh.strategies.process_groups import control_group
+from boltmesh.strategies.process_groups import temporary_group
 from boltmesh.telemetry.snapshot import MemoryKind
 from boltmesh.telemetry.traffic import CHECKPOINTS
 from boltmesh.telemetry.writer.memory import StoredBytes
@@ -122,9 +122,8 @@ class MemoryCheckpoints:
         """Find the folder of this layout, and make the group of the copies. Collective."""
         strategy = self._strategy
         if self._ranks is None:
-            group = control_group(
-                dist.new_group(backend="gloo", timeout=strategy.timeout, group_desc="copies")
-            )
+            group = dist.new_group(backend="gloo", timeout=strategy.timeout, group_desc="copies")
+            temporary_group(group, strategy)
             strategy.recorder.name_group(group, CHECKPOINTS)
             self._ranks = HostRanks(group, strategy.global_rank, strategy.num_processes)
         sizes = "x".join(map(str, strategy.layout.sizes.values()))

@@ -56,7 +56,6 @@ from boltmesh.strategies.random_state import seed_random_state, share_random_sta
 from boltmesh.strategies.tiling.logits import LogitTiling
 from boltmesh.telemetry.snapshot import AlertThresholds, MemoryKind
 from boltmesh.telemetry.traffic import ExpectedTraffic, added_up
-from boltmesh.telemetry.writer.null_recorder import NullRecorder
 
 
 class MeshStrategy(LoopStrategy):
@@ -463,7 +462,7 @@ class MeshStrategy(LoopStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         self.explain(exception)
-        super().on_exception(exception)
+        self.recorder.fail(exception)
         for axis in self.axes:
             axis.report(exception)
 
@@ -502,8 +501,7 @@ class MeshStrategy(LoopStrategy):
             self._tear_down_rest()
 
     def _tear_down_rest(self) -> None:
-        self.recorder.close()
-        self.recorder = NullRecorder()
+        self.end_run()
         if not self.stores_shards:
             super().teardown()
             return

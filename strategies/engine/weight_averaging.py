@@ -21,7 +21,7 @@ from torch.nn import Module, Parameter
 from torch.optim.swa_utils import AveragedModel
 from typing_extensions import override
 
-from boltmesh.errors import UnsupportedError
+from boltmesh.errors import CheckpointError, UnsupportedError
 from boltmesh.strategies.checkpoint.chunks import (
     OffloadedChunk,
     Snapshot,
@@ -40,13 +40,20 @@ AVERAGING = "averaging_state"
 
 def average_shards(trainer: Trainer) -> None:
     """Let the callbacks of a Trainer average shards. Before they are set up; keeps the objects."""
-    for callback in callbacks_of(trainer):
+    averaging = [each for each in callbacks_of(trainer) if isinstance(each, tuple(_CALLBACKS))]
+    if len(averaging) > 1:
+        raise UnsupportedError(
+            f"{' and '.join(type(each).__name__ for each in averaging)} would average shards and "
+            f"store averages in one checkpoint. Use one of them, or bolt_ddp."
+        )
+    for callback in averaging:
         for base, ours in _CALLBACKS.items():
             if isinstance(callback, base) and not isinstance(callback, ours):
                 kind = type(callback)
                 # Methods of a subclass come first, and their ``super()`` is the one here.
                 bases = (ours,) if kind is base else (kind, ours)
-                callback.__class__ = type(kind.__name__, bases, {"plain": kind})
+                names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+                callback.__class__ = type(kind.__name__, bases, {"plain": kind, **names})
 
 
 def gather_for_averages(module: LightningModule) -> None:
@@ -209,7 +216,8 @@ class _ShardEpochAveraging(StochasticWeightAveraging):
             self.setup(trainer, pl_module, stage)
             return
         _refuse_mixing(self._avg_fn, "avg_fn", self.plain.__name__)
-        self._average_model = None
+        if stage == "fit":
+            self._average_model = None
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -223,8 +231,17 @@ class _ShardEpochAveraging(StochasticWeightAveraging):
             )
         super().on_fit_start(trainer, pl_module)
         parameters, _ = _parts(trainer)
-        shards: Any = _Shards([_value(each).clone() for each in parameters], [])
+        device = self._device or pl_module.device
+        copies = [_value(each).detach().to(device, copy=True) for each in parameters]
+        shards: Any = _Shards(copies, [])
         self._average_model = shards
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # Lightning does not call on_train_epoch_start in the rest of an epoch, and the scheduler of
+        # the callback is to step at its end.
+        if trainer.fit_loop.restarted_mid_epoch and self._scheduler_state is not None:
+            self.on_train_epoch_start(trainer, pl_module)
 
     @staticmethod
     @override
@@ -276,8 +293,14 @@ class _ShardEpochAveraging(StochasticWeightAveraging):
             # As on_fit_start does where callbacks are restored before it.
             self._clear_schedulers(trainer)
         averaged = checkpoint.get(AVERAGED, state["average_model_state"])
-        if averaged is None or not state["n_averaged"]:
+        state["average_model_state"] = None  # Lightning copies the rest of it
+        if not state["n_averaged"]:
             return
+        if averaged is None:
+            raise CheckpointError(
+                f"The checkpoint has no average of {self.plain.__name__}, which has averaged "
+                f"{state['n_averaged']} times. Resume from one that was saved in a fit."
+            )
         strategy: Any = trainer.strategy
         strict = pl_module.strict_loading
         strategy.load_model_state_dict({**checkpoint, MODEL: averaged}, strict=strict)

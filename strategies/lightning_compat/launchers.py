@@ -44,7 +44,7 @@ from boltmesh.rank_reports import (
     store_traceback,
     write_report,
 )
-from boltmesh.strategies.process_groups import control_group
+from boltmesh.strategies.process_groups import temporary_group
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -271,7 +271,8 @@ class SigtermAgreement:
         A reduction on a GPU would make the host wait for all kernels of the batch before.
         """
         if self._host_group is None:
-            self._host_group = control_group(dist.new_group(backend="gloo"))
+            group = dist.new_group(backend="gloo")
+            self._host_group = temporary_group(group, self._trainer.strategy)
         before, flags = self._reduced, torch.tensor(self.flags())
         work = dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._host_group, async_op=True)
         assert work is not None

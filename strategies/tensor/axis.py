@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -34,7 +33,6 @@ from boltmesh.strategies.object_collectives import broadcast_from_rank0
 from boltmesh.strategies.optimizer_probe import find_mixing
 from boltmesh.strategies.owner_exchange import PartExchange
 from boltmesh.strategies.parameter_access import forget_parts, register_shards
-from boltmesh.strategies.process_groups import control_group
 from boltmesh.strategies.progress import long_phase
 from boltmesh.strategies.tensor.expected_traffic import (
     CountingGroup,
@@ -116,7 +114,8 @@ class TensorAxis(Axis):
     @override
     def build_groups(self) -> None:
         self._control = self.strategy.new_group(self.name, backend="gloo")
-        self._judges = control_group(dist.new_group(backend="gloo", timeout=self.strategy.timeout))
+        ranks = [range(self.strategy.layout.world_size)]
+        self._judges = self.strategy.enumerated_group(ranks, "proofs", backend="gloo")
 
     @property
     @override

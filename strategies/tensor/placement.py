@@ -28,6 +28,7 @@ from boltmesh.strategies.blocks import failing_module, find_blocks
 from boltmesh.strategies.checkpoint.chunks import DimDivision
 from boltmesh.strategies.deferred_initialization.materialize import own_modules, prepare_modules
 from boltmesh.strategies.dry_run.step import DryRun
+from boltmesh.strategies.object_collectives import broadcast_from_rank0
 from boltmesh.strategies.tensor.analysis.analyse import Analysis, analyse
 from boltmesh.strategies.tensor.expected_traffic import OperatorTraffic
 from boltmesh.strategies.tensor.hugging_face import disagreements
@@ -185,7 +186,8 @@ def place(
     shapes = BlockShapes()
     with shapes.watching(blocks):
         plan, made_elements = _planned(on_host, blocks, options, context, group.size)
-    plan = replace(plan, kinds=kinds_of(shapes.by_first_call(blocks), plan))
+    order = broadcast_from_rank0(shapes.in_order(blocks), context.judges)
+    plan = replace(plan, kinds=kinds_of({name: blocks[name] for name in order}, plan))
     passed = _passed(module, plan, blocks, shapes)
     make_whole(module, blocks, passed, context.judges)
     batch, *rest = args

@@ -91,12 +91,12 @@ class BlockShapes:
         seen, given = self._seen.get(block, set()), self._seen.get(first, set())
         return len(seen) == 1 and seen == given and None not in seen
 
-    def by_first_call(self, blocks: Mapping[str, Module]) -> dict[str, Module]:
+    def in_order(self, blocks: Iterable[str]) -> list[str]:
         """Return the blocks in the order in which they first ran, then those that did not run.
 
         A model may run its encoders in another order than it has them (CoCa of open_clip).
         """
-        return {name: blocks[name] for name in dict.fromkeys([*self._seen, *blocks])}
+        return list(dict.fromkeys([*self._seen, *blocks]))
 
     @contextmanager
     def watching(self, blocks: Mapping[str, Module]) -> Iterator[None]:

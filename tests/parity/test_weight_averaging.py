@@ -192,7 +192,6 @@ def epochs_and_resume(
     return runs
 
 
-@pytest.mark.full
 @pytest.mark.slow(30)
 @pytest.mark.sample("zero3_cpu")
 @pytest.mark.parametrize("name", STRATEGIES)
@@ -205,6 +204,47 @@ def test_averages_of_epochs_equal_those_of_one_process(name: str, tmp_path: Path
         assert validated == pytest.approx(losses[-len(validated) :], abs=1e-5)
     assert [len(validated) for _, validated in runs] == [5, 2, 4, 2]
     assert largest_difference(runs[1][0], runs[0][0]) == 0
+
+
+def epochs_of_replicas(rank: int, world_size: int, path: str) -> dict[str, Tensor]:
+    module = Words()
+    fit_under("ddp", module, rank, world_size, ckpt_path=path, callbacks=[by_epochs()], **EPOCHS)
+    return whole(module)
+
+
+@pytest.mark.full
+def test_averages_of_epochs_resume_under_ddp(tmp_path: Path) -> None:
+    ((expected, _),) = run_ranks(epochs_of_one_process, 1, str(tmp_path / "one"))
+    run_ranks(epochs_and_resume, 2, "zero3", str(tmp_path), str(tmp_path / "one" / "epoch=2.ckpt"))
+    for epoch in (0, 2):
+        for found in run_ranks(epochs_of_replicas, 2, str(tmp_path / f"epoch={epoch}.ckpt")):
+            assert largest_difference(found, expected) < 1e-6
+
+
+def epochs_from_the_middle(rank: int, world_size: int, name: str, folder: str) -> list[Any]:
+    runs = []
+    for path in (None, f"{folder}/step=7.ckpt"):
+        module = Words()
+        saves = ModelCheckpoint(folder, "{step}", every_n_train_steps=7, save_top_k=-1)
+        fit_under(
+            name, module, rank, world_size, ckpt_path=path,
+            callbacks=[by_epochs(), saves], enable_checkpointing=True, **EPOCHS,
+        )  # fmt: skip
+        runs.append(whole(module))
+    return runs
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["zero3", "pipeline"])
+def test_averages_of_epochs_resume_in_the_middle_of_one(name: str, tmp_path: Path) -> None:
+    through, resumed = run_ranks(epochs_from_the_middle, 2, name, str(tmp_path))[0]
+    assert largest_difference(resumed, through) == 0
+
+
+def test_two_callbacks_that_average_shards_are_refused() -> None:
+    callbacks = [by_epochs(), EMAWeightAveraging()]
+    with pytest.raises(UnsupportedError, match="StochasticWeightAveraging and EMAWeightAveraging"):
+        fit(Words(), ZeROStrategy(telemetry=False), callbacks=callbacks)
 
 
 class Normed(Words):

@@ -30,6 +30,7 @@ STRATEGIES: dict[str, Any] = {
     "ddp": DDPStrategy,
     "zero2": lambda: ZeROStrategy(stage=2),
     "zero3": lambda: ZeROStrategy(stage=3),
+    "shard_size": lambda: ZeROStrategy(stage=3, shard_size=2),
     "zero3, recomputed": lambda: ZeROStrategy(stage=3, activation_checkpointing="full"),
     "zero3_cpu": lambda: ZeROStrategy(stage=3, offload_optimizer="cpu", offload_parameters="cpu"),
     "tensor": TensorParallelStrategy,
@@ -102,7 +103,7 @@ def train_four_times(rank: int, world_size: int, name: str) -> tuple[list[bool],
 @pytest.mark.sample("tensor")
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_runs_in_one_process_keep_neither_models_nor_process_groups(name: str) -> None:
-    world_size = 4 if name == "pipeline with ZeRO" else 2
+    world_size = 4 if name in {"pipeline with ZeRO", "shard_size"} else 2
     for are_gone, files in run_ranks(train_four_times, world_size, name):
         assert all(are_gone)
         # The groups of a run are destroyed when the next one has begun.

@@ -16,7 +16,6 @@ from torch.nn import Module
 from boltmesh.errors import BoltMeshError, ConfigError, PipelineError
 from boltmesh.failure_board import SPREAD_S, Deadline, FailureBoard
 from boltmesh.schedule_sim import RECEIVES, SENDS, Action
-from boltmesh.strategies import process_groups
 from boltmesh.strategies.dry_run.batch_check import BatchDigest
 from boltmesh.strategies.pipeline.runtime.failure import describe_failure
 from boltmesh.strategies.pipeline.runtime.handshake import DisagreementError, Handshake
@@ -88,13 +87,11 @@ class PipelineRuntime:
         self.control_group = control_group
         """The ranks of the axis on the CPU, where they agree on whether a step is to be."""
         if control_group is None and group is not None and dist.get_world_size(group) > 1:
-            self.control_group = process_groups.control_group(
-                dist.new_group(
-                    dist.get_process_group_ranks(group),
-                    timeout,
-                    backend="gloo",
-                    group_desc="pipeline control",
-                )
+            self.control_group = dist.new_group(
+                dist.get_process_group_ranks(group),
+                timeout,
+                backend="gloo",
+                group_desc="pipeline control",
             )
         self._meter = BubbleMeter(self.control_group, device)
         self._spans = build_spans(device, on_chunk, self._meter.measured)
