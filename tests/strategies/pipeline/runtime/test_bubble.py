@@ -65,7 +65,8 @@ class SleepyStage:
     def __init__(self, index: int, num_stages: int) -> None:
         self.index = index
         self.is_first, self.is_last = index == 0, index == num_stages - 1
-        self.weight = torch.ones(8, requires_grad=True)
+        # A matrix: vectors are differentiated with the inputs.
+        self.weight = torch.ones(1, 8, requires_grad=True)
 
     def values_in(self, microbatch: int) -> tuple[ValueSpec, ...]:
         return () if self.is_first else (ValueSpec((8,), torch.float32, True, "activation"),)
@@ -76,7 +77,7 @@ class SleepyStage:
     def forward(self, microbatch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         # The first stage has one of its own, which nobody receives a gradient of.
         x = received[0] if received else torch.ones(8, requires_grad=True)
-        x = Input.apply(x) + Weight.apply(self.weight)
+        x = Input.apply(x) + Weight.apply(self.weight)[0]
         return (x.sum(),) if self.is_last else (x,)
 
 
