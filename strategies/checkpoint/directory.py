@@ -198,7 +198,7 @@ def _read(folder: Folder) -> dict[str, Any]:
         tied = {alias: model[name] for alias, name in aliases.items()}
         checkpoint[key] = {**model, **tied, **extra}
     for state in checkpoint.get("callbacks", {}).values():
-        # Of StochasticWeightAveraging, which a strategy of replicas reads as Lightning does.
+        # Under replicas StochasticWeightAveraging reads it as Lightning does.
         if isinstance(state, dict) and "average_model_state" in state:
             state["average_model_state"] = checkpoint.get(AVERAGED, checkpoint[MODEL])
     return checkpoint
