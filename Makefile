@@ -18,10 +18,11 @@ help:  ## show this list
 venv: $(INSTALLED)  ## make .venv with boltmesh, editable, and all development tools
 
 # torch first and by itself: it then satisfies every later requirement, so that nothing replaces
-# its build by another one. The stamp is written last, so a broken install is repeated.
+# its build by another one. The stamp is written last, so a broken install is repeated. Releases of
+# torch differ in the setuptools that they take, so another one chooses its own.
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/)' constraints.txt > $(VENV)/constraints.txt
+	sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/;/^setuptools==/d)' constraints.txt > $(VENV)/constraints.txt
 	$(PIP) install --quiet -c $(VENV)/constraints.txt torch
 	$(PIP) install --quiet -c $(VENV)/constraints.txt -e ".[dev]"
 	touch $@
