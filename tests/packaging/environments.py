@@ -12,8 +12,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 LINKS = ("boltmesh/configs", "boltmesh/strategies", "boltmesh/tui")
 NOT_SOURCE = shutil.ignore_patterns(
-    ".git", ".venv", ".*_cache", ".coverage*", "__pycache__", "*.egg-info", "build", "dist",
-    "runs", "lightning_logs", "checkpoints",
+    ".git", ".gpu", ".venv*", ".*_cache", ".coverage*", "__pycache__", "*.egg-info", "build",
+    "dist", "runs", "lightning_logs", "checkpoints",
 )  # fmt: skip
 
 
