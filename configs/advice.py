@@ -19,7 +19,7 @@ _MAPPINGS = {dict, Mapping}
 
 
 def nearest(name: str, candidates: Iterable[str]) -> str | None:
-    """The candidate that ``name`` was probably meant to be, or None when none is alike."""
+    """The candidate that ``name`` was probably meant to be, or None when none is similar."""
     found = difflib.get_close_matches(name, sorted(candidates), n=1, cutoff=0.6)
     return found[0] if found else None
 
@@ -40,8 +40,8 @@ def nearest_key(key: str, candidates: Iterable[str]) -> str | None:
     if elsewhere:
         return elsewhere[0]
     lasts = {each.rpartition(".")[2]: each for each in reversed(every)}
-    alike = nearest(last, lasts)
-    return None if alike is None else lasts[alike]
+    similar = nearest(last, lasts)
+    return None if similar is None else lasts[similar]
 
 
 def name_choices(names: Iterable[str], *, last: str = "and", at_most: int = 12) -> str:
@@ -82,8 +82,8 @@ def choices_of(hint: Any) -> list[str]:
 
 def working_value(key: Field[Any], hint: Any, value: object) -> str:
     """A value that the key accepts: the choice nearest to ``value``, else the key's example."""
-    alike = nearest(show(value), choices_of(hint))
-    return show(key.metadata.get("example") if alike is None else alike)
+    similar = nearest(show(value), choices_of(hint))
+    return show(key.metadata.get("example") if similar is None else similar)
 
 
 def show(value: object) -> str:

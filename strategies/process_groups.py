@@ -2,8 +2,9 @@
 
 A process may train many times, as in a cross-validation. A group holds threads and sockets, or a
 communicator with buffers on the GPU, until it is destroyed. Groups of an axis are not destroyed:
-torch caches meshes by their ranks, and may look for the group of an equal one. After an error they
-are left alone, as their ranks may have made different numbers of calls.
+torch caches meshes by their ranks, and may look for the group of an equal one. After an error all
+groups are left alone: their ranks may have made different numbers of calls, and a group waits for
+calls that have begun before it is destroyed.
 """
 
 import gc
@@ -29,7 +30,8 @@ class _StrategyGroups:
     """Models that it trained, whose parameters may be gathered when the Trainer is gone."""
     temporary: list[weakref.ref[dist.ProcessGroup]] = field(default_factory=list)
     axes: list[tuple[Hashable, Any]] = field(default_factory=list)
-    has_ended_well: bool = True
+    unfinished: int = 0
+    """Number of runs that have begun and did not end without an error."""
 
     @property
     def is_gone(self) -> bool:
@@ -56,12 +58,12 @@ def begin(strategy: object, module: object) -> None:
     if mine is None:
         if known:
             gc.collect()
-            ranks = gather_objects([(each.is_gone, each.has_ended_well) for each in known])
+            ranks = gather_objects([(each.is_gone, each.unfinished) for each in known])
             known = [
                 each for each, *states in zip(known, *ranks, strict=True) if not _free(each, states)
             ]
         mine = _StrategyGroups(weakref.ref(strategy), world)
-    mine.has_ended_well = False
+    mine.unfinished += 1
     if module is not None:
         mine.modules.add(module)
     _strategies[:] = [*(each for each in known if each is not mine), mine]
@@ -72,7 +74,7 @@ def begin(strategy: object, module: object) -> None:
 def end(strategy: object) -> None:
     """Register that a run of a strategy ended without an error on this rank."""
     for each in _groups_of(strategy):
-        each.has_ended_well = True
+        each.unfinished = max(each.unfinished - 1, 0)
 
 
 def temporary_group(group: T, strategy: object) -> T:
@@ -107,21 +109,22 @@ def _groups_of(strategy: object) -> list[_StrategyGroups]:
     return [each for each in _strategies if each.strategy() is strategy]
 
 
-def _free(groups: _StrategyGroups, states: list[tuple[bool, bool]]) -> bool:
+def _free(groups: _StrategyGroups, states: list[tuple[bool, int]]) -> bool:
     """Free the groups of a strategy if it is gone on all ranks, and return whether it is.
 
     Args:
         groups: The groups of the strategy.
-        states: By rank, whether it is gone, and whether its last run ended without an error.
+        states: By rank, whether it is gone, and how many of its runs are unfinished.
     """
     if not all(is_gone for is_gone, _ in states):
         return False
+    if any(unfinished for _, unfinished in states):
+        return True
     for each in groups.temporary:
         group = each()
         if group is not None:
             with suppress(ValueError):  # it has been destroyed
                 dist.destroy_process_group(group)
-    if all(has_ended_well for _, has_ended_well in states):
-        for key, axis in groups.axes:
-            _spare.setdefault((key, groups.world), []).append(axis)
+    for key, axis in groups.axes:
+        _spare.setdefault((key, groups.world), []).append(axis)
     return True

@@ -386,7 +386,8 @@ class RankMeshStrategy(ParallelStrategy):
             axis: Along which its ranks lie; several make one group over all of them.
             members: Places on the axis of those that are in it; None: all.
             backend: None: as the other groups.
-            timeout: How long its collectives may take; None: as of the other groups.
+            timeout: How long its collectives may take; None: as of the other groups. A group with
+                one of its own is for a trial, after which the caller destroys it.
 
         Returns:
             The one that this rank is in, None where it is in none.

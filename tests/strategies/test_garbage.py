@@ -8,6 +8,7 @@ import gc
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import psutil
@@ -78,12 +79,17 @@ def test_steps_leave_no_tensor_to_the_garbage_collector(name: str) -> None:
     assert run_ranks(train, 2, name) == [Counter(), Counter()]
 
 
-def train_once(world_size: int, name: str) -> list[Callable[[], object]]:
+class Failing(Callback):
+    def on_train_batch_end(self, *args: Any) -> None:
+        raise ValueError("it fails")
+
+
+def train_once(world_size: int, name: str, *callbacks: Callback) -> list[Callable[[], object]]:
     module = Stack()
     trainer = Trainer(
         accelerator="cpu", devices=world_size, strategy=STRATEGIES[name](), max_steps=1,
-        logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False,
+        callbacks=[*callbacks], logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     trainer.fit(module, token_data(16, 4))
     return [weakref.ref(trainer.strategy), weakref.ref(module)]
@@ -106,5 +112,20 @@ def test_runs_in_one_process_keep_neither_models_nor_process_groups(name: str) -
     world_size = 4 if name in {"pipeline with ZeRO", "shard_size"} else 2
     for are_gone, files in run_ranks(train_four_times, world_size, name):
         assert all(are_gone)
-        # The groups of a run are destroyed when the next one has begun.
+        # The groups of a run are used again or destroyed when the next one has begun.
         assert files[1] == files[2] == files[3]
+
+
+def train_after_a_failure(rank: int, world_size: int) -> list[int]:
+    files = []
+    for callbacks in ([], [Failing()], [], []):
+        with suppress(ValueError):
+            train_once(world_size, "1f1b", *callbacks)
+        files.append(psutil.Process().num_fds())
+    return files
+
+
+@pytest.mark.ranks
+def test_groups_of_a_run_that_failed_are_not_used_again() -> None:
+    for first, failed, following, last in run_ranks(train_after_a_failure, 2):
+        assert first == failed < following == last
