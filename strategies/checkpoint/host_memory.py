@@ -31,6 +31,8 @@ ID_FILE = "memory.id"
 RUN_FILE = "run"
 FORGOTTEN_S = 3600.0
 """Seconds after the last change after which copies count as left by a run that has ended."""
+_LOOKS = 3
+"""Times that the files of a run are listed, if a copy is renamed or deleted meanwhile."""
 _STEP = re.compile(r"step=(\d+)\.ckpt")
 _PART = re.compile(r"part-(\d+)")
 
@@ -143,11 +145,27 @@ def forgotten_folders() -> Iterator[tuple[Path, Path | None]]:
 def stored_bytes(folder: Path) -> int:
     """Bytes that the files of a run take, those of copies that are being written as well."""
     found = 0
-    for each in folder.rglob("*"):
-        with contextlib.suppress(OSError):  # a copy is deleted meanwhile
-            status = each.lstat()
-            found += status.st_blocks * 512 * stat.S_ISREG(status.st_mode)
+    for _ in range(_LOOKS):
+        gone: list[OSError] = []
+        files = [
+            Path(root, name)
+            for root, _, names in os.walk(folder, onerror=gone.append)
+            for name in names
+        ]
+        sizes = [_allocated_bytes(file) for file in files]
+        found = sum(size for size in sizes if size is not None)
+        if not gone and None not in sizes:
+            break
     return found
+
+
+def _allocated_bytes(path: Path) -> int | None:
+    """Bytes that a file takes, or None if it is gone."""
+    try:
+        status = path.lstat()
+    except OSError:
+        return None
+    return status.st_blocks * 512 * stat.S_ISREG(status.st_mode)
 
 
 def free_bytes() -> int:
