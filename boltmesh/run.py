@@ -244,7 +244,7 @@ class RunBuilder:
             keep = self.config.run.checkpoint
             made.append(Summary())
             if keep.enabled:
-                made.append(self._model_checkpoint(inside / CHECKPOINTS))
+                made += self._model_checkpoints(inside / CHECKPOINTS)
             kept = inside / CHECKPOINTS if keep.enabled else None
             followers.append(GracefulStop(self.rank.stop, kept))
         title = f"{self.verb} {self.config.run.name}"
@@ -258,20 +258,27 @@ class RunBuilder:
         )
         return [run_folder, ErrorReport(self.rank), *made, *followers]
 
-    def _model_checkpoint(self, folder: Path) -> ModelCheckpoint:
+    def _model_checkpoints(self, folder: Path) -> list[ModelCheckpoint]:
         keep = self.config.run.checkpoint
+        best: dict[str, Any] = {
+            "monitor": keep.monitor,
+            "mode": keep.mode,
+            "save_top_k": keep.save_top_k,
+            "every_n_epochs": keep.every_n_epochs,
+        }
+        newest = {"every_n_train_steps": keep.every_n_steps, "save_last": keep.save_last}
+        # One that monitors a value saves nothing before it is logged, and ranks by an old one.
+        is_split = keep.monitor is not None and keep.every_n_steps is not None
         try:
-            return ModelCheckpoint(
-                dirpath=folder,
-                filename=keep.filename,
-                monitor=keep.monitor,
-                mode=keep.mode,
-                save_top_k=keep.save_top_k,
-                save_last=keep.save_last,
-                save_weights_only=keep.save_weights_only,
-                every_n_train_steps=keep.every_n_steps,
-                every_n_epochs=keep.every_n_epochs,
-            )
+            return [
+                ModelCheckpoint(
+                    dirpath=folder,
+                    filename=keep.filename,
+                    save_weights_only=keep.save_weights_only,
+                    **arguments,
+                )
+                for arguments in ([best, newest] if is_split else [best | newest])
+            ]
         except MisconfigurationException as error:
             raise ConfigError(f"{self.source}: run.checkpoint: {_one_line(error)}") from error
 

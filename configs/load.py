@@ -76,7 +76,10 @@ def _load(path: Path, overrides: Sequence[str]) -> DictConfig:
     for key, value, text in pairs:
         texts[key] = text
         from_command_line.assign(key, value)
-    if not OmegaConf.is_interpolation(config.run, "name") and config.run.name is None:
+    is_open = OmegaConf.is_interpolation(config.run, "name") or OmegaConf.is_missing(
+        config.run, "name"
+    )
+    if not is_open and config.run.name is None:
         config.run.name = re.sub(r"[^\w.-]+", "-", path.stem)
     _check_values(config, source=str(path))
     return config

@@ -203,17 +203,15 @@ class Merge:
                 f"strategy.name={show(given['name'])} is not the name of a strategy. Write for "
                 f"example strategy.name=bolt_ddp."
             )
-        if isinstance(given, Mapping) and given.get("name", "") not in {
-            "",
-            self.config.strategy.name,
-        }:
+        old = _given(self.config.strategy, "name")
+        if isinstance(given, Mapping) and given.get("name", "") not in {"", old}:
             self.config.strategy = {}
         return given
 
     def _class_path(self, key: str, class_path: str) -> str:
         section = OmegaConf.select(self.config, key.rpartition(".")[0])
         if isinstance(section, DictConfig) and not OmegaConf.is_missing(section, "class_path"):
-            old = section.get("class_path")
+            old = _given(section, "class_path")
             if old is not None and old != class_path:
                 section.init_args = {}
         return self._anchored(class_path)
@@ -292,6 +290,14 @@ class Merge:
 
     def _error(self, message: str) -> ConfigError:
         return ConfigError(f"{self.source}: {message}")
+
+
+def _given(section: DictConfig, key: str) -> Any:
+    """Return the value of a key; as it is written where that cannot be resolved."""
+    try:
+        return section.get(key)
+    except OmegaConfBaseException:
+        return OmegaConf.to_container(section, resolve=False)[key]  # type: ignore[index,call-overload]
 
 
 def _is_text(hint: Any) -> bool:

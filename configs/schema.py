@@ -166,8 +166,7 @@ class CheckpointSection:
     enabled: bool = _key(True)
     """False keeps none, not even when the run is stopped."""
     every_n_steps: Optional[int] = _key(None, 100, minimum=1)
-    """Save every n optimizer steps. With ``monitor`` leave it null: a validation after the same
-    step would come too late to be the value that counts."""
+    """Save every n optimizer steps. With ``monitor``, the newest is kept beside the best."""
     every_n_epochs: Optional[int] = _key(None, 1, minimum=1)
     """Save every n epochs; when neither is given, every epoch and after each validation."""
     monitor: Optional[str] = _key(None, "val_loss")

@@ -3,8 +3,9 @@
 ZeRO stage 3 with a disk, on two CPU processes, in about a minute. Between two uses nothing of the
 model is in a process's memory: parameters and optimizer state are in one file per process, shards
 are read ahead of each block, and the optimizer steps chunk by chunk while the backward pass is
-still running. The numbers are those of examples/01_ddp.py. From another terminal, ``boltmesh top``
-shows what went to the disk and came from it.
+still running. With the same number of steps and the same clipping, the numbers are those of plain
+data parallelism. From another terminal, ``boltmesh top`` shows what went to the disk and came from
+it.
 
 With ``--layers 48 --width 1024`` it is a model of 600 million parameters, whose training takes
 10 GB in plain data parallelism on each process.

@@ -1,9 +1,9 @@
 """python examples/07_expert.py [--devices 2] [--max-steps 100]
 
 Expert parallelism on two CPU processes, in about a minute: each has half of the experts of a small
-Mixtral of Hugging Face, and rows travel to the experts that they want. Experts are found in one
-step and proven before the first; ``boltmesh plan expert_hf`` prints them. The module is that of the
-other examples: the strategy is the only change. Needs transformers:
+Mixtral of Hugging Face, and rows travel to the experts that they want. Experts are found by
+running one step, and the division is verified before the first training step; ``boltmesh plan
+expert_hf`` prints them. The module is that of causal_lm.py, unchanged. Needs transformers:
 ``pip install -c constraints.txt -e ".[transformers]"``.
 """
 

@@ -19,8 +19,9 @@ class ZeROStrategy(MeshStrategy):
     """Data parallelism without the redundancy: each rank keeps a share, and gathers what it needs.
 
     The same numbers as one process with a batch that is larger by the number of ranks N. For mixed
-    precision with Adam, bytes per parameter and rank: 4 + 12/N in stage 1, 2 + 14/N in stage 2,
-    16/N in stage 3, where plain data parallelism takes 16.
+    precision with Adam, bytes per parameter and rank: 6 + 12/N in stage 1 (2 + 16/N without
+    accumulation), 2 + 16/N in stage 2, 16/N in stage 3, where plain data parallelism takes 22 (18
+    without accumulation).
 
     Args:
         stage: 1 shards the optimizer state; 2 also the gradients; 3 also the parameters, which are

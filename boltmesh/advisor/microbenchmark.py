@@ -31,11 +31,23 @@ CHAIN = 200
 """Operators of one element, with their backward passes."""
 FILE_BYTES = 2**26
 REPEATS = 5
+ROUNDS = 3
+"""Times that all is measured: the median of them leaves out a burst of other load."""
 
 
 def measure(accelerator: str, dtype: torch.dtype, rank: int, folder: str) -> dict[str, Any]:
     """Return the rates of this rank; its disk is that of a folder. Collective."""
     device = torch.device("cpu" if accelerator == "cpu" else f"cuda:{rank}")
+    found: dict[str, Any] = _joined(
+        [_rates(device, dtype) for _ in range(ROUNDS)], statistics.median
+    )
+    with contextlib.suppress(OSError):  # it may not be written to, or be full
+        found["disk_write_gb_s"], found["disk_read_gb_s"] = _disk_rates(folder)
+    return found
+
+
+def _rates(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """Return the rates of this rank but those of the disk. Collective."""
     matrix = torch.randn(PRODUCT, PRODUCT, device=device).to(dtype)
     vector = torch.randn(NUMEL, device=device)
     one = torch.ones(1, device=device)
@@ -51,13 +63,12 @@ def measure(accelerator: str, dtype: torch.dtype, rank: int, folder: str) -> dic
         "memory_gb_s": 3 * 4 * NUMEL / _seconds(lambda: vector + vector, device) / 1e9,
         "operator_us": _seconds(chain, device) / (2 * CHAIN) * 1e6,
     }
-    host = torch.ones(LARGE, pin_memory=accelerator != "cpu")
+    on_gpu = device.type == "cuda"
+    host = torch.ones(LARGE, pin_memory=on_gpu)
     found["host_gb_s"] = 2 * 4 * LARGE / _seconds(lambda: host.add_(1.0), device) / 1e9
-    if accelerator != "cpu":
+    if on_gpu:
         there = torch.empty(LARGE, device=device)
         found["bus_gb_s"] = 4 * LARGE / _seconds(lambda: there.copy_(host), device) / 1e9
-    with contextlib.suppress(OSError):  # it may not be written to, or be full
-        found["disk_write_gb_s"], found["disk_read_gb_s"] = _disk_rates(folder)
     if dist.get_world_size() > 1:
         found["allreduce_s"] = _all_reduces(device)
     return found
@@ -126,12 +137,12 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _mean(values: list[Any]) -> Any:
-    """Return the mean of numbers, of mappings by key."""
+def _joined(values: list[Any], join: Callable[[list[float]], float]) -> Any:
+    """Return one number for several, or one mapping, joined by key."""
     if isinstance(values[0], dict):
         shared = [key for key in values[0] if all(key in each for each in values)]
-        return {key: _mean([each[key] for each in values]) for key in shared}
-    return statistics.fmean(values)
+        return {key: _joined([each[key] for each in values], join) for key in shared}
+    return join(values)
 
 
 def main(folder: str, disk: str, rank: str, size: str, accelerator: str, dtype: str) -> None:
@@ -149,7 +160,7 @@ def main(folder: str, disk: str, rank: str, size: str, accelerator: str, dtype: 
     all_ranks: list[dict[str, Any]] = [{} for _ in range(int(size))]
     dist.all_gather_object(all_ranks, own)
     if int(rank) == 0:
-        print(json.dumps(_mean(all_ranks)), flush=True)
+        print(json.dumps(_joined(all_ranks, statistics.fmean)), flush=True)
     dist.destroy_process_group()
 
 

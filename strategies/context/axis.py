@@ -52,10 +52,9 @@ from boltmesh.strategies.context.tokenwise import (
 )
 from boltmesh.strategies.context.verify import ContextProof, results_whole
 from boltmesh.strategies.deferred_initialization.materialize import own_modules, prepare_modules
-from boltmesh.strategies.dry_run.batch_check import BatchDigest, SameBatchCheck
 from boltmesh.strategies.dry_run.sample import sample_batch
 from boltmesh.strategies.dry_run.step import DryRun
-from boltmesh.strategies.engine.axis import Axis, FakeRuns, StepFunction
+from boltmesh.strategies.engine.axis import FakeRuns, LayerAxis, StepFunction
 from boltmesh.strategies.lightning_compat.loops import step_arguments
 from boltmesh.strategies.object_collectives import broadcast_from_rank0
 from boltmesh.strategies.pipeline.runtime.stage import ValueSpec
@@ -71,7 +70,7 @@ _PATIENCE = timedelta(seconds=120)
 """Timeout of a proof if a rank has raised and others have not."""
 
 
-class ContextAxis(Axis):
+class ContextAxis(LayerAxis):
     """Divides the sequence of each batch over its ranks. With one rank it divides nothing.
 
     Args:
@@ -103,11 +102,6 @@ class ContextAxis(Axis):
         self._is_proving = False
         self.hooks: Entries | None = None
         """Cuts the sequence; None before a model was placed."""
-        self._control: ProcessGroup | None = None
-        """The ranks of the context group on the CPU."""
-        self._judges: ProcessGroup | None = None
-        """All ranks of the job on the CPU."""
-        self._batches: SameBatchCheck | None = None
         self._sample: tuple[Any, ...] = ()
         """A batch of the run, and what a step is called with behind it."""
         self._counted: Mapping[str, OperatorTraffic] | None = None
@@ -117,23 +111,7 @@ class ContextAxis(Axis):
         self._watching = ExitStack()
         """Lets functions that do not ask tensor subclasses take cut ones."""
 
-    def __getstate__(self) -> dict[str, Any]:
-        # Spawned ranks make their own groups.
-        return {**vars(self), "_control": None, "_judges": None}
-
     # Set-up.
-
-    @override
-    def build_groups(self) -> None:
-        self._control = self.strategy.new_group(self.name, backend="gloo")
-        ranks = [range(self.strategy.layout.world_size)]
-        self._judges = self.strategy.enumerated_group(ranks, "proofs", backend="gloo")
-
-    @property
-    @override
-    def sharing_group(self) -> ProcessGroup:
-        assert self._control is not None
-        return self._control
 
     @override
     def refuse(self, trainer: Trainer, module: LightningModule) -> None:
@@ -142,12 +120,9 @@ class ContextAxis(Axis):
 
     @override
     def place(self, trainer: Trainer) -> None:
+        super().place(trainer)
         strategy = self.strategy
-        assert self._control is not None
-        assert self._judges is not None
-        strategy.recorder.name_group(self._control, self.name)
         strategy.recorder.name_group(strategy.gradient_group, "data")
-        self._batches = SameBatchCheck(self._control, "context group")
         if self.size == 1:
             return
         module, step = strategy.lightning_module, strategy.step_name
@@ -371,17 +346,11 @@ class ContextAxis(Axis):
     # Steps.
 
     @override
-    def announce_batch(self, batch: Any, digest: BatchDigest) -> None:
-        if self.size > 1 and self._batches is not None:
-            self._batches.start(batch, digest)
-
-    @override
     def check_batch(self, batch: Any) -> None:
         if self.state is not None:
             self.state.end_step()  # what the backward passes of the batch before have left
             self.state.take_batch(batch)
-        if self.size > 1 and self._batches is not None:
-            self._batches.wait(batch)
+        super().check_batch(batch)
 
     @override
     def run_step(self, step: str, run: StepFunction, args: Any, kwargs: Any) -> Any:

@@ -163,7 +163,7 @@ class SameBatchCheck:
         name: Kind of the group, for errors.
     """
 
-    def __init__(self, group: ProcessGroup, name: str = "tensor group") -> None:
+    def __init__(self, group: ProcessGroup, name: str) -> None:
         self._group = group
         self._name = name
         self._pending: _PendingCheck | None = None

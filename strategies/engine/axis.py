@@ -16,11 +16,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from boltmesh.errors import ConfigError
 from boltmesh.strategies.checkpoint.chunks import DimDivision
 from boltmesh.strategies.checkpoint.optimizer_state import Take
-from boltmesh.strategies.dry_run.batch_check import BatchDigest
+from boltmesh.strategies.dry_run.batch_check import BatchDigest, SameBatchCheck
 from boltmesh.strategies.dry_run.unsupported import Reasons
 from boltmesh.strategies.grad_norm import NormShare
 from boltmesh.strategies.mesh import MeshLayout
@@ -391,3 +392,49 @@ class Axis:
 
     def release(self) -> None:
         """Give back what training alone needs, when saves are complete. Parameters stay."""
+
+
+class LayerAxis(Axis):
+    """An axis whose ranks compute each layer together, each with parts of its operands.
+
+    Their batches are compared before each step.
+    """
+
+    _control: ProcessGroup | None = None
+    """The ranks of the axis on the CPU."""
+    _judges: ProcessGroup | None = None
+    """All ranks of the job on the CPU."""
+    _batches: SameBatchCheck | None = None
+    """Compares the batches of the axis; None before a model was placed."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Spawned ranks make their own groups.
+        return {**vars(self), "_control": None, "_judges": None, "_batches": None}
+
+    @override
+    def build_groups(self) -> None:
+        self._control = self.strategy.new_group(self.name, backend="gloo")
+        ranks = [range(self.strategy.layout.world_size)]
+        self._judges = self.strategy.enumerated_group(ranks, "proofs", backend="gloo")
+
+    @property
+    @override
+    def sharing_group(self) -> ProcessGroup:
+        assert self._control is not None
+        return self._control
+
+    @override
+    def place(self, trainer: Trainer) -> None:
+        assert self._control is not None
+        self.strategy.recorder.name_group(self._control, self.name)
+        self._batches = SameBatchCheck(self._control, f"{self.name} group")
+
+    @override
+    def announce_batch(self, batch: Any, digest: BatchDigest) -> None:
+        if self.size > 1 and self._batches is not None:
+            self._batches.start(batch, digest)
+
+    @override
+    def check_batch(self, batch: Any) -> None:
+        if self.size > 1 and self._batches is not None:
+            self._batches.wait(batch)

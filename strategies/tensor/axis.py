@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
-from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
@@ -22,10 +21,9 @@ from typing_extensions import override
 
 from boltmesh.strategies.checkpoint.chunks import DimDivision
 from boltmesh.strategies.checkpoint.state_dict_guard import PARTS, StateGuard
-from boltmesh.strategies.dry_run.batch_check import BatchDigest, SameBatchCheck
 from boltmesh.strategies.dry_run.sample import sample_batch
 from boltmesh.strategies.dry_run.step import DryRun
-from boltmesh.strategies.engine.axis import Axis, FakeRuns
+from boltmesh.strategies.engine.axis import FakeRuns, LayerAxis
 from boltmesh.strategies.grad_norm import NormShare, PartShare
 from boltmesh.strategies.lightning_compat.loops import step_arguments
 from boltmesh.strategies.lightning_compat.trainer import has_norm_clipping, parameter_dtype
@@ -59,7 +57,7 @@ from boltmesh.telemetry.traffic import ExpectedTraffic
 _CPU = torch.device("cpu")
 
 
-class TensorAxis(Axis):
+class TensorAxis(LayerAxis):
     """Keeps the ranks of a tensor group one model, of whose layers each holds a part.
 
     Of one rank, it divides nothing.
@@ -80,10 +78,6 @@ class TensorAxis(Axis):
         self.wanted_size = size
         self.placement: TensorPlacement | None = None
         """None before a model was placed."""
-        self._control: ProcessGroup | None = None
-        """The ranks of the tensor group on the CPU."""
-        self._judges: ProcessGroup | None = None
-        """All ranks of the job on the CPU."""
         self._sample: tuple[Any, tuple[Any, ...]] = None, ()
         """A batch of the run that is set up, and what a step is called with behind it."""
         self._forget_scaler: Callable[[], None] = _nothing
@@ -93,10 +87,6 @@ class TensorAxis(Axis):
         """Whether the model was placed for this run, and not for one before."""
         self._counted: Mapping[str, OperatorTraffic] | None = None
         """What a batch of training moves, by operator; None where that is unknown."""
-
-    def __getstate__(self) -> dict[str, Any]:
-        # Spawned ranks make their own groups.
-        return {**vars(self), "_control": None, "_judges": None}
 
     @property
     def plan(self) -> TensorPlan | None:
@@ -112,25 +102,12 @@ class TensorAxis(Axis):
         return {self.name: layout.groups(self.name)} if self.size > 1 else {}
 
     @override
-    def build_groups(self) -> None:
-        self._control = self.strategy.new_group(self.name, backend="gloo")
-        ranks = [range(self.strategy.layout.world_size)]
-        self._judges = self.strategy.enumerated_group(ranks, "proofs", backend="gloo")
-
-    @property
-    @override
-    def sharing_group(self) -> ProcessGroup:
-        assert self._control is not None
-        return self._control
-
-    @override
     def place(self, trainer: Trainer) -> None:
         strategy = self.strategy
         module = strategy.lightning_module
         assert module is not None
-        context = self._context()
-        self.begin(context)
-        strategy.recorder.name_group(context.control, self.name)
+        super().place(trainer)
+        self.begin(self._context())
         if self.size == 1:
             return
         step = strategy.step_name
@@ -178,7 +155,6 @@ class TensorAxis(Axis):
         """Take the context of a run: called for every run, before ``divide``."""
         self.context = context
         self.group = TensorGroup(context.group, context.device)
-        self.batches = SameBatchCheck(context.control)
 
     def _is_placed(self, module: LightningModule, step: str) -> bool:
         """Whether a model runs by a plan that was proven with as much as this step needs."""
@@ -386,16 +362,6 @@ class TensorAxis(Axis):
             )
 
     # Steps.
-
-    @override
-    def announce_batch(self, batch: Any, digest: BatchDigest) -> None:
-        if self.size > 1:
-            self.batches.start(batch, digest)
-
-    @override
-    def check_batch(self, batch: Any) -> None:
-        if self.size > 1:
-            self.batches.wait(batch)
 
     @override
     def norm_shares(self) -> Sequence[NormShare]:

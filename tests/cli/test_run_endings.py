@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch import Callback, Trainer
 from omegaconf import OmegaConf
 
@@ -146,3 +147,23 @@ def test_others_cannot_read_files_with_secrets(tmp_path: Path) -> None:
         logger = RunLogger(tmp_path, name="logs", version=str(len(given)) + str(expected))
         logger.log_hyperparams(given)
         assert mode(Path(logger.log_dir, "hparams.yaml")) == expected
+
+
+def test_steps_are_saved_beside_the_best_by_a_value(workplace: Path) -> None:
+    keep = ["checkpoint.monitor=val_loss", "checkpoint.every_n_steps=2", "val_check_interval=3"]
+    line = ["fit", str(TINY), "devices=1", *keep]
+    assert run_command([*line, "max_steps=2"]) == 0
+    assert saved_steps(0) == {"epoch=0-step=2.ckpt": 2, "last.ckpt": 2}
+    assert run_command([*line, "max_steps=5"]) == 0
+    assert saved_steps(1) == {"epoch=0-step=3.ckpt": 3, "epoch=0-step=4.ckpt": 4, "last.ckpt": 4}
+    assert run_command([*line, "max_steps=6", "resume=auto"]) == 0
+    found = saved_steps(1)
+    assert found.pop("last.ckpt") == 6
+    assert set(found.values()) == {6}
+
+
+def saved_steps(number: int) -> dict[str, int]:
+    folder = Path(f"runs/tiny/{number}/checkpoints")
+    return {
+        each.name: torch.load(each, weights_only=False)["global_step"] for each in folder.iterdir()
+    }

@@ -3,6 +3,7 @@
 import contextlib
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
@@ -363,6 +364,7 @@ def test_a_wrong_override_is_one_line_with_the_nearest_right_one(config_file, ov
             "model: {class_path: a.B}\ntrainer: {max_steps: '${oc.env:NO_SUCH_VARIABLE}'}\n",
             ": trainer.max_steps cannot be resolved: ",
         ),
+        ("model: {class_path: a.B}\nrun: {name: '???'}\n", ": run.name is missing. "),
         (
             "model: {class_path: a.B}\ntrainer: {max_steps: '${run.dir}'}\n",
             ": trainer.max_steps cannot be resolved: ",
@@ -488,3 +490,19 @@ def test_values_that_cannot_be_read_raise_nothing_else(tmp_path, config_file, ke
 )
 def test_odd_overrides_are_refused_with_the_reason(config_file, override, said):
     assert said in line_of(config_file, [override])
+
+
+@pytest.mark.parametrize(
+    ("text", "override", "found"),
+    [
+        ("strategy: {name: '???', stage: 2}", "strategy=bolt_ddp", {"name": "bolt_ddp"}),
+        ("strategy: {name: '${oc.env:NO_SUCH}'}", "strategy=bolt_ddp", {"name": "bolt_ddp"}),
+        ("strategy: {name: bolt_ddp}", "strategy.name=bolt_zero1", {"name": "bolt_zero1"}),
+    ],
+)
+def test_an_open_name_is_overridden(tmp_path: Path, text: str, override: str, found: Any) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text(f"model: {{class_path: '${{oc.env:NO_SUCH}}'}}\n{text}\n")
+    config = load(path, ["model.class_path=a.B", override])
+    assert config.model.class_path == "a.B"
+    assert config.strategy == found

@@ -13,6 +13,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from typing_extensions import override
 
+from boltmesh.strategies.pipeline.schedules.registry import schedule_table, simulate_ideal
 from boltmesh.telemetry.reader.reader import open_job
 from boltmesh.telemetry.snapshot import Chunk, JobSnapshot
 from boltmesh.tui.commands.top import job_json, job_text
@@ -130,11 +131,19 @@ def test_screens_json_and_log_have_the_ratio_of_the_chunks(schedule: str) -> Non
     assert len(looks) == len(LOOKS)
     # The first step of an asynchronous schedule is not whole.
     is_late = schedule == "pipedream_2bw"
+    table = schedule_table(
+        schedule,
+        num_ranks=2,
+        num_microbatches=MICROBATCHES,
+        stages_per_rank=STAGES_PER_RANK[schedule],
+    )
+    ideal = f"{100 * simulate_ideal(table).bubble:.1f}"
     for number, look in zip(LOOKS, looks, strict=True):
         assert number - 1 - is_late <= look.num_steps <= number
         assert look.shown == pytest.approx(look.truth, abs=NEAR)
-        (found,) = re.findall(r"bubble ([\d.]+)%", look.text) or [None]
+        (found,) = re.findall(r"bubble ([\d.]+)%  ideal ([\d.]+)%", look.text) or [None]
         assert found is not None, look.text
-        assert float(found) / 100 == pytest.approx(look.truth, abs=NEAR)
+        assert float(found[0]) / 100 == pytest.approx(look.truth, abs=NEAR)
+        assert found[1] == ideal
     assert [logged] * len(others) == [each[1] for each in others]
     assert logged == pytest.approx(truth, abs=NEAR)

@@ -30,6 +30,7 @@ from boltmesh.tui.devices import DeviceReading
 from boltmesh.tui.metrics.figures import Figures, figures, job_flops
 from boltmesh.tui.metrics.findings.diagnose import diagnose
 from boltmesh.tui.metrics.findings.finding import Finding
+from boltmesh.tui.metrics.pipelines import bubble
 from boltmesh.tui.metrics.ranks import rank_rows
 from boltmesh.tui.metrics.status import job_stalled_seconds, rates_are_current
 from boltmesh.tui.metrics.step_time import phase_split
@@ -441,7 +442,10 @@ def _rates_and_metrics(state: State, width: int) -> list[Line]:
         if (hardware := hardware_words(flops)) is not None:
             parts.append(labelled(*hardware))
     if (ratio := figures(state).bubble_ratio.value) is not None:
-        parts.append(labelled("bubble", units.share(ratio)))
+        told = labelled("bubble", units.share(ratio))
+        if (found := bubble(state)) is not None and found.mean.ideal is not None:
+            told.add(f"  ideal {units.share(found.mean.ideal)}", "muted")
+        parts.append(told)
     parts += [labelled(name, units.number(value)) for name, value in newest_metrics(state).items()]
     return wrap_facts(parts, width)
 

@@ -1,11 +1,13 @@
 """PipeDream-2BW's overlapping steps, in every size and between batches of any two."""
 
 import itertools
+from collections.abc import Iterable
 
 import pytest
 
 from boltmesh.schedule_sim import (
     NOMINAL,
+    Slot,
     Timetable,
     carried,
     peak_live_activations,
@@ -117,6 +119,19 @@ def test_it_waits_less_than_1f1b_and_keeps_half_as_much_again(ranks: int) -> Non
         assert one.window - 3 * count == 3 * (ranks - 1)
         assert late.peak_live_activations[0] == ranks + ranks // 2
         assert late.peak_live_activations[-1] == ranks // 2
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_a_first_step_keeps_no_more_microbatches_than_the_next_ones(ranks: int) -> None:
+    for count in range(ranks, 4 * ranks + 1):
+        row_peaks = peak_live_activations(pipedream_2bw(ranks, count))
+        first = [live_peak(row) for row in overlapped_step(ranks, 0, count)]
+        assert all(one <= other for one, other in zip(first, row_peaks, strict=True))
+
+
+def live_peak(row: Iterable[Slot]) -> int:
+    signs = [1 if slot.action.kind == "F" else -1 for slot in row]
+    return max(itertools.accumulate(signs))
 
 
 def test_a_list_between_two_others_is_simulated_as_such() -> None:

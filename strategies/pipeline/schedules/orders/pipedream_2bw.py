@@ -66,7 +66,9 @@ class _RankClock:
         self.old = old
         self._forward, self._end_of_forward = 0, now
         self._backward, self._end_of_backward = -old, now - new
-        self._most = max(old, new) + 1
+        # In a first step a later rank would otherwise keep one more than in the steps after it.
+        is_filling = number > 0 and old == 0 < new
+        self._most = new if is_filling else max(old, new) + 1
         self.ends: dict[tuple[str, int], float] = {}
 
     def next(self, ranks: Sequence["_RankClock"]) -> tuple[float, bool, int] | None:
