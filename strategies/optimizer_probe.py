@@ -34,7 +34,7 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -99,8 +99,8 @@ def find_mixing(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
 def mixes_elements(optimizer: Optimizer) -> bool:
     """Whether steps of two halves of a parameter differ from the halves of its step.
 
-    False if it cannot be tried because it does not work on plain small matrices; a real step will
-    show that. An optimizer that steps another one and cannot be tried is judged by that one.
+    True if it cannot be tried because it does not work on plain small matrices: whole parameters
+    are stepped as it means them. One that steps another optimizer is then judged by that one.
     """
 
     def differs(group: _Group) -> bool:
@@ -111,7 +111,7 @@ def mixes_elements(optimizer: Optimizer) -> bool:
             for leaf, change, *parts in zip(group.leaves, whole, *halves, strict=True)
         )
 
-    return _is_any(optimizer, differs, mixes_elements, _MIX_ELEMENTS)
+    return _is_any(optimizer, differs, mixes_elements, _MIX_ELEMENTS, untried=True)
 
 
 def mixes_parameters(optimizer: Optimizer) -> bool:
@@ -234,10 +234,13 @@ def _is_any(
     question: Callable[["_Group"], bool],
     of_inner: Callable[[Optimizer], bool],
     known: Mapping[str, str],
+    *,
+    untried: bool = False,
 ) -> bool:
     """Answer a question about torch's own optimizers, and try each group of any other one.
 
-    An optimizer that cannot be tried is judged by what it steps inside.
+    An optimizer that cannot be tried is judged by what it steps inside, and is ``untried`` if it
+    steps nothing inside.
     """
     if _known(optimizer, known) is not None:
         return True
@@ -248,7 +251,7 @@ def _is_any(
             return any(map(question, _groups(optimizer)))
     except Exception:  # noqa: BLE001 - it needs other parameters, as a real step will show
         inner = [each for each in vars(optimizer).values() if isinstance(each, Optimizer)]
-        return any(map(of_inner, inner))
+        return any(map(of_inner, inner)) if inner else untried
 
 
 def _known(optimizer: Optimizer, known: Mapping[str, str]) -> str | None:
@@ -342,7 +345,7 @@ def _groups(optimizer: Optimizer) -> Iterator[_Group]:
         if key not in seen:
             seen.add(key)
             found = _Group(optimizer, settings, is_matrices)
-            yield found if _runs(found) else _with_state(found, group["params"])
+            yield from [found] if _runs(found) else _with_states(found, group["params"])
 
 
 def _runs(group: _Group) -> bool:
@@ -353,10 +356,15 @@ def _runs(group: _Group) -> bool:
     return True
 
 
-def _with_state(group: _Group, parameters: Iterable[Parameter]) -> _Group:
-    state = group.optimizer.state
-    starts = next((state[each] for each in parameters if state.get(each)), None)
-    return _Group(group.optimizer, group.settings, group.is_matrices, starts)
+def _with_states(group: _Group, parameters: Iterable[Parameter]) -> Iterator[_Group]:
+    """Return the group once for each kind of state that its parameters have from the beginning."""
+    kinds: dict[str, tuple[Mapping[str, Any], list[int]]] = {}
+    for each in parameters:
+        starts = group.optimizer.state.get(each, {})
+        plain = {k: v for k, v in starts.items() if isinstance(v, (bool, int, str))}
+        kinds.setdefault(repr(plain), (starts, []))[1].append(each.dim())
+    for starts, dims in kinds.values():
+        yield replace(group, is_matrices=min(dims) > 1, starts=starts)
 
 
 def _run(group: _Group, leaves: Sequence[_Leaf]) -> list[Tensor]:

@@ -13,6 +13,8 @@ numbers of gradients, such as a norm by hand:
 - A number made of the gradient of a parameter that a tensor axis divides is refused.
 - Between stages of a pipeline a number of one parameter is right where it stays a tensor, as to
   scale that gradient. One that is read, or joined with those of others, is refused.
+
+``WholeShapes`` answers reads of the shape of a part with that of the parameter.
 """
 
 import difflib
@@ -43,6 +45,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from typing_extensions import override
 
 from boltmesh.errors import ConfigError, UnsupportedError
+from boltmesh.strategies.checkpoint.chunks import DimDivision
 from boltmesh.strategies.grad_norm import HeldShare, NormShare, PartShare
 from boltmesh.strategies.offload.shard_tensor import OffloadedShard
 from boltmesh.strategies.pytree import tensors_in
@@ -417,3 +420,37 @@ def _reduced(number: Tensor) -> Tensor:
     if not isinstance(number, DTensor) or not any(each.is_partial() for each in number.placements):
         return number
     return number.redistribute(placements=[Replicate()] * number.device_mesh.ndim)
+
+
+_SHAPE_READS = (Tensor.shape.__get__, Tensor.size, Tensor.numel, Tensor.nelement, Tensor.__len__)  # type: ignore[attr-defined]
+
+
+class WholeShapes(TorchFunctionMode):
+    """Shows parameters in their full shapes, for rates and groups that depend on these.
+
+    Args:
+        module: Whose parameters are read.
+        division: How a parameter is divided of which this rank has a part in a plain tensor, by
+            name.
+    """
+
+    def __init__(
+        self, module: nn.Module | None, division: Callable[[str], DimDivision | None]
+    ) -> None:
+        super().__init__()
+        self._whole: dict[int, Tensor] = {}
+        for name, parameter in () if module is None else module.named_parameters():
+            if (found := division(name)) is not None:
+                self._whole[id(parameter)] = torch.empty(found.shape, device="meta")
+
+    @override
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func in _SHAPE_READS and id(args[0]) in self._whole:
+            args = (self._whole[id(args[0])], *args[1:])
+        return func(*args, **(kwargs or {}))

@@ -64,7 +64,7 @@ def attend(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise ValueError("attn_mask and is_causal=True cannot be given together")
     state = query.state
     draws = given.get("dropout_p", 0.0) > 0.0
-    with state.draws.own() if draws else nullcontext():
+    with state.draws.own(everywhere=True) if draws else nullcontext():
         local = _Attention(query, key, value, mask, is_causal, has_groups, given).run()
     return query.like(local)
 
@@ -217,7 +217,10 @@ class _Attention:
         query, own = self.query.local, self.query.positions.parts[self.group.rank]
         if not query.shape[-2]:
             shape = (*query.shape[:-1], values.shape[-1])
-            return query.new_zeros(shape) + 0 * (query.sum() + keys.sum() + values.sum())
+            used = [query, keys, values]
+            if self.mask is not None and self.mask.requires_grad:  # all ranks have its gradient
+                used.append(self.mask)
+            return query.new_zeros(shape) + 0 * sum(each.sum() for each in used)
         if not self.is_causal and not self._has_rows:
             mask = self._part_of_mask(own, have)
             return _sdpa(query, keys, values, mask, self.options)

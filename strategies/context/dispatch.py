@@ -449,7 +449,7 @@ def _run_local(call: Call, cuts: list[int], answer: Answer) -> Any:
                         local[place], each.dim, lead[each.operands[0]], state,
                         each.num_outer, each.num_inner,
                     )  # fmt: skip
-        with state.draws.own() if answer.draws else nullcontext():
+        with state.draws.own(everywhere=True) if answer.draws else nullcontext():
             result = _run_on_parts(call, local)
         outputs = answer.cut_outputs
         if isinstance(result, Tensor):

@@ -508,5 +508,6 @@ def conv1d(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if positions.count(state.rank):
         made = func(seen, weight, dilation=dilation, **given)
     else:  # its edges of the graph stay, for other ranks wait for its backward pass
-        made = seen.new_zeros(seen.shape[0], weight.shape[0], 0) + 0 * (seen.sum() + weight.sum())
+        used = [each for each in (seen, weight, given.get("bias")) if each is not None]
+        made = seen.new_zeros(seen.shape[0], weight.shape[0], 0) + 0 * sum(e.sum() for e in used)
     return value.like(made, positions=positions)

@@ -184,7 +184,7 @@ class _PlainRun:
         ):
             return forward(*args, **kwargs)
         local = value.local
-        with self.state.draws.own() if kind.draws else nullcontext():
+        with self.state.draws.own(everywhere=True) if kind.draws else nullcontext():
             if self.tile is None or local.shape[kind.dim] <= self.tile:
                 result = forward(local)
             else:

@@ -52,6 +52,7 @@ from boltmesh.strategies.lightning_compat.trainer import (
     reads_gradients,
     trainer_of,
 )
+from boltmesh.strategies.parameter_access import WholeShapes
 from boltmesh.strategies.random_state import seed_random_state, share_random_state
 from boltmesh.strategies.tiling.logits import LogitTiling
 from boltmesh.telemetry.snapshot import AlertThresholds, MemoryKind
@@ -303,7 +304,8 @@ class MeshStrategy(LoopStrategy):
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
-        super().setup_optimizers(trainer)
+        with WholeShapes(self.lightning_module, self.checkpoints.division):
+            super().setup_optimizers(trainer)
         for axis in reversed(self.axes):
             axis.check_optimizers(self.optimizers)
 

@@ -1,9 +1,15 @@
 """Tensor parallelism on 2 and 4 ranks computes what one process computes."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch import LightningModule
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import AdamW, Optimizer
 
 from boltmesh.check.differences import Trace
 from boltmesh.check.parity import trace_layout
@@ -29,6 +35,60 @@ class Case(AnyCase):
     @property
     def data_size(self) -> int:
         return self.ranks // (self.size or self.ranks)
+
+
+class ByWidth(TinyGPT):
+    """Rates by the width of a layer's input, as muP has them."""
+
+    def configure_optimizers(self) -> AdamW:
+        rates = [
+            {"params": [each], "lr": 0.1 / each.shape[-1] if each.ndim == 2 else 0.01}
+            for each in self.parameters()
+        ]
+        return AdamW(rates, eps=1e-4)
+
+
+class Matrices(Optimizer):
+    """Steps matrices by their square roots; which they are is in the state from the beginning.
+
+    Source: https://github.com/MoonshotAI/Moonlight keeps ``use_muon`` there.
+    """
+
+    def __init__(self, matrices: Iterable[Parameter], others: Iterable[Parameter]) -> None:
+        chosen = list(matrices)
+        super().__init__([*chosen, *others], {"lr": 0.02})
+        for each in self.param_groups[0]["params"]:
+            self.state[each]["is_matrix"] = any(each is matrix for matrix in chosen)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        group = self.param_groups[0]
+        for each in group["params"]:
+            if self.state[each]["is_matrix"]:
+                each.sub_(self._orthogonal(each.grad), alpha=group["lr"] * max(each.shape) ** 0.5)
+            else:
+                each.sub_(each.grad, alpha=group["lr"])
+        return loss
+
+    def _orthogonal(self, gradient: Tensor) -> Tensor:
+        assert gradient.ndim == 2
+        found = gradient / (gradient.norm() + 1e-7)
+        for _ in range(5):
+            found = 1.5 * found - 0.5 * found @ found.T @ found
+        return found
+
+
+class OfMatrices(TinyGPT):
+    """Trained by ``Matrices``."""
+
+    def configure_optimizers(self) -> Matrices:
+        named = list(self.named_parameters())
+        matrices = [each for name, each in named if each.ndim == 2 and "blocks" in name]
+        return Matrices(matrices, [each for _, each in named if each not in set(matrices)])
 
 
 CASES = [
@@ -65,6 +125,8 @@ CASES = [
     Case("several optimizers", module=TwoOptimizers, least=0.0),
     Case("packed sequences", module=Tagger, least=0.3),
     Case("layers that the step calls itself", module=Autoencoder, least=0.5),
+    Case("rates by width", module=ByWidth),
+    Case("an optimizer that knows matrices by their state", module=OfMatrices),
 ]  # fmt: skip
 
 
@@ -83,6 +145,7 @@ def layout(rank: int, world_size: int, case: Case) -> tuple[Trace, float, tuple[
 @pytest.mark.sample(
     "an odd vocabulary, tied, 4 ranks",
     "a sequence that is divided and computed again, 2 groups, bf16",
+    "rates by width",
 )
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_it_equals_one_process(case: Case) -> None:

@@ -162,7 +162,7 @@ def parameters() -> list[Parameter]:
         (Sharpness, True, True),
         (lambda own: Averaging(SGD(own, lr=0.1)), False, False),
         (lambda own: Averaging(LimitsEach(own, lr=0.1)), True, False),
-        (Captures, False, False),
+        (Captures, True, False),
         (torch.optim.Adagrad, False, False),
     ],
 )

@@ -25,6 +25,9 @@ _SPREAD = 0x9E3779B97F4A7C15
 
 _SEEDS = 2**63
 
+_OFFSET = 4
+"""Numbers by which a CUDA generator's offset counts."""
+
 _DRAW_NOTHING = (
     nn.Linear,
     nn.Embedding,
@@ -53,8 +56,13 @@ class Draws:
         """The state for what is alike on all ranks, while this rank draws its own; else None."""
 
     @contextmanager
-    def own(self) -> Iterator[None]:
-        """Draw for something divided. Afterwards generators stand alike on all ranks again."""
+    def own(self, *, everywhere: bool = False) -> Iterator[None]:
+        """Draw for something divided. Afterwards generators stand alike on all ranks again.
+
+        Args:
+            everywhere: Whether it is known that the ranks draw, which one whose part is empty
+                cannot see.
+        """
         if self._alike is not None:
             yield
             return
@@ -65,13 +73,13 @@ class Draws:
         try:
             yield
         finally:
-            is_drawn = not _is_same(_state_of(generator), own)
-            self._switch(generator, self._alike)
+            is_drawn = everywhere or not _is_same(_state_of(generator), own)
+            _set_state(generator, self._alike)
             self._alike = None
-            if is_drawn and generator.device.type != "cuda":
+            if is_drawn:
                 # What comes next starts from another number. Where nothing is drawn, all that
                 # follows is drawn as in a model on one rank.
-                _drawn_from(generator)
+                _advance(generator)
 
     @contextmanager
     def alike(self) -> Iterator[None]:
@@ -81,35 +89,22 @@ class Draws:
             return
         generator = default_generator(self._group.device)
         own = _state_of(generator)
-        self._switch(generator, self._alike)
+        _set_state(generator, self._alike)
         self._alike = None
         try:
             yield
         finally:
             self._alike = _state_of(generator)
-            self._switch(generator, own)
+            _set_state(generator, own)
 
     def _reseed(self, generator: torch.Generator) -> None:
         """Give the generator a state that follows from the one it has, and from the rank."""
         if generator.device.type == "cuda":
-            # Reading a number from the device would wait for it. Its generator counts what it
-            # gave, for any seed: the same count under another seed is another stream.
-            self._switch(generator, (self._seed(generator.initial_seed()), generator.get_offset()))
+            # Reading a number from the device would wait for it; seed and offset are on the host.
+            seed = generator.initial_seed() + generator.get_offset() * _SPREAD
         else:
-            generator.manual_seed(self._seed(_drawn_from(generator)))
-
-    def _seed(self, seed: int) -> int:
-        return (seed ^ (self._group.rank + 1) * _SPREAD) % _SEEDS
-
-    def _switch(self, generator: torch.Generator, state: Any) -> None:
-        if isinstance(state, Tensor):
-            generator.set_state(state)
-            return
-        seed, offset = state
-        # What was drawn meanwhile counts on: all ranks draw alike much.
-        offset = max(offset, generator.get_offset())
-        generator.manual_seed(seed)
-        generator.set_offset(offset)
+            seed = _drawn_from(generator)
+        generator.manual_seed((seed ^ (self._group.rank + 1) * _SPREAD) % _SEEDS)
 
     def __deepcopy__(self, _: dict[int, Any]) -> Self:
         return self
@@ -117,6 +112,22 @@ class Draws:
 
 def _drawn_from(generator: torch.Generator) -> int:
     return int(torch.empty((), dtype=torch.int64).random_(generator=generator))
+
+
+def _advance(generator: torch.Generator) -> None:
+    if generator.device.type == "cuda":
+        generator.set_offset(generator.get_offset() + _OFFSET)
+    else:
+        _drawn_from(generator)
+
+
+def _set_state(generator: torch.Generator, state: Any) -> None:
+    if isinstance(state, Tensor):
+        generator.set_state(state)
+        return
+    seed, offset = state
+    generator.manual_seed(seed)
+    generator.set_offset(offset)
 
 
 def _state_of(generator: torch.Generator) -> Any:

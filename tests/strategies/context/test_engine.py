@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from boltmesh.strategies.context import exchange
 from boltmesh.strategies.context.attention import attend_from_last
+from boltmesh.strategies.context.cut import ContextState, cut
 from boltmesh.strategies.context.entries import find_sequences
 from boltmesh.strategies.context.positions import (
     Positions,
@@ -73,6 +74,35 @@ def test_in_double_precision_differences_are_roundings() -> None:
 def test_there_may_be_fewer_positions_than_ranks() -> None:
     for each in run_ranks(run_models, 3, ["gpt", "llama"], {"length": 2, "steps": 1}):
         assert far(each, by=2e-6) == {}
+
+
+def run_without_positions(rank: int, size: int) -> tuple[Tensor, list[bool]]:
+    """Draw after a dropout of positions of one rank; differentiate where one rank has none."""
+    state = ContextState(world())
+    torch.manual_seed(3)
+    prefix = cut(torch.ones(2, 32, 4), 1, state)[:, :4]
+    functional.dropout(prefix, 0.5)
+    drawn = torch.randn(4)
+    weight = torch.randn(4, 1, 31, requires_grad=True)
+    bias, mask = torch.zeros(4, requires_grad=True), torch.zeros(1, 32, requires_grad=True)
+    signal = cut(torch.randn(2, 4, 24), 2, state)
+    made = functional.conv1d(signal, weight, bias, padding=15, groups=4)
+    _local_sum(made).backward()
+    heads = cut(torch.randn(1, 2, 32, 4), 2, state)
+    query = heads[:, :, :4]
+    rows = functional.scaled_dot_product_attention(query, heads, heads, mask.expand(4, 32))
+    _local_sum(rows).backward()
+    return drawn, [each.grad is not None for each in (weight, bias, mask)]
+
+
+def _local_sum(value: Any) -> Tensor:
+    return value.local.sum()  # type: ignore[no-any-return]
+
+
+def test_a_rank_without_positions_draws_and_differentiates_as_the_others() -> None:
+    (one, has_one), (other, has_other) = run_ranks(run_without_positions, 2)
+    assert torch.equal(one, other)
+    assert has_one == has_other == [True, True, True]
 
 
 @pytest.mark.sample("ring")
