@@ -96,7 +96,7 @@ def run_without_positions(rank: int, size: int) -> tuple[Tensor, list[bool]]:
 
 
 def _local_sum(value: Any) -> Tensor:
-    return value.local.sum()  # type: ignore[no-any-return]
+    return value.local.sum()
 
 
 def test_a_rank_without_positions_draws_and_differentiates_as_the_others() -> None:
