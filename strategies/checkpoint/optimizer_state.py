@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from boltmesh.errors import CheckpointError
+from boltmesh.errors import CheckpointError, UnsupportedError
 from boltmesh.strategies.checkpoint.chunks import (
     DimDivision,
     ElementStretch,
@@ -50,6 +50,23 @@ def parameter_names(module: Module, optimizer: Optimizer) -> list[list[str]]:
         [names.get(id(each), f"#{group}.{at}") for at, each in enumerate(settings[PARAMS])]
         for group, settings in enumerate(optimizer.param_groups)
     ]
+
+
+def refuse_own_entries(optimizer: Optimizer) -> None:
+    """Refuse an optimizer whose state is not all in ``state`` and ``param_groups``.
+
+    Raises:
+        UnsupportedError: Naming what its ``state_dict`` has beside these.
+    """
+    if type(optimizer).state_dict is Optimizer.state_dict:
+        return
+    entries = sorted(optimizer.state_dict().keys() - {"state", "param_groups"})
+    if entries:
+        raise UnsupportedError(
+            f"{type(optimizer).__name__}.state_dict has {' and '.join(map(repr, entries))} beside "
+            f"'state' and 'param_groups', which checkpoints of shards do not hold. Use bolt_ddp, "
+            f"or an optimizer that keeps what it needs in 'state', by parameter."
+        )
 
 
 def named_state(

@@ -262,3 +262,22 @@ class Gathers(Stack):
 def test_a_matrix_optimizer_that_communicates_itself_is_refused() -> None:
     for said in run_ranks(fit, 2, Gathers, 2):
         assert said.startswith("0 Gathering communicates in its step, and ranks step other")
+
+
+class Remembers(Averaging):
+    """Has more in its ``state_dict`` than torch's optimizers, as Lookahead of torch_optimizer."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "inner": self.inner.state_dict(), "count": self.count}
+
+
+class Remembering(Stack):
+    def configure_optimizers(self) -> Any:
+        return Remembers(SGD(self.parameters(), lr=0.1, momentum=0.9))
+
+
+@pytest.mark.ranks
+def test_state_that_shards_do_not_hold_is_refused() -> None:
+    for said in run_ranks(fit, 2, Remembering, 1):
+        assert said.startswith("0 Remembers.state_dict has 'count' and 'inner' beside 'state' and")
+        assert "Use bolt_ddp, or" in said
