@@ -160,9 +160,14 @@ def new_job_id() -> str:
     return secrets.token_hex(4)
 
 
+def is_job_id(text: str) -> bool:
+    """Tell whether a text can be a job's id, and so the name of a folder or a file."""
+    return _ID.fullmatch(text) is not None
+
+
 def check_job_id(job_id: str) -> str:
     """Return ``job_id`` when it can be a folder's name."""
-    if not _ID.fullmatch(job_id):
+    if not is_job_id(job_id):
         raise TelemetryError(
             f"{ID_VARIABLE}={job_id!r} cannot name a folder. Use up to 64 letters, digits, '.', "
             f"'_' and '-', for example {ID_VARIABLE}={new_job_id()}."
