@@ -331,6 +331,11 @@ class RankSnapshot(msgspec.Struct, frozen=True):
     is_summary: bool = False
     """Known only through the job's own store, from another host: no steps, no collectives."""
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether its process is there, as far as is known."""
+        return self.state in {"starting", "running"}
+
 
 class JobSnapshot(msgspec.Struct, frozen=True):
     """One job, all of its ranks that this host can see."""

@@ -93,7 +93,7 @@ def rank_rows(state: State) -> list[RankRow]:
 
 def shown_state(rank: RankSnapshot, state: State) -> ShownState:
     """Return the rank's state as the screens show it."""
-    if rank.state in {"starting", "running"} and job_stalled_seconds(state) is not None:
+    if rank.is_alive and job_stalled_seconds(state) is not None:
         return "stalled"
     if rank.state in {"finished", "failed"} and state.job.stop_reason is not None:
         return "stopped"
@@ -112,7 +112,8 @@ def _row(
     is_current: bool,
 ) -> RankRow:
     is_on_cpu = rank.device_uuid is None and rank.device.startswith("cpu")
-    reading = process if is_on_cpu else gpu
+    # The GPU of a rank that has ended may be another's by now.
+    reading = None if not rank.is_alive else process if is_on_cpu else gpu
     used = None if reading is None else reading.memory_used_bytes
     if used is None:
         # Without a reading from outside, what the rank itself noted last.
