@@ -389,3 +389,10 @@ class JobSnapshot(msgspec.Struct, frozen=True):
     """None where no layer is divided, or no rank has recorded it."""
     stop_reason: str | None = None
     """The signal or time limit that ended the job before its last step, and after which step."""
+    is_restarting: bool = False
+    """It failed or crashed, and the process that starts its ranks again under this id lives."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended and is not started again, so that nothing is left to watch."""
+        return self.state != "running" and not self.is_restarting

@@ -289,7 +289,7 @@ def _print_until_the_end(source: Source, *, interval_s: float, on_alert: str | N
             print_line(state_json(state))
             if alerts is not None:
                 alerts.look(seen)
-            if seen.job.state != "running":
+            if seen.job.is_over:
                 return
             time.sleep(interval_s)
 
