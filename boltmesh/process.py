@@ -30,7 +30,12 @@ class ProcessId(NamedTuple):
     @classmethod
     def own(cls) -> "ProcessId":
         """Return the id of this process."""
-        return cls(_machine(), os.getpid(), _started(os.getpid()) or 0)
+        return cls.of(os.getpid())
+
+    @classmethod
+    def of(cls, pid: int) -> "ProcessId":
+        """Return the id of a process of this machine that lives."""
+        return cls(_machine(), pid, _started(pid) or 0)
 
     def has_ended(self) -> bool | None:
         """Whether it has ended; None if it ran on another machine, or before a reboot."""

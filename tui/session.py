@@ -136,7 +136,7 @@ class Session:
     def _look_at_other(self) -> None:
         """Read the other run, one that has ended once; what cannot be read stays as it was."""
         known = self._other_seen
-        if self._other is None or (known is not None and known.job.state != "running"):
+        if self._other is None or (known is not None and known.job.is_over):
             return
         with contextlib.suppress(TelemetryError, OSError, ValueError):
             self._other_seen = self._other.read()

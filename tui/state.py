@@ -42,8 +42,15 @@ class State(msgspec.Struct, frozen=True):
 
 
 def fold(state: State | None, seen: Observation) -> State:
-    """Return ``state`` with one more observation; another job or an earlier time starts afresh."""
-    goes_on = state is not None and state.job.id == seen.job.id and not seen.is_rewound
+    """Return ``state`` with one more observation.
+
+    Another job, another start under the same id, or an earlier time begins afresh.
+    """
+    goes_on = (
+        state is not None
+        and (state.job.id, state.job.started) == (seen.job.id, seen.job.started)
+        and not seen.is_rewound
+    )
     known = state.series if state is not None and goes_on else {}
     trends = state.trends if state is not None and goes_on else {}
     standing: frozenset[str] = frozenset()

@@ -5,6 +5,7 @@ run that a signal stopped. A run ends when its budget is used, and when it faile
 a further step nor a newer checkpoint between.
 """
 
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from boltmesh.launch.launch import Supervisor
 from boltmesh.launch.rank import CONTINUE_VARIABLE
 from boltmesh.launch.stopping import StoppedBySignal, describe_stop
 from boltmesh.process import write_stderr
+from boltmesh.telemetry.job import RESTARTED_BY_VARIABLE
 
 FIRST_WAIT_S = 1.0
 """Seconds before the first restart; each further one waits twice as long."""
@@ -72,7 +74,10 @@ class Restarts:
     def _next_start(self) -> Supervisor:
         self._wait_s = None
         is_there = self.run_folder is not None and self.run_folder.is_dir()
-        supervisor = self._make({CONTINUE_VARIABLE: str(self.run_folder)} if is_there else {})
+        variables = {CONTINUE_VARIABLE: str(self.run_folder)} if is_there else {}
+        if self._num_restarts < self._most:  # a failure of the last start is not waited out
+            variables[RESTARTED_BY_VARIABLE] = str(os.getpid())
+        supervisor = self._make(variables)
         supervisor.after_failure = self._decide
         self._started_s = time.monotonic()
         return supervisor

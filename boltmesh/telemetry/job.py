@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from boltmesh.errors import TelemetryError
-from boltmesh.process import encodable
+from boltmesh.process import ProcessId, encodable
 from boltmesh.telemetry.redaction import redact_command, redact_mapping
 from boltmesh.telemetry.snapshot import AlertThresholds
 
@@ -56,6 +56,8 @@ END_FILE = "end.json"
 ID_VARIABLE = "BOLTMESH_JOB_ID"
 NAME_VARIABLE = "BOLTMESH_JOB_NAME"
 RUN_DIR_VARIABLE = "BOLTMESH_RUN_DIR"
+RESTARTED_BY_VARIABLE = "BOLTMESH_RESTARTED_BY"
+"""Pid of the process that starts the ranks again after a failure."""
 
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 MAX_JSON_BYTES = 1 << 20
@@ -97,6 +99,8 @@ class JobInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The config that ``boltmesh fit`` was given; None for a script."""
     alerts: AlertThresholds | None = None
     """From the config's section of that name; None: a reader's defaults."""
+    restarted_by: ProcessId | None = None
+    """The process that starts the ranks again after a failure, and ends when it no longer does."""
 
     @classmethod
     def create(
@@ -118,6 +122,7 @@ class JobInfo(msgspec.Struct, frozen=True, kw_only=True):
         for all of them. Without either a new one is drawn.
         """
         command = [Path(sys.argv[0]).name, *sys.argv[1:]] if sys.argv else []
+        pid = os.environ.get(RESTARTED_BY_VARIABLE, "")
         return cls(
             id=check_job_id(id or os.environ.get(ID_VARIABLE) or new_job_id()),
             name=name or os.environ.get(NAME_VARIABLE) or _program(command),
@@ -142,6 +147,7 @@ class JobInfo(msgspec.Struct, frozen=True, kw_only=True):
             max_steps=max_steps if max_steps is None or max_steps >= 0 else None,
             recipe=recipe,
             alerts=alerts,
+            restarted_by=ProcessId.of(int(pid)) if pid.isdecimal() else None,
         )
 
 
@@ -160,9 +166,14 @@ def new_job_id() -> str:
     return secrets.token_hex(4)
 
 
+def is_job_id(text: str) -> bool:
+    """Tell whether a text can be a job's id, and so the name of a folder or a file."""
+    return _ID.fullmatch(text) is not None
+
+
 def check_job_id(job_id: str) -> str:
     """Return ``job_id`` when it can be a folder's name."""
-    if not _ID.fullmatch(job_id):
+    if not is_job_id(job_id):
         raise TelemetryError(
             f"{ID_VARIABLE}={job_id!r} cannot name a folder. Use up to 64 letters, digits, '.', "
             f"'_' and '-', for example {ID_VARIABLE}={new_job_id()}."

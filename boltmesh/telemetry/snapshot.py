@@ -331,6 +331,11 @@ class RankSnapshot(msgspec.Struct, frozen=True):
     is_summary: bool = False
     """Known only through the job's own store, from another host: no steps, no collectives."""
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether its process is there, as far as is known."""
+        return self.state in {"starting", "running"}
+
 
 class JobSnapshot(msgspec.Struct, frozen=True):
     """One job, all of its ranks that this host can see."""
@@ -377,10 +382,18 @@ class JobSnapshot(msgspec.Struct, frozen=True):
     pipeline: PipelinePlan | None = None
     alerts: AlertThresholds = AlertThresholds()
     trends: tuple[MetricPoint, ...] = ()
-    """``step_s``, ``tokens_per_s``, ``memory_bytes``, ``bytes_per_s``, ``bubble_ratio``,
-    ``utilisation_percent``, ``power_watts``, ``temperature_celsius`` and the clock ``wall_s`` over
-    the whole run, thinned, of rank 0; the tokens are those of the whole job."""
+    """``step_s`` (of an optimizer step), ``tokens_per_s``, ``memory_bytes``, ``bytes_per_s``,
+    ``bubble_ratio``, ``utilisation_percent``, ``power_watts``, ``temperature_celsius`` and the
+    clock ``wall_s`` over the whole run, thinned, of rank 0; the tokens are those of the whole job.
+    """
     tensor_plan: TensorPlanTable | None = None
     """None where no layer is divided, or no rank has recorded it."""
     stop_reason: str | None = None
     """The signal or time limit that ended the job before its last step, and after which step."""
+    is_restarting: bool = False
+    """It failed or crashed, and the process that starts its ranks again under this id lives."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended and is not started again, so that nothing is left to watch."""
+        return self.state != "running" and not self.is_restarting

@@ -41,7 +41,7 @@ def live_ranks(job: JobSnapshot) -> list[RankSnapshot]:
     """Return the ranks of a running job from which records are expected."""
     if job.state != "running":
         return []
-    return [rank for rank in job.ranks if rank.state in {"starting", "running"}]
+    return [rank for rank in job.ranks if rank.is_alive]
 
 
 def stall_limit_s(ranks: Iterable[RankSnapshot]) -> float:

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from boltmesh.errors import TelemetryError
+from boltmesh.process import ProcessId
 from boltmesh.telemetry import job
 from boltmesh.telemetry.job import JobInfo, record_end, write_job
 from boltmesh.telemetry.redaction import (
@@ -221,3 +222,11 @@ def test_noting_a_death_never_raises(tmp_path):
 def test_a_process_is_known_by_its_start():
     assert job.process_start_ticks(os.getpid()) > 0
     assert job.process_start_ticks(2**30) == 0
+
+
+def test_a_job_knows_who_starts_it_again(monkeypatch):
+    assert make_info().restarted_by is None
+    monkeypatch.setenv("BOLTMESH_RESTARTED_BY", str(os.getpid()))
+    info = make_info()
+    assert info.restarted_by == ProcessId.own()
+    assert msgspec.json.decode(msgspec.json.encode(info), type=JobInfo) == info

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from boltmesh.errors import TelemetryError
+from boltmesh.process import ProcessId
 from boltmesh.telemetry import layout
 from boltmesh.telemetry.job import (
     JobInfo,
@@ -305,6 +306,30 @@ def start_rank(path, rank, world_size):
     assert process.stdout is not None
     assert process.stdout.readline() == b"ready\n"
     return process
+
+
+@pytest.mark.parametrize("state", ["crashed", "finished"])
+def test_a_job_is_restarting_while_the_process_lives_that_starts_it_again(state):
+    supervisor = subprocess.Popen(["sleep", "60"])
+    path = make_job(restarted_by=ProcessId.of(supervisor.pid))
+    if state == "finished":
+        make_rank(path, state=FINISHED).close()
+    else:
+        with start_rank(path, 0, 1) as rank:
+            rank.kill()
+    try:
+        with open_job() as job:
+            seen = job.snapshot()
+            assert seen.state == state
+            assert seen.is_restarting == (state == "crashed")
+            assert seen.is_over == (state == "finished")
+            supervisor.kill()
+            supervisor.wait()
+            seen = job.snapshot()
+            assert (seen.is_restarting, seen.is_over) == (False, True)
+    finally:
+        supervisor.kill()
+        supervisor.wait()
 
 
 def test_a_killed_rank_is_dead_at_once_and_named_with_where_it_was():

@@ -280,7 +280,7 @@ def test_a_crash_says_who_went_first_and_leaves_the_last_step() -> None:
     found = figures(fold(None, seen)).tokens_per_s
     assert found.value is None
     assert (found.last or 0.0) > 100_000
-    assert {device.kind for device in seen.devices} == {"gpu", "host"}
+    assert seen.devices == ()
     assert demo(scenario="crashed", later_s=-5).job.state == "running"
 
 

@@ -8,19 +8,27 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pynvml
 import pytest
 
+from boltmesh.telemetry.snapshot import Memory
 from boltmesh.tui.demo import DemoSource
-from boltmesh.tui.demo.nvml import NvmlDemoSource
+from boltmesh.tui.demo.nvml import DemoNvml, NvmlDemoSource
 from boltmesh.tui.devices import DeviceReader, DeviceReading, GpuProcess
 from boltmesh.tui.devices.gpu import Gpu, Rates, throttle_words
 from boltmesh.tui.devices.reader import RankProcess
+from boltmesh.tui.export.prometheus import prometheus_text
+from boltmesh.tui.metrics.figures import figures
+from boltmesh.tui.metrics.ranks import rank_rows
+from boltmesh.tui.sources.live import Observation
+from boltmesh.tui.state import fold
 from tests.support.cpu_time import least_cpu_s
 from tests.tui.fake_nvml import FakeNvml
-from tests.tui.samples import NOW, job, rank
+from tests.tui.samples import NOW, demo, job, rank
 
+GIB = 2**30
 HERE = socket.gethostname()
 
 
@@ -176,6 +184,41 @@ def test_ranks_that_share_a_gpu_share_its_reading(monkeypatch: pytest.MonkeyPatc
         ("GPU-a", (0, 2)),
         ("GPU-b", (1,)),
     ]
+
+
+@pytest.mark.parametrize("state", ["finished", "failed", "dead", "missing"])
+def test_the_gpu_of_an_ended_rank_may_serve_another_job_and_is_not_read(
+    monkeypatch: pytest.MonkeyPatch, state: str
+) -> None:
+    """Another user's job fills the GPU; what the ended one shows of itself is what it recorded."""
+    monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
+    nvml = DemoNvml()
+    busy = msgspec.structs.replace(
+        next(each for each in demo().devices if each.kind == "gpu"),
+        memory_used_bytes=77 * GIB,
+        utilization_percent=97.0,
+    )
+    nvml.readings = {"GPU-a": busy, "GPU-b": busy}
+    reader = DeviceReader()
+    monkeypatch.setattr(reader, "_load_nvml", lambda: nvml)
+    recorded = Memory(GIB, 30 * GIB, 40 * GIB, 38 * GIB)
+    changes: dict[str, Any] = {"pid": None, "host": HERE, "device": "cuda", "memory": recorded}
+    ended = rank(0, device_uuid="GPU-a", state=state, **changes)
+    alive = rank(1, device_uuid="GPU-b", **changes)
+    for ranks, uuids in (((ended,), []), ((ended, alive), ["GPU-b"])):
+        seen = job(ranks=ranks, state="crashed")
+        readings = reader.read(seen)
+        assert [each.uuid for each in readings] == uuids
+        # A recording of an older boltmesh has the GPU's readings.
+        for devices in (readings, (msgspec.structs.replace(busy, uuid="GPU-a"), *readings)):
+            shown = fold(None, Observation(NOW, seen, devices))
+            row = rank_rows(shown)[0]
+            assert (row.memory_used_bytes, row.utilization_percent) == (40 * GIB, None)
+            if not uuids:
+                assert figures(shown).memory_bytes.value == 40 * GIB
+                assert figures(shown).utilisation.value is None
+        text = prometheus_text(Observation(NOW, seen, readings))
+        assert text.count("\nboltmesh_device_memory_used_bytes{") == len(uuids)
 
 
 def test_profiling_counters_give_activity_between_two_looks() -> None:

@@ -70,6 +70,13 @@ def test_the_whole_job_is_told_by_the_host_of_the_first_rank_that_is_not_lost() 
     assert seen.job.name == "second"
 
 
+def test_a_job_has_one_start_whichever_host_is_lost() -> None:
+    """Viewers forget curves when it changes, and each host writes its own a little later."""
+    for lost in ((None, None), ("gone", None), (None, "gone")):
+        looks = [look_of(at, lost=lost[at], started=NOW + at) for at in range(2)]
+        assert merge(looks).job.started == NOW + 1
+
+
 def test_the_worst_state_counts_and_its_cause_is_not_a_consequence() -> None:
     lost_peer = look_of(0, state="failed", cause="rank 0 failed: Connection closed by peer")
     boom = look_of(1, state="failed", cause="rank 1 failed: ValueError: boom")

@@ -18,6 +18,7 @@ from boltmesh.tui.metrics.figures import figures
 from boltmesh.tui.metrics.pipelines import bubble
 from boltmesh.tui.sources.live import Observation
 from boltmesh.tui.state import fold
+from tests.tui.played import look, write
 from tests.tui.samples import NOW, crashed_demo, demo, job, rank, step, total
 
 EVIL = '<script>alert("x")</script>\x1b[2J&'
@@ -133,6 +134,24 @@ def test_a_file_is_replaced_only_by_name(
     assert write_report() == 2
     assert "exists" in capsys.readouterr().err
     assert write_report(output=Path("gpt-demo.html")) == 0
+
+
+@pytest.mark.parametrize("job_id", ["../planted", "/tmp/planted", "", ".hidden", "a/b"])
+def test_a_recording_chooses_no_place_for_the_page(
+    job_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "here"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    if job_id.startswith("/"):
+        job_id = str(tmp_path / "planted")
+    write(tmp_path / "a.rec", look(5, id=job_id))
+    assert write_report(replay=tmp_path / "a.rec") == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert f"{job_id!r} is no id of a job." in err
+    assert err.count("\n") == 1
+    assert [path.name for path in tmp_path.rglob("*")] == ["here", "a.rec"]
 
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "google-chrome", "chrome"))), None)

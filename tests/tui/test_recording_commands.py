@@ -244,6 +244,33 @@ def test_a_recording_is_exported_whole(recorded: Path, capsys: Capture) -> None:
     assert len(capsys.readouterr().out.splitlines()) == 1 + 2 * 5
 
 
+# --- restarts
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("record", "a.rec"),
+        ("export-metrics", "--output", "a.prom", "--every", "0.1"),
+        ("top", "--json"),
+    ],
+)
+def test_a_watcher_goes_on_over_a_failure_that_is_followed_by_a_restart(
+    host: Host, command: tuple[str, ...], goes_on: bool
+) -> None:
+    host.source = source = FakeSource(
+        look(1),
+        look(1),
+        look(2, state="crashed", is_restarting=goes_on),
+        look(3, started=NOW + 2),
+        look(4, started=NOW + 2, last=4),
+    )
+    interval = () if "--every" in command else ("--interval", "0.1")
+    assert run(*command, *interval) == 0
+    assert source.num_reads == (5 if goes_on else 3)
+
+
 # --- --on-alert without a screen
 
 

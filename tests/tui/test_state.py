@@ -3,15 +3,17 @@ import math
 import pytest
 
 from boltmesh.telemetry.snapshot import MetricPoint
+from boltmesh.tui.metrics.findings.diagnose import diagnose
 from boltmesh.tui.sources.live import Observation
 from boltmesh.tui.state import (
     MAX_POINTS,
+    Series,
     State,
     fold,
     fold_loss_of_source,
     metric_names,
 )
-from tests.tui.samples import NOW, job, losses
+from tests.tui.samples import NOW, job, losses, rank
 
 
 def _fold_all(*histories: tuple[MetricPoint, ...]) -> State:
@@ -43,6 +45,29 @@ def test_another_job_starts_afresh() -> None:
     state = _fold_all(losses(5.0, 4.0))
     other = fold(state, Observation(time=NOW, job=job(id="other", history=losses(9.0))))
     assert other.series["loss"].values == (9.0,)
+
+
+def test_another_start_under_the_same_id_starts_afresh() -> None:
+    """A run dies of a NaN at step 50 and is restarted from step 20."""
+    dead = job(
+        history=losses(*([2.0] * 49), math.nan),
+        trends=(MetricPoint("wall_s", 50, NOW),),
+        started=NOW - 100,
+    )
+    first = fold(None, Observation(NOW, dead))
+    assert "loss" in {finding.kind for finding in diagnose(first)}
+    resumed = job(
+        history=losses(1.0, 0.5, first=21),
+        trends=(MetricPoint("wall_s", 22, NOW + 60),),
+        started=NOW + 30,
+        ranks=(rank(0, last_seen=NOW + 60),),
+    )
+    again = fold(first, Observation(NOW + 60, resumed))
+    assert again.series["loss"] == Series((21, 22), (1.0, 0.5))
+    assert again.trends["wall_s"] == Series((22,), (NOW + 60,))
+    assert diagnose(again) == ()
+    once_more = fold(again, Observation(NOW + 61, resumed))
+    assert once_more.series == again.series
 
 
 def test_the_loss_comes_first_among_the_metrics() -> None:

@@ -139,7 +139,7 @@ def export(
     out: Callable[[str], object],
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Write what the source sees, once or, with ``every_s``, until the job ends.
+    """Write what the source sees, once or, with ``every_s``, until the job ends for good.
 
     Raises:
         ConfigError: The file cannot be made.
@@ -158,7 +158,7 @@ def export(
                 out(part)
         else:
             _replace(output, parts, is_first=is_first)
-        if every_s is None or seen.job.state != "running":
+        if every_s is None or seen.job.is_over:
             return
         is_first = False
         sleep(every_s)

@@ -52,7 +52,8 @@ def record(
 ) -> int:
     """Keep a job's telemetry in a file for ``top --replay``; return the exit code.
 
-    Ends with the job, after ``for_s`` seconds or with Ctrl-C, which is no failure.
+    Ends with the job, if it is not started again, after ``for_s`` seconds or with Ctrl-C, which is
+    no failure.
     """
     with (
         as_exit_code() as exit_code,
@@ -181,7 +182,7 @@ def record_source(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Add a look each interval until the job ends, or for a while.
+    """Add a look each interval until the job ends and is not started again, or for a while.
 
     A job that has ended is one frame. Looks keep their rhythm, however long one takes.
 
@@ -204,7 +205,7 @@ def record_source(
         recording.add(seen)
         now = clock()
         due = max(due + interval_s, now)
-        if seen.job.state != "running" or (for_s is not None and due - begin > for_s):
+        if seen.job.is_over or (for_s is not None and due - begin > for_s):
             return
         if recording.num_frames == 1:
             on_begin()

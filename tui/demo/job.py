@@ -268,8 +268,10 @@ class SimulatedJob:
         return Observation(
             time=now,
             job=self._snapshot(moment, state),
-            devices=device_readings(
-                self._setup, int(now), is_alive=state == "running", is_hung=is_hung
+            devices=(
+                device_readings(self._setup, int(now), is_hung=is_hung)
+                if state == "running"
+                else ()
             ),
         )
 

@@ -289,13 +289,11 @@ def uuid(rank: int) -> str:
     return f"GPU-00000000-0000-0000-0000-{rank:012x}"
 
 
-def device_readings(
-    setup: Setup, second: int, *, is_alive: bool, is_hung: bool
-) -> tuple[DeviceReading, ...]:
-    """Return the readings of one second: GPUs, processes while they live, and the host."""
+def device_readings(setup: Setup, second: int, *, is_hung: bool) -> tuple[DeviceReading, ...]:
+    """Return the readings of one second of a job that runs: GPUs, processes and the host."""
     ranks = range(min(setup.world_size, GPUS_PER_HOST))
-    gpus = [_gpu(setup, rank, second, is_alive=is_alive, is_hung=is_hung) for rank in ranks]
-    processes = [_process(setup, rank, second) for rank in ranks] if is_alive else []
+    gpus = [_gpu(setup, rank, second, is_hung=is_hung) for rank in ranks]
+    processes = [_process(setup, rank, second) for rank in ranks]
     return (*gpus, *processes, _host(setup, tuple(ranks), second))
 
 
@@ -308,34 +306,32 @@ class GpuLoad(NamedTuple):
 
 
 @functools.lru_cache(maxsize=2048)
-def gpu_load(
-    setup: Setup, rank: int, second: int, *, is_alive: bool = True, is_hung: bool = False
-) -> GpuLoad:
+def gpu_load(setup: Setup, rank: int, second: int, *, is_hung: bool = False) -> GpuLoad:
     """Return the load of the rank's GPU."""
     noise = functools.partial(normal, setup.seed, 7, second, rank)
     is_victim = rank == setup.victim
-    is_hot = is_alive and is_victim and setup.scenario == "straggler"
+    is_hot = is_victim and setup.scenario == "straggler"
     # A kernel of NCCL that waits keeps the GPU in use, and cold.
     busy = 100.0 if is_hung else 61.0 if setup.scenario == "input_bound" else 96.5
     busy = min(100.0, busy + (0.0 if is_hung else 1.5 * noise(1)))
     power = (228.0 if is_hung else 415.0 if setup.scenario == "input_bound" else 618.0) + 9 * noise(
         2
     )
-    if not is_alive or (is_hung and is_victim):
+    if is_hung and is_victim:
         busy, power = 0.0, 121.0
     celsius = 89 if is_hot else (43 if power < 300 else 61) + rank % 4 + 0.7 * noise(3)
     watts = 452 + 6 * noise(2) if is_hot else power
     return GpuLoad(float(round(busy)), float(round(watts)), float(round(celsius)))
 
 
-def _gpu(setup: Setup, rank: int, second: int, *, is_alive: bool, is_hung: bool) -> DeviceReading:
+def _gpu(setup: Setup, rank: int, second: int, *, is_hung: bool) -> DeviceReading:
     noise = functools.partial(normal, setup.seed, 7, second, rank)
-    is_hot = is_alive and rank == setup.victim and setup.scenario == "straggler"
-    load = gpu_load(setup, rank, second, is_alive=is_alive, is_hung=is_hung)
+    is_hot = rank == setup.victim and setup.scenario == "straggler"
+    load = gpu_load(setup, rank, second, is_hung=is_hung)
     busy, is_calm = load.percent, load.watts < 300
     reserved = memory(memory_kinds(setup, rank)).device_reserved_bytes or 0
-    used = reserved + CONTEXT_BYTES if is_alive else 620 * 2**20
-    moving = is_alive and not is_hung
+    used = reserved + CONTEXT_BYTES
+    moving = not is_hung
     return DeviceReading(
         kind="gpu",
         ranks=(rank,),
@@ -366,7 +362,7 @@ def _gpu(setup: Setup, rank: int, second: int, *, is_alive: bool, is_hung: bool)
         ),
         ecc_corrected_errors=0,
         ecc_uncorrected_errors=0,
-        processes=(GpuProcess(FIRST_PID + rank, used),) if is_alive else (),
+        processes=(GpuProcess(FIRST_PID + rank, used),),
     )
 
 

@@ -134,10 +134,17 @@ class DeviceReader:
         self._looks = 0
 
     def read(self, job: JobSnapshot) -> tuple[DeviceReading, ...]:
-        """Return the readings for the ranks of ``job`` that live on this host."""
+        """Return the readings for the ranks of ``job`` that live on this host.
+
+        The pid and the GPU of a rank that has ended may be another's by now.
+        """
         names = {"", socket.gethostname(), os.uname().nodename}
         # A summary comes from another host, also where both go by one name.
-        here = [rank for rank in job.ranks if rank.host in names and not rank.is_summary]
+        here = [
+            rank
+            for rank in job.ranks
+            if rank.is_alive and rank.host in names and not rank.is_summary
+        ]
         gpus = self._read_gpus(here)
         processes = list(self._read_processes(here))
         note = self._note(here, gpus)
@@ -178,8 +185,7 @@ class DeviceReader:
         alive: dict[int, RankProcess] = {}
         total_bytes = psutil.virtual_memory().total
         for rank in ranks:
-            # The reader has compared start times, so a running rank's pid is not another's by now.
-            if rank.pid is None or rank.state not in {"starting", "running"}:
+            if rank.pid is None:
                 continue
             try:
                 process = self._processes.get(rank.pid) or RankProcess(rank.pid)

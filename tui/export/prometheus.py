@@ -296,9 +296,8 @@ def _of_ranks(job: JobSnapshot) -> Iterator[Family]:
             for rank in ranks
         ],
     )
-    alive = {"starting", "running"}
     yield gauge(
-        "rank_up", "Whether a rank runs.", [(_of(rank), int(rank.state in alive)) for rank in ranks]
+        "rank_up", "Whether a rank runs.", [(_of(rank), int(rank.is_alive)) for rank in ranks]
     )
     yield gauge(
         "rank_seen_time_seconds",

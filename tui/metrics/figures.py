@@ -115,7 +115,8 @@ def figures(state: State) -> Figures:
             max(memory, default=None),
             "resident host memory of the rank with most"
             if is_cpu
-            else "memory in use on the GPU with most",
+            else "memory in use on the GPU with most; of ranks that have ended, what they had "
+            "reserved",
         ),
     )
 

@@ -259,6 +259,5 @@ def _status(
 def _takes_long(missing: Iterable[int], ranks: Mapping[int, RankSnapshot]) -> bool:
     found = [ranks[rank] for rank in missing if rank in ranks]
     return bool(found) and all(
-        rank.state in {"starting", "running"} and (rank.phase in LONG_PHASES or not rank.steps)
-        for rank in found
+        rank.is_alive and (rank.phase in LONG_PHASES or not rank.steps) for rank in found
     )

@@ -423,7 +423,7 @@ def process_cells(row: ProcessRow) -> Cells:
 def _why_none(state: State) -> str:
     if not state.job.ranks:
         return "no ranks yet"
-    if any(rank.state in {"starting", "running"} for rank in state.job.ranks):
+    if any(rank.is_alive for rank in state.job.ranks):
         return "no rank runs on this host: processes are read where they are"
     return "the processes of this job have ended"
 

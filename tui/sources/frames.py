@@ -13,7 +13,7 @@ after the frame before it, an error says why there is nothing to show, a list of
 in ``patches.py``.
 
 Whoever wrote the frames, nothing in them is trusted: lengths are capped, every frame has a
-checksum, every value is checked against the type of its field.
+checksum, every value is checked against the type of its field, and a job's id can be no path.
 """
 
 import struct
@@ -25,6 +25,7 @@ from typing import Any, BinaryIO, Final
 import msgspec
 
 from boltmesh.errors import TelemetryError
+from boltmesh.telemetry.job import is_job_id
 from boltmesh.telemetry.reader.reader import JobSummary
 from boltmesh.telemetry.sanitize import clean
 from boltmesh.tui.sources.live import Observation
@@ -123,6 +124,9 @@ class FrameDecoder:
             seen: Observation = self._patcher.apply(last, patch)
         except PatchError as error:
             raise TelemetryError(f"a frame cannot be read: {error}.") from error
+        if not is_job_id(seen.job.id):  # viewers name files by it
+            shown = clean(seen.job.id, 100)
+            raise TelemetryError(f"a frame cannot be read: {shown!r} is no id of a job.")
         return seen
 
 

@@ -112,7 +112,7 @@ def job_state(
     dead = [rank for rank in seen if rank.state == "dead"]
     if not dead and not failures:
         is_over = bool(seen) and all(rank.state == "finished" for rank in seen)
-        if end is not None and not any(rank.state in {"starting", "running"} for rank in seen):
+        if end is not None and not any(rank.is_alive for rank in seen):
             return "crashed", f"rank {end.rank} {describe_death(end)}."
         return ("finished" if is_over else "running"), None
     errors = sorted(

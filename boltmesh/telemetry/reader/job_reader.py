@@ -200,6 +200,11 @@ class JobReader:
             pipeline=self._plans.pipeline,
             tensor_plan=self._plans.tensor,
             stop_reason=stop_reason(events, failures) if state == "finished" else None,
+            is_restarting=(
+                state in {"failed", "crashed"}
+                and info.restarted_by is not None
+                and info.restarted_by.has_ended() is False
+            ),
         )
 
     def _turns(self, views: Sequence[RankView]) -> set[int] | None:

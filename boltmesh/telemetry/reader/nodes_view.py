@@ -44,7 +44,6 @@ _CLOCKS_APART_S: Final = 5.0
 _MAX_FILE_BYTES: Final = 16 << 20
 _MAX_GROUPS: Final = 64
 
-_ALIVE: Final = frozenset({"starting", "running"})
 _NO_MEMORY: Final = Memory(None, None, None, None)
 
 
@@ -91,7 +90,7 @@ class NodesView:
     def _show(self, each: _RemoteRank, here: Sequence[RankSnapshot]) -> RankSnapshot:
         """Return a rank as it was told of, or why that is no longer to be believed."""
         rank = each.rank
-        if rank.state not in _ALIVE:
+        if not rank.is_alive:
             return rank
         reason = self._silence(each, here)
         if reason is None:
@@ -109,7 +108,7 @@ class NodesView:
         heard = self._heard
         assert heard is not None
         age_s = max(0.0, self._clock() - each.received)
-        if not any(rank.state in _ALIVE for rank in here):
+        if not any(rank.is_alive for rank in here):
             return "is not heard of since the ranks here have ended."
         if heard.looked - each.received > each.patience_s:
             return f"is not heard of for {age_s:.0f} s."

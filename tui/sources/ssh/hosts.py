@@ -328,6 +328,7 @@ def merge(looks: Sequence[HostView]) -> Observation:
     merged = msgspec.structs.replace(
         base.job,
         state=state,
+        started=max(job.started for job in jobs),  # stays when the first host is lost
         ranks=_merge_ranks(looks),
         updated=max(job.updated for job in jobs),
         epoch=max(job.epoch for job in jobs),
