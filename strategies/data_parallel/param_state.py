@@ -82,7 +82,7 @@ class PlainInStep(ABC):
         self.note: Callable[[str], None] = _nothing
         """Records what this rank does together with the others, see ``OrderCheck.record``."""
         self._names: Mapping[int, str] = {}
-        """Of parameters that all ranks have, by ``id``."""
+        """Names of the parameters that all ranks have, by ``id``."""
         self._places: list[tuple[Module, str, Parameter]] = []
         self._plain: dict[Parameter, Tensor] = {}
         """By the DTensor, what was last put in its place."""
