@@ -79,6 +79,10 @@ class PlainInStep(ABC):
 
     def __init__(self, replicas: ProcessGroup, num_batches: int) -> None:
         self.replicas, self.num_batches = replicas, num_batches
+        self.note: Callable[[str], None] = _nothing
+        """Records what this rank does together with the others, see ``OrderCheck.record``."""
+        self._names: Mapping[int, str] = {}
+        """Names of the parameters that all ranks have, by ``id``."""
         self._places: list[tuple[Module, str, Parameter]] = []
         self._plain: dict[Parameter, Tensor] = {}
         """By the DTensor, what was last put in its place."""
@@ -103,6 +107,11 @@ class PlainInStep(ABC):
         """Return this rank's values as a plain tensor, from which gradients come back."""
         plain: Tensor = _Plain.apply(parameter, self)  # type: ignore[no-untyped-call]
         return InStepParameter.of(plain, parameter)
+
+    def announce(self, parameter: Tensor) -> None:
+        """Note that a gradient is averaged, of a parameter that all ranks have."""
+        if (name := self._names.get(id(parameter))) is not None:
+            self.note(f"averaged the gradient of {name!r}")
 
     def averaged(self, gradient: Tensor) -> Tensor:
         """Return what a gradient of plain values adds to the average. Collective over replicas."""
@@ -181,9 +190,11 @@ class ScalarParams(PlainInStep):
         absent: Set[Parameter] = frozenset(),
     ) -> None:
         super().__init__(group, group.size())
-        self._replace(
-            module, {param: _replicate(param, mesh) for param in scalars_of(module) - absent}
-        )
+        scalars = scalars_of(module) - absent
+        made = {param: _replicate(param, mesh) for param in scalars}
+        named = module.named_parameters()
+        self._names = {id(made[param]): name for name, param in named if param in made}
+        self._replace(module, made)
 
     @override
     def expected_traffic(self, *, num_batches: int) -> Iterable[ExpectedTraffic]:
@@ -290,6 +301,7 @@ class _Plain(torch.autograd.Function):
     @staticmethod
     @override
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        ctx.of.announce(ctx.like)
         gradient = ctx.of.averaged(gradients[0])
         mesh, placements = ctx.like.device_mesh, ctx.like.placements
         return DTensor.from_local(gradient, mesh, placements, run_check=False), None
@@ -476,3 +488,7 @@ class EarlyZeroGrad:
         for shard, _ in unit_parameters(unit):
             if shard in self._stale:
                 shard.grad = None
+
+
+def _nothing(_: str) -> None:
+    """Replaces a note where no order is checked."""

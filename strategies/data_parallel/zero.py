@@ -179,6 +179,8 @@ class ZeroAxis(DataAxis):
         guard.attach(model.units, model.root)
         for weight in model.tiled:
             weight.note = guard.record
+        for plain in model.plain:
+            plain.note = guard.record
         assert self._context is not None
         for exchange in () if self._context.owned is None else self._context.owned.exchanges:
             exchange.note = guard.record

@@ -52,7 +52,20 @@ class Skipping(lightning.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
-def fit_worker(rank, world_size, folder, stage, leaves_at, where, together, **options):
+class Scaling(Skipping):
+    """Each rank has a scalar of its own for the loss, as where the kind of a batch chooses it."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.scales = nn.ParameterList(nn.Parameter(torch.ones(())) for _ in range(2))
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) * self.scales[self.global_rank]
+
+
+def fit_worker(
+    rank, world_size, folder, stage, leaves_at, where, together, kind=Skipping, **options
+):
     vars(order_check)["PATIENCE_S"] = 0.4
     os.environ["BOLTMESH_JOB_ID"] = "parting"
     trainer = lightning.Trainer(
@@ -62,7 +75,7 @@ def fit_worker(rank, world_size, folder, stage, leaves_at, where, together, **op
         gradient_clip_val=1.0, default_root_dir=folder,
     )  # fmt: skip
     width = 64 if options else 8
-    module = Skipping(leaves_at=leaves_at, where=where, together=together, width=width)
+    module = kind(leaves_at=leaves_at, where=where, together=together, width=width)
     samples = TensorDataset(torch.randn(8 * NUM_BATCHES, width))
     train, validation = DataLoader(samples, batch_size=4), DataLoader(samples, batch_size=4)
     if together:
@@ -123,3 +136,13 @@ def test_a_layer_in_tiles_is_named_too(tmp_path):
             "rank 0 called all_gather of 'layers.1.weight' in tiles"
             in (tmp_path / str(rank)).read_text()
         )
+
+
+@pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.full)])
+def test_a_scalar_that_one_rank_uses_is_named_too(tmp_path, stage):
+    with pytest.raises(RankFailure, match="died with exit code 3"):
+        run_ranks(fit_worker, 2, str(tmp_path), stage, 9, "training", False, Scaling)
+    for rank in range(2):
+        text = (tmp_path / str(rank)).read_text()
+        for number in range(2):
+            assert f"rank {number} averaged the gradient of 'scales.{number}'" in text
