@@ -72,6 +72,8 @@ class LossChecks:
         self._tries = 0
         """Of the form's doubtful divisors."""
         self._rules: dict[Key, _CheckedRule] = {}
+        self._batch_sizes: dict[Key, bool] = {}
+        """Whether microbatches log a key with the ``batch_size`` of the batch, else their own."""
         self._warned: set[Key] = set()
 
     def of_step(self, trial: Callable[[], Trial]) -> "StepLossCheck":
@@ -138,6 +140,10 @@ class LossChecks:
                 self._warn_open(key, known.fitting[0])
         return known.fitting[0]
 
+    def is_size_of_batch(self, key: Key) -> bool | None:
+        """Return whether microbatches log a key with the ``batch_size`` of the batch, if known."""
+        return self._batch_sizes.get(key)
+
     def _known(self, loss: Tensor) -> tuple[Form, list[Term]] | None:
         for form in self._forms:
             with suppress(OtherFormError):
@@ -150,6 +156,9 @@ class LossChecks:
             self._learn_form(proof.form)
             for key in proof.cuts[0].whole.outcome.logged:
                 self._learn_rule(key, proof.cuts)
+            whole, *parts = (each.outcome.batch_sizes for each in _runs(proof.cuts[0]))
+            for key, size in whole.items():
+                self._batch_sizes[key] = all(each.get(key) == size for each in parts)
         return proof
 
     def _learn_form(self, form: Form) -> None:
@@ -213,6 +222,7 @@ class StepLossCheck:
     def __init__(self, proofs: LossChecks, trial: Callable[[], Trial]) -> None:
         self._proofs = proofs
         self._trial = trial
+        self.is_size_of_batch = proofs.is_size_of_batch
         self._is_begun = False
 
     def read(self, loss: Tensor) -> tuple[Form, list[Term]] | None:

@@ -31,6 +31,7 @@ from boltmesh.strategies.pipeline.microbatch_runs import SentScalars
 from boltmesh.strategies.pipeline.runtime.stage import ValueSpec
 from boltmesh.strategies.pipeline.stage.plan_cache import StagePlans
 from boltmesh.strategies.pipeline.stage.units import find_stage_units
+from boltmesh.strategies.pipeline.step_report import StepLogs
 from tests.support.loss_table import CLASSES, TOKENS, Batch, FunctionTrial, batch
 
 CPU = torch.device("cpu")
@@ -322,9 +323,26 @@ class Traced(LightningModule):
         return {"loss": loss, "right": (logits.argmax(-1) == y).sum()}
 
 
-def traced() -> tuple[Traced, TailTrial]:
+class Sized(Traced):
+    """Says of what it logs how many samples it counts for."""
+
+    def training_step(self, given: Any, number: int) -> dict[str, Any]:
+        result = super().training_step(given, number)
+        self.log_sizes(len(given[0]))
+        return result
+
+    def log_sizes(self, rows: int) -> None:
+        self.log("by one", 1.0, batch_size=1)
+        self.log("by eight", 1.0, batch_size=8)
+        self.log("by rows", 1.0, batch_size=rows)
+        self.log("by tokens", 1.0, batch_size=3 * rows)
+        self.log("metric by one", self.accuracy, batch_size=1)
+        self.log("metric by rows", self.accuracy, batch_size=rows)
+
+
+def traced(kind: type[Traced] = Traced) -> tuple[Traced, TailTrial]:
     torch.manual_seed(0)
-    module = Traced()
+    module = kind()
     units = find_stage_units(module)
     plans = StagePlans(module, units, {name: index > 1 for index, name in enumerate(units)})
     data = torch.randn(8, 4), torch.arange(8) % 5
@@ -350,6 +368,28 @@ def test_a_module_is_as_it_was_after_a_trial() -> None:
     assert states[1] == np.random.get_state()[1].tolist()  # type: ignore[index]
     assert states[2] == random.getstate()
     assert "log" not in vars(module)
+
+
+@pytest.mark.parametrize("sizes", [[1, 1], [3, 3, 2], [4, 4]], ids=str)
+def test_a_batch_size_counts_once_for_all_microbatches_or_is_that_of_each(sizes: list[int]) -> None:
+    module, trial = traced(Sized)
+    assert isinstance(module, Sized)
+    proofs, logs = LossChecks(CPU), StepLogs(module)
+    assert proofs.find_problem(lambda: trial) is None
+    for number, rows in enumerate(sizes):
+        with logs.of_microbatch(number):
+            module.log_sizes(rows)
+    rows_of = {number: float(rows) for number, rows in enumerate(sizes)}
+    weights = MicrobatchWeights(rows_of, rows_of)
+    collected = logs.collected(weights, is_of_batch=proofs.is_size_of_batch)
+    assert {each.name: each.options["batch_size"] for each in collected} == {
+        "by one": 1,
+        "by eight": 8,
+        "by rows": sum(sizes),
+        "by tokens": 3 * sum(sizes),
+        "metric by one": 1,
+        "metric by rows": sum(sizes),
+    }
 
 
 def test_numbers_beside_the_loss_are_proved_as_logs_are() -> None:
