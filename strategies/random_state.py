@@ -1,11 +1,18 @@
-"""The random states of one rank: torch, numpy, Python and its device; broadcasts of them."""
+"""The random states of one rank: torch, numpy, Python and its device; broadcasts of them.
 
+Generators that modules hold are restored by ``generators_unchanged``.
+"""
+
+import pickle
 import random
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 from torch.distributed import ProcessGroup
+from torch.nn import Module
 
 from boltmesh.strategies.object_collectives import broadcast_from_rank0
 
@@ -56,3 +63,57 @@ def share_random_state(group: ProcessGroup, device: torch.device) -> None:
     state = broadcast_from_rank0(state, group)
     if group.rank() != 0 and state is not None:
         restore_random_state(state, device)
+
+
+_GENERATORS = (
+    torch.Generator,
+    np.random.Generator,
+    np.random.RandomState,
+    random.Random,  # noqa: S311 - the class, of which a module may hold one
+)
+
+
+def held_generators(modules: Iterable[Module]) -> list[Any]:
+    """Return the generators that are attributes of modules, or in a list or dict that is one."""
+    found: dict[int, Any] = {}
+    for module in modules:
+        for value in vars(module).values():
+            members: Iterable[Any] = (value,)
+            if type(value) in {list, tuple}:
+                members = value
+            elif type(value) is dict:
+                members = value.values()
+            found |= {id(each): each for each in members if isinstance(each, _GENERATORS)}
+    return list(found.values())
+
+
+@contextmanager
+def generators_unchanged(generators: Iterable[Any]) -> Iterator[None]:
+    """Restore the states of generators."""
+    before = [(each, _state_of(each)) for each in generators]
+    try:
+        yield
+    finally:
+        for generator, state in before:
+            if isinstance(generator, torch.Generator | np.random.RandomState):
+                generator.set_state(state)
+            elif isinstance(generator, np.random.Generator):
+                generator.bit_generator.state = state
+            else:
+                generator.setstate(state)
+
+
+def generator_states(generators: Iterable[Any]) -> list[bytes]:
+    """Return the states of generators, to be compared."""
+    return [
+        state.numpy().tobytes() if isinstance(state, torch.Tensor) else pickle.dumps(state)
+        for state in map(_state_of, generators)
+    ]
+
+
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator | np.random.RandomState):
+        return generator.get_state()
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    return generator.getstate()

@@ -20,7 +20,12 @@ from typing_extensions import override
 
 from boltmesh.lightning_import import ROOTS
 from boltmesh.strategies.dry_run.metrics import MetricCall, MetricKind, answer, metrics_replaced
-from boltmesh.strategies.random_state import capture_random_state, restore_random_state
+from boltmesh.strategies.random_state import (
+    capture_random_state,
+    generators_unchanged,
+    held_generators,
+    restore_random_state,
+)
 from boltmesh.strategies.torch_compat.tensors import (
     is_equal,
     local_tensor,
@@ -45,7 +50,7 @@ def modules_unchanged(modules: Iterable[Module]) -> Iterator[None]:
     Attributes are restored to the same objects, and lists, sets and dictionaries to the same
     members, nested ones too, such as a list for each of several loaders, and attributes of classes.
     Buffers get their values back if they were written, also through ``.data``, which no version
-    counts, and by kernels of batch norms.
+    counts, and by kernels of batch norms. Generators of random numbers get their states back.
     """
     modules = list(modules)
     attributes = [(vars(each), dict(vars(each))) for each in modules]
@@ -59,7 +64,8 @@ def modules_unchanged(modules: Iterable[Module]) -> Iterator[None]:
         if not (buffer.is_inference() or buffer.is_meta or _is_expanded(buffer))
     ]
     try:
-        yield
+        with generators_unchanged(held_generators(modules)):
+            yield
     finally:
         for now, before in attributes:
             for name in now.keys() - before.keys():

@@ -52,6 +52,7 @@ from boltmesh.strategies.pipeline.stage.units import (
     with_records,
 )
 from boltmesh.strategies.pytree import is_constant, replace_tensors, take_apart, tensors_in
+from boltmesh.strategies.random_state import generators_unchanged, held_generators
 from boltmesh.strategies.torch_compat.modules import (
     hooks_unchanged,
     swapped_state,
@@ -451,7 +452,10 @@ class Evaluation:
             stack.enter_context(modules_unchanged(self._glue))
             stack.enter_context(hooks_unchanged(model.module.modules()))
             stack.enter_context(no_side_effects(model.module, model.metrics))
-            parts = model.runner.pass_through(run, joined.last, around)
+            held = held_generators(self._glue)
+            parts = model.runner.pass_through(
+                run, joined.last, around, lambda _: generators_unchanged(held)
+            )
         if model.holds_last_stage:
             return join(parts, joined.joints, specs)
         device = model.context.device

@@ -217,13 +217,19 @@ def _join_leaf(name: str, values: Sequence[Any], shape: tuple[int, ...] | None) 
 
 
 def _dimension_of_rows(values: Sequence[Tensor], shape: tuple[int, ...] | None) -> int | None:
-    """Return which dimension microbatches divide, by what is known of the whole batch."""
+    """Return which dimension microbatches divide, by what is known of the whole batch.
+
+    Along a dimension of what a layer's values pick the probe has nothing or everything.
+    """
     if shape is None or len(shape) != values[0].ndim:
         return None
-    grown = [dim for dim, size in enumerate(shape) if size != values[0].shape[dim]]
-    if len(grown) == 1 and sum(each.shape[grown[0]] for each in values) == shape[grown[0]]:
-        return grown[0]
-    return None
+    grown = [
+        dim for dim, size in enumerate(shape) if any(each.shape[dim] != size for each in values)
+    ]
+    if len(grown) != 1:
+        return None
+    size, total = shape[grown[0]], sum(each.shape[grown[0]] for each in values)
+    return grown[0] if size == 0 or total <= size else None
 
 
 def _refuse(name: str, values: Sequence[Any]) -> None:

@@ -58,7 +58,8 @@ class _LoggedKey:
 
     options: dict[str, Any]
     noted: list[Noted] = field(default_factory=list)
-    batch_size: int | None = None
+    batch_sizes: dict[int, int] = field(default_factory=dict)
+    """That the step gave, by microbatch."""
     metric: MetricName | MetricValue | None = None
 
 
@@ -102,8 +103,7 @@ class StepLogs:
         entry = self._entries.setdefault((name, key), _LoggedKey(options))
         batch_size = options.get("batch_size")
         if batch_size is not None:
-            is_new = self._microbatch not in {each.microbatch for each in entry.noted}
-            entry.batch_size = (entry.batch_size or 0) + (batch_size if is_new else 0)
+            entry.batch_sizes.setdefault(self._microbatch, batch_size)
         if isinstance(value, Metric):
             entry.metric = MetricName(_attribute_of(self._module, value))
             return
@@ -117,14 +117,23 @@ class StepLogs:
         """Return the values of each key, in the order of the first calls."""
         return {key: entry.noted for key, entry in self._entries.items() if entry.noted}
 
+    def batch_sizes(self) -> dict[Key, dict[int, int]]:
+        """Return the ``batch_size`` of the keys that were logged with one, by microbatch."""
+        return {key: each.batch_sizes for key, each in self._entries.items() if each.batch_sizes}
+
     def collected(
-        self, weights: MicrobatchWeights, rule_of: RuleOf | None = None
+        self,
+        weights: MicrobatchWeights,
+        rule_of: RuleOf | None = None,
+        is_of_batch: Callable[[Key], bool | None] = lambda _: None,
     ) -> list["Logged"]:
         """Return what the step logged as a whole, in the order of the first calls.
 
         Args:
             weights: What the microbatches are worth.
             rule_of: Returns how the values of a key are put together; by default as they look.
+            is_of_batch: Returns whether each microbatch gives the batch's ``batch_size`` for a key,
+                else its own; None if that is unknown.
         """
         logged = []
         for (name, key), entry in self._entries.items():
@@ -138,7 +147,8 @@ class StepLogs:
                     else rule_of((name, key), entry.noted)
                 )
                 value = combine(rule, entry.noted, weights)
-            logged.append(Logged(name, key, value, _options(entry)))
+            is_same = is_of_batch((name, key))
+            logged.append(Logged(name, key, value, _options(entry, weights, is_same)))
         return logged
 
 
@@ -199,10 +209,17 @@ _OPTIONS = (
 """Arguments of ``LightningModule.log``, after name and value."""
 
 
-def _options(entry: _LoggedKey) -> dict[str, Any]:
-    if entry.batch_size is None:
+def _options(
+    entry: _LoggedKey, weights: MicrobatchWeights, is_of_batch: bool | None
+) -> dict[str, Any]:
+    sizes = entry.batch_sizes
+    if not sizes:
         return entry.options
-    return {**entry.options, "batch_size": entry.batch_size}
+    first, *others = sizes.values()
+    if is_of_batch is None:
+        are_rows = all(each == weights.rows.get(number) for number, each in sizes.items())
+        is_of_batch = not are_rows and all(each == first for each in others)
+    return {**entry.options, "batch_size": first if is_of_batch else first + sum(others)}
 
 
 def _attribute_of(module: Module, metric: Metric) -> str:

@@ -5,7 +5,7 @@ What is made of a batch of training is in ``training.py``, of one of the other l
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NoReturn
 
@@ -228,7 +228,7 @@ class StepRunner:
         return no_side_effects(self._module, self._metrics)
 
     def pass_through(
-        self, run: MicrobatchRun, last: Sequence[StageRun], around: Around
+        self, run: MicrobatchRun, last: Sequence[StageRun], around: Around, during: During
     ) -> list[tuple[Tensor, ...]]:
         """Run the units of all stages forward.
 
@@ -236,6 +236,7 @@ class StepRunner:
             run: The step and its microbatches.
             last: The last stage, by microbatch; ends behind its last unit.
             around: Precision.
+            during: What each microbatch is run in, on each stage.
 
         Returns:
             What it gave for each microbatch; nothing on the other stages' ranks.
@@ -252,7 +253,7 @@ class StepRunner:
                 [each[index] for each in runs],
                 run,
                 around,
-                lambda _: nullcontext(),
+                during,
                 is_last=index == self._end,
             )
             for index in program.stages

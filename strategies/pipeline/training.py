@@ -234,7 +234,8 @@ def training_step(
 
     def found(logs: StepLogs) -> Tensor:
         known = results.weights()
-        logged, given = take_numbers(logs.collected(known, proofs.rules(known)))
+        whole = logs.collected(known, proofs.rules(known), proofs.is_size_of_batch)
+        logged, given = take_numbers(whole)
         numbers.update(given)
         device = model.context.device
         total = scalar_on(weights.total, device) * scalar_on(scale, device)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
@@ -188,14 +189,31 @@ class Noisy(Judged):
             nn.init.zeros_(layer.linear.bias)
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        x = noise = torch.randn_like(batch[0])
+        x = noise = self.noise(batch[0])
         for layer in self.layers:
             x = layer(x)
         self.log("noise", noise.std())
         self.log("left", functional.mse_loss(x, noise))
 
+    def noise(self, x: Tensor) -> Tensor:
+        """Return noise of a tensor's shape."""
+        return torch.randn_like(x)
+
     def on_validation_epoch_end(self) -> None:
         pass
+
+
+class NoisyByOwn(Noisy):
+    """Draws from generators of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(7)
+        self.others = [np.random.default_rng(7)]
+
+    def noise(self, x: Tensor) -> Tensor:
+        drawn = self.others[0].normal(size=tuple(x.shape))
+        return torch.randn(x.shape, generator=self.generator) + torch.from_numpy(drawn).to(x)
 
 
 MODELS = {

@@ -6,8 +6,10 @@ the step (what the user wrote behind the last layer) on up to five rows with mad
 with all rows and once with uneven parts of them, in two ways. What a loss is divided by grows with
 the rows if it counts them, and stays if it is a constant. Then the parts are weighed as
 microbatches are, and loss and gradients must be those of all rows. In fp64 where the step allows
-it; the tolerance covers ``+ 1e-6`` beside a count. Of every logged value the first rule that gives
-the whole's value is kept.
+it; the tolerance covers ``+ 1e-6`` beside a count. Every logged value has the rules that give the
+whole's value, and the first one is used. Several rules may give it: the sum, mean and maximum of
+zeros are zero. Once the rules give a batch different values, that batch is tried too, on two rows
+for which the value differs (``prove_key``).
 
 Where something is counted that few rows have (positives of a detector), five rows may hold none,
 and ``max(n, 1)`` is a constant for them. A divisor of at most 1 is therefore tried on every row,
@@ -19,8 +21,9 @@ over their rows where their graph says so, on whatever stage they are made, and 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -54,7 +57,7 @@ from boltmesh.strategies.pipeline.loss.trial import (
     run_whole,
     windows,
 )
-from boltmesh.strategies.pipeline.loss.weights import StepWeights
+from boltmesh.strategies.pipeline.loss.weights import Key, StepWeights
 
 _TOLERANCES = {torch.float64: 1e-5, torch.float32: 2e-5}
 _ROUGH = 5e-2
@@ -143,22 +146,13 @@ def _telling_cuts(
     form: Form, trial: Trial, count: int, device: torch.device, attempt: Attempt
 ) -> list[TrialRows]:
     """Run rows for which a doubtful divisor is another one, among those for which it is not."""
-    telling = quiet = None
-    for number in range(trial.num_rows):
-        try:
-            whole = run_whole(trial, [number] * REPEATED, device, attempt)
-            is_telling = whole is not None and _tells(form, whole)
-        except Exception:  # noqa: BLE001, S112 - this row tells nothing, others may
-            continue
-        if is_telling:
-            telling = number if telling is None else telling
-        else:
-            quiet = number if quiet is None else quiet
-        if telling is not None and quiet is not None:
-            break
-    if telling is None:
+    rows = _rows_by(
+        lambda whole: _tells(form, whole), trial, range(trial.num_rows), device, attempt
+    )
+    if True not in rows:
         return []
-    other = telling if quiet is None else quiet
+    telling = rows[True]
+    other = rows.get(False, telling)
     numbers = [telling, telling, other, telling, other][:count]
     try:
         return run_cuts(trial, numbers, device, attempt)
@@ -166,6 +160,63 @@ def _telling_cuts(
         raise
     except Exception:  # noqa: BLE001 - the step may refuse rows that are alike
         return []
+
+
+def prove_key(
+    form: Form, trial: Trial, key: Key, numbers: Sequence[int], device: torch.device
+) -> list[TrialRows]:
+    """Run the step on two rows, several times over, of which a logged value differs.
+
+    Args:
+        form: Form of its loss.
+        trial: The end of the step.
+        key: Key of the value.
+        numbers: Rows to look among, in this order.
+        device: Where it runs.
+
+    Returns:
+        What was run; nothing where all rows give one value, or no loss.
+    """
+    for attempt in ATTEMPTS:
+        rows = _rows_by(lambda whole: _value(key, whole), trial, numbers, device, attempt)
+        if len(rows) < 2:
+            continue
+        larger, other = (rows[each] for each in sorted(rows, key=abs, reverse=True))
+        count = max(len(windows(trial)[0]), 3)
+        # In one cut a part holds both rows, by which a sum is no maximum, in the other none does.
+        chosen = ([larger] * (count // 2 + 1) + [other] * count)[:count]
+        cuts = _more_cuts(form, trial, [chosen], device, attempt)
+        if cuts:
+            return cuts
+    return []
+
+
+def _value(key: Key, whole: TrialPart) -> float:
+    return float(whole.outcome.logged[key].value)
+
+
+Label = TypeVar("Label")
+
+
+def _rows_by(
+    label: Callable[[TrialPart], Label],
+    trial: Trial,
+    numbers: Sequence[int],
+    device: torch.device,
+    attempt: Attempt,
+) -> dict[Label, int]:
+    """Return the first rows, each several times over, to which two different labels are given."""
+    rows: dict[Label, int] = {}
+    for number in numbers:
+        try:
+            whole = run_whole(trial, [number] * REPEATED, device, attempt)
+            if whole is not None:
+                rows.setdefault(label(whole), number)
+        except Exception:  # noqa: BLE001, S112 - the step may refuse such values
+            continue
+        if len(rows) == 2:
+            break
+    return rows
 
 
 def _tells(form: Form, whole: TrialPart) -> bool:

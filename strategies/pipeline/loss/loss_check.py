@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from boltmesh.strategies.pipeline.loss.calibration import LossProof, prove
+from boltmesh.strategies.pipeline.loss.calibration import LossProof, prove, prove_key
 from boltmesh.strategies.pipeline.loss.reduction import (
     BatchLossError,
     Form,
@@ -38,13 +38,29 @@ MOST_TRIES = 8
 
 @dataclass
 class _CheckedRule:
-    """How a key is put together, and whether that was proved."""
+    """How a key is put together, as far as that was proved."""
 
-    rule: LogRule
-    is_firm: bool
-    """Whether no batch can be put together otherwise; else it was proved only for microbatches
-    whose losses are worth what their rows are."""
+    fitting: list[LogRule]
+    """Rules that give the value of every batch tried, the first one in use. Zeros are their own
+    sum, mean and maximum, and equal values their own mean and maximum."""
     tries: int = 1
+
+    @property
+    def is_of_one_fold(self) -> bool:
+        """Whether rules differ in weights alone."""
+        return all(replace(each, weights="loss") == self.fitting[0] for each in self.fitting)
+
+    def is_open(self, noted: Sequence[Noted], weights: MicrobatchWeights) -> bool:
+        """Whether the rules may give a batch different values."""
+        if len(self.fitting) == 1 or self.tries >= MOST_TRIES:
+            return False
+        if self.is_of_one_fold:
+            return not weights.are_alike()
+        values = torch.stack([each.value for each in noted])
+        may_be_sum = LogRule("sum") in self.fitting
+        # Equal values are the same by all rules but a sum, and zeros by that too.
+        like = torch.zeros_like(values) if may_be_sum else values[0].expand_as(values)
+        return not torch.allclose(values, like, rtol=1e-6, atol=0.0, equal_nan=True)
 
 
 class LossChecks:
@@ -56,6 +72,8 @@ class LossChecks:
         self._tries = 0
         """Of the form's doubtful divisors."""
         self._rules: dict[Key, _CheckedRule] = {}
+        self._batch_sizes: dict[Key, bool] = {}
+        """Whether microbatches log a key with the ``batch_size`` of the batch, else their own."""
         self._warned: set[Key] = set()
 
     def of_step(self, trial: Callable[[], Trial]) -> "StepLossCheck":
@@ -104,16 +122,27 @@ class LossChecks:
         trial: Callable[[], Trial],
     ) -> LogRule:
         """Return how the values of a key are put together."""
-        known = self._rules.get(key)
-        may_try = known is None or (not known.is_firm and known.tries < MOST_TRIES)
-        # Looked at last: weights on a GPU are waited for.
-        if may_try and (known is None or not weights.are_alike()):
-            self._prove(trial())
-            if known is None:
-                self._rules.setdefault(key, _CheckedRule(usual_rule(noted), is_firm=False))
-            else:
-                self._rules[key].tries = known.tries + 1
-        return self._rules[key].rule
+        tried = proof = None
+        if key not in self._rules:
+            tried = trial()
+            proof = self._prove(tried)
+            self._rules.setdefault(key, _CheckedRule(list(dict.fromkeys(rules(noted)))))
+        known = self._rules[key]
+        if known.is_open(noted, weights):
+            if tried is None:
+                tried = trial()
+                proof = self._prove(tried)
+            known.tries += 1
+            if proof is not None and not known.is_of_one_fold and known.is_open(noted, weights):
+                rows = _rows_to_look_at(noted, weights, tried.num_rows)
+                self._learn_rule(key, prove_key(proof.form, tried, key, rows, self._device))
+            if known.tries == MOST_TRIES and len(known.fitting) > 1:
+                self._warn_open(key, known.fitting[0])
+        return known.fitting[0]
+
+    def is_size_of_batch(self, key: Key) -> bool | None:
+        """Return whether microbatches log a key with the ``batch_size`` of the batch, if known."""
+        return self._batch_sizes.get(key)
 
     def _known(self, loss: Tensor) -> tuple[Form, list[Term]] | None:
         for form in self._forms:
@@ -121,12 +150,16 @@ class LossChecks:
                 return form, read(loss, form)
         return None
 
-    def _prove(self, trial: Trial) -> None:
+    def _prove(self, trial: Trial) -> LossProof | None:
         proof = prove(trial, self._device)
-        if proof is None:
-            return
-        self._learn_form(proof.form)
-        self._learn_rules(proof)
+        if proof is not None:
+            self._learn_form(proof.form)
+            for key in proof.cuts[0].whole.outcome.logged:
+                self._learn_rule(key, proof.cuts)
+            whole, *parts = (each.outcome.batch_sizes for each in _runs(proof.cuts[0]))
+            for key, size in whole.items():
+                self._batch_sizes[key] = all(each.get(key) == size for each in parts)
+        return proof
 
     def _learn_form(self, form: Form) -> None:
         alike = [known for known in self._forms if known.visits == form.visits]
@@ -142,31 +175,37 @@ class LossChecks:
         if form not in self._forms:
             self._forms.append(form)
 
-    def _learn_rules(self, proof: LossProof) -> None:
-        keys = [
-            key
-            for key in proof.cuts[0].whole.outcome.logged
-            if all(key in part.outcome.logged for cut in proof.cuts for part in _runs(cut))
-        ]
-        for key in keys:
-            known = self._rules.get(key)
-            if known is None or not known.is_firm:
-                found = _rule(key, proof.cuts)
-                if found is None:
-                    self._warn(key, proof.cuts[0])
-                    rule = usual_rule([part.outcome.logged[key] for part in proof.cuts[0].parts])
-                    found = _CheckedRule(rule, is_firm=True)
-                self._rules[key] = found
+    def _learn_rule(self, key: Key, cuts: Sequence[TrialRows]) -> None:
+        if not cuts or any(key not in each.outcome.logged for cut in cuts for each in _runs(cut)):
+            return
+        known = self._rules.get(key)
+        if known is not None and len(known.fitting) == 1:
+            return
+        found = _fitting(key, cuts)
+        if known is not None:
+            found = [each for each in known.fitting if each in found]
+        if not found:
+            self._warn(key, cuts[0])
+            found = [usual_rule([part.outcome.logged[key] for part in cuts[0].parts])]
+        if known is None:
+            self._rules[key] = _CheckedRule(found)
+        else:
+            known.fitting = found
+
+    def _warn_open(self, key: Key, rule: LogRule) -> None:
+        warnings.warn(
+            f"training_step {_described(key)}, and {MOST_TRIES} batches did not show how its "
+            f"value for a batch is made of those for the batch's microbatches. The value that is "
+            f"shown is their {_FOLD_NAMES[rule.fold]}.",
+            stacklevel=2,
+        )
 
     def _warn(self, key: Key, cut: TrialRows) -> None:
         if key in self._warned:
             return
         self._warned.add(key)
-        name, inner = key
-        label = name if inner is None else f"{name}[{inner!r}]"
-        what = f"returns {inner!r}" if name == RETURNED else f"logs {label!r}"
         warnings.warn(
-            f"training_step {what}, which for a batch is neither the mean, the sum, the "
+            f"training_step {_described(key)}, which for a batch is neither the mean, the sum, the "
             f"largest nor the smallest of what it is for the batch's microbatches, nor a power or "
             f"an exponential of their mean ({float(cut.whole.outcome.logged[key].value):g} for "
             f"{cut.whole.count} rows, "
@@ -183,6 +222,7 @@ class StepLossCheck:
     def __init__(self, proofs: LossChecks, trial: Callable[[], Trial]) -> None:
         self._proofs = proofs
         self._trial = trial
+        self.is_size_of_batch = proofs.is_size_of_batch
         self._is_begun = False
 
     def read(self, loss: Tensor) -> tuple[Form, list[Term]] | None:
@@ -197,12 +237,21 @@ class StepLossCheck:
         return lambda key, noted: self._proofs.rule_of(key, noted, weights, self._trial)
 
 
+_FOLD_NAMES = {"mean": "mean", "sum": "sum", "max": "maximum", "min": "minimum"}
+
+
+def _described(key: Key) -> str:
+    name, inner = key
+    label = name if inner is None else f"{name}[{inner!r}]"
+    return f"returns {inner!r}" if name == RETURNED else f"logs {label!r}"
+
+
 def _runs(cut: TrialRows) -> list[TrialPart]:
     return [cut.whole, *cut.parts]
 
 
-def _rule(key: Key, cuts: Sequence[TrialRows]) -> _CheckedRule | None:
-    """Return the first rule that gives the whole's value in all cuts."""
+def _fitting(key: Key, cuts: Sequence[TrialRows]) -> list[LogRule]:
+    """Return the rules that give the whole's value in all cuts; where they mean one, the first."""
     noted = [_noted(key, cut) for cut in cuts]
     weights = [
         MicrobatchWeights(
@@ -212,21 +261,34 @@ def _rule(key: Key, cuts: Sequence[TrialRows]) -> _CheckedRule | None:
         for cut in cuts
     ]
     wholes = [float(cut.whole.outcome.logged[key].value) for cut in cuts]
-    if not all(map(math.isfinite, wholes)):
-        return _CheckedRule(usual_rule(noted[0]), is_firm=False)
 
     def fits(rule: LogRule) -> bool:
         return all(
             _is_equal(float(combine(rule, values, weight)), whole, values)
             for values, weight, whole in zip(noted, weights, wholes, strict=True)
+            if math.isfinite(whole)
         )
 
-    found = next((rule for rule in rules(noted[0]) if fits(rule)), None)
-    if found is None:
-        return None
-    other = {"loss": "rows", "rows": "loss"}.get(found.weights)
-    is_doubtful = found.fold == "mean" and other is not None
-    return _CheckedRule(found, not is_doubtful or not fits(replace(found, weights=other)))  # type: ignore[arg-type]
+    found = [rule for rule in dict.fromkeys(rules(noted[0])) if fits(rule)]
+    if all(each.is_certain for each in noted[0]) and found[:1] == [next(rules(noted[0]))]:
+        return found[:1]  # the graph proves it
+    return [each for each in found if each == found[0] or _differ(each, found[0])]
+
+
+def _differ(one: LogRule, other: LogRule) -> bool:
+    """Whether rules differ in more than in what says how much a value counts."""
+    if (one.fold, one.of) != (other.fold, other.of):
+        return True
+    return {one.weights, other.weights} == {"loss", "rows"}
+
+
+def _rows_to_look_at(
+    noted: Sequence[Noted], weights: MicrobatchWeights, num_rows: int
+) -> list[int]:
+    """Return rows of a batch, those first whose microbatch logged the largest value."""
+    number = max(noted, key=lambda each: abs(float(each.value))).microbatch
+    start = int(sum(weights.rows.get(each, 0.0) for each in range(number)))
+    return [(start + each) % num_rows for each in range(num_rows)]
 
 
 def _noted(key: Key, cut: TrialRows) -> list[Noted]:

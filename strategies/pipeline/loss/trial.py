@@ -259,6 +259,8 @@ class TrialOutcome:
     loss: Tensor | None
     """With its graph; None where the step gave none."""
     logged: dict[Key, Noted] = field(default_factory=dict)
+    batch_sizes: dict[Key, int] = field(default_factory=dict)
+    """``batch_size`` of calls of ``self.log``, where the step gives one."""
 
 
 class Trial(Protocol):
@@ -345,7 +347,8 @@ class TailTrial:
         loss = result.get("loss") if isinstance(result, Mapping) else result
         logs.read()
         logged = {key: noted[-1] for key, noted in logs.noted().items()}
-        return TrialOutcome(loss, logged | returned_numbers(0, result))
+        sizes = {key: size for key, each in logs.batch_sizes().items() for size in each.values()}
+        return TrialOutcome(loss, logged | returned_numbers(0, result), sizes)
 
     def _tail(self, part: Any) -> Any:
         plans, rest = self._plans, self._args[1:]

@@ -43,7 +43,11 @@ from boltmesh.strategies.pipeline.stage.unit_outputs import (
 )
 from boltmesh.strategies.pipeline.stage.units import ReplacedForwards, with_records
 from boltmesh.strategies.pytree import replace_tensors, take_apart, tensors_in
-from boltmesh.strategies.random_state import seed_random_state
+from boltmesh.strategies.random_state import (
+    generator_states,
+    held_generators,
+    seed_random_state,
+)
 from boltmesh.strategies.torch_compat.modules import (
     distributions_unchecked,
     hooks_unchanged,
@@ -325,7 +329,8 @@ class _StepTracer:
             if self.seed is not None:
                 seed_random_state(self.seed)
             state = StateWatch(around)
-            before = host_random_state()
+            held = held_generators(around.values())
+            before = host_random_state(), generator_states(held)
             self.glue.follow((args, kwargs))
             if self.keeping is not None:
                 stack.enter_context(self.keeping.watching())
@@ -334,7 +339,7 @@ class _StepTracer:
             self._hand_out(returned)
             if self.host_random is not None:
                 self.trace.draws_host_random = host_random_state() != self.host_random
-            if host_random_state() != before:
+            if (host_random_state(), generator_states(held)) != before:
                 self.trace.draws.append(NO_EVENT)
             with self.glue.paused():
                 self.trace.changed_attributes = state.changed_attributes()

@@ -3,7 +3,9 @@
 import random
 import warnings
 from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,15 +18,21 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from boltmesh.errors import ConfigError
 from boltmesh.strategies.pipeline.loss.calibration import prove
-from boltmesh.strategies.pipeline.loss.loss_check import LossChecks
+from boltmesh.strategies.pipeline.loss.loss_check import MOST_TRIES, LossChecks
 from boltmesh.strategies.pipeline.loss.trial import SharedDraws, TailTrial
-from boltmesh.strategies.pipeline.loss.weights import LogRule, MicrobatchWeights, StepWeights
+from boltmesh.strategies.pipeline.loss.weights import (
+    LogRule,
+    MicrobatchWeights,
+    StepWeights,
+    combine,
+)
 from boltmesh.strategies.pipeline.microbatch import Rows
 from boltmesh.strategies.pipeline.microbatch_runs import SentScalars
 from boltmesh.strategies.pipeline.runtime.stage import ValueSpec
 from boltmesh.strategies.pipeline.stage.plan_cache import StagePlans
 from boltmesh.strategies.pipeline.stage.units import find_stage_units
-from tests.support.loss_table import Batch, FunctionTrial, batch
+from boltmesh.strategies.pipeline.step_report import StepLogs
+from tests.support.loss_table import CLASSES, TOKENS, Batch, FunctionTrial, batch
 
 CPU = torch.device("cpu")
 
@@ -99,6 +107,98 @@ def test_a_rule_that_one_batch_leaves_open_is_decided_by_another() -> None:
     with pytest.warns(UserWarning, match="median"):
         assert rule(proofs, "share", trial) == LogRule("mean", "loss")
     assert rule(proofs, "share", FunctionTrial(token_loss, batch(), logs)).weights == "rows"
+
+
+def shown(
+    proofs: LossChecks, log: Callable[[Tensor, Batch], Mapping[str, Any]], data: Batch
+) -> dict[str, tuple[float, float]]:
+    """Return what is shown for a batch of 16 rows in four microbatches, and what it is."""
+    trial = FunctionTrial(all_tokens, data, log)
+    logits = torch.randn(16, TOKENS, CLASSES, generator=torch.Generator().manual_seed(7))
+    outcomes = [
+        trial.run(data.part(start, 4), [logits[start : start + 4]], nullcontext())
+        for start in range(0, 16, 4)
+    ]
+    whole = trial.run(data, [logits], nullcontext())
+    weights = MicrobatchWeights(dict.fromkeys(range(4), 4.0), dict.fromkeys(range(4), 4.0))
+    found = {}
+    for key, each in whole.logged.items():
+        noted = [replace(one.logged[key], microbatch=at) for at, one in enumerate(outcomes)]
+        rule = proofs.rule_of(key, noted, weights, lambda: trial)
+        found[key[0]] = float(combine(rule, noted, weights)), float(each.value)
+    return found
+
+
+def all_tokens(x: Tensor, b: Batch) -> Tensor:
+    return F.cross_entropy(x.transpose(1, 2), b.known)
+
+
+def flagged(rows: Sequence[int]) -> Batch:
+    """16 rows, of which these have a label that the others have not."""
+    data = batch(16)
+    data.labels = data.known.clamp(max=CLASSES - 2)
+    data.labels[:, -1] = CLASSES - 2
+    data.labels[list(rows), :2] = CLASSES - 1
+    return data
+
+
+def rare_logs(x: Tensor, b: Batch) -> dict[str, Any]:
+    positives = b.labels == CLASSES - 1
+    return {
+        "count": positives.float().sum(),
+        "whole count": positives.sum(),
+        "number": int(positives.sum()),
+        "share": positives.float().mean(),
+        "any": positives.any().float(),
+        "largest label": b.labels.max().float(),
+        "smallest distance": (CLASSES - b.labels).min().float(),
+        "found": (positives & (x.argmax(-1) >= 0)).float().sum(),
+    }
+
+
+@pytest.mark.parametrize(
+    "batches", [[[], [], [7, 9]], [[6, 8], [7]], [[], [9], [0, 1, 2]]], ids=str
+)
+def test_what_few_rows_have_is_counted_as_in_one_process(batches: list[list[int]]) -> None:
+    """No count tells a sum from a mean where nothing was counted, and no maximum of equals does."""
+    proofs = LossChecks(CPU)
+    for rows in [*batches, [11], [0, 5, 15]]:
+        for name, (value, whole) in shown(proofs, rare_logs, flagged(rows)).items():
+            assert value == pytest.approx(whole, rel=1e-6), (name, rows)
+
+
+def test_what_many_batches_have_not_is_counted_when_it_comes() -> None:
+    proofs = LossChecks(CPU)
+    for rows in [*[[]] * (3 * MOST_TRIES), [6, 7]]:
+        found = shown(proofs, rare_logs, flagged(rows))
+    assert found["count"] == (4.0, 4.0)
+    assert found["largest label"] == (CLASSES - 1, CLASSES - 1)
+
+
+@pytest.mark.parametrize("numbers", [[0, 0, 1, 5], [0.0, 0.0, 0.5], [3, 0, 1], [-1, 0, 2]], ids=str)
+def test_a_number_that_no_row_changes_is_shown_as_it_is(numbers: list[float]) -> None:
+    """Such as ``global_step``, which is 0 at first."""
+    proofs = LossChecks(CPU)
+    for number in numbers:
+        given = {"number": number, "tensor": torch.tensor(number)}
+        found = shown(proofs, lambda *_, given=given: given, flagged([7]))
+        assert found == {"number": (number, number), "tensor": (number, number)}
+
+
+def test_what_no_batch_tells_is_shown_with_a_warning() -> None:
+    """Rows by themselves, and the first and the last ones, log nothing but zeros."""
+
+    def log(_: Tensor, b: Batch) -> dict[str, Any]:
+        return {"pairs": torch.tensor(float(len(b.labels) in {4, 16}))}
+
+    proofs = LossChecks(CPU)
+    for _ in range(MOST_TRIES - 2):  # the first one finds what rules there are
+        shown(proofs, log, flagged([7]))
+    with pytest.warns(UserWarning, match="logs 'pairs', and 8 batches did not show.*their mean"):
+        shown(proofs, log, flagged([7]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        shown(proofs, log, flagged([7]))
 
 
 def test_noise_and_permutations_of_rows_are_no_batch_statistics() -> None:
@@ -223,9 +323,26 @@ class Traced(LightningModule):
         return {"loss": loss, "right": (logits.argmax(-1) == y).sum()}
 
 
-def traced() -> tuple[Traced, TailTrial]:
+class Sized(Traced):
+    """Says of what it logs how many samples it counts for."""
+
+    def training_step(self, given: Any, number: int) -> dict[str, Any]:
+        result = super().training_step(given, number)
+        self.log_sizes(len(given[0]))
+        return result
+
+    def log_sizes(self, rows: int) -> None:
+        self.log("by one", 1.0, batch_size=1)
+        self.log("by eight", 1.0, batch_size=8)
+        self.log("by rows", 1.0, batch_size=rows)
+        self.log("by tokens", 1.0, batch_size=3 * rows)
+        self.log("metric by one", self.accuracy, batch_size=1)
+        self.log("metric by rows", self.accuracy, batch_size=rows)
+
+
+def traced(kind: type[Traced] = Traced) -> tuple[Traced, TailTrial]:
     torch.manual_seed(0)
-    module = Traced()
+    module = kind()
     units = find_stage_units(module)
     plans = StagePlans(module, units, {name: index > 1 for index, name in enumerate(units)})
     data = torch.randn(8, 4), torch.arange(8) % 5
@@ -251,6 +368,28 @@ def test_a_module_is_as_it_was_after_a_trial() -> None:
     assert states[1] == np.random.get_state()[1].tolist()  # type: ignore[index]
     assert states[2] == random.getstate()
     assert "log" not in vars(module)
+
+
+@pytest.mark.parametrize("sizes", [[1, 1], [3, 3, 2], [4, 4]], ids=str)
+def test_a_batch_size_counts_once_for_all_microbatches_or_is_that_of_each(sizes: list[int]) -> None:
+    module, trial = traced(Sized)
+    assert isinstance(module, Sized)
+    proofs, logs = LossChecks(CPU), StepLogs(module)
+    assert proofs.find_problem(lambda: trial) is None
+    for number, rows in enumerate(sizes):
+        with logs.of_microbatch(number):
+            module.log_sizes(rows)
+    rows_of = {number: float(rows) for number, rows in enumerate(sizes)}
+    weights = MicrobatchWeights(rows_of, rows_of)
+    collected = logs.collected(weights, is_of_batch=proofs.is_size_of_batch)
+    assert {each.name: each.options["batch_size"] for each in collected} == {
+        "by one": 1,
+        "by eight": 8,
+        "by rows": sum(sizes),
+        "by tokens": 3 * sum(sizes),
+        "metric by one": 1,
+        "metric by rows": sum(sizes),
+    }
 
 
 def test_numbers_beside_the_loss_are_proved_as_logs_are() -> None:

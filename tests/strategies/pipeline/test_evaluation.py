@@ -11,7 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from boltmesh.strategies.pipeline_parallel import PipelineParallelStrategy
-from tests.support.judged import MODELS, Judged, Noisy, points
+from tests.support.judged import MODELS, Judged, Noisy, NoisyByOwn, points
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -197,3 +197,27 @@ def test_noise_behind_the_layers_is_the_one_before_them() -> None:
         assert [each["left"].item() for each in found] == [0.0] * len(PIPELINES)
         assert all(each["noise"] > 0.5 for each in found)
     assert ranks[0] == ranks[1]
+
+
+def denoise_by_own(rank: int, world_size: int) -> list[Any]:
+    found = []
+    for options in PIPELINES[:2] if world_size > 1 else [None]:
+        seed_everything(3, verbose=False)
+        strategy = (
+            "auto" if options is None else PipelineParallelStrategy(telemetry=False, **options)
+        )
+        module = NoisyByOwn()
+        trainer = trainer_of(strategy, world_size, [])
+        trainer.validate(module, points(16, 8), verbose=False)
+        seen = {key: float(each) for key, each in trainer.callback_metrics.items()}
+        found.append((seen, [torch.rand((), generator=module.generator).item()]))
+    return found
+
+
+def test_a_generator_of_the_module_draws_once_for_a_batch() -> None:
+    """Two batches; the interleaved schedule begins the step twice on each rank."""
+    wanted = run_ranks(denoise_by_own, 1)[0]
+    assert wanted[0][0]["left"] == 0.0
+    assert wanted[0][0]["noise"] > 0.5
+    for found in run_ranks(denoise_by_own, 2):
+        assert found == wanted * 2

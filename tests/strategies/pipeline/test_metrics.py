@@ -117,6 +117,21 @@ def test_rows_that_a_layer_picked_are_joined() -> None:
     assert torch.equal(calls.joined[0].leaves[0], PREDICTIONS)
 
 
+@pytest.mark.parametrize("probed", [0, 16], ids=["nothing", "everything"])
+@pytest.mark.parametrize("counts", [[2, 2, 2], [0, 3, 1], [1, 1]], ids=str)
+@pytest.mark.parametrize("are_alike", [True, False])
+def test_what_a_layer_picked_is_joined_where_microbatches_have_as_many(
+    probed: int, counts: list[int], are_alike: bool
+) -> None:
+    """The probe takes it that nothing is picked, or everything."""
+    total = sum(counts)
+    values = torch.ones(total, 3) if are_alike else torch.arange(3.0 * total).view(total, 3)
+    parts = [(each, each[:, 0]) for each in values.split(counts)]
+    calls = record([MetricTrace("accuracy", "update", ((probed, 3), (probed,)))], parts)
+    for got, wanted in zip(calls.joined[0].leaves, (values, values[:, 0]), strict=True):
+        assert torch.equal(got, wanted)
+
+
 def test_other_calls_than_those_of_the_probe_are_refused() -> None:
     with pytest.raises(DivergenceError, match=r"accuracy.update, and would .* not at all"):
         record([], [(PREDICTIONS, TARGETS)])
