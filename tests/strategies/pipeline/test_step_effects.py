@@ -78,6 +78,31 @@ def test_rates_and_the_end_of_the_run_that_a_step_sets_are_those_of_one_process(
     assert reuse_ranks(sets, 2, schedule) == [alone] * 2
 
 
+class Shows(Stack):
+    """Logs weights of its first layers."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        blocks: Any = self.blocks
+        self.log("size", blocks[0].up.weight.detach().norm())
+        self.log("gate", blocks[1].up.bias[0])
+        return super().training_step(batch, batch_idx)
+
+
+def shows(rank: int, world_size: int) -> dict[str, float]:
+    seed_everything(1, verbose=False)
+    strategy: Any = pipeline() if world_size > 1 else "auto"
+    trainer = quiet_trainer(world_size, strategy)
+    trainer.fit(Shows(depth=4), token_data(24, 8))
+    return {key: float(value) for key, value in trainer.callback_metrics.items()}
+
+
+@pytest.mark.ranks
+def test_weights_of_other_stages_are_logged_with_their_values() -> None:
+    (alone,) = reuse_ranks(shows, 1)
+    for metrics in reuse_ranks(shows, 2):
+        assert {key: metrics[key] for key in alone} == pytest.approx(alone, rel=1e-4)
+
+
 @pytest.fixture
 def attached() -> Any:
     module: Any = LightningModule()
