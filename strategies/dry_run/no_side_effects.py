@@ -1,6 +1,7 @@
 """Suppresses logging and metric updates during a dry run of a step, and restores what it changes.
 
-Restored are attributes, buffers and parameters of modules, and random states.
+Restored are attributes, buffers and parameters of modules, attributes of their Trainer, values of
+its optimizers and schedulers, and random states.
 """
 
 import re
@@ -20,6 +21,7 @@ from typing_extensions import override
 
 from boltmesh.lightning_import import ROOTS
 from boltmesh.strategies.dry_run.metrics import MetricCall, MetricKind, answer, metrics_replaced
+from boltmesh.strategies.lightning_compat.trainer import attributes_of_run, trainer_of
 from boltmesh.strategies.random_state import (
     capture_random_state,
     generators_unchanged,
@@ -50,17 +52,24 @@ def modules_unchanged(modules: Iterable[Module]) -> Iterator[None]:
     Attributes are restored to the same objects, and lists, sets and dictionaries to the same
     members, nested ones too, such as a list for each of several loaders, and attributes of classes.
     Buffers get their values back if they were written, also through ``.data``, which no version
-    counts, and by kernels of batch norms. Generators of random numbers get their states back.
+    counts, and by kernels of batch norms. Generators of random numbers get their states back. The
+    same is done for the Trainer that a LightningModule is attached to: its attributes
+    (``should_stop``), its loops, the groups of its optimizers.
     """
     modules = list(modules)
-    attributes = [(vars(each), dict(vars(each))) for each in modules]
+    run, groups = _run_of(modules)
+    attributes = [(each, dict(each)) for each in (*map(vars, modules), *run)]
     containers: dict[int, tuple[Any, Any]] = {}
     for each in (*(now for now, _ in attributes), *map(vars, _classes_of(modules))):
         _add_containers(each.values(), containers, depth=2)
+    _add_containers(groups, containers, depth=2)
+    tensors = [buffer for each in modules for buffer in each.buffers(recurse=False)]
+    tensors += [
+        value for each in chain(*groups) for value in each.values() if torch.is_tensor(value)
+    ]
     buffers = [
         (buffer, times_written(buffer), buffer.data, buffer.detach().clone())
-        for each in modules
-        for buffer in each.buffers(recurse=False)
+        for buffer in tensors
         if not (buffer.is_inference() or buffer.is_meta or _is_expanded(buffer))
     ]
     try:
@@ -161,6 +170,15 @@ def random_state_unchanged(device: torch.device) -> Iterator[None]:
         yield
     finally:
         restore_random_state(before, device)
+
+
+def _run_of(modules: Iterable[Module]) -> tuple[list[dict[str, Any]], list[list[dict[str, Any]]]]:
+    """Return attributes of the run that modules are part of, and the groups of its optimizers."""
+    found = (trainer_of(each) for each in modules if isinstance(each, LightningModule))
+    trainer = next((each for each in found if each is not None), None)
+    if trainer is None:
+        return [], []
+    return attributes_of_run(trainer), [each.param_groups for each in trainer.strategy.optimizers]
 
 
 def _classes_of(modules: Iterable[Module]) -> set[type]:

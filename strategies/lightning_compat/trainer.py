@@ -12,6 +12,8 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
+from lightning.pytorch.loops.loop import _Loop
+from lightning.pytorch.loops.progress import _BaseProgress
 from lightning.pytorch.plugins import MixedPrecision, Precision
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
@@ -38,6 +40,21 @@ def is_in_fit(trainer: Trainer) -> bool:
 def trainer_of(module: LightningModule | None) -> Trainer | None:
     """The module's Trainer, None before it is attached (the public property raises then)."""
     return None if module is None else module._trainer
+
+
+def attributes_of_run(trainer: Trainer) -> list[dict[str, Any]]:
+    """Return the attributes of a Trainer, its loops, their progress, and its schedulers."""
+    schedulers = [each.scheduler for each in trainer.strategy.lr_scheduler_configs]
+    waiting: list[Any] = [trainer, *schedulers]
+    for each in schedulers:
+        waiting += getattr(each, "_schedulers", ())
+    found: dict[int, dict[str, Any]] = {}
+    while waiting:
+        attributes = vars(waiting.pop())
+        if id(attributes) not in found:
+            found[id(attributes)] = attributes
+            waiting += [v for v in attributes.values() if isinstance(v, _Loop | _BaseProgress)]
+    return list(found.values())
 
 
 def autocast_dtype(plugin: Precision) -> "torch.dtype | None":

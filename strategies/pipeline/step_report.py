@@ -232,8 +232,9 @@ def _attribute_of(module: Module, metric: Metric) -> str:
     )
 
 
-_FLAGS = 3
-"""Numbers that every batch has on the way: whether there is news, a loss, and a dict around it."""
+_FLAGS = 4
+"""Numbers that every batch has on the way: whether there is news, a loss, a dict around it, and
+whether this rank, which may be any, ends the run."""
 
 _VALUES = 2
 """Numbers beside those that are logged: the loss, and what gradients are divided by."""
@@ -272,6 +273,8 @@ class LastStageBroadcast:
         """On the last stage's rank what is logged and the values, between ``row`` and ``take``."""
         self.is_mapping = False
         """Whether the last step returned a dict."""
+        self.stops = False
+        """Whether any rank ended the run in the last step."""
 
     @property
     def _is_on_host(self) -> bool:
@@ -290,6 +293,16 @@ class LastStageBroadcast:
         """Return the bytes and the calls beside rows of a batch that logs what the last one has."""
         return size_of_told(self._num_logged, is_on_host=self._is_on_host)
 
+    def row_of_other(self, *, stops: bool) -> Tensor:
+        """Return the row of a rank without the last stage, ``(length,)``.
+
+        Args:
+            stops: Whether it ends the run.
+        """
+        row = torch.zeros(self.length, dtype=torch.float64)
+        row[_FLAGS - 1] = float(stops)
+        return row
+
     def row(
         self,
         loss: Tensor | None,
@@ -297,14 +310,16 @@ class LastStageBroadcast:
         logged: list[Logged],
         *,
         is_mapping: bool,
+        stops: bool = False,
     ) -> Tensor:
-        """Return the row of the last stage's rank, ``(length,)``; those of others are zeros.
+        """Return the row of the last stage's rank, ``(length,)``.
 
         Args:
             loss: The batch's, 0-dim; None where the step gave none.
             total: What gradients are to be divided by.
             logged: What the other ranks are to log.
             is_mapping: Whether the step returned a dict.
+            stops: Whether it ended the run.
         """
         told = [(each.name, each.key, _told(each.value), each.options) for each in logged]
         numbers = [each.value for each in logged if isinstance(each.value, Tensor)]
@@ -312,7 +327,7 @@ class LastStageBroadcast:
         values = torch.stack([scalar_on(each, self._device) for each in given])
         self._found = told, values
         is_news = told != self._known
-        row = torch.zeros(self.length, dtype=torch.float64)
+        row = self.row_of_other(stops=stops)
         row[0], row[1], row[2] = float(is_news), float(loss is not None), float(is_mapping)
         if self._is_on_host and not is_news:
             row[_FLAGS:] = values
@@ -328,8 +343,8 @@ class LastStageBroadcast:
             Loss, total and what to log.
         """
         row = rows[self._source_in_group]
-        is_news, has_loss, is_mapping = map(bool, row[:_FLAGS].tolist())
-        self.is_mapping = is_mapping
+        is_news, has_loss, self.is_mapping, _ = map(bool, row[:_FLAGS].tolist())
+        self.stops = bool(rows[:, _FLAGS - 1].any())
         found, self._found = self._found, None
         if is_news:
             holder: list[Any] = [None if found is None else found[0]]

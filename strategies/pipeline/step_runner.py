@@ -4,8 +4,8 @@ What is made of a batch of training is in ``training.py``, of one of the other l
 ``evaluation.py``; the order in which chunks are computed and handed on is the executor's.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn
 
@@ -37,6 +37,7 @@ from boltmesh.strategies.pipeline.stage.rng import host_random_kept
 from boltmesh.strategies.pipeline.stage.stage_run import StageRun
 from boltmesh.strategies.pipeline.stage.trace import MetricTrace, refuse_writes
 from boltmesh.strategies.pipeline.stage_params import NonStageState, StageParameters
+from boltmesh.strategies.pipeline.step_effects import StepEffects
 from boltmesh.strategies.pipeline.step_report import (
     NUM_SIGNALS,
     LastStageBroadcast,
@@ -79,6 +80,8 @@ class StepRunner:
         """Of the batch that the next step gets."""
         self.is_relaying = False
         """Whether a step or function runs now, each unit on its rank."""
+        self.effects = StepEffects(module)
+        """Options of optimizers and ``should_stop``, as the step of a batch sets them."""
         self._module = module
         self._metrics = metrics
         self._placement = placement
@@ -132,12 +135,14 @@ class StepRunner:
         except Exception as error:  # noqa: BLE001 - told to all ranks and raised again
             self.refuse(error)
         logs = StepLogs(self._module, metrics)
+        self.effects.begin()
+        to_end = partial(self._to_end, logs)
         if joined is None:
-            stages = self._stages(run, runs, around, logs.of_microbatch, finish, see)
+            stages = self._stages(run, runs, around, to_end, finish, see)
         else:
-            tail = BatchTail(joined, around, logs.of_microbatch, finish)
+            tail = BatchTail(joined, around, to_end, finish)
             stages = self._joined_stages(run, runs, around, joined, tail, see)
-        tell = partial(found, logs) if self._end in self._whole.stages else None
+        tell = partial(found, logs) if self._end in self._whole.stages else self._tell_stop
         with self._placement.plans.writes.of_batch():
             if self.delayed is None:
                 outcome = self._run(self._programs.of(len(run.parts)), stages, tell)
@@ -224,8 +229,18 @@ class StepRunner:
             of_batch = plans[0].plan.metrics
         return MetricCalls(self._metrics, of_batch, count)
 
-    def _quiet(self, microbatch: int) -> AbstractContextManager[None]:
-        return no_side_effects(self._module, self._metrics)
+    @contextmanager
+    def _quiet(self, microbatch: int) -> Iterator[None]:
+        with no_side_effects(self._module, self._metrics), self.effects.undone():
+            yield
+
+    @contextmanager
+    def _to_end(self, logs: StepLogs, microbatch: int) -> Iterator[None]:
+        with logs.of_microbatch(microbatch), self.effects.kept():
+            yield
+
+    def _tell_stop(self) -> Tensor:
+        return self._sharing.row_of_other(stops=self.effects.stops())
 
     def pass_through(
         self, run: MicrobatchRun, last: Sequence[StageRun], around: Around, during: During

@@ -239,8 +239,13 @@ def training_step(
         numbers.update(given)
         device = model.context.device
         total = scalar_on(weights.total, device) * scalar_on(scale, device)
+        loss, effects = results.loss(weights.total), model.runner.effects
         return model.sharing.row(
-            results.loss(weights.total), total, logged, is_mapping=results.is_mapping
+            loss,
+            total,
+            logged + effects.logged(),
+            is_mapping=results.is_mapping,
+            stops=effects.stops(loss),
         )
 
     deposit = GradHandoff(model.holdings.parameters)
@@ -322,6 +327,7 @@ def _hear(
         numbers: That metrics were called with, on the last stage's rank.
     """
     loss, total, logged = model.sharing.take(rows)
+    logged = model.runner.effects.apply(logged, stops=model.sharing.stops)
     given: Given = ()
     if logs.metrics.has_calls:
         given = (

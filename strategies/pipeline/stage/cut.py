@@ -132,6 +132,8 @@ def plan_stages(
     parameters_of_unit: Mapping[str, frozenset[str]],
     weight_only: frozenset[str] = frozenset(),
     borders: StageBorders | None = None,
+    *,
+    trains: bool = False,
 ) -> tuple[StagePlan, ...]:
     """Return what every stage does, first to last.
 
@@ -142,11 +144,14 @@ def plan_stages(
         weight_only: Units that are nothing but weights, such as an embedding: a later stage may
             call them again, with weights that it then shares.
         borders: How values cross from one stage to the next.
+        trains: Whether the last stage uses the parameters that the step logs or returns; the tail
+            of other steps borrows them.
 
     Raises:
         ConfigError: When the step cannot be cut there.
     """
     cut = _StageCut(trace, stage_of_unit, weight_only, borders=borders)
+    cut.has_parameters_out = trains
     plans = [_StagePlanner(cut, stage, parameters_of_unit).plan() for stage in range(cut.count)]
     for number, event in enumerate(trace.events):
         users = [plan.stage for plan in plans if event.writes in plan.parameters]
@@ -211,7 +216,8 @@ class _StageCut:
         self.is_in_order = self.stages.is_in_order
         self.begins = [self._begin_of(stage) for stage in range(self.count)]
         self._refuse_early_readings()
-        self.has_tail = tail is not None
+        self.has_parameters_out = self.has_tail = tail is not None
+        """Whether the last stage uses the parameters that the step hands out."""
         if tail is not None:  # one more stage, without units
             self.stages.append()
             self.count += 1
@@ -483,7 +489,7 @@ class _StagePlanner:
         for number, names in self.trace.parameter_reads.items():
             if self.cut.reaches(self.stage, number):
                 used |= names
-        if self.cut.has_tail and self.is_last:
+        if self.cut.has_parameters_out and self.is_last:
             used |= self.trace.parameters_out
         return frozenset(used)
 

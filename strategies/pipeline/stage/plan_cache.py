@@ -337,7 +337,12 @@ class StagePlans:
         if step != TRAINING:
             refuse_writes(trace.events, f"of {step}")
         plans = plan_stages(
-            trace, self.stage_of_unit, self.parameters_of_unit, self.weight_only, self.borders
+            trace,
+            self.stage_of_unit,
+            self.parameters_of_unit,
+            self.weight_only,
+            self.borders,
+            trains=step == TRAINING,
         )
         if step != TRAINING and not plans[0].is_in_order:
             raise ConfigError(f"{step} calls layers of a stage again after those of a later one.")

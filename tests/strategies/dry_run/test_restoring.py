@@ -4,9 +4,12 @@ from collections import defaultdict
 from typing import Any, ClassVar
 
 import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import nn
 
 from boltmesh.strategies.dry_run.no_side_effects import MOST_MEMBERS, modules_unchanged
+from tests.support.pipelines import quiet_trainer
 
 
 class Keeping(nn.Module):
@@ -84,3 +87,32 @@ def test_running_statistics_are_put_back_though_their_kernel_counts_no_write() -
     assert module.running_var.tolist() == [1.0, 1.0]
     assert module.num_batches_tracked == 0
     assert module.running_mean._version == written, "a graph may have saved them"
+
+
+def test_what_a_step_sets_on_its_trainer_optimizers_and_schedulers_is_put_back() -> None:
+    module = LightningModule()
+    layer = nn.Linear(2, 2)
+    trainer = quiet_trainer(1)
+    module.trainer = trainer
+    rates = torch.tensor(0.5)
+    groups: list[dict[str, Any]] = [{"params": [layer.weight]}, {"params": [layer.bias]}]
+    optimizer = torch.optim.Adam(groups, lr=0.5)
+    optimizer.param_groups[1]["lr"] = rates
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    trainer.strategy.optimizers = [optimizer]
+    trainer.strategy.lr_scheduler_configs = [LRSchedulerConfig(scheduler)]
+    before = repr((optimizer.param_groups, scheduler.state_dict()))
+    with modules_unchanged(nn.ModuleList([module]).modules()):
+        trainer.should_stop = True
+        trainer.fit_loop.max_epochs = 0
+        trainer.fit_loop.epoch_loop.batch_progress.current.ready = 7
+        optimizer.param_groups[0].update(lr=0.1, mine=1)
+        rates.mul_(2)
+        optimizer.step()
+        scheduler.step()
+        assert repr((optimizer.param_groups, scheduler.state_dict())) != before
+    assert not trainer.should_stop
+    assert trainer.fit_loop.max_epochs == 1
+    assert trainer.fit_loop.epoch_loop.batch_progress.current.ready == 0
+    assert repr((optimizer.param_groups, scheduler.state_dict())) == before
+    assert optimizer.param_groups[1]["lr"] is rates
