@@ -7,11 +7,10 @@ an answer too.
 """
 
 import json
-import shlex
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -84,20 +83,19 @@ def tune(
                     file=sys.stderr,
                     flush=True,
                 )
-                _run(found, each, config, overrides, steps=steps, warmup=warmup)
+                _run(found, each, steps=steps, warmup=warmup)
     for each in measured:
         if each.reason == OUT_OF_MEMORY:
             need, room = memory_text(each.planned), room_text(found.hardware)
             each.reason = f"{OUT_OF_MEMORY}: it was to need {need} of the {room} of a rank"
-    line = shlex.join([config, *overrides])
     path = None
     ran = [each for each in measured if each.seconds is not None]
     if ran:
         path = _remember(found, ran)
     if as_json:
-        print(json.dumps(_as_data(found, measured, line, path)))
+        print(json.dumps(_as_data(found, measured, path)))
     else:
-        print("\n".join(_lines(found, measured, line, path)))
+        print("\n".join(_lines(found, measured, path)))
     return 0 if ran else 1
 
 
@@ -115,37 +113,29 @@ def planned_variants(config: str, overrides: Sequence[str]) -> list[Variant]:
             f"{config} says what needs least."
         )
     return [
-        Variant(
-            label=f"{words(each)} (planned {1e3 * each.seconds:.1f} ms)",
-            strategy=each.layout.name,
-            settings=tuple(overrides_of(found, each)),
-        )
+        replace(_variant(found, each), label=f"{words(each)} (planned {1e3 * each.seconds:.1f} ms)")
         for each in chosen
     ]
 
 
-def _run(
-    found: ConfigSearch,
-    measured: Measured,
-    config: str,
-    overrides: Sequence[str],
-    *,
-    steps: int,
-    warmup: int,
-) -> None:
-    """Run a layout once more, and add its steps or why it ended."""
-    planned = measured.planned
-    variant = Variant(
+def _variant(found: ConfigSearch, planned: PlannedLayout) -> Variant:
+    return Variant(
         label=words(planned),
         strategy=planned.layout.name,
+        settings=tuple(overrides_of(found, planned)),
         environment=found.hardware.device_limit,
+        is_whole=True,
     )
-    line = [*overrides, *overrides_of(found, planned), "strategy.telemetry=true"]
+
+
+def _run(found: ConfigSearch, measured: Measured, *, steps: int, warmup: int) -> None:
+    """Run a layout once more, and add its steps or why it ended."""
+    variant = _variant(found, measured.planned)
     host = found.hardware.machine.host_gib
     ended = run_variant(
         variant,
-        config,
-        line,
+        found.name,
+        variant.overrides(found.config, found.overrides),
         steps=steps,
         warmup=warmup,
         host_bytes=round(host * 2**30) if found.hardware.is_cpu and host else None,
@@ -173,9 +163,7 @@ def _remember(found: ConfigSearch, ran: Sequence[Measured]) -> Path:
     return path
 
 
-def _lines(
-    found: ConfigSearch, measured: Sequence[Measured], line: str, path: Path | None
-) -> Iterator[str]:
+def _lines(found: ConfigSearch, measured: Sequence[Measured], path: Path | None) -> Iterator[str]:
     yield from head_lines(found)
     yield ""
     yield "   predicted   measured"
@@ -189,19 +177,19 @@ def _lines(
         yield "No layout has run, and nothing is remembered."
         return
     first = order[0]
-    yield f"The fastest: {command_line(found, first.planned, line)}"
+    yield f"The fastest: {command_line(found, first.planned)}"
     yield f"Rates and these steps are remembered, and correct later plans: {path}"
 
 
 def _as_data(
-    found: ConfigSearch, measured: Sequence[Measured], line: str, path: Path | None
+    found: ConfigSearch, measured: Sequence[Measured], path: Path | None
 ) -> dict[str, Any]:
     return {
         "schema": 1,
         "remembered": None if path is None else str(path),
         "layouts": [
             {
-                "command": command_line(found, each.planned, line),
+                "command": command_line(found, each.planned),
                 "predicted_s": each.planned.seconds,
                 "measured_s": each.seconds,
                 "reason": each.reason,

@@ -10,6 +10,7 @@ from boltmesh.bench.figures import BenchRun
 from boltmesh.bench.running import OUT_OF_MEMORY, Ended, run_variant
 from boltmesh.bench.variant import Variant
 from boltmesh.cli import run_command
+from boltmesh.configs.load import load
 from tests.support.forked_python import run_python
 from tests.support.planned_configs import RATES, SMALL
 
@@ -65,16 +66,21 @@ def test_a_bench_of_planned_layouts_runs_the_three_best(remembered, monkeypatch,
     monkeypatch.setattr("boltmesh.advisor.search.MOST_DIVISIONS", 0)
     monkeypatch.setattr("boltmesh.bench.command.run_variant", run)
     line = ["bench", "ddp", *SMALL[:4], "accelerator=cpu", "devices=2"]
+    line += ["strategy.name=bolt_zero3", "strategy.activation_checkpointing=full"]
     assert run_command([*line, "--strategies", "planned,bolt_zero2"]) == 1
     assert "bolt_ddp, data 2 (planned " in capsys.readouterr().out
     assert len(ran) == 4
-    assert all(any(each.startswith("strategy.name=") for each in one) for one in ran[1:])
+    strategies = [load("ddp", each).strategy for each in ran]
+    kinds = {each.name: each.get("activation_checkpointing") for each in strategies}
+    # Planned without recomputation; the other has what the config has.
+    assert kinds == {"bolt_ddp": None, "bolt_zero1": None, "bolt_zero3": None, "bolt_zero2": "full"}
 
 
 TUNE = """
 import sys
 from boltmesh.advisor import machine, search
 from boltmesh.cli import run_command
+from boltmesh.configs.load import load
 from boltmesh.strategies.cost_model.step_time import Machine
 
 machine.measure_here = lambda *_: {rates}
