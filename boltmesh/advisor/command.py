@@ -24,7 +24,7 @@ from boltmesh.configs.load import find, load
 from boltmesh.errors import ConfigError
 from boltmesh.planner.machine import accelerator_named, build_cluster, parse_network
 from boltmesh.preflight import check_config
-from boltmesh.strategy_arguments import check_strategy_name
+from boltmesh.strategy_arguments import check_strategy_name, make_strategy
 
 MATTERS = 0.10
 """Layouts that differ by less are taken as equal."""
@@ -208,6 +208,8 @@ def _hardware(
     again: bool,
 ) -> Hardware:
     loaded, source = load(config, overrides), str(find(config))
+    check_strategy_name(loaded.strategy.get("name"), source=source)
+    make_strategy(loaded.strategy, source=source)  # refuses what a run would refuse
     if gpu is None:
         for option, value in (("--nodes", nodes), ("--network", network)):
             if value is not None:
@@ -233,7 +235,6 @@ def _hardware(
         )
     if devices is None:
         raise ConfigError("--gpu NAME needs --devices N, how many there are in all nodes together.")
-    check_strategy_name(loaded.strategy.get("name"), source=source)
     accelerator = accelerator_named(gpu)
     rate = None if network is None else parse_network(network)
     cluster = build_cluster(accelerator, num_devices=devices, num_nodes=nodes, network_rate=rate)

@@ -16,7 +16,7 @@ from boltmesh.strategies.cost_model.memory import MemoryEstimate
 from boltmesh.strategies.cost_model.model import ModelShape
 from boltmesh.strategies.pipeline.schedules.registry import schedule_kind
 from boltmesh.strategies.registry import STRATEGIES
-from boltmesh.strategy_arguments import accepted_arguments
+from boltmesh.strategy_arguments import accepted_arguments, make_strategy
 
 if TYPE_CHECKING:
     from boltmesh.advisor.machine import Hardware
@@ -274,17 +274,13 @@ def rows_of_batch(config: Any) -> int | None:
     return rows if isinstance(rows, int) and not isinstance(rows, bool) else None
 
 
-def batches_of_step(config: Any, ranks: int) -> int:
+def batches_of_step(config: Any, ranks: int, *, source: str) -> int:
     """Return the batches of a step over all replicas, by the config's own layout."""
-    own = as_mapping(config.strategy)
-    entry = STRATEGIES[own.pop("name")]
-    replicas = ranks
-    if entry.class_name not in {"DDPStrategy", "ReplicatedStrategy"}:
-        try:
-            made = entry.load()(**{**entry.arguments, **own})
-            replicas = made.choose_layout(ranks).data
-        except BoltMeshError:
-            pass  # its sizes are of other ranks: as many batches as there are ranks
+    made = make_strategy(config.strategy, source=source)
+    try:
+        replicas = made.choose_layout(ranks).data
+    except BoltMeshError:
+        replicas = ranks  # its sizes are of other ranks: as many batches as there are ranks
     return int(replicas * config.trainer.accumulate_grad_batches)
 
 

@@ -301,7 +301,7 @@ def rates_file(accelerator: str, num_ranks: int, precision: str) -> Path:
 
 
 def known_file(accelerator: str, num_ranks: int, precision: str) -> Path | None:
-    """Return the same; None for a user without a home folder, for whom nothing is remembered."""
+    """Return the same; None without a home folder: then nothing is remembered."""
     try:
         return rates_file(accelerator, num_ranks, precision)
     except ConfigError:

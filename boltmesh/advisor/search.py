@@ -128,7 +128,7 @@ class ConfigSearcher:
         copies, assumed = optimizer_copies(self.loaded, *class_of(optimizer))
         self._copies = copies
         self._rows = rows_of_batch(self.loaded)
-        self._batches = batches_of_step(self.loaded, self.hardware.num_ranks)
+        self._batches = batches_of_step(self.loaded, self.hardware.num_ranks, source=self.source)
         self._models = {"none": model}
         self._found = []
         experts = self._expert_sizes()

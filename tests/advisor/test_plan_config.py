@@ -414,6 +414,30 @@ def test_bad_input_is_one_line(arguments, said, capsys) -> None:
     assert error.count("\n") == 1
 
 
+@pytest.mark.parametrize("command", [["plan", "auto"], ["advise"], ["tune"]], ids=" ".join)
+@pytest.mark.parametrize(
+    ("config", "argument", "said"),
+    [
+        ("zero3", "stages=3", "unknown key 'strategy.stages': ZeROStrategy does not take it"),
+        ("ddp", "nonsense=3", "unknown key 'strategy.nonsense': DDPStrategy does not take it"),
+        ("ddp", "bucket_cap_mb=many", "strategy.bucket_cap_mb=many is not a"),
+        ("ddp", "bucket_cap_mb=-1", "strategy.bucket_cap_mb"),
+        ("zero3", "stage=7", "stage=7"),
+    ],
+)
+def test_a_wrong_argument_of_the_strategy_is_refused_as_by_a_run(
+    command, config, argument, said, capsys, monkeypatch
+) -> None:
+    monkeypatch.setattr("boltmesh.advisor.machine.measure_here", None)  # not even begun
+    line = [config, f"strategy.{argument}"]
+    if command != ["tune"]:
+        line += ["--gpu", "h100-80gb", "--devices", "8"]
+    assert run_command([*command, *line]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+
+
 def test_advice_says_that_nothing_has_to_change(remembered, capsys, monkeypatch) -> None:
     monkeypatch.setattr("boltmesh.advisor.search.MOST_DIVISIONS", 0)
     assert run_command(["advise", "ddp", *SMALL]) == 0
