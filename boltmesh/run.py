@@ -30,7 +30,6 @@ from lightning.pytorch.loggers import Logger
 from omegaconf import DictConfig, OmegaConf
 from torch.optim import Optimizer
 
-from boltmesh.configs.advice import show
 from boltmesh.configs.classes import build, find_class
 from boltmesh.configs.schema import TrainerSection
 from boltmesh.errors import BoltMeshError, ConfigError
@@ -61,8 +60,7 @@ from boltmesh.run_folder import (
 )
 from boltmesh.run_lock import RunLock
 from boltmesh.strategies.engine import MeshStrategy
-from boltmesh.strategies.registry import STRATEGIES
-from boltmesh.strategy_arguments import check_strategy_arguments
+from boltmesh.strategy_arguments import make_strategy
 from boltmesh.telemetry.snapshot import AlertThresholds
 
 Verb = Literal["fit", "validate", "test", "predict"]
@@ -168,29 +166,13 @@ class RunBuilder:
 
     def build_strategy(self) -> MeshStrategy:
         """Make the strategy alone."""
-        section = self.config.strategy
-        entry = STRATEGIES[section.name]
-        # As plain mappings and lists: what a strategy keeps of them may be pickled for other ranks.
-        plain = cast("dict[str, Any]", OmegaConf.to_container(section, resolve=True))
-        arguments = {str(key): value for key, value in plain.items() if key != "name"}
-        door = entry.load()
-        check_strategy_arguments(door, arguments, source=self.source)
         launcher = self.placement.launcher
         # Where a scheduler's variables are set but its launcher was not used, Lightning would
         # join ranks that nobody has started.
+        more: dict[str, Any] = {}
         if launcher is None or self.rank.is_supervised:
-            arguments["cluster_environment"] = LightningEnvironment()
-        try:
-            made = door(**{**entry.arguments, **arguments})
-        except BoltMeshError as error:
-            raise type(error)(f"{self.source}: strategy.{error}") from error
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            given = ", ".join(f"{name}={show(value)}" for name, value in plain.items())
-            given = given if len(given) < 200 else f"{given[:200]}..."
-            raise ConfigError(
-                f"{self.source}: {door.__name__} cannot be made of {given}: {_one_line(error)}. "
-                f"Leave out what it does not need."
-            ) from error
+            more["cluster_environment"] = LightningEnvironment()
+        made = make_strategy(self.config.strategy, source=self.source, **more)
         assert isinstance(made, MeshStrategy)
         made.recipe = self.source
         values = cast("dict[str, Any]", OmegaConf.to_container(self.config, resolve=True))

@@ -4,10 +4,12 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
+
+from omegaconf import OmegaConf
 
 from boltmesh.configs.advice import describe_type, name_choices, nearest, show
-from boltmesh.errors import ConfigError
+from boltmesh.errors import BoltMeshError, ConfigError
 from boltmesh.strategies.registry import STRATEGIES
 
 SHARED = (
@@ -70,6 +72,36 @@ def check_strategy_arguments(door: type[Any], arguments: Mapping[str, Any], *, s
                 f"{source}: strategy.{name}={show(value)} is not {describe_type(hint)}. "
                 f"Write for example strategy.{name}={works}."
             )
+
+
+def make_strategy(section: Any, *, source: str, **more: Any) -> Any:
+    """Make the strategy of a config's section.
+
+    Args:
+        section: The name, and arguments.
+        source: The config's file, for errors.
+        **more: Arguments that are of no config.
+
+    Raises:
+        BoltMeshError: One line, for arguments that the strategy does not take.
+    """
+    # As plain mappings and lists: what a strategy keeps of them may be pickled for other ranks.
+    plain = cast("dict[str, Any]", OmegaConf.to_container(section, resolve=True))
+    entry = STRATEGIES[plain["name"]]
+    arguments = {str(key): each for key, each in plain.items() if key != "name"}
+    door = entry.load()
+    check_strategy_arguments(door, arguments, source=source)
+    try:
+        return door(**{**entry.arguments, **arguments, **more})
+    except BoltMeshError as error:
+        raise type(error)(f"{source}: strategy.{error}") from error
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        given = ", ".join(f"{name}={show(value)}" for name, value in plain.items())
+        given = given if len(given) < 200 else f"{given[:200]}..."
+        raise ConfigError(
+            f"{source}: {door.__name__} cannot be made of {given}: "
+            f"{' '.join(str(error).split())}. Leave out what it does not need."
+        ) from error
 
 
 def accepted_arguments(door: type[Any]) -> dict[str, Any]:

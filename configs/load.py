@@ -85,6 +85,12 @@ def _load(path: Path, overrides: Sequence[str]) -> DictConfig:
     return config
 
 
+def without_section(overrides: Sequence[str], section: str) -> list[str]:
+    """Return the ``key=value`` that change no key of a section."""
+    keys = [(each, each.partition("=")[0].strip()) for each in overrides]
+    return [each for each, key in keys if key.partition(".")[0] != section]
+
+
 def recipes() -> dict[str, Path]:
     """The shipped recipes by name."""
     return {path.stem: path for path in sorted(RECIPE_FOLDER.glob("*.yaml"))}

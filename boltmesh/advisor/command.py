@@ -4,7 +4,6 @@
 """
 
 import json
-import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -25,19 +24,14 @@ from boltmesh.configs.load import find, load
 from boltmesh.errors import ConfigError
 from boltmesh.planner.machine import accelerator_named, build_cluster, parse_network
 from boltmesh.preflight import check_config
-from boltmesh.strategy_arguments import check_strategy_name
+from boltmesh.strategy_arguments import check_strategy_name, make_strategy
 
 MATTERS = 0.10
 """Layouts that differ by less are taken as equal."""
 
 
-def advice_lines(found: ConfigSearch, line: str) -> Iterator[str]:
-    """Yield the advice as lines of text.
-
-    Args:
-        found: Layouts of the config.
-        line: The config with its overrides, as the user gave them.
-    """
+def advice_lines(found: ConfigSearch) -> Iterator[str]:
+    """Yield the advice as lines of text."""
     yield from head_lines(found)
     yield ""
     chosen = found.best(20)
@@ -58,7 +52,7 @@ def advice_lines(found: ConfigSearch, line: str) -> Iterator[str]:
         said = "agree" if agrees else f"say otherwise: {words(chosen[0])}"
         yield f"The numbers {said}."
     yield ""
-    yield from _first_change(found, chosen, line)
+    yield from _first_change(found, chosen)
 
 
 def rule(found: ConfigSearch) -> str:
@@ -95,7 +89,7 @@ def _fits_replicated(found: ConfigSearch) -> bool:
     )
 
 
-def _first_change(found: ConfigSearch, chosen: list[PlannedLayout], line: str) -> Iterator[str]:
+def _first_change(found: ConfigSearch, chosen: list[PlannedLayout]) -> Iterator[str]:
     if not chosen:
         yield from nothing_lines(found)
         changes = [f"{words(each)} needs {memory_text(each)}" for each in found.smallest(2)]
@@ -122,7 +116,7 @@ def _first_change(found: ConfigSearch, chosen: list[PlannedLayout], line: str) -
             f"Change first: {words(best)} is predicted {faster:.2f} x as fast as the config's "
             f"own layout, {words(own)}. Measure both with boltmesh tune."
         )
-    yield f"  {command_line(found, best, line)}"
+    yield f"  {command_line(found, best)}"
 
 
 def plan_config(
@@ -142,11 +136,10 @@ def plan_config(
         ConfigError: For a config that cannot be planned, and options that contradict each other.
     """
     found = search_config(config, overrides, gpu=gpu, devices=devices, nodes=nodes, network=network)
-    line = shlex.join([config, *overrides])
     if as_json:
-        print(json.dumps(as_data(found, line, count)))
+        print(json.dumps(as_data(found, count)))
     else:
-        print("\n".join(report_lines(found, line, count)))
+        print("\n".join(report_lines(found, count)))
     return 0 if found.fitting else 1
 
 
@@ -165,7 +158,7 @@ def advise(
         ConfigError: For a config that cannot be planned, and options that contradict each other.
     """
     found = search_config(config, overrides, gpu=gpu, devices=devices, nodes=nodes, network=network)
-    print("\n".join(advice_lines(found, shlex.join([config, *overrides]))))
+    print("\n".join(advice_lines(found)))
     return 0 if found.fitting else 1
 
 
@@ -215,6 +208,8 @@ def _hardware(
     again: bool,
 ) -> Hardware:
     loaded, source = load(config, overrides), str(find(config))
+    check_strategy_name(loaded.strategy.get("name"), source=source)
+    make_strategy(loaded.strategy, source=source)  # refuses what a run would refuse
     if gpu is None:
         for option, value in (("--nodes", nodes), ("--network", network)):
             if value is not None:
@@ -240,7 +235,6 @@ def _hardware(
         )
     if devices is None:
         raise ConfigError("--gpu NAME needs --devices N, how many there are in all nodes together.")
-    check_strategy_name(loaded.strategy.get("name"), source=source)
     accelerator = accelerator_named(gpu)
     rate = None if network is None else parse_network(network)
     cluster = build_cluster(accelerator, num_devices=devices, num_nodes=nodes, network_rate=rate)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import OmegaConf
 
 from boltmesh.configs.advice import show
+from boltmesh.configs.load import load, without_section
 from boltmesh.errors import BoltMeshError
 from boltmesh.plan.strategy_options import as_mapping
 from boltmesh.planner.command import strategy_text
@@ -15,7 +16,7 @@ from boltmesh.strategies.cost_model.memory import MemoryEstimate
 from boltmesh.strategies.cost_model.model import ModelShape
 from boltmesh.strategies.pipeline.schedules.registry import schedule_kind
 from boltmesh.strategies.registry import STRATEGIES
-from boltmesh.strategy_arguments import accepted_arguments
+from boltmesh.strategy_arguments import accepted_arguments, make_strategy
 
 if TYPE_CHECKING:
     from boltmesh.advisor.machine import Hardware
@@ -74,25 +75,33 @@ class ConfigLayout:
         per_rank = schedule_kind(self.axes.schedule or "1f1b").default_stages_per_rank
         return 1 + self.axes.pipeline * per_rank
 
-    def overrides(self, config: Any, devices: int, nodes: int, *, is_cpu: bool) -> list[str]:
-        """Return the ``key=value`` that make this layout of a config, for ``boltmesh fit``.
+    def overrides(
+        self, name: str, given: Sequence[str], devices: int, nodes: int, *, is_cpu: bool
+    ) -> list[str]:
+        """Return all ``key=value`` that make this layout of a config, for ``boltmesh fit``.
+
+        Those of the user for another strategy are left out: their arguments are not planned.
 
         Args:
-            config: The whole.
+            name: The config, by name or path.
+            given: ``key=value`` of the user.
             devices: Ranks of a node.
             nodes: Nodes of the job.
             is_cpu: The ranks are on the CPU.
         """
-        found = [f"strategy.name={self.name}"]
-        given, entry = as_mapping(config.strategy), STRATEGIES[self.name]
+        config, named = load(name, given), f"strategy.name={self.name}"
+        if config.strategy.name != self.name:
+            given = without_section(given, "strategy")
+        section, before = as_mapping(config.strategy), load(name, [*given, named]).strategy
+        entry = STRATEGIES[self.name]
         usual = {**accepted_arguments(entry.load()), **entry.arguments}
-        kept = {key: given[key] for key in KEPT if given.get(key, usual[key]) != usual[key]}
+        kept = {key: section[key] for key in KEPT if section.get(key, usual[key]) != usual[key]}
         wanted = {**kept, **self.arguments}
-        if given.get("name") == self.name:  # its other arguments go back to what the name means
-            for key, value in given.items():
-                if key in usual and key not in wanted and value != usual[key]:
-                    wanted[key] = usual[key]
-            wanted = {key: each for key, each in wanted.items() if given.get(key, ...) != each}
+        # Other arguments go back to what the name means.
+        for key, value in as_mapping(before).items():
+            if wanted.setdefault(key, usual.get(key, value)) == value:
+                del wanted[key]
+        found = [*given, named]
         found += [f"strategy.{key}={show(value)}" for key, value in wanted.items()]
         asked = config.trainer.devices
         own = asked if isinstance(asked, int | str) else len(asked)
@@ -188,6 +197,10 @@ class PlannedLayout:
 class ConfigSearch:
     """The layouts of one config on some devices."""
 
+    name: str
+    """The config, by name or path."""
+    overrides: tuple[str, ...]
+    """``key=value`` of the user."""
     config: Any
     """The whole, as it was loaded."""
     model: ModelShape
@@ -261,17 +274,13 @@ def rows_of_batch(config: Any) -> int | None:
     return rows if isinstance(rows, int) and not isinstance(rows, bool) else None
 
 
-def batches_of_step(config: Any, ranks: int) -> int:
+def batches_of_step(config: Any, ranks: int, *, source: str) -> int:
     """Return the batches of a step over all replicas, by the config's own layout."""
-    own = as_mapping(config.strategy)
-    entry = STRATEGIES[own.pop("name")]
-    replicas = ranks
-    if entry.class_name not in {"DDPStrategy", "ReplicatedStrategy"}:
-        try:
-            made = entry.load()(**{**entry.arguments, **own})
-            replicas = made.choose_layout(ranks).data
-        except BoltMeshError:
-            pass  # its sizes are of other ranks: as many batches as there are ranks
+    made = make_strategy(config.strategy, source=source)
+    try:
+        replicas = made.choose_layout(ranks).data
+    except BoltMeshError:
+        replicas = ranks  # its sizes are of other ranks: as many batches as there are ranks
     return int(replicas * config.trainer.accumulate_grad_batches)
 
 

@@ -194,9 +194,9 @@ def of_this_machine(
         disk: A folder on the disk for what is offloaded.
         again: Measure although there are remembered rates.
     """
-    path = rates_file(accelerator, num_ranks, precision)
+    path = None if again else known_file(accelerator, num_ranks, precision)
     name = f"{num_ranks} {'CPU ranks' if accelerator == 'cpu' else 'CUDA devices'} of this machine"
-    machine = None if again else read_rates(path)
+    machine = None if path is None else read_rates(path)
     if machine is not None:
         rates_from = f"rates of this machine: remembered by boltmesh tune in {path}"
     else:
@@ -206,7 +206,7 @@ def of_this_machine(
             "boltmesh tune measures whole steps"
         )
     machine = replace(machine, **_memory(accelerator, num_ranks, disk))
-    measured = {} if again else read_steps(steps_file(path))
+    measured = {} if path is None else read_steps(steps_file(path))
     return Hardware(machine, num_ranks, 1, accelerator == "cpu", name, rates_from, measured)
 
 
@@ -283,11 +283,29 @@ def _memory(accelerator: str, num_ranks: int, disk: str) -> dict[str, Any]:
 
 
 def rates_file(accelerator: str, num_ranks: int, precision: str) -> Path:
-    """Return where the rates of so many ranks of this machine are remembered."""
-    folder = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    """Return where the rates of so many ranks of this machine are remembered.
+
+    Raises:
+        ConfigError: For a user without a home folder.
+    """
+    try:
+        folder = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError:
+        raise ConfigError(
+            "Rates of a machine are kept in the home folder of the user, who has none here. Set "
+            "XDG_CACHE_HOME to a folder for them."
+        ) from None
     kind = "16" if "16" in precision else "32"
     name = f"{platform.node() or 'machine'}-{accelerator}-{num_ranks}-{kind}.yaml"
     return Path(folder) / "boltmesh" / "rates" / name
+
+
+def known_file(accelerator: str, num_ranks: int, precision: str) -> Path | None:
+    """Return the same; None without a home folder: then nothing is remembered."""
+    try:
+        return rates_file(accelerator, num_ranks, precision)
+    except ConfigError:
+        return None
 
 
 def read_rates(path: Path) -> Machine | None:

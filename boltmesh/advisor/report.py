@@ -15,16 +15,16 @@ COLD = "not known before boltmesh tune has measured steps; a factor of two on a 
 CALIBRATED = "not known; boltmesh tune has measured steps, and prints both times"
 
 
-def command_line(found: ConfigSearch, candidate: PlannedLayout, line: str) -> str:
+def command_line(found: ConfigSearch, candidate: PlannedLayout) -> str:
     """Return what starts a layout."""
-    return f"boltmesh fit {line} {shlex.join(overrides_of(found, candidate))}"
+    return shlex.join(["boltmesh", "fit", found.name, *overrides_of(found, candidate)])
 
 
 def overrides_of(found: ConfigSearch, candidate: PlannedLayout) -> list[str]:
-    """Return the ``key=value`` that make a layout."""
+    """Return all ``key=value`` that make a layout."""
     at = found.hardware
     return candidate.layout.overrides(
-        found.config, at.ranks_per_node, at.num_nodes, is_cpu=at.is_cpu
+        found.name, found.overrides, at.ranks_per_node, at.num_nodes, is_cpu=at.is_cpu
     )
 
 
@@ -41,12 +41,11 @@ def head_lines(found: ConfigSearch) -> Iterator[str]:
     yield f"{found.hardware.rates_from}."
 
 
-def report_lines(found: ConfigSearch, line: str, count: int) -> Iterator[str]:
+def report_lines(found: ConfigSearch, count: int) -> Iterator[str]:
     """Yield the report as lines of text.
 
     Args:
         found: What was found.
-        line: The config with its overrides, as the user gave them.
         count: Layouts that are shown.
     """
     yield from head_lines(found)
@@ -61,7 +60,7 @@ def report_lines(found: ConfigSearch, line: str, count: int) -> Iterator[str]:
         yield f"{place}. {each.seconds:8.3f} s{how}  {needs}: {words(each)}"
     for place, each in enumerate(chosen, start=1):
         yield ""
-        yield f"{place}. {command_line(found, each, line)}"
+        yield f"{place}. {command_line(found, each)}"
         hardware = found.hardware
         trainer = each.layout.trainer_text(
             hardware.ranks_per_node, hardware.num_nodes, is_cpu=hardware.is_cpu
@@ -171,7 +170,7 @@ def behind(first: PlannedLayout, other: PlannedLayout) -> str:
     )
 
 
-def as_data(found: ConfigSearch, line: str, count: int) -> dict[str, Any]:
+def as_data(found: ConfigSearch, count: int) -> dict[str, Any]:
     """Return the report as data for JSON; seconds and bytes."""
     hardware = found.hardware
     return {
@@ -192,7 +191,7 @@ def as_data(found: ConfigSearch, line: str, count: int) -> dict[str, Any]:
         },
         "best": [
             {
-                "command": command_line(found, each, line),
+                "command": command_line(found, each),
                 "overrides": overrides_of(found, each),
                 "sizes": dict(each.layout.sizes),
                 "dimensions": each.layout.axes.dimensions,

@@ -128,7 +128,7 @@ class ConfigSearcher:
         copies, assumed = optimizer_copies(self.loaded, *class_of(optimizer))
         self._copies = copies
         self._rows = rows_of_batch(self.loaded)
-        self._batches = batches_of_step(self.loaded, self.hardware.num_ranks)
+        self._batches = batches_of_step(self.loaded, self.hardware.num_ranks, source=self.source)
         self._models = {"none": model}
         self._found = []
         experts = self._expert_sizes()
@@ -153,6 +153,8 @@ class ConfigSearcher:
         ]
         found.sort(key=order)
         return ConfigSearch(
+            self.name,
+            tuple(self.overrides),
             self.loaded,
             model,
             self.hardware,
@@ -441,14 +443,18 @@ class ConfigSearcher:
                 yield made
 
     def _config(self, *changes: str, recompute: Any = None) -> Any:
-        """Return the config, with the nodes of the devices; it is not to be changed."""
+        """Return the config, with the nodes of the devices; it is not to be changed.
+
+        Args:
+            *changes: ``key=value`` of a layout.
+            recompute: ``activation_checkpointing`` of a layout, in place of the config's.
+        """
         key = changes, self.hardware.num_nodes, repr(recompute)
         if key not in self._configs:
             config = load(self.name, [*self.overrides, *changes])
             config.trainer.num_nodes = self.hardware.num_nodes
-            if recompute is not None:
-                name = "strategy.activation_checkpointing"
-                OmegaConf.update(config, name, recompute, merge=False, force_add=True)
+            name = "strategy.activation_checkpointing"
+            OmegaConf.update(config, name, recompute, merge=False, force_add=True)
             self._configs[key] = config
         return self._configs[key]
 

@@ -11,7 +11,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
 from boltmesh.advisor.layouts import ConfigLayout, PlannedLayout
-from boltmesh.advisor.machine import Hardware, rates_file, read_rates
+from boltmesh.advisor.machine import Hardware, known_file, read_rates
 from boltmesh.advisor.replicas import order, plan_replicas
 from boltmesh.advisor.report import memory_text, room_text
 from boltmesh.errors import BoltMeshError, ConfigError
@@ -188,7 +188,8 @@ class AutoStrategy(MeshStrategy):
     def _hardware(self, precision: str) -> Hardware:
         kind = self.root_device.type
         host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / self.num_processes
-        machine = read_rates(rates_file(kind, self.num_processes, precision)) or TYPICAL[kind]
+        path = known_file(kind, self.num_processes, precision)
+        machine = (None if path is None else read_rates(path)) or TYPICAL[kind]
         room = host
         if kind == "cuda":
             total = torch.cuda.get_device_properties(self.root_device).total_memory

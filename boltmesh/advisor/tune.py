@@ -7,11 +7,11 @@ an answer too.
 """
 
 import json
-import shlex
+import signal
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,8 @@ def tune(
 ) -> int:
     """Measure the best layouts, and print the fastest; return 1 if none has run.
 
+    What has been measured is also printed after an interrupt, and where it cannot be remembered.
+
     Args:
         config: Its name or path.
         overrides: ``key=value`` of the command line.
@@ -76,28 +78,40 @@ def tune(
     """
     found = search_config(config, overrides, again=True, memory_gib=memory_gib)
     measured = [Measured(each) for each in found.best(count)]
-    for number in range(rounds):
-        for each in measured if number % 2 == 0 else measured[::-1]:
-            if each.reason is None:
-                print(
-                    f"boltmesh tune: {words(each.planned)}, round {number + 1} of {rounds}",
-                    file=sys.stderr,
-                    flush=True,
-                )
-                _run(found, each, config, overrides, steps=steps, warmup=warmup)
+    was_stopped = False
+    try:
+        for number in range(rounds):
+            for each in measured if number % 2 == 0 else measured[::-1]:
+                if each.reason is None:
+                    print(
+                        f"boltmesh tune: {words(each.planned)}, round {number + 1} of {rounds}",
+                        file=sys.stderr,
+                        flush=True,
+                    )
+                    _run(found, each, steps=steps, warmup=warmup)
+    except KeyboardInterrupt:
+        was_stopped = True
     for each in measured:
         if each.reason == OUT_OF_MEMORY:
             need, room = memory_text(each.planned), room_text(found.hardware)
             each.reason = f"{OUT_OF_MEMORY}: it was to need {need} of the {room} of a rank"
-    line = shlex.join([config, *overrides])
-    path = None
     ran = [each for each in measured if each.seconds is not None]
-    if ran:
-        path = _remember(found, ran)
+    path, why = None, "no layout has run"
+    if was_stopped:
+        why = "not all rounds have run"
+    elif ran:
+        try:
+            path = _remember(found, ran)
+        except OSError as error:
+            why = f"{error.filename} cannot be written: {error.strerror}"
+        except ConfigError as error:
+            why = str(error).rstrip(".")
     if as_json:
-        print(json.dumps(_as_data(found, measured, line, path)))
+        print(json.dumps(_as_data(found, measured, path, why)))
     else:
-        print("\n".join(_lines(found, measured, line, path)))
+        print("\n".join(_lines(found, measured, path, why)))
+    if was_stopped:
+        return 128 + signal.SIGINT
     return 0 if ran else 1
 
 
@@ -115,37 +129,29 @@ def planned_variants(config: str, overrides: Sequence[str]) -> list[Variant]:
             f"{config} says what needs least."
         )
     return [
-        Variant(
-            label=f"{words(each)} (planned {1e3 * each.seconds:.1f} ms)",
-            strategy=each.layout.name,
-            settings=tuple(overrides_of(found, each)),
-        )
+        replace(_variant(found, each), label=f"{words(each)} (planned {1e3 * each.seconds:.1f} ms)")
         for each in chosen
     ]
 
 
-def _run(
-    found: ConfigSearch,
-    measured: Measured,
-    config: str,
-    overrides: Sequence[str],
-    *,
-    steps: int,
-    warmup: int,
-) -> None:
-    """Run a layout once more, and add its steps or why it ended."""
-    planned = measured.planned
-    variant = Variant(
+def _variant(found: ConfigSearch, planned: PlannedLayout) -> Variant:
+    return Variant(
         label=words(planned),
         strategy=planned.layout.name,
+        settings=tuple(overrides_of(found, planned)),
         environment=found.hardware.device_limit,
+        is_whole=True,
     )
-    line = [*overrides, *overrides_of(found, planned), "strategy.telemetry=true"]
+
+
+def _run(found: ConfigSearch, measured: Measured, *, steps: int, warmup: int) -> None:
+    """Run a layout once more, and add its steps or why it ended."""
+    variant = _variant(found, measured.planned)
     host = found.hardware.machine.host_gib
     ended = run_variant(
         variant,
-        config,
-        line,
+        found.name,
+        variant.overrides(found.config, found.overrides),
         steps=steps,
         warmup=warmup,
         host_bytes=round(host * 2**30) if found.hardware.is_cpu and host else None,
@@ -174,7 +180,7 @@ def _remember(found: ConfigSearch, ran: Sequence[Measured]) -> Path:
 
 
 def _lines(
-    found: ConfigSearch, measured: Sequence[Measured], line: str, path: Path | None
+    found: ConfigSearch, measured: Sequence[Measured], path: Path | None, why: str
 ) -> Iterator[str]:
     yield from head_lines(found)
     yield ""
@@ -182,26 +188,27 @@ def _lines(
     order = sorted(measured, key=lambda each: each.seconds or float("inf"))
     for place, each in enumerate(order, start=1):
         took = "       none" if each.seconds is None else f"{each.seconds:9.3f} s"
-        why = "" if each.reason is None else f": {each.reason}"
-        yield f"{place}. {each.planned.seconds:8.3f} s {took}  {words(each.planned)}{why}"
+        ended = "" if each.reason is None else f": {each.reason}"
+        yield f"{place}. {each.planned.seconds:8.3f} s {took}  {words(each.planned)}{ended}"
     yield ""
+    if order and order[0].seconds is not None:
+        yield f"The fastest: {command_line(found, order[0].planned)}"
     if path is None:
-        yield "No layout has run, and nothing is remembered."
-        return
-    first = order[0]
-    yield f"The fastest: {command_line(found, first.planned, line)}"
-    yield f"Rates and these steps are remembered, and correct later plans: {path}"
+        yield f"Nothing is remembered: {why}."
+    else:
+        yield f"Rates and these steps are remembered, and correct later plans: {path}"
 
 
 def _as_data(
-    found: ConfigSearch, measured: Sequence[Measured], line: str, path: Path | None
+    found: ConfigSearch, measured: Sequence[Measured], path: Path | None, why: str
 ) -> dict[str, Any]:
     return {
         "schema": 1,
         "remembered": None if path is None else str(path),
+        "not_remembered": why if path is None else None,
         "layouts": [
             {
-                "command": command_line(found, each.planned, line),
+                "command": command_line(found, each.planned),
                 "predicted_s": each.planned.seconds,
                 "measured_s": each.seconds,
                 "reason": each.reason,

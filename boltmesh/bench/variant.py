@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from boltmesh.configs.advice import name_choices, nearest
+from boltmesh.configs.load import without_section
 from boltmesh.errors import ConfigError
 from boltmesh.strategies.registry import STRATEGIES
 
@@ -38,6 +39,8 @@ class Variant:
     """``key=value``; keys without a section are arguments of the strategy."""
     without_p2p: bool = False
     environment: Mapping[str, str] = field(default_factory=dict)
+    is_whole: bool = False
+    """``settings`` are all ``key=value``, those of the user that hold for it among them."""
 
     def overrides(
         self, config: Any, given: Sequence[str], devices: Sequence[int] = (0,)
@@ -49,10 +52,12 @@ class Variant:
             given: ``key=value`` of the user, for the config's own strategy.
             devices: Of the ranks that the config asks for.
         """
+        if self.is_whole:
+            return [*self.settings, "strategy.telemetry=true"]
         if self.strategy == config.strategy.name:
             own = list(given)
         else:
-            own = [each for each in given if not each.startswith("strategy.")]
+            own = without_section(given, "strategy")
             own.append(f"strategy.name={self.strategy}")
             kept = {key: config.strategy.get(key) for key in _KEPT_KEYS}
             own += [f"strategy.{key}={value}" for key, value in kept.items() if value is not None]

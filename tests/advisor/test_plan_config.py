@@ -1,12 +1,14 @@
 """``boltmesh plan auto CONFIG``: layouts of a config's own model, each of which starts."""
 
 import json
+import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml  # type: ignore[import-untyped]
 
 from boltmesh.advisor.layouts import AXES, PlannedLayout, splits
 from boltmesh.advisor.machine import (
@@ -24,10 +26,11 @@ from boltmesh.advisor.replicas import described as of_layout
 from boltmesh.advisor.report import overrides_of
 from boltmesh.advisor.search import ConfigSearcher
 from boltmesh.cli import run_command
-from boltmesh.configs.load import load
+from boltmesh.configs.load import RECIPE_FOLDER, find, load
 from boltmesh.errors import ConfigError
 from boltmesh.plan.dry_model import describe_model
 from boltmesh.plan.mesh_plan import plan_mesh
+from boltmesh.plan.strategy_options import as_mapping
 from boltmesh.planner.layout import Layout
 from boltmesh.planner.machine import accelerator_named, build_cluster
 from boltmesh.planner.rates import default_rates
@@ -37,6 +40,7 @@ from boltmesh.planner.transformer import transformer_like, transformer_named
 from boltmesh.strategies.cost_model.model import StepWork
 from boltmesh.strategies.cost_model.step_time import Machine
 from boltmesh.strategies.registry import STRATEGIES
+from boltmesh.strategy_arguments import accepted_arguments, check_strategy_arguments
 from tests.support.forked_python import BOLTMESH, run_python
 from tests.support.planned_configs import RATES, SMALL
 
@@ -135,6 +139,59 @@ def test_every_layout_that_is_printed_starts(remembered, tmp_path, capsys) -> No
     first = {str(each["sizes"]): each for each in reversed(found["best"])}
     for number, each in enumerate(first.values()):
         starts(["ddp", *SMALL, *each["overrides"]], tmp_path / str(number))
+
+
+OF_ANOTHER = ("strategy.activation_checkpointing=full", "strategy.timeout_s=77")
+"""Arguments that every strategy takes; plans count them by layout, or not at all."""
+
+
+@pytest.mark.parametrize(
+    ("before", "given"),
+    [
+        (None, ["strategy.name=bolt_zero3", "strategy.offload_optimizer=cpu"]),
+        (None, ["strategy={name: bolt_zero3, offload_optimizer: cpu}"]),
+        ({"name": "bolt_zero3", "offload_optimizer": "cpu"}, ["strategy.name=bolt_ddp"]),
+        ({"name": "bolt_3d", "pipeline": 2}, ["strategy=bolt_zero1", "strategy.stage=1"]),
+    ],
+    ids=["arguments", "section", "the file's", "both"],
+)
+def test_a_printed_command_has_no_arguments_of_another_strategy(
+    before, given, remembered, tmp_path, capsys
+) -> None:
+    config = "ddp"
+    if before is not None:
+        recipe = yaml.safe_load(
+            find("ddp").read_text(encoding="utf-8").replace("../", f"{RECIPE_FOLDER.parent}/")
+        )
+        config = str(tmp_path / "mine.yaml")
+        Path(config).write_text(yaml.safe_dump({**recipe, "strategy": before}), encoding="utf-8")
+    line = [config, *SMALL[:4], "devices=2", *given, *OF_ANOTHER]
+    assert run_command(["plan", "auto", *line, "--top", "8", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["best"]
+    assert len({each["sizes"]["tensor"] for each in found}) == 2
+    for each in found:
+        command = shlex.split(each["command"])
+        assert command == ["boltmesh", "fit", config, *each["overrides"]]
+        started = as_mapping(load(config, command[3:]).strategy)
+        entry = STRATEGIES[started.pop("name")]
+        check_strategy_arguments(entry.load(), started, source="")
+        assert started.pop("timeout_s") == 77
+        # All others are the layout's, which says them, or usual.
+        usual = {**accepted_arguments(entry.load()), **entry.arguments}
+        changed = {key: value for key, value in started.items() if value != usual[key]}
+        assert set(changed) <= set(AXES) | {"zero_stage"}
+
+
+def test_recomputation_of_the_config_is_no_part_of_other_layouts(
+    remembered, capsys, monkeypatch
+) -> None:
+    monkeypatch.setattr("boltmesh.advisor.search.divisions", lambda _: [Layout(tensor=2)])
+    planned = []
+    for given in ([], [OF_ANOTHER[0]]):
+        assert run_command(["plan", "auto", "ddp", *SMALL[:4], "devices=2", *given, "--json"]) == 0
+        best = json.loads(capsys.readouterr().out)["best"]
+        planned.append([(each["sizes"], each["memory_bytes"]) for each in best])
+    assert planned[0] == planned[1]
 
 
 MIXTURE = (
@@ -352,6 +409,30 @@ def test_no_division_is_begun_that_would_end_too_late(remembered, capsys, monkey
 )
 def test_bad_input_is_one_line(arguments, said, capsys) -> None:
     assert run_command(["plan", "auto", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", [["plan", "auto"], ["advise"], ["tune"]], ids=" ".join)
+@pytest.mark.parametrize(
+    ("config", "argument", "said"),
+    [
+        ("zero3", "stages=3", "unknown key 'strategy.stages': ZeROStrategy does not take it"),
+        ("ddp", "nonsense=3", "unknown key 'strategy.nonsense': DDPStrategy does not take it"),
+        ("ddp", "bucket_cap_mb=many", "strategy.bucket_cap_mb=many is not a"),
+        ("ddp", "bucket_cap_mb=-1", "strategy.bucket_cap_mb"),
+        ("zero3", "stage=7", "stage=7"),
+    ],
+)
+def test_a_wrong_argument_of_the_strategy_is_refused_as_by_a_run(
+    command, config, argument, said, capsys, monkeypatch
+) -> None:
+    monkeypatch.setattr("boltmesh.advisor.machine.measure_here", None)  # not even begun
+    line = [config, f"strategy.{argument}"]
+    if command != ["tune"]:
+        line += ["--gpu", "h100-80gb", "--devices", "8"]
+    assert run_command([*command, *line]) == 2
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1

@@ -2,6 +2,7 @@
 
 import json
 import os
+from pathlib import Path
 
 import pytest
 
@@ -10,8 +11,28 @@ from boltmesh.bench.figures import BenchRun
 from boltmesh.bench.running import OUT_OF_MEMORY, Ended, run_variant
 from boltmesh.bench.variant import Variant
 from boltmesh.cli import run_command
+from boltmesh.configs.load import load
 from tests.support.forked_python import run_python
 from tests.support.planned_configs import RATES, SMALL
+
+
+def ended(seconds: float) -> Ended:
+    """How a job ends whose steps take so long."""
+    return Ended(
+        BenchRun(
+            mesh={},
+            step_s=(seconds,) * 3,
+            samples=None,
+            tokens=None,
+            loss=None,
+            last_step=2,
+            bubble=(),
+            memory={},
+            host_bytes=None,
+            device_bytes=None,
+            axis_bytes={},
+        )
+    )
 
 
 @pytest.mark.full
@@ -27,21 +48,7 @@ def test_tuning_runs_layouts_back_and_forth_so_that_a_burst_of_load_does_not_dec
         seconds = (
             2.0 if variant.label == ran[0] else 10.0 if len(ran) == 2 else 1.0
         )  # a burst of load
-        return Ended(
-            BenchRun(
-                mesh={},
-                step_s=(seconds,) * 3,
-                samples=None,
-                tokens=None,
-                loss=None,
-                last_step=2,
-                bubble=(),
-                memory={},
-                host_bytes=None,
-                device_bytes=None,
-                axis_bytes={},
-            )
-        )
+        return ended(seconds)
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("boltmesh.advisor.machine.measure_here", lambda *_: RATES)
@@ -55,6 +62,55 @@ def test_tuning_runs_layouts_back_and_forth_so_that_a_burst_of_load_does_not_dec
     assert sorted(each["measured_s"] or 0.0 for each in found) == [0.0, 1.0, 2.0]
 
 
+def no_home(*_: object) -> Path:
+    raise RuntimeError("Could not determine home directory.")
+
+
+@pytest.mark.parametrize("case", ["file in the way", "no home", "interrupt"])
+def test_what_is_measured_is_printed_though_it_cannot_be_remembered(
+    case, tmp_path, monkeypatch, capsys
+) -> None:
+    ran: list[str] = []
+
+    def run(variant: Variant, *_: object, **__: object) -> Ended:
+        ran.append(variant.label)
+        if case == "interrupt" and len(ran) == 2:
+            raise KeyboardInterrupt
+        return ended(0.5 * len(ran))
+
+    cache = tmp_path / "cache"
+    if case == "file in the way":
+        cache.touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", "" if case == "no home" else str(cache))
+    monkeypatch.setattr(Path, "home", no_home)
+    monkeypatch.setattr("boltmesh.advisor.machine.measure_here", lambda *_: RATES)
+    monkeypatch.setattr("boltmesh.advisor.tune.run_variant", run)
+    monkeypatch.setattr("boltmesh.advisor.search.MOST_DIVISIONS", 0)
+    line = ["tune", "ddp", *SMALL[:4], "--rounds", "1", "--top", "2"]
+    assert run_command(line) == (130 if case == "interrupt" else 0)
+    said = capsys.readouterr().out.splitlines()
+    places = [each for each in said if each[:2] in {"1.", "2."}]
+    assert places[0].endswith(f"0.500 s  {ran[0]}")
+    assert (" none  " in places[1]) == (case == "interrupt")
+    why = {
+        "file in the way": f"{cache}/boltmesh/rates cannot be written: Not a directory",
+        "no home": "Set XDG_CACHE_HOME to a folder for them",
+        "interrupt": "not all rounds have run",
+    }[case]
+    assert said[-2].startswith("The fastest: boltmesh fit ddp ")
+    assert said[-1].startswith("Nothing is remembered: ")
+    assert said[-1].endswith(f"{why}.")
+
+
+def test_plans_of_a_user_without_a_home_measure_rates(monkeypatch, capsys) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    monkeypatch.setattr(Path, "home", no_home)
+    monkeypatch.setattr("boltmesh.advisor.machine.measure_here", lambda *_: RATES)
+    monkeypatch.setattr("boltmesh.advisor.search.MOST_DIVISIONS", 0)
+    assert run_command(["plan", "auto", "ddp", *SMALL[:4], "--json"]) == 0
+    assert "measured just now" in json.loads(capsys.readouterr().out)["rates_from"]
+
+
 def test_a_bench_of_planned_layouts_runs_the_three_best(remembered, monkeypatch, capsys) -> None:
     ran: list[list[str]] = []
 
@@ -65,16 +121,21 @@ def test_a_bench_of_planned_layouts_runs_the_three_best(remembered, monkeypatch,
     monkeypatch.setattr("boltmesh.advisor.search.MOST_DIVISIONS", 0)
     monkeypatch.setattr("boltmesh.bench.command.run_variant", run)
     line = ["bench", "ddp", *SMALL[:4], "accelerator=cpu", "devices=2"]
+    line += ["strategy.name=bolt_zero3", "strategy.activation_checkpointing=full"]
     assert run_command([*line, "--strategies", "planned,bolt_zero2"]) == 1
     assert "bolt_ddp, data 2 (planned " in capsys.readouterr().out
     assert len(ran) == 4
-    assert all(any(each.startswith("strategy.name=") for each in one) for one in ran[1:])
+    strategies = [load("ddp", each).strategy for each in ran]
+    kinds = {each.name: each.get("activation_checkpointing") for each in strategies}
+    # Planned without recomputation; the other has what the config has.
+    assert kinds == {"bolt_ddp": None, "bolt_zero1": None, "bolt_zero3": None, "bolt_zero2": "full"}
 
 
 TUNE = """
 import sys
 from boltmesh.advisor import machine, search
 from boltmesh.cli import run_command
+from boltmesh.configs.load import load
 from boltmesh.strategies.cost_model.step_time import Machine
 
 machine.measure_here = lambda *_: {rates}
