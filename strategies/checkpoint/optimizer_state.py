@@ -25,8 +25,11 @@ from boltmesh.strategies.checkpoint.chunks import (
 )
 from boltmesh.strategies.checkpoint.shard_reader import divided, held
 from boltmesh.strategies.object_collectives import gather_objects
+from boltmesh.strategies.torch_compat.tensors import tree_leaves
 
 PARAMS = "params"
+
+_KEYS = {"state", "param_groups"}
 
 PENDING = "boltmesh.pending_gradient"
 """Key in the state of a parameter: a gradient that was computed and not applied yet, in a run whose
@@ -83,8 +86,9 @@ def named_state(
 
     Raises:
         CheckpointError: For a state tensor with another division than its parameter, which no other
-            number of ranks could load.
+            number of ranks could load, and for an optimizer that saves more than its ``state``.
     """
+    _refuse_own_form(optimizer)
     names = parameter_names(module, optimizer)
     state: dict[str, dict[str, Any]] = {}
     for name, parameter in _pairs(names, optimizer):
@@ -110,6 +114,25 @@ def named_state(
         for settings, members in zip(optimizer.param_groups, names, strict=True)
     ]
     return {"state": state, "param_groups": groups}
+
+
+def _refuse_own_form(optimizer: Optimizer) -> None:
+    """Refuse an optimizer whose ``state_dict`` holds what its ``state`` does not."""
+    if getattr(type(optimizer), "state_dict", None) is Optimizer.state_dict:
+        return
+    saved = optimizer.state_dict()
+    if saved.keys() <= _KEYS and _num_tensors(saved["state"]) <= _num_tensors(optimizer.state):
+        return
+    name = type(optimizer).__name__
+    raise CheckpointError(
+        f"{name}.state_dict saves more than {name}.state holds, such as the state of another "
+        f"optimizer, and a checkpoint of shards stores that alone. Use an optimizer without a "
+        f"state_dict of its own, or bolt_ddp."
+    )
+
+
+def _num_tensors(state: Mapping[Any, Any]) -> int:
+    return sum(isinstance(each, Tensor) for each in tree_leaves(list(state.values())))
 
 
 def joined_state(state: dict[str, Any], stores: Callable[[str], bool]) -> dict[str, Any]:
@@ -218,8 +241,15 @@ def load_state(
     others. Pending gradients are not state of the optimizer: ``take`` receives them.
 
     Raises:
-        CheckpointError: If the groups are not those of the optimizer.
+        CheckpointError: If the groups are not those of the optimizer, or more than these and states
+            of parameters was saved.
     """
+    if beside := sorted(saved.keys() - _KEYS):
+        raise CheckpointError(
+            f"The checkpoint holds {beside[0]!r} beside the state of {type(optimizer).__name__}, "
+            f"and shards of an optimizer are loaded from its state alone. Resume with bolt_ddp, or "
+            f"load the weights alone into a new run."
+        )
     names = parameter_names(module, optimizer)
     _check_groups(names, saved, type(optimizer).__name__)
     stored = _by_name(names, saved)

@@ -335,6 +335,8 @@ class OffloadEngine(StepBarrier):
                 state = self.kept.show_state(optimizer, slot)
                 if "step" in state and isinstance(state["step"], Tensor):
                     state["step"].fill_(update.step)
+        if not whole_steps:
+            self.kept.rules[optimizer].advance(optimizer.param_groups)
         self._arrivals.forecast.finish(
             norm=self._clipper.norms.get(optimizer),
             max_norm=self._clipper.max_norms.get(optimizer),

@@ -31,6 +31,7 @@ from boltmesh.errors import ConfigError
 from boltmesh.strategies.offload.buckets import Piece, Slot
 from boltmesh.strategies.optimizer_probe import initial_state, mixes_elements
 from boltmesh.strategies.torch_compat.optimizers import fused_adam, step_without_hooks
+from boltmesh.strategies.torch_compat.tensors import tree_map_only
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,9 @@ class UpdateRule(ABC):
     def undo(self, chunk: ChunkStep) -> None:
         """Take a step back."""
         raise NotImplementedError
+
+    def advance(self, groups: Sequence[dict[str, Any]]) -> None:  # noqa: B027 - Adam has none
+        """Write into the groups what a step writes there, once its settings are taken."""
 
     def scalars(self, slot: Slot) -> dict[str, Any]:
         """What ``optimizer.state[p]`` holds beside flat tensors and ``step``."""
@@ -360,11 +364,19 @@ _NOT_HYPER_PARAMETERS = {"params", "param_names"}
 
 
 class _Settings(dict[str, Any]):
-    """A group without its parameters."""
+    """A group without its parameters, and with tensors of its own: schedulers write into theirs."""
+
+    def __init__(self, group: Mapping[str, Any]) -> None:
+        kept = {key: value for key, value in group.items() if key not in _NOT_HYPER_PARAMETERS}
+        super().__init__(tree_map_only(Tensor, torch.clone, kept))
 
 
 class ElementwiseRule(UpdateRule):
-    """Runs a user's optimizer on views of a chunk. Slower than the fused kernel."""
+    """Runs a user's optimizer on views of a chunk. Slower than the fused kernel.
+
+    Each piece begins with the same values of its group. What a step writes there, as a counter of
+    steps, is found by a step of one element beside them.
+    """
 
     def __init__(self, optimizer: Optimizer) -> None:
         """Try the optimizer.
@@ -374,6 +386,9 @@ class ElementwiseRule(UpdateRule):
         """
         self._step = step_without_hooks(optimizer)
         self._runner = copy.copy(optimizer)
+        self._beside = copy.copy(optimizer)
+        """Steps one element on the training thread, while the worker steps pieces."""
+        self._states_beside: dict[int, dict[str, Any]] = {}
         self._scalars: dict[tuple[Slot, int], dict[str, Any]] = {}
         if mixes_elements(optimizer):
             raise _refused(optimizer, "it looks at more than one element at a time")
@@ -382,8 +397,23 @@ class ElementwiseRule(UpdateRule):
 
     @override
     def settings(self, group: Mapping[str, Any]) -> _Settings:
-        kept = {key: value for key, value in group.items() if key not in _NOT_HYPER_PARAMETERS}
-        return _Settings(kept)
+        return _Settings(group)
+
+    @override
+    def advance(self, groups: Sequence[dict[str, Any]]) -> None:
+        for number, group in enumerate(groups):
+            state = self._states_beside.get(number)
+            written, self._states_beside[number] = self._step_beside(_Settings(group), state)
+            for key, value in written.items():
+                if isinstance(value, Tensor) and isinstance(group.get(key), Tensor):
+                    group[key].copy_(value)
+                else:
+                    group[key] = value
+
+    def _step_beside(
+        self, settings: _Settings, state: dict[str, Any] | None
+    ) -> tuple[_Settings, dict[str, Any]]:
+        return self._run(torch.ones(1), torch.ones(1), settings, state, self._beside)
 
     @override
     def apply(self, chunk: ChunkStep, coefficient: float) -> None:
@@ -399,7 +429,8 @@ class ElementwiseRule(UpdateRule):
             given = None
             if stored is not None:
                 given = stored | {k: v for k, v in stretches.items() if k not in stored}
-            after = self._run(views[0], gradient, chunk.updates[slot].settings, given)
+            settings = chunk.updates[slot].settings
+            _, after = self._run(views[0], gradient, settings, given, self._runner)
             for name, view in stretches.items():
                 # Another group may have no such state, or None.
                 if isinstance(after.get(name), Tensor):
@@ -423,47 +454,50 @@ class ElementwiseRule(UpdateRule):
         self,
         parameter: Tensor,
         gradient: Tensor,
-        settings: Mapping[str, Any],
+        settings: _Settings,
         state: dict[str, Any] | None,
-    ) -> dict[str, Any]:
+        runner: Optimizer,
+    ) -> tuple[_Settings, dict[str, Any]]:
+        """Step a tensor in place; return what its group and its state are after that."""
         leaf = Parameter(parameter)
         leaf.grad = gradient
-        runner = self._runner
-        runner.param_groups = [{**settings, "params": [leaf]}]
+        group = {**_Settings(settings), "params": [leaf]}
+        runner.param_groups = [group]
         runner.state = defaultdict(dict)
         if state is not None:
             runner.state[leaf] = state
         self._step(runner)
         after = dict(runner.state[leaf])
         runner.param_groups, runner.state = [], defaultdict(dict)
-        return after
+        return _Settings(group), after
 
     def _probe(self, optimizer: Optimizer, group: Mapping[str, Any]) -> tuple[str, ...]:
-        settings = self.settings(group)
+        settings = [_Settings(group)] * 4
         initial: Mapping[str, Any] = next(
             (optimizer.state[p] for p in group["params"] if optimizer.state.get(p)), {}
         )
         generator = torch.Generator().manual_seed(0)
         whole = torch.randn(PROBE_SHAPE, generator=generator)
         parts = [each.clone() for each in whole.flatten().tensor_split([PROBE_SPLIT])]
-        whole_state = initial_state(initial, whole)
-        part_states = [initial_state(initial, each) for each in parts]
+        tensors = [torch.ones(1), whole, *parts]
+        states = [initial_state(initial, each) for each in tensors]
         try:
             for _ in range(PROBE_STEPS):
                 gradient = torch.randn(PROBE_SHAPE, generator=generator)
-                whole_state = self._run(whole, gradient.clone(), settings, whole_state)
                 pieces = gradient.flatten().tensor_split([PROBE_SPLIT])
-                part_states = [
-                    self._run(part, piece.clone(), settings, state)
-                    for part, piece, state in zip(parts, pieces, part_states, strict=True)
-                ]
+                for at, each in enumerate([torch.ones(1), gradient, *pieces]):
+                    settings[at], states[at] = self._run(
+                        tensors[at], each.clone(), settings[at], states[at], self._runner
+                    )
         except Exception as error:
             raise _refused(
                 optimizer, f"its step fails on a part of a parameter ({error})"
             ) from error
         if not torch.allclose(whole.flatten(), torch.cat(parts), rtol=1e-6, atol=0):
             raise _refused(optimizer, "it looks at more than one element at a time")
-        whole_state = whole_state or {}
+        if any(each != settings[0] for each in settings[1:]):
+            raise _refused(optimizer, "it writes what it finds in gradients into its groups")
+        whole_state = states[1] or {}
         names = tuple(k for k, v in whole_state.items() if _is_flat(v, whole))
         for name, value in whole_state.items():
             if name not in names and isinstance(value, Tensor) and value.numel() > 1:

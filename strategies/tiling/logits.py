@@ -3,12 +3,13 @@
 The output of the model's head is replaced by a tensor that has the shape of the logits and no data.
 Views, slices and casts of it are taken of the head's input. ``cross_entropy`` computes the logits
 of some positions at a time, and again in the backward pass; any other function gets the logits
-whole. So a model is right whatever it does with them, and only memory differs.
+whole. So a model is right whatever it does with them, and only memory differs. Logits that were
+written in place or have a hook stay whole, and so do their views, as those of a plain tensor.
 
 Source: ALST, Bekman et al. 2025, section 3.1, https://arxiv.org/abs/2506.13996
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -23,13 +24,21 @@ from typing_extensions import override
 
 from boltmesh.errors import ConfigError, UnsupportedError
 from boltmesh.strategies.blocks import find_blocks
-from boltmesh.strategies.torch_compat.tensors import make_wrapper, subclasses_unasked, tree_map
+from boltmesh.strategies.torch_compat.tensors import (
+    make_wrapper,
+    storage_key,
+    subclasses_unasked,
+    tree_leaves,
+    tree_map,
+)
 
 _SHAPE_METHODS = frozenset({"size", "dim", "ndimension", "numel", "nelement", "__len__",
                             "is_floating_point", "is_complex", "element_size", "get_device",
                             "__hash__"})  # fmt: skip
 _SHAPE_ATTRIBUTES = frozenset({"shape", "dtype", "device", "ndim", "is_cuda", "is_cpu", "layout",
                                "is_sparse", "is_nested", "is_quantized", "is_meta"})  # fmt: skip
+_GRADIENT_METHODS = frozenset({"register_hook", "retain_grad"})
+_WHOLE_ATTRIBUTES = frozenset({"data", "grad_fn"})
 _CASTS = {"float": torch.float32, "double": torch.float64, "half": torch.float16,
           "bfloat16": torch.bfloat16}  # fmt: skip
 _SWAPS = ({1, 2}, {-1, -2}, {1, -1}, {-2, 2})
@@ -163,6 +172,31 @@ class TiledLogits(Tensor):
     """Whether the shape is [B, V, T] of inputs [B, T, C]."""
     whole: Tensor | None
     """With data, once a function needed that."""
+    base: "TiledLogits | None"
+    """That of which plain logits would be a view."""
+    as_view: Callable[[Tensor], Tensor]
+    """Makes the view of that one's data."""
+    like: Tensor
+    """With the strides of plain logits, without data."""
+    stays_whole: bool
+    """Whether data were handed out that may be written, or that have a hook."""
+    was_recomputed: bool
+    """Whether gradients come that do not pass ``whole``: of a loss in tiles, of a copy."""
+
+    def line(self) -> "Iterator[TiledLogits]":
+        """Return this tensor, and those of which it is a view."""
+        each: TiledLogits | None = self
+        while each is not None:
+            yield each
+            each = each.base
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing may be computed from the inputs again."""
+        return any(
+            each.stays_whole or (each.whole is not None and each.whole._version > 0)  # noqa: SLF001
+            for each in self.line()
+        )
 
     @classmethod
     @override
@@ -199,27 +233,78 @@ def make_tiled(
     )
     made.inputs, made.projection = inputs, projection
     made.are_classes_second, made.whole = are_classes_second, None
+    made.base, made.stays_whole, made.was_recomputed = None, False, False
+    made.like = torch.empty(shape, dtype=dtype, device="meta")
     return made
 
 
 def _function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     name = getattr(func, "__name__", "")
-    if name in _SHAPE_METHODS:
-        with subclasses_unasked():
-            return func(*args, **kwargs)
     first = args[0] if args else None
+    if name == "__hash__":
+        with subclasses_unasked():
+            return func(*args)
     if isinstance(first, TiledLogits):
-        if name == "__get__":
-            attribute = func.__self__.__name__
-            if attribute in _SHAPE_ATTRIBUTES:
+        attribute = func.__self__.__name__ if name == "__get__" else ""
+        if not first.is_whole:
+            if name in _SHAPE_METHODS or attribute in _SHAPE_ATTRIBUTES:
                 with subclasses_unasked():
-                    return func(first)
+                    return func(*args, **kwargs)
             if attribute == "requires_grad":
                 return True
-        kept = _without_data(name, first, args[1:], kwargs)
-        if kept is not NotImplemented:
-            return kept
-    return func(*tree_map(_with_data, args), **tree_map(_with_data, kwargs))
+            kept = _without_data(name, first, args[1:], kwargs)
+            if kept is not NotImplemented:
+                return _linked(kept, first, partial(_call_on, func, args[1:], kwargs))
+            if name in _GRADIENT_METHODS and first.was_recomputed:
+                raise UnsupportedError(
+                    f"{name} was called on logits behind a loss or a copy of them, and with "
+                    f"tile_logits its gradient does not pass them. Call it directly behind the "
+                    f"model's head, or leave tile_logits out."
+                )
+        if name in _GRADIENT_METHODS or name == "__set__" or attribute in _WHOLE_ATTRIBUTES:
+            first.stays_whole = True
+    found: list[TiledLogits] = []
+    values = func(*tree_map(partial(_with_data, found), args),
+                  **tree_map(partial(_with_data, found), kwargs))  # fmt: skip
+    if found and not torch.is_grad_enabled():
+        _forget(found, values)
+    return values
+
+
+def _call_on(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], logits: Tensor) -> Any:
+    return func(logits, *args, **kwargs)
+
+
+def _linked(made: Any, logits: TiledLogits, as_view: Callable[[Tensor], Any]) -> Any:
+    """Make of new logits a view of those they were taken of, where plain ones would be a view."""
+    if not isinstance(made, TiledLogits) or made is logits:
+        return made
+    made.like = as_view(logits.like)
+    if made.like is logits.like:
+        return logits
+    if storage_key(made.like) == storage_key(logits.like):
+        made.base, made.as_view = logits, as_view
+    else:
+        _note_recomputed(logits)
+    return made
+
+
+def _note_recomputed(logits: TiledLogits) -> None:
+    for each in logits.line():
+        each.was_recomputed = True
+
+
+def _forget(found: list[TiledLogits], values: Any) -> None:
+    """Free data that were made for a function without gradients, which need not be kept."""
+    handed = [each for each in tree_leaves(values) if isinstance(each, Tensor)]
+    for each in found:
+        whole = each.whole
+        if whole is None or each.is_whole or type(whole) is not Tensor:
+            continue
+        if not any(
+            type(one) is not Tensor or storage_key(one) == storage_key(whole) for one in handed
+        ):
+            each.whole = None
 
 
 def _without_data(
@@ -235,7 +320,7 @@ def _without_data(
             return _like(logits, logits.inputs, args[0])
         return logits if args[0] == logits.device else NotImplemented
     if name == "contiguous":
-        return logits
+        return _like(logits, logits.inputs)
     if logits.are_classes_second or kwargs:
         return NotImplemented
     if name in {"view", "reshape"}:
@@ -287,18 +372,22 @@ def _leaves_classes(index: tuple[Any, ...], num_dims: int) -> bool:
     return len(index) < num_dims or index[-1] == slice(None)
 
 
-def _with_data(value: Any) -> Any:
+def _with_data(found: list[TiledLogits], value: Any) -> Any:
+    """Return logits with data; ``found`` gets those whose data are new."""
     if not isinstance(value, TiledLogits):
         return value
     if value.whole is not None:
         return value.whole
-    value.projection.check()
-    logits = value.projection.logits(value.inputs, value.dtype)
-    if value.are_classes_second:
-        logits = logits.transpose(1, 2)
-    if torch.is_grad_enabled():
-        value.whole = logits
-    return logits
+    with torch.inference_mode(False), torch.enable_grad():
+        if value.base is not None:
+            value.whole = value.as_view(_with_data(found, value.base))
+        else:
+            value.projection.check()
+            whole = value.projection.logits(value.inputs, value.like.dtype)
+            whole = whole.transpose(1, 2) if value.are_classes_second else whole
+            value.whole = whole.contiguous() if value.like.is_contiguous() else whole
+    found.append(value)
+    return value.whole
 
 
 def _cross_entropy(
@@ -321,10 +410,11 @@ def _cross_entropy(
     )
     if not is_plain:
         return functional.cross_entropy(
-            _with_data(logits), target, weight, size_average, ignore_index, reduce, reduction,
+            _with_data([], logits), target, weight, size_average, ignore_index, reduce, reduction,
             label_smoothing,
         )  # fmt: skip
     logits.projection.check()
+    _note_recomputed(logits)
     compute = _TiledLoss(logits, ignore_index, label_smoothing)
     inputs, shape = logits.inputs, target.shape
     if logits.ndim == 3:

@@ -67,6 +67,56 @@ class RowDescent(SignDescent):
                 parameter.sub_(parameter.grad.sum(dim=-1, keepdim=True), alpha=group["lr"])
 
 
+class Counting(Optimizer):
+    """Counts its steps in its groups, as Adan of timm does."""
+
+    def __init__(self, parameters: Any, lr: float | Tensor = 0.1) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @override
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    mean = self.state[parameter].setdefault("mean", torch.zeros_like(parameter))
+                    mean.mul_(0.9).add_(parameter.grad, alpha=0.1)
+                    parameter.sub_(mean * group["lr"] / (1 - 0.9 ** group["step"]))
+        return loss
+
+
+class CountingInPlace(Counting):
+    """Counts in a tensor."""
+
+    @override
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group.setdefault("step", torch.tensor(0.0)).add_(1)
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad * group["lr"] / group["step"])
+
+
+class Norming(Counting):
+    """Writes the largest gradient that it has seen into its groups, and steps without it."""
+
+    @override
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    most = float(parameter.grad.abs().max())
+                    group["most"] = max(group.get("most", 0.0), most)
+                    parameter.sub_(parameter.grad, alpha=group["lr"])
+
+
 OPTIMIZERS: list[tuple[Callable[..., Optimizer], dict[str, Any]]] = [
     (SGD, {}),
     (SGD, {"momentum": 0.9, "dampening": 0.3, "weight_decay": 0.1}),
@@ -80,6 +130,8 @@ OPTIMIZERS: list[tuple[Callable[..., Optimizer], dict[str, Any]]] = [
     (Rprop, {}),
     (ASGD, {}),
     (SignDescent, {}),
+    (Counting, {}),
+    (CountingInPlace, {}),
 ]
 
 
@@ -108,6 +160,7 @@ def run_in_parts(
         flat = torch.cat([each.flatten() for each in of_step])
         settings = rule.settings(optimizer.param_groups[0])
         updates = {slot: Update(settings, step) for slot in slots}
+        rule.advance(optimizer.param_groups)  # before the worker steps
         for chunk in bucket.chunks:
             pieces = [PieceGradient(p, flat[p.start : p.stop].clone()) for p in chunk.pieces()]
             part = tuple(each[chunk.start : chunk.stop] for each in state)
@@ -130,6 +183,10 @@ def test_steps_in_parts_equal_steps_in_one(
         reference.step()
     ours = kind([Parameter(each.clone()) for each in start], lr=0.05, **options)
     stepped = run_in_parts(ours, start, gradients)
+    assert [each.get("step") for each in (*ours.param_groups, *reference.param_groups)] in (
+        [None, None],
+        [STEPS, STEPS],
+    )
     expected = torch.cat([each.detach().flatten() for each in whole])
     torch.testing.assert_close(stepped, expected, rtol=1e-6, atol=1e-7)
     assert not torch.equal(expected, torch.cat([each.flatten() for each in start]))
@@ -139,6 +196,24 @@ def test_steps_in_parts_equal_steps_in_one(
 def test_what_looks_at_more_than_one_element_is_refused_by_name(kind: type[Any]) -> None:
     with pytest.raises(ConfigError, match=rf"{kind.__name__} cannot be offloaded"):
         ElementwiseRule(kind([Parameter(torch.zeros(3, 3))], lr=0.1))
+
+
+def test_what_writes_gradients_into_its_groups_is_refused() -> None:
+    with pytest.raises(ConfigError, match="writes what it finds in gradients into its groups"):
+        ElementwiseRule(Norming([Parameter(torch.zeros(3, 3))]))
+
+
+def test_a_learning_rate_that_is_written_behind_a_step_is_that_of_the_next() -> None:
+    rate = torch.tensor(0.5)
+    optimizer = SGD([Parameter(torch.zeros(3))], lr=rate)
+    (group,) = optimizer.param_groups
+    rule = ElementwiseRule(optimizer)
+    before = rule.settings(group)
+    rate.fill_(0.25)
+    assert float(before["lr"]) == 0.5
+    assert before != rule.settings(group)
+    rule.advance(optimizer.param_groups)
+    assert group["lr"] is rate
 
 
 def test_trying_an_optimizer_leaves_it_as_it_was() -> None:

@@ -1,5 +1,6 @@
 """Offloading in a Trainer: evaluation, several runs, and callbacks that look on."""
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ from torch import Tensor
 
 from boltmesh.strategies import ZeROStrategy
 from boltmesh.strategies.offload import stores
+from boltmesh.strategies.offload.update_rule import ElementwiseRule
 from boltmesh.strategies.torch_compat.tensors import local_tensor
+from tests.strategies.offload.test_elementwise import Counting
 from tests.support.models import Regression, regression_data
 from tests.support.offloaded import full
 from tests.support.ranks import run_ranks
@@ -86,6 +89,41 @@ def test_one_trainer_fits_and_tests_and_fits_again(
     offloaded = run_ranks(same_trainer, 2, {**strategy, **path})
     assert plain[0][0] != plain[0][2]
     assert offloaded[0] == pytest.approx(plain[0], rel=1e-5)
+
+
+class Counted(Regression):
+    """An optimizer counts its steps in its group; its rate is a tensor that a scheduler writes."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = Counting(self.parameters(), lr=torch.tensor(0.1))
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+def count(rank: int, world_size: int) -> list[Any]:
+    apply = ElementwiseRule.apply
+
+    def slowly(self: ElementwiseRule, chunk: Any, coefficient: float) -> None:
+        time.sleep(0.02)  # as long as chunks of a large model take
+        apply(self, chunk, coefficient)
+
+    ElementwiseRule.apply = slowly  # type: ignore[method-assign]
+    found: list[Any] = []
+    for strategy in ({}, {"offload_optimizer": "cpu"}):
+        seed_everything(1, verbose=False)
+        model = Counted()
+        trainer = make(world_size, strategy=strategy, max_steps=4)
+        trainer.fit(model, regression_data(32, 4))
+        steps = trainer.optimizers[0].param_groups[0]["step"]
+        found.append(([each.tolist() for each in whole(model)], steps))
+    return found
+
+
+def test_what_steps_and_schedulers_write_into_groups_counts_once_a_step() -> None:
+    for (plain, steps), (offloaded, counted) in run_ranks(count, 2):
+        assert counted == steps == 4
+        for one, other in zip(offloaded, plain, strict=True):
+            torch.testing.assert_close(torch.tensor(one), torch.tensor(other))
 
 
 class ParameterWatcher(Callback):

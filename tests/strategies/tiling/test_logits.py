@@ -71,6 +71,74 @@ WHOLE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+def with_padding(x: Tensor, y: Tensor) -> Tensor:
+    x[..., 40:] = -1e9
+    return F.cross_entropy(x.view(-1, CLASSES), y.clamp(max=39).view(-1))
+
+
+def with_mask(x: Tensor, y: Tensor) -> Tensor:
+    x.masked_fill_(torch.arange(CLASSES) >= 40, -1e9)
+    return F.cross_entropy(x.transpose(1, 2), y.clamp(max=39))
+
+
+def with_temperature(x: Tensor, y: Tensor) -> Tensor:
+    flat, shifted = x.view(-1, CLASSES), x[:, :-1].contiguous()
+    x.div_(0.5)
+    later = F.cross_entropy(shifted.view(-1, CLASSES), y[:, 1:].reshape(-1))
+    return F.cross_entropy(flat, y.view(-1)) + later
+
+
+def written_by_a_view(x: Tensor, y: Tensor) -> Tensor:
+    classes = x.transpose(1, 2)
+    x[:, 1:].flatten(1, 1).clamp_(-0.1, 0.1)
+    return F.cross_entropy(classes, y)
+
+
+def written_without_gradients(x: Tensor, y: Tensor) -> Tensor:
+    with torch.no_grad():
+        rows = x.view(-1, CLASSES)[:4]
+        rows[:, 30:] = 1.0
+        x.data[:, -1] += 1
+    return F.cross_entropy(x.view(-1, CLASSES), y.view(-1))
+
+
+def with_inplace_activation(x: Tensor, y: Tensor) -> Tensor:
+    F.leaky_relu(x, 0.5, inplace=True)
+    return F.cross_entropy(x.view(-1, CLASSES), y.view(-1))
+
+
+def with_another_shape(x: Tensor, y: Tensor) -> Tensor:
+    x.transpose_(1, 2)
+    assert x.shape == (BATCH, CLASSES, LENGTH)
+    return F.cross_entropy(x, y)
+
+
+def hooked(x: Tensor, y: Tensor) -> Tensor:
+    flat = x.view(-1, CLASSES)
+    x.register_hook(lambda gradient: gradient * 3)
+    return F.cross_entropy(flat, y.view(-1)) + F.cross_entropy(x.float().transpose(1, 2), y)
+
+
+def hooked_view(x: Tensor, y: Tensor) -> Tensor:
+    flat = x.view(-1, CLASSES)
+    flat.register_hook(lambda gradient: gradient * 3)
+    return F.cross_entropy(flat, y.view(-1)) + F.cross_entropy(x.transpose(1, 2), y)
+
+
+def retained(x: Tensor, y: Tensor) -> Tensor:
+    x.retain_grad()
+    (gradient,) = torch.autograd.grad(
+        F.cross_entropy(x.flatten(0, 1), y.flatten()), x, retain_graph=True
+    )
+    loss = F.cross_entropy(x.flatten(0, 1), y.flatten())
+    loss.backward(retain_graph=True)
+    return loss + x.grad.square().sum() + gradient.square().sum()
+
+
+CHANGED = [with_padding, with_mask, with_temperature, written_by_a_view, written_without_gradients,
+           with_inplace_activation, with_another_shape, hooked, hooked_view, retained]  # fmt: skip
+
+
 def data() -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(CLASSES, (BATCH, LENGTH + 1), generator=generator)
@@ -99,6 +167,45 @@ def test_losses_and_gradients_are_those_of_whole_logits(name: str, positions: in
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
     tiling.take_off()
     assert type(model(data()[0])) is Tensor
+
+
+@pytest.mark.parametrize("loss_of", CHANGED)
+def test_logits_that_are_written_or_have_a_hook_are_those_of_a_plain_head(
+    loss_of: Callable[[Tensor, Tensor], Tensor],
+) -> None:
+    torch.manual_seed(0)
+    model = Model().double()
+    expected = trained(model, loss_of)
+    LogitTiling(4).put_on(model)
+    for one, other in zip(trained(model, loss_of), expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("method", ["register_hook", "retain_grad"])
+def test_a_hook_behind_a_loss_in_tiles_is_refused(method: str) -> None:
+    model = Model()
+    LogitTiling(4).put_on(model)
+    tokens, targets = data()
+    logits = model(tokens)
+    LOSSES["view"](logits, targets)
+    with pytest.raises(UnsupportedError, match=f"{method} was called on logits behind a loss"):
+        getattr(logits, method)(*([lambda gradient: gradient] if "hook" in method else []))
+
+
+def test_reading_logits_leaves_the_loss_in_tiles() -> None:
+    model = Model()
+    LogitTiling(4).put_on(model)
+    tokens, _ = data()
+    logits = model(tokens)
+    with torch.inference_mode():
+        flat = logits.view(-1, CLASSES)
+        flat.argmax(-1)
+    with torch.no_grad():
+        logits.softmax(-1)
+    assert logits.whole is None
+    assert flat.whole is None
+    logits.argmax(-1)
+    assert isinstance(logits.view(-1, CLASSES), TiledLogits)
 
 
 @pytest.mark.parametrize("name", LOSSES)
