@@ -382,9 +382,10 @@ class JobSnapshot(msgspec.Struct, frozen=True):
     pipeline: PipelinePlan | None = None
     alerts: AlertThresholds = AlertThresholds()
     trends: tuple[MetricPoint, ...] = ()
-    """``step_s``, ``tokens_per_s``, ``memory_bytes``, ``bytes_per_s``, ``bubble_ratio``,
-    ``utilisation_percent``, ``power_watts``, ``temperature_celsius`` and the clock ``wall_s`` over
-    the whole run, thinned, of rank 0; the tokens are those of the whole job."""
+    """``step_s`` (of an optimizer step), ``tokens_per_s``, ``memory_bytes``, ``bytes_per_s``,
+    ``bubble_ratio``, ``utilisation_percent``, ``power_watts``, ``temperature_celsius`` and the
+    clock ``wall_s`` over the whole run, thinned, of rank 0; the tokens are those of the whole job.
+    """
     tensor_plan: TensorPlanTable | None = None
     """None where no layer is divided, or no rank has recorded it."""
     stop_reason: str | None = None

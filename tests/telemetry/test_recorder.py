@@ -84,6 +84,23 @@ def test_trends_are_means_of_ordinary_steps_and_no_metrics(recorder):
     assert not any("trend" in name for name in (*seen.metrics, *(p.name for p in seen.history)))
 
 
+@pytest.mark.parametrize("batches", [1, 3, 10])
+def test_the_recorded_step_time_is_of_optimizer_steps(recorder, batches):
+    recorder.begin_loop(epoch=0, global_step=0)
+    for number in range(32):
+        recorder.begin_batch(index=number, epoch=0)
+        with recorder.phase("forward"):
+            time.sleep(0.001)
+        step = (number + 1) // batches
+        recorder.end_batch(global_step=step, loss=None, samples=4, tokens=None)
+    seen = snapshot()
+    found = [point.value for point in seen.trends if point.name == "step_s"]
+    steps = seen.ranks[0].steps
+    # Of ten batches the first point is at the second end of a step.
+    means = [sum(step.seconds for step in steps[at : at + 8]) / 8 for at in range(0, 32, 8)]
+    assert found == pytest.approx([batches * mean for mean in means[2 if batches == 10 else 0 :]])
+
+
 def test_a_strategy_that_chooses_is_shown_with_its_choice(recorder):
     assert snapshot().strategy == "DDPStrategy"
     recorder.chose("AutoStrategy: bolt_zero3")

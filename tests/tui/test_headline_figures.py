@@ -10,10 +10,14 @@ from boltmesh.telemetry.snapshot import JobSnapshot
 from boltmesh.tui import units
 from boltmesh.tui.commands.top import job_json, job_text
 from boltmesh.tui.devices import DeviceReading
+from boltmesh.tui.export.html import html_page
 from boltmesh.tui.metrics.figures import Figures, figures
+from boltmesh.tui.metrics.heat import heat
 from boltmesh.tui.metrics.pipelines import bubble_ratio
+from boltmesh.tui.metrics.ranks import rank_rows
 from boltmesh.tui.metrics.step_time import phase_split
 from boltmesh.tui.panels.header import draw_headline
+from boltmesh.tui.panels.rank_detail import draw_rank_detail
 from boltmesh.tui.panels.rank_table import draw_rank_table
 from boltmesh.tui.panels.throughput import draw_phases, draw_throughput
 from boltmesh.tui.render.line import Line
@@ -97,6 +101,17 @@ def test_accumulated_batches_are_one_step() -> None:
     )
     snapshot = job(ranks=(msgspec.structs.replace(made, steps=steps),))
     assert _document(snapshot)["step_s"]["value"] == pytest.approx(4 * STEP_S)
+    shown = fold(None, Observation(NOW, snapshot))
+    (row,) = rank_rows(shown)
+    assert row.step_s == pytest.approx(4 * STEP_S)
+    assert row.profile is not None
+    assert row.compute_s == pytest.approx(4 * row.profile.own_s)
+    assert heat(shown, "step time").values[0].value == row.step_s
+    assert f"<td>{units.seconds(4 * STEP_S)}</td>" in html_page(shown)
+    detail = "\n".join(line.plain for line in draw_rank_detail(shown, 80, 40, LOOK))
+    assert "batch time, 4 a step" in detail
+    assert f"mean {units.seconds(STEP_S)}" in detail
+    assert "a typical batch" in detail
 
 
 RATES = ("mfu", "model_tflops", "samples_per_s", "tokens_per_s")

@@ -257,7 +257,7 @@ def _ranks(state: State) -> str:
             row.device,
             row.state,
             units.seconds(row.step_s),
-            units.seconds(None if row.profile is None else row.profile.own_s),
+            units.seconds(row.compute_s),
             units.memory(row.memory_used_bytes),
             row.error or "",
         )

@@ -96,21 +96,13 @@ def _steps(value: float | None) -> str:
     return units.count(value)
 
 
-def _step_s(row: RankRow) -> float | None:
-    return row.step_s if row.profile is None else row.profile.step_s
-
-
 _TIMES: Final = 0.2
 """Of rates and times: a fifth is worth a look, less is what machines differ by."""
 
 _FIGURES: Final[Mapping[str, _Figure]] = MappingProxyType(
     {
-        "compute time": _Figure(
-            lambda row: None if row.profile is None else row.profile.own_s,
-            units.seconds,
-            least_span=_TIMES,
-        ),
-        "step time": _Figure(_step_s, units.seconds, least_span=_TIMES),
+        "compute time": _Figure(lambda row: row.compute_s, units.seconds, least_span=_TIMES),
+        "step time": _Figure(lambda row: row.step_s, units.seconds, least_span=_TIMES),
         "communication": _Figure(
             lambda row: row.phase_share("communication"), _share, ends=(0.0, 0.5)
         ),

@@ -9,7 +9,7 @@ from boltmesh.telemetry.stall import recent_step_seconds
 from boltmesh.tui.devices import DeviceReading
 from boltmesh.tui.metrics.memo import remember_last
 from boltmesh.tui.metrics.status import job_stalled_seconds, rates_are_current
-from boltmesh.tui.metrics.step_time import RankProfile, rank_profiles
+from boltmesh.tui.metrics.step_time import RankProfile, batches_per_step, rank_profiles
 from boltmesh.tui.metrics.stragglers import Lateness, lateness
 from boltmesh.tui.state import State
 
@@ -31,9 +31,11 @@ class RankRow(msgspec.Struct, frozen=True):
     behind: int
     """Optimizer steps after the rank that is furthest."""
     step_s: float | None
-    """Mean of the recent ordinary steps; of all recent steps before there are any."""
+    """An optimizer step: the mean of the recent ordinary ones; of all before there are any."""
+    compute_s: float | None
+    """The same without what the rank only waits for."""
     profile: RankProfile | None
-    """Of the recent ordinary steps."""
+    """The recent ordinary batches."""
     lateness: Lateness | None
     """Beside the ranks that do the same."""
     loss: float | None
@@ -75,6 +77,7 @@ def rank_rows(state: State) -> list[RankRow]:
     }
     profiles, late = rank_profiles(state.job), lateness(state.job)
     is_current = rates_are_current(state)
+    batches = batches_per_step(state.job)
     furthest = max((rank.global_step for rank in state.job.ranks), default=0)
     return [
         _row(
@@ -85,6 +88,7 @@ def rank_rows(state: State) -> list[RankRow]:
             late.get(rank.rank),
             furthest,
             shown_state(rank, state),
+            batches=batches,
             is_current=is_current,
         )
         for rank in state.job.ranks
@@ -109,9 +113,11 @@ def _row(
     furthest: int,
     shown: ShownState,
     *,
+    batches: int,
     is_current: bool,
 ) -> RankRow:
     is_on_cpu = rank.device_uuid is None and rank.device.startswith("cpu")
+    batch_s = recent_step_seconds(rank) if profile is None else profile.step_s
     # The GPU of a rank that has ended may be another's by now.
     reading = None if not rank.is_alive else process if is_on_cpu else gpu
     used = None if reading is None else reading.memory_used_bytes
@@ -127,7 +133,8 @@ def _row(
         phase=rank.phase,
         global_step=rank.global_step,
         behind=furthest - rank.global_step,
-        step_s=recent_step_seconds(rank) if profile is None else profile.step_s,
+        step_s=None if batch_s is None else batches * batch_s,
+        compute_s=None if profile is None else batches * profile.own_s,
         profile=profile,
         lateness=late,
         loss=next((step.loss for step in reversed(rank.steps) if step.loss is not None), None),

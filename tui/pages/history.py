@@ -29,7 +29,7 @@ class HistoryPage(Page):
             ("L", "logarithmic axes, and back"),
         ),
         terms=(
-            ("step time", "means of 8 steps of rank 0, without validation and checkpoints"),
+            ("step time", "of an optimizer step of rank 0, over 8 ordinary batches"),
             ("a, b", "two metrics on the same axes, the second one drawn over the first"),
             ("utilisation", "of the GPU of rank 0; of its process in percent of a core on CPUs"),
         ),

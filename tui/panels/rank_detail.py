@@ -12,11 +12,11 @@ from boltmesh.telemetry.snapshot import JobSnapshot, RankSnapshot, operator_name
 from boltmesh.tui import units
 from boltmesh.tui.metrics.figures import rank_flops
 from boltmesh.tui.metrics.ranks import RankRow, rank_rows
-from boltmesh.tui.metrics.step_time import SPLIT_PHASES, middle, rank_profiles
+from boltmesh.tui.metrics.step_time import SPLIT_PHASES, batches_per_step, middle, rank_profiles
 from boltmesh.tui.panels.events import event_line, event_rows
 from boltmesh.tui.panels.offload import draw_offload, rows_of_rank
 from boltmesh.tui.panels.rank_table import cause_words, late_share
-from boltmesh.tui.panels.throughput import flops_words, hardware_words, phase_label
+from boltmesh.tui.panels.throughput import flops_words, hardware_words, phase_label, phases_title
 from boltmesh.tui.render.bars import phase_role, sparkline
 from boltmesh.tui.render.line import Line, Role
 from boltmesh.tui.render.ranks import rank_phase, rank_state
@@ -177,7 +177,7 @@ def draw_rank_detail(
     if found is None or row is None:
         return [Line(f"rank {rank} is not in this job", "muted").crop(width)][: max(0, height)]
     first: list[_Section] = [
-        lambda room: _draw_times(found, row, room, look),
+        lambda room: _draw_times(state, found, row, room, look),
         lambda room: _draw_phases(state, row, room, look),
         lambda room: _draw_work(state, found, row, room, look),
         lambda room: _draw_offload(found, room, look),
@@ -259,17 +259,21 @@ def _ago(seconds: float) -> str:
     return "now" if seconds < 2 else f"{units.duration(seconds)} ago"
 
 
-def _draw_times(rank: RankSnapshot, row: RankRow, width: int, look: Style) -> list[Line]:
+def _draw_times(
+    state: State, rank: RankSnapshot, row: RankRow, width: int, look: Style
+) -> list[Line]:
     if not rank.steps:
         return []
     times = [step.seconds for step in rank.steps]
+    batches = batches_per_step(state.job)
+    mean = None if row.step_s is None else row.step_s / batches
     parts = [
-        labelled("mean", units.seconds(row.step_s), "strong"),
+        labelled("mean", units.seconds(mean), "strong"),
         labelled("median", units.seconds(middle(times))),
         labelled("shortest", units.seconds(min(times))),
         labelled("longest", units.seconds(max(times))),
     ]
-    title = f"step time, {len(times)} steps"
+    title = f"{phases_title(state)}, {len(times)} {'steps' if batches == 1 else 'batches'}"
     return [
         heading(title, width, look),
         *wrap_facts(parts, width),
@@ -294,13 +298,14 @@ def _draw_phases(state: State, row: RankRow, width: int, look: Style) -> list[Li
                 _difference(difference, row, phase.name),
             ]
         )
+    typical = "a typical step" if batches_per_step(state.job) == 1 else "a typical batch"
     columns = [
         Column("phase"),
         Column("this rank", is_number=True, steady_width=9),
         Column("its peers", is_number=True, steady_width=9, rank=1),
         Column("difference", is_number=True, steady_width=10, rank=2),
     ]
-    lines = [heading("a typical step", width, look, right=late_share(row.lateness, look))]
+    lines = [heading(typical, width, look, right=late_share(row.lateness, look))]
     lines += draw_table(columns, cells, width, ellipsis=look.glyphs.ellipsis)
     cause = cause_words(row)
     if row.lateness is not None and row.lateness.is_late and cause is not None:

@@ -124,7 +124,7 @@ def draw_spread(state: State, width: int, look: Style) -> list[Line]:
     """Minimum, median and maximum over the ranks: compute time, utilisation, memory."""
     rows = rank_rows(state)
     found = (
-        ("compute", [row.profile.own_s for row in rows if row.profile], units.seconds),
+        ("compute", [row.compute_s for row in rows if row.compute_s is not None], units.seconds),
         ("util", _known(row.utilization_percent for row in rows), units.percent),
         ("memory", _known(row.memory_used_bytes for row in rows), units.memory),
     )

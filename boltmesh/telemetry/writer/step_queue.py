@@ -49,6 +49,39 @@ class _Waiting(NamedTuple):
     """Name, global step and slot."""
 
 
+class _Accumulation:
+    """How many batches an optimizer step has, by the steps that have ended since it was asked."""
+
+    def __init__(self) -> None:
+        self._global_step: int | None = None
+        self._num_batches: int | None = None
+        """Since the end of a step; None before the first end that is seen."""
+        self._whole = (0, 0)
+        """Batches and steps up to the newest end."""
+        self._mean: float | None = None
+
+    def add(self, global_step: int) -> None:
+        """Count a batch, and the optimizer's step after it."""
+        is_end = self._global_step is not None and global_step > self._global_step
+        self._global_step = global_step
+        if self._num_batches is not None:
+            self._num_batches += 1
+            if is_end:
+                self._whole = (self._num_batches, self._whole[1] + 1)
+        elif is_end:
+            self._num_batches = 0
+
+    def batches_per_step(self) -> float | None:
+        """Return the mean, or what it was where no step has ended since; None before the first."""
+        batches, steps = self._whole
+        if steps:
+            assert self._num_batches is not None
+            self._mean = batches / steps
+            self._num_batches -= batches
+            self._whole = (0, 0)
+        return self._mean
+
+
 class StepQueue:
     """Writes steps: a few at a time on the host, behind the device where there is one.
 
@@ -76,7 +109,8 @@ class StepQueue:
         self._memory = memory
         self._load = load
         self._ordinary: list[tuple[int, int | None]] = []
-        """Nanoseconds and tokens of ordinary steps since the last mean."""
+        """Nanoseconds and tokens of ordinary batches since the last mean."""
+        self._accumulation = _Accumulation()
         self._told: dict[str, float] = {}
         """The newest values of trends that others measure."""
         self._sent: tuple[float, int] | None = None
@@ -161,14 +195,17 @@ class StepQueue:
         self._add_trends(step, time, is_due=sequence % LOSS_EVERY_STEPS == 0)
 
     def _add_trends(self, step: EndedStep, time: StepTime, *, is_due: bool) -> None:
-        """Add means of the last steps to the series of the run, ordinary steps alone."""
+        """Add means of the last batches to the series of the run, ordinary ones alone."""
+        self._accumulation.add(step.global_step)
         if not (time.phases_ns[VALIDATION] or time.phases_ns[CHECKPOINT]):
             self._ordinary.append((time.total_ns, step.tokens))
         if not is_due or not self._ordinary:
             return
         ordinary, self._ordinary = self._ordinary, []
         seconds = sum(total_ns for total_ns, _ in ordinary) / 1e9
-        values = {"step_s": seconds / len(ordinary)}
+        values: dict[str, float] = {}
+        if (batches := self._accumulation.batches_per_step()) is not None:
+            values["step_s"] = batches * seconds / len(ordinary)
         tokens = [number for _, number in ordinary if number is not None]
         if len(tokens) == len(ordinary) and seconds > 0:
             values["tokens_per_s"] = sum(tokens) / seconds
