@@ -5,12 +5,20 @@ import time
 import pytest
 
 from boltmesh.telemetry.reader.cause import Failure, job_state, stop_reason
-from boltmesh.telemetry.reader.reader import list_jobs
+from boltmesh.telemetry.reader.reader import list_jobs, open_job
 from boltmesh.telemetry.snapshot import Event
 from boltmesh.telemetry.stall import stalled_seconds
 from tests.support.ranks import run_ranks
 from tests.telemetry.test_callback import Model, loader, look, trainer
-from tests.telemetry.test_reader import FINISHED, make_job, make_rank, snapshot, write_step
+from tests.telemetry.test_reader import (
+    FINISHED,
+    RUNNING,
+    make_job,
+    make_rank,
+    snapshot,
+    write_status,
+    write_step,
+)
 from tests.tui.samples import NOW, job, rank, step
 
 LONG_STEPS = tuple(step(index, seconds=6.0) for index in range(4))
@@ -62,6 +70,27 @@ def test_the_list_of_jobs_says_which_is_stalled(monkeypatch):
     assert (list_jobs()[0].state, list_jobs()[0].stalled_s) == ("running", None)
     clock = time.time
     monkeypatch.setattr(time, "time", lambda: clock() + 40)
+    assert list_jobs()[0].stalled_s == pytest.approx(40, abs=10)
+    file.close()
+
+
+def test_a_clock_that_is_set_back_hides_no_stall(monkeypatch):
+    clock = time.time
+    path = make_job()
+    monkeypatch.setattr(time, "time", lambda: clock() + 3600)
+    file = make_rank(path)
+    data, reduce = file.group_number("1", "data"), file.operator_number("allreduce")
+    file.write_facts({"coordinates": {"data": 0}})
+    with open_job() as job:
+        job.snapshot()
+        monkeypatch.setattr(time, "time", clock)
+        # The wall clock of a collective is reckoned from that at the start.
+        file.enqueue(1, data, reduce, 3, 0, 100)
+        assert stalled_seconds(job.snapshot(), time.time()) is None
+        write_step(file, 0)
+        write_status(file, RUNNING, 1)
+        monkeypatch.setattr(time, "time", lambda: clock() + 40)
+        assert stalled_seconds(job.snapshot(), time.time()) == pytest.approx(40, abs=10)
     assert list_jobs()[0].stalled_s == pytest.approx(40, abs=10)
     file.close()
 

@@ -269,6 +269,16 @@ def test_a_first_step_that_never_comes_is_a_stall() -> None:
     assert alert.message == "no step for 2m 10s since the start"
 
 
+def test_a_clock_that_is_set_back_hides_no_stall() -> None:
+    """The newest step ended an hour later than it is now; it counts from the first look."""
+    watch = AlertWatch()
+    for at in (0.0, 119.0):
+        assert watch.update(msgspec.structs.replace(still(-3600.0), time=NOW + at)) == ()
+    (alert,) = watch.update(msgspec.structs.replace(still(-3600.0), time=NOW + 121.0))
+    assert alert.message == "no step for 2m 01s since step 10; ranks are in communication"
+    assert len(watch.update(msgspec.structs.replace(still(-122.0), time=NOW + 123.0))) == 1
+
+
 def test_a_step_that_only_the_job_tells_of_is_progress() -> None:
     """Ranks of other hosts are known by their step alone."""
     watch = AlertWatch()

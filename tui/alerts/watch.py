@@ -270,7 +270,10 @@ class StallRule:
         if limit is None or job.state != "running":
             return {}
         ended = max((rank.steps[-1].end_time for rank in job.ranks if rank.steps), default=0.0)
-        moved = max(ended, job.started, self._moved)
+        moved = max(ended, job.started)
+        if moved > state.time:  # the clock was set back: what is ahead counts from the first look
+            moved = self._moved or state.time
+        moved = max(moved, self._moved)
         has_moved = self._global_step is not None and job.global_step != self._global_step
         if has_moved or any(
             rank.phase in INTERRUPTIONS for rank in job.ranks if rank.state == "running"

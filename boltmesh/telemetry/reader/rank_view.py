@@ -13,6 +13,7 @@ which they fell says nothing of the others.
 import contextlib
 import math
 import os
+import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
@@ -162,6 +163,9 @@ _NO_TIME: Final = tuple(PhaseTime(name, 0.0) for name in PHASES)
 MOST_LINES: Final = 100
 """Lines of output kept for each rank."""
 
+MOST_AHEAD_S: Final = 10.0
+"""A time further ahead is of before the clock was set back, and no sign of life."""
+
 MAX_STAGES_OF_RANK: Final = 64
 """Of a file that may hold anything."""
 
@@ -266,7 +270,9 @@ class RankView:
         # The status is a tenth of a second old at most, and the newest step may be newer.
         where = [each for each in (status, newest_step) if each is not None]
         in_flight, moved_at = view.in_flight(traffic)
-        seen = [header.wall_s, moved_at, *(each.wall_s for each in where)]
+        now = time.time()
+        seen = [moved_at, *(each.wall_s for each in where)] if where else [header.wall_s]
+        past = [min(each, now) for each in seen if 0 < each <= now + MOST_AHEAD_S]
         memory = memory_totals(status)
         named = before if before is not None and "facts" not in changed else None
         return RankSnapshot(
@@ -280,7 +286,7 @@ class RankView:
             phase=PHASES[reader.phase] if status and reader.phase < len(PHASES) else None,
             global_step=max((each.global_step for each in where), default=0),
             epoch=max((each.epoch for each in where), default=0),
-            last_seen=max(seen),
+            last_seen=max(past, default=now),
             steps=tuple(self._steps) if before is None or reader.new_steps else before.steps,
             samples_per_second=self._rates.samples,
             tokens_per_second=self._rates.tokens,
@@ -437,9 +443,9 @@ class RankView:
         return "dead"
 
     def _error(self) -> str | None:
-        for time, kind, message in reversed(self.reader.events.records.values()):
+        for error_time, kind, message in reversed(self.reader.events.records.values()):
             if kind == "error":
-                self.error_time = time
+                self.error_time = error_time
                 return clean(message)
         return "an error that is no longer recorded"
 
