@@ -11,10 +11,12 @@ import msgspec
 import pytest
 
 from boltmesh.errors import TelemetryError
+from boltmesh.telemetry.job import run_dir
 from boltmesh.telemetry.reader.reader import JobSummary
 from boltmesh.tui.commands import targets
 from boltmesh.tui.commands.top import THEMES, jobs, top
 from boltmesh.tui.sources.live import InterruptionError, Observation, Source
+from boltmesh.tui.sources.ssh.hosts import Hosts
 from tests.tui.samples import NOW, FakeSource, crashed_demo, demo, summary
 
 
@@ -50,7 +52,7 @@ def test_without_a_job_one_line_says_how_to_get_one(capsys: Capture) -> None:
     assert top(once=True) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.startswith("boltmesh: No job of yours is on this host.")
+    assert err.startswith(f"boltmesh: No job of yours is in {run_dir()}. ")
     assert "boltmesh fit" in err
     assert "boltmesh top --demo" in err
     assert err.count("\n") == 1
@@ -212,9 +214,30 @@ def test_no_jobs_are_an_empty_list_and_no_failure(host: Host, capsys: Capture) -
     assert jobs() == 0
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.startswith("boltmesh: no job of yours")
+    assert err.startswith(f"boltmesh: no job of yours is in {run_dir()}. ")
     assert jobs(as_json=True) == 0
     assert json.loads(capsys.readouterr().out)["jobs"] == []
+
+
+@pytest.mark.parametrize(
+    ("options", "where"),
+    [
+        ({}, "in {folder}"),
+        ({"ssh": ["node1"]}, "in {folder} on node1"),
+    ],
+)
+def test_the_folder_that_has_no_job_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture, tmp_path: Path, options: Any, where: str
+) -> None:
+    """It may be mistyped."""
+    folder = tmp_path / "typo"
+    monkeypatch.setattr(Hosts, "list_jobs", lambda _: [])
+    assert top(once=True, run_dir=folder, **options) == 2
+    where = where.format(folder=folder)
+    assert capsys.readouterr().err.startswith(f"boltmesh: No job of yours is {where}. Start")
+    host = options["ssh"][0] if options else None
+    assert jobs(ssh=host, run_dir=folder) == 0
+    assert capsys.readouterr().err.startswith(f"boltmesh: no job of yours is {where}. Start")
 
 
 def test_whoever_stops_reading_causes_no_complaint(tmp_path: Path) -> None:

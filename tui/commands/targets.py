@@ -80,6 +80,16 @@ def is_here(place: Place) -> TypeIs[Path | None]:
     return place is None or isinstance(place, Path)
 
 
+def where(place: Place) -> str:
+    """Return in words where jobs are looked for."""
+    from boltmesh.telemetry.job import run_dir
+
+    if is_here(place):
+        return f"in {place or run_dir()}"
+    folder = place.remotes[0].run_dir
+    return f"on {place.name}" if folder is None else f"in {folder} on {place.name}"
+
+
 def attach(job: str | None, place: Place) -> Source:
     """Return a job as a source."""
     if not is_here(place):
@@ -117,9 +127,8 @@ def other_running(job: str | None, place: Place) -> Sequence[str]:
         return ()
     found = list_jobs(place)
     if not found:
-        where = "this host" if is_here(place) else place.name
         raise ConfigError(
-            f"No job of yours is on {where}. Start one with 'boltmesh fit CONFIG', or see a "
+            f"No job of yours is {where(place)}. Start one with 'boltmesh fit CONFIG', or see a "
             f"synthetic one with 'boltmesh top --demo'."
         )
     return [item.id for item in found if item.state == "running"][1:]

@@ -318,18 +318,20 @@ def jobs(
     """List this user's jobs on this, another or all hosts of SLURM jobs; return the exit code."""
     with as_exit_code() as exit_code:
         hosts = () if ssh is None else (ssh,)
+        where = "on the hosts of SLURM"
         if slurm:
             found = targets.list_slurm_jobs(hosts, remote_command, run_dir)
         else:
-            found = targets.list_jobs(targets.place_of(hosts, remote_command, run_dir))
+            place = targets.place_of(hosts, remote_command, run_dir)
+            where = targets.where(place)
+            found = targets.list_jobs(place)
         if as_json:
             print_line(jobs_json(found))
         elif found:
             look = terminal_look(ascii_only=ascii_only)
             print_line(jobs_text(found, width(), look, now=time.time()))
         else:
-            host = "the hosts of SLURM" if slurm else "this host" if ssh is None else ssh
-            narrate(f"no job of yours is on {host}. Start one with 'boltmesh fit CONFIG'.")
+            narrate(f"no job of yours is {where}. Start one with 'boltmesh fit CONFIG'.")
     return exit_code()
 
 
