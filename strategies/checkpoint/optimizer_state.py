@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from boltmesh.errors import CheckpointError, UnsupportedError
+from boltmesh.errors import CheckpointError
 from boltmesh.strategies.checkpoint.chunks import (
     DimDivision,
     ElementStretch,
@@ -55,23 +55,6 @@ def parameter_names(module: Module, optimizer: Optimizer) -> list[list[str]]:
     ]
 
 
-def refuse_own_entries(optimizer: Optimizer) -> None:
-    """Refuse an optimizer whose state is not all in ``state`` and ``param_groups``.
-
-    Raises:
-        UnsupportedError: Naming what its ``state_dict`` has beside these.
-    """
-    if type(optimizer).state_dict is Optimizer.state_dict:
-        return
-    entries = sorted(optimizer.state_dict().keys() - {"state", "param_groups"})
-    if entries:
-        raise UnsupportedError(
-            f"{type(optimizer).__name__}.state_dict has {' and '.join(map(repr, entries))} beside "
-            f"'state' and 'param_groups', which checkpoints of shards do not hold. Use bolt_ddp, "
-            f"or an optimizer that keeps what it needs in 'state', by parameter."
-        )
-
-
 def named_state(
     module: Module,
     optimizer: Optimizer,
@@ -88,7 +71,7 @@ def named_state(
         CheckpointError: For a state tensor with another division than its parameter, which no other
             number of ranks could load, and for an optimizer that saves more than its ``state``.
     """
-    _refuse_own_form(optimizer)
+    refuse_own_form(optimizer)
     names = parameter_names(module, optimizer)
     state: dict[str, dict[str, Any]] = {}
     for name, parameter in _pairs(names, optimizer):
@@ -116,8 +99,12 @@ def named_state(
     return {"state": state, "param_groups": groups}
 
 
-def _refuse_own_form(optimizer: Optimizer) -> None:
-    """Refuse an optimizer whose ``state_dict`` holds what its ``state`` does not."""
+def refuse_own_form(optimizer: Optimizer) -> None:
+    """Refuse an optimizer whose ``state_dict`` holds what its ``state`` does not.
+
+    Raises:
+        CheckpointError: With what to use instead.
+    """
     if getattr(type(optimizer), "state_dict", None) is Optimizer.state_dict:
         return
     saved = optimizer.state_dict()

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import Self, override
 
 from boltmesh.errors import CheckpointError
-from boltmesh.strategies.checkpoint.optimizer_state import refuse_own_entries
+from boltmesh.strategies.checkpoint.optimizer_state import refuse_own_form
 from boltmesh.strategies.lightning_compat.loops import (
     batches_to_skip,
     is_epoch_over,
@@ -418,7 +418,7 @@ class ResumeManager:
         """Called on every rank when training starts, before its first batch is used."""
         if self._strategy.stores_shards:
             for optimizer in self._strategy.optimizers:
-                refuse_own_entries(optimizer)
+                refuse_own_form(optimizer)
         if not self._is_loaded:
             return
         loaders = [each for each in training_loaders(trainer) if is_resumable(each)]
