@@ -10,7 +10,8 @@ length of a row is a function by itself, so that a plan counts the same bytes wi
 ``SharedSignals`` puts what a rank learns from outside, such as SIGTERM, in front of that row.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -137,18 +138,17 @@ class StepLogs:
         """
         logged = []
         for (name, key), entry in self._entries.items():
-            value: Tensor | MetricName | MetricValue
+            options = _options(entry, weights, is_of_batch((name, key)))
             if entry.metric is not None:
-                value = entry.metric
-            else:
+                logged.append(Logged(name, key, entry.metric, options))
+                continue
+            for noted in _by_call(entry.noted):
                 rule = (
-                    usual_rule(entry.noted)
-                    if rule_of is None or len(entry.noted) == 1
-                    else rule_of((name, key), entry.noted)
+                    usual_rule(noted)
+                    if rule_of is None or len(noted) == 1
+                    else rule_of((name, key), noted)
                 )
-                value = combine(rule, entry.noted, weights)
-            is_same = is_of_batch((name, key))
-            logged.append(Logged(name, key, value, _options(entry, weights, is_same)))
+                logged.append(Logged(name, key, combine(rule, noted, weights), options))
         return logged
 
 
@@ -184,7 +184,8 @@ def repeat(module: LightningModule, logged: Iterable[Logged], given: Given = ())
         logged: By the last stage.
         given: What calls of metrics gave for the whole batch.
     """
-    groups: dict[str, dict[str, Any]] = {}
+    groups: dict[tuple[str, int], dict[str, Any]] = {}
+    calls: Counter[Key] = Counter()
     for each in logged:
         value: Any = each.value
         if isinstance(value, MetricName):
@@ -196,10 +197,26 @@ def repeat(module: LightningModule, logged: Iterable[Logged], given: Given = ())
         if each.key is None:
             module.log(each.name, value, **each.options)
         else:
-            known = groups.setdefault(each.name, {"options": each.options, "values": {}})
+            call = each.name, calls[each.name, each.key]
+            known = groups.setdefault(call, {"options": each.options, "values": {}})
             known["values"][each.key] = value
-    for name, group in groups.items():
+            calls[each.name, each.key] += 1
+    for (name, _), group in groups.items():
         module.log(name, group["values"], **group["options"])
+
+
+def _by_call(noted: Sequence[Noted]) -> list[list[Noted]]:
+    """Return the values of each call of ``self.log`` under one key.
+
+    Lightning shows the last call's as the step's value. Where microbatches make different numbers
+    of calls, as in a loop over rows, all of them are one.
+    """
+    parts: dict[int, list[Noted]] = {}
+    for each in noted:
+        parts.setdefault(each.microbatch, []).append(each)
+    if len({len(each) for each in parts.values()}) > 1:
+        return [list(noted)]
+    return [list(each) for each in zip(*parts.values(), strict=True)]
 
 
 _OPTIONS = (

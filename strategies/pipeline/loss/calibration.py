@@ -11,6 +11,10 @@ whole's value, and the first one is used. Several rules may give it: the sum, me
 zeros are zero. Once the rules give a batch different values, that batch is tried too, on two rows
 for which the value differs (``prove_key``).
 
+A weight that the loss counts in its batch, such as that of rare positives, changes no loss of rows
+that have none. So rows with the largest and the smallest values of a batch are tried too, and so is
+a later batch that has the first row of zeros in a tensor, or the first other one.
+
 Where something is counted that few rows have (positives of a detector), five rows may hold none,
 and ``max(n, 1)`` is a constant for them. A divisor of at most 1 is therefore tried on every row,
 each several times over, and those that change it are tried with the others. Where none does, all of
@@ -47,6 +51,7 @@ from boltmesh.strategies.pipeline.loss.reduction import (
 )
 from boltmesh.strategies.pipeline.loss.trial import (
     ATTEMPTS,
+    MOST_ROWS,
     REPEATED,
     Attempt,
     Trial,
@@ -58,6 +63,7 @@ from boltmesh.strategies.pipeline.loss.trial import (
     windows,
 )
 from boltmesh.strategies.pipeline.loss.weights import Key, StepWeights
+from boltmesh.strategies.pytree import tensors_in
 
 _TOLERANCES = {torch.float64: 1e-5, torch.float32: 2e-5}
 _ROUGH = 5e-2
@@ -89,7 +95,7 @@ def prove(trial: Trial, device: torch.device) -> LossProof | None:
     is_run = False
     zero: LossProof | None = None
     for attempt in ATTEMPTS:
-        tried = windows(trial)
+        tried = [*windows(trial), *unlike_rows(trial)]
         for number, numbers in enumerate(tried):
             try:
                 cuts = run_cuts(trial, numbers, device, attempt)
@@ -114,6 +120,47 @@ def prove(trial: Trial, device: torch.device) -> LossProof | None:
             f"nothing proves that microbatches give the batch's loss: {cause}."
         ) from cause
     return zero
+
+
+def unlike_rows(trial: Trial) -> list[list[int]]:
+    """Return rows of which the batch holds the largest and the smallest values.
+
+    The smaller a tensor of the batch the earlier its rows come: labels before inputs. A weight that
+    a loss counts in the batch, such as that of rare positives, changes no loss of rows that have
+    none. Nothing where all rows are tried anyway.
+    """
+    count = len(windows(trial)[0])
+    if trial.num_rows <= MOST_ROWS:
+        return []
+    chosen: dict[int, None] = {}
+    for each in sorted(_values_of_rows(trial), key=torch.Tensor.numel):
+        sums = each.flatten(1).double().nan_to_num().sum(1) if each.ndim > 1 else each.double()
+        chosen |= dict.fromkeys((int(sums.argmax()), int(sums.argmin())))
+    return [list(chosen)[:count]] if len(chosen) > 1 else []
+
+
+MOST_ELEMENTS = 2**20
+"""Larger tensors of a batch are not looked at in each step."""
+
+
+def kinds_of_rows(trial: Trial) -> set[tuple[int, bool]]:
+    """Return, by its number, whether a tensor of the batch has rows of zeros, and others."""
+    found = set()
+    for number, each in enumerate(_values_of_rows(trial)):
+        if each.numel() <= MOST_ELEMENTS:
+            rows = each.flatten(1).any(1) if each.ndim > 1 else each != 0
+            found |= {(number, bool(rows.any())), (number, bool(rows.all()))}
+    return found
+
+
+def _values_of_rows(trial: Trial) -> list[Tensor]:
+    """Return the tensors of a batch that begin with a dimension of rows."""
+    found = tensors_in(trial.rows(range(trial.num_rows)))
+    return [
+        each.detach()
+        for each in found
+        if each.ndim and len(each) == trial.num_rows and not each.is_complex() and each.numel()
+    ]
 
 
 def _is_zero(proof: LossProof) -> bool:

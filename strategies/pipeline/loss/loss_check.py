@@ -12,7 +12,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from boltmesh.strategies.pipeline.loss.calibration import LossProof, prove, prove_key
+from boltmesh.strategies.pipeline.loss.calibration import (
+    LossProof,
+    kinds_of_rows,
+    prove,
+    prove_key,
+)
 from boltmesh.strategies.pipeline.loss.reduction import (
     BatchLossError,
     Form,
@@ -71,6 +76,10 @@ class LossChecks:
         self._forms: list[Form] = []
         self._tries = 0
         """Of the form's doubtful divisors."""
+        self._kinds_of_rows: set[tuple[int, bool]] = set()
+        """In the batches that were tried."""
+        self._looks = 0
+        """At the rows of batches."""
         self._rules: dict[Key, _CheckedRule] = {}
         self._batch_sizes: dict[Key, bool] = {}
         """Whether microbatches log a key with the ``batch_size`` of the batch, else their own."""
@@ -107,12 +116,21 @@ class LossChecks:
     def resolve_doubts(self, trial: Callable[[], Trial]) -> None:
         """Try a batch where the ones before have left open what a divisor is.
 
+        A batch that has the first rows of zeros in a tensor, or the first others, is tried as well:
+        a weight that the loss counts in it has changed no loss so far. On a device only the first
+        batches are looked at, since that waits for it.
+
         Raises:
             ConfigError: When no weights put such a loss together.
         """
         if self._tries < MOST_TRIES and any(each.doubtful for each in self._forms):
             self._tries += 1
             self._prove(trial())
+        elif self._device.type == "cpu" or self._looks < MOST_TRIES:
+            self._looks += 1
+            tried = trial()
+            if not kinds_of_rows(tried) <= self._kinds_of_rows:
+                self._prove(tried)
 
     def rule_of(
         self,
@@ -152,6 +170,7 @@ class LossChecks:
 
     def _prove(self, trial: Trial) -> LossProof | None:
         proof = prove(trial, self._device)
+        self._kinds_of_rows |= kinds_of_rows(trial)
         if proof is not None:
             self._learn_form(proof.form)
             for key in proof.cuts[0].whole.outcome.logged:

@@ -437,6 +437,28 @@ def test_a_sum_of_all_over_a_count_of_few_rows_is_refused_when_one_comes() -> No
         losses_and_wholes(unmasked, [rare([]), rare([7])])
 
 
+def weighed_by_rare(x: Tensor, b: Batch) -> Tensor:
+    positives = b.targets.sum()
+    weight = (b.targets.numel() - positives) / positives.clamp(min=1)
+    return F.binary_cross_entropy_with_logits(x, b.targets, pos_weight=weight)
+
+
+@pytest.mark.parametrize("rows", [[[7]], [[], [7]], [[], [], [9, 10]], [[0, 6]]], ids=str)
+def test_a_weight_that_is_counted_in_the_batch_is_refused_once_it_counts(
+    rows: list[list[int]],
+) -> None:
+    """Rows without positives have the same loss for any weight of these."""
+    batches = [batch(16) for _ in rows]
+    for data, positives in zip(batches, rows, strict=True):
+        data.targets = torch.zeros_like(data.targets)
+        data.targets[positives, :2, 0] = 1.0
+    for count in range(len(rows) - 1):
+        for value, whole in losses_and_wholes(weighed_by_rare, batches[: count + 1]):
+            torch.testing.assert_close(value, whole, rtol=1e-6, atol=1e-7)
+    with pytest.raises(ConfigError, match="neither a mean nor a sum over rows"):
+        losses_and_wholes(weighed_by_rare, batches)
+
+
 def test_a_number_that_changes_from_batch_to_batch_is_no_count() -> None:
     """Such as a weight of the loss that grows from 1 on."""
     proofs = LossChecks(torch.device("cpu"))

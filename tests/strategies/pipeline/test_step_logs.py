@@ -8,8 +8,9 @@ import torch
 from lightning.pytorch import LightningModule
 from torchmetrics import SumMetric
 
+from boltmesh.strategies.dry_run.no_side_effects import patched_log
 from boltmesh.strategies.pipeline.loss.weights import MicrobatchWeights
-from boltmesh.strategies.pipeline.step_report import StepLogs
+from boltmesh.strategies.pipeline.step_report import StepLogs, repeat
 
 REFUSED: list[tuple[Any, str]] = [
     (None, r"`self\.log\('loss', \.\.\.\)` was called with a NoneType.*Log numbers"),
@@ -37,3 +38,41 @@ def test_numbers_of_all_kinds_are_logged() -> None:
             module.log(name, value)
     logged = logs.collected(MicrobatchWeights({0: 1.0}, {0: 1.0}))
     assert {each.name: float(each.value) for each in logged} == {**dict.fromkeys("abcd", 2), "e": 1}  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 4])
+def test_a_key_that_is_logged_twice_shows_the_last_value_as_the_steps(
+    num_microbatches: int,
+) -> None:
+    """As Lightning does, which counts both for the epoch."""
+    module = LightningModule()
+    logs = StepLogs(module)
+    for number in range(num_microbatches):
+        with logs.of_microbatch(number):
+            for value in (1.0, 5.0):
+                module.log("loss", value, on_step=True, on_epoch=True)
+                module.log_dict({"a": value, "b": -value})
+                module.log("group", {"a": value})  # type: ignore[arg-type]
+    alike = dict.fromkeys(range(num_microbatches), 2.0)
+    collected = logs.collected(MicrobatchWeights(alike, alike))
+    made: list[tuple[str, Any]] = []
+
+    def log(name: str, value: Any, **_: Any) -> None:
+        made.append((name, {k: float(v) for k, v in value.items()} if name == "group" else value))
+
+    with patched_log(module, log):
+        repeat(module, collected)
+    for name, values in {"loss": [1, 5], "a": [1, 5], "b": [-1, -5]}.items():
+        assert [value for key, value in made if key == name] == values
+    assert [value for key, value in made if key == "group"] == [{"a": 1.0}, {"a": 5.0}]
+
+
+def test_calls_in_a_loop_over_rows_are_one() -> None:
+    module = LightningModule()
+    logs = StepLogs(module)
+    for number, rows in enumerate([3, 1]):
+        with logs.of_microbatch(number):
+            for row in range(rows):
+                module.log("length", float(row))
+    (found,) = logs.collected(MicrobatchWeights({0: 1.0, 1: 1.0}, {0: 3.0, 1: 1.0}))
+    assert found.value == 0.75
