@@ -10,6 +10,7 @@ hold the same. ``joint_norm`` is the same for gradients that the offload engine 
 """
 
 import math
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from typing_extensions import override
 
-from boltmesh.errors import ConfigError
+from boltmesh.errors import ConfigError, UnsupportedError
 from boltmesh.strategies.torch_compat.optimizers import scale_all
 
 WHOLE_NUMEL = 1 << 20
@@ -292,6 +293,42 @@ class JointNorms:
             )
         kind = torch.promote_types(given[0].dtype, torch.float32) if given else torch.float32
         return norm.to(kind)
+
+    def refuse_others(self, given: Iterable[Tensor], model: Iterable[Tensor]) -> None:
+        """Refuse to clip by a norm to which ranks gave the gradients of different parameters.
+
+        A rank has no gradients of the parameters of other ranks, so that ``if p.grad is not None``
+        selects others on each. That is right for the whole model alone.
+
+        Args:
+            given: The parameters that are clipped, with a gradient or without one.
+            model: All parameters of the model, in the same order on all ranks.
+
+        Raises:
+            UnsupportedError: On all ranks.
+        """
+        groups = [each.group for each in self.shares if isinstance(each, HeldShare)]
+        if not groups:
+            return
+        known = {id(each) for each in given}
+        everything = list(model)
+        is_whole = len(known) > 1 and all(
+            id(each) in known for each in everything if each.grad is not None
+        )
+        chosen = bytes(id(each) in known for each in everything)
+        digest = float(zlib.crc32(chosen))
+        found = torch.tensor([digest, -digest, float(not is_whole)], dtype=torch.float64)
+        for group in groups:
+            row = found.to(_device_of(self.shares))
+            dist.all_reduce(row, dist.ReduceOp.MAX, group=group)
+            largest, smallest, has_part = row.tolist()
+            if largest != -smallest and has_part:
+                raise UnsupportedError(
+                    "torch.nn.utils.clip_grad_norm_ is called with other parameters on other "
+                    "stages of a pipeline. Give it the same ones on all ranks: leave out a "
+                    "condition such as `if p.grad is not None`, as torch skips parameters without "
+                    "a gradient."
+                )
 
     def _joint(self, given: Sequence[Tensor], norm_type: float) -> Tensor:
         device = given[0].device if given else _device_of(self.shares)

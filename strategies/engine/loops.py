@@ -9,7 +9,7 @@ that a strategy runs goes through that strategy, every other call is as it was.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -449,11 +449,16 @@ class LoopStrategy(RankMeshStrategy):
         """
         if not any(axis.size > 1 and axis.norm_shares() for axis in self.model_axes):
             return nullcontext()
-        return total_norm_replaced(self._total_norm)
+        return total_norm_replaced(self._total_norm, self._check_clipped)
 
     def _total_norm(self, *args: Any, **kwargs: Any) -> Tensor:
         with functions_unwatched():
             return self.data_axis.norms.total(*args, **kwargs)
+
+    def _check_clipped(self, parameters: Sequence[Tensor]) -> None:
+        assert self.lightning_module is not None
+        with functions_unwatched():
+            self.data_axis.norms.refuse_others(parameters, self.lightning_module.parameters())
 
     def _gradient_reads(self) -> AbstractContextManager[object]:
         """Return a context that reduces or refuses numbers that hooks make of gradients."""

@@ -86,16 +86,33 @@ TOTAL_NORM: Callable[..., Tensor] = torch.nn.utils.clip_grad._get_total_norm
 """What ``torch.nn.utils.clip_grad_norm_`` clips by, of the gradients that it is given."""
 
 
+_SCALE_TO_NORM: Callable[..., None] = torch.nn.utils.clip_grad._clip_grads_with_norm_
+
+
 @contextmanager
-def total_norm_replaced(total_norm: Callable[..., Tensor]) -> Iterator[None]:
-    """Within, ``torch.nn.utils.clip_grad_norm_`` clips by another norm, whoever has imported it."""
+def total_norm_replaced(
+    total_norm: Callable[..., Tensor], check: Callable[[Sequence[Tensor]], None] | None = None
+) -> Iterator[None]:
+    """Within, ``torch.nn.utils.clip_grad_norm_`` clips by another norm, whoever has imported it.
+
+    Args:
+        total_norm: In the place of ``TOTAL_NORM``.
+        check: Called between norm and scaling with the parameters that were given, also those
+            without a gradient; may raise.
+    """
     clip_grad: Any = torch.nn.utils.clip_grad
-    before = clip_grad._get_total_norm
-    clip_grad._get_total_norm = total_norm
+
+    def scale(parameters: Sequence[Tensor], *args: Any, **kwargs: Any) -> None:
+        if check is not None:
+            check(parameters)
+        _SCALE_TO_NORM(parameters, *args, **kwargs)
+
+    before = clip_grad._get_total_norm, clip_grad._clip_grads_with_norm_
+    clip_grad._get_total_norm, clip_grad._clip_grads_with_norm_ = total_norm, scale
     try:
         yield
     finally:
-        clip_grad._get_total_norm = before
+        clip_grad._get_total_norm, clip_grad._clip_grads_with_norm_ = before
 
 
 def zeroed_by(optimizers: Sequence[Optimizer]) -> set[Parameter]:

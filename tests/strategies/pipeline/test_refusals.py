@@ -23,7 +23,8 @@ from boltmesh.strategies.pipeline.options import (
     refuse_optimizers,
 )
 from boltmesh.strategies.pipeline_parallel import PipelineParallelStrategy
-from tests.support.ranks import RankFailure, run_ranks
+from tests.support.pipelines import quiet_trainer
+from tests.support.ranks import RankFailure, reuse_ranks, run_ranks
 from tests.support.stack import Stack, token_data
 
 
@@ -307,3 +308,42 @@ def test_what_hooks_cannot_do_in_a_pipeline_is_said_in_one_line() -> None:
         assert "'Listed' object has no attribute 'losses'. training_step is looked at" in listed
         assert "Set the attribute in __init__ or setup" in listed
         assert "A parameter that another rank of the pipeline has was written to" in averaged
+
+
+class ClipsParts(Stack):
+    """Takes norms of parts of its gradients; keeps what is said of parts that ranks have apart."""
+
+    def __init__(self) -> None:
+        super().__init__(depth=4, ties=True, groups=True)
+        self.norms: list[float] = []
+        self.said = ""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        by_group = [group["params"] for group in optimizer.param_groups]
+        present = [each for each in self.parameters() if each.grad is not None]
+        parts: list[Any] = [*self.parameters(), *by_group, self.blocks[0].parameters(), present]
+        self.norms += [float(clip_grad_norm_(each, 1e6)) for each in parts]
+        try:
+            for each in present:
+                clip_grad_norm_(each, 1e-3)
+        except ConfigError as error:
+            self.said = str(error)
+
+
+def clips_parts(rank: int, world_size: int) -> tuple[list[float], str]:
+    strategy: Any = DDPStrategy(telemetry=False)
+    if world_size > 1:
+        strategy = PipelineParallelStrategy(telemetry=False, microbatches=4)
+    seed_everything(1, verbose=False)
+    module = ClipsParts()
+    quiet_trainer(world_size, strategy, max_steps=1).fit(module, token_data(8, 8))
+    return module.norms, module.said
+
+
+@pytest.mark.ranks
+def test_gradients_are_clipped_by_part_where_all_ranks_name_the_same_part() -> None:
+    ((alone, said),) = reuse_ranks(clips_parts, 1)
+    assert not said
+    for norms, said in reuse_ranks(clips_parts, 2):
+        assert norms == pytest.approx(alone, rel=1e-4, abs=1e-7)
+        assert "with other parameters on other stages" in said
