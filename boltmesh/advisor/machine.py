@@ -23,6 +23,7 @@ import yaml  # type: ignore[import-untyped]
 from omegaconf import OmegaConf
 
 from boltmesh.errors import ConfigError
+from boltmesh.host_memory import host_memory_bytes
 from boltmesh.planner.calibration import Correction, PredictedLayout, default_spread
 from boltmesh.planner.layout_memory import CONTEXT_BYTES
 from boltmesh.planner.links import LINK_LATENCY
@@ -271,8 +272,7 @@ def _links(table: Mapping[str, Mapping[str, float]] | None, num_ranks: int) -> d
 
 def _memory(accelerator: str, num_ranks: int, disk: str) -> dict[str, Any]:
     """Return the memory and the part of a disk that each rank may take, in GiB."""
-    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    found = {"host_gib": host, "disk_gib": shutil.disk_usage(disk).free}
+    found = {"host_gib": host_memory_bytes(), "disk_gib": shutil.disk_usage(disk).free}
     sizes = {name: size / num_ranks / 2**30 for name, size in found.items()}
     if accelerator == "cpu":
         return sizes
