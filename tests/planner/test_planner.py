@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from boltmesh.cli import run_command
+from boltmesh.errors import ConfigError
 from boltmesh.planner.command import best, strategy_of
 from boltmesh.planner.layout import Layout, groups_of
 from boltmesh.planner.layout_memory import CONTEXT_BYTES, estimate_layout_memory
@@ -65,6 +66,70 @@ def test_a_configuration_of_hugging_face_is_read(tmp_path: Path) -> None:
         })
     )  # fmt: skip
     assert transformer_named(str(tmp_path)) == KNOWN["llama3-8b"]
+
+
+def hugging_face(
+    layers: int, hidden: int, ffn: int, vocab: int, **more: object
+) -> dict[str, object]:
+    """Return the part of a published ``config.json`` that has the sizes."""
+    return {
+        "num_hidden_layers": layers, "hidden_size": hidden, "intermediate_size": ffn,
+        "vocab_size": vocab, "num_key_value_heads": 8, "head_dim": 128, "hidden_act": "silu",
+        "max_position_embeddings": 8192, "tie_word_embeddings": False, **more,
+    }  # fmt: skip
+
+
+GEMMA = {"model_type": "gemma", "hidden_act": "gelu", "head_dim": 256, "tie_word_embeddings": None}
+
+
+@pytest.mark.parametrize(
+    ("table", "numel"),
+    [
+        (
+            hugging_face(28, 3072, 24576, 256000, num_attention_heads=16)
+            | {**GEMMA, "num_key_value_heads": 16},
+            8.54e9,
+        ),
+        (
+            hugging_face(18, 2048, 16384, 256000, num_attention_heads=8)
+            | {**GEMMA, "num_key_value_heads": 1},
+            2.51e9,
+        ),
+        (hugging_face(40, 5120, 14336, 131072, num_attention_heads=32), 12.2e9),
+        (hugging_face(36, 4096, 12288, 151936, num_attention_heads=32), 8.19e9),
+        (hugging_face(64, 5120, 25600, 151936, num_attention_heads=64), 32.8e9),
+    ],
+    ids=["gemma-7b", "gemma-2b", "mistral-nemo", "qwen3-8b", "qwen3-32b"],
+)
+def test_configurations_with_a_width_of_heads_have_the_published_number_of_parameters(
+    table: dict[str, object], numel: float, tmp_path: Path
+) -> None:
+    given = {key: each for key, each in table.items() if each is not None}
+    (tmp_path / "config.json").write_text(json.dumps(given))
+    assert transformer_named(str(tmp_path)).numel == pytest.approx(numel, rel=0.01)
+
+
+def test_the_width_of_heads_is_that_of_attention() -> None:
+    usual = replace(LLAMA, head_dim=LLAMA.hidden // LLAMA.heads)
+    wide = replace(usual, head_dim=2 * usual.head_dim)
+    # Half as many heads of twice the width are the same work.
+    same = replace(wide, heads=wide.heads // 2, kv_heads=wide.kv_heads // 2)
+    layout = Layout(data=8, zero=3, sequences=64)
+    found = [
+        (
+            model.numel,
+            model.step_flops(64),
+            predicted(layout, model),
+            estimate_layout_memory(model, layout).activations,
+        )
+        for model in (LLAMA, usual, same, wide)
+    ]
+    assert found[0] == found[1] == found[2]
+    assert all(more > less for more, less in zip(found[3], found[0], strict=True))
+    sizes = "layers=2 hidden=100 heads=3 ffn=64 vocab=64 seq=8"
+    assert transformer_named(f"{sizes} head_dim=8").query_width == 24
+    with pytest.raises(ConfigError, match="unless head_dim is given"):
+        transformer_named(sizes)
 
 
 @pytest.mark.parametrize("name", accelerators())
