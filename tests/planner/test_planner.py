@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 
+from boltmesh.advisor.machine import of_cluster
 from boltmesh.cli import run_command
 from boltmesh.errors import ConfigError
 from boltmesh.planner.command import best, strategy_of
 from boltmesh.planner.layout import Layout, groups_of
 from boltmesh.planner.layout_memory import CONTEXT_BYTES, estimate_layout_memory
-from boltmesh.planner.machine import accelerator_named, accelerators, build_cluster
+from boltmesh.planner.machine import accelerator_named, accelerators, build_cluster, more_devices
 from boltmesh.planner.rates import default_rates
 from boltmesh.planner.search import FULL, search
 from boltmesh.planner.step_time import StepTimeModel
@@ -341,6 +342,49 @@ def test_the_report_says_why(capsys: pytest.CaptureFixture[str]) -> None:
     for said in ("   rule    ", "   behind  ", "With twice the devices: ", "Expected error"):
         assert said in out
     assert "optimal" not in out
+
+
+@pytest.mark.parametrize(
+    ("devices", "nodes", "wanted", "shape"),
+    [
+        (4, None, 8, (8, 1)),
+        (8, None, 16, (8, 2)),
+        (6, None, 12, (6, 2)),
+        (16, 1, 32, (16, 2)),
+        (8, 2, 16, (4, 4)),
+    ],
+)
+def test_more_devices_fill_a_node_before_there_are_several(
+    devices: int, nodes: int | None, wanted: int, shape: tuple[int, int]
+) -> None:
+    cluster = build_cluster(H100, num_devices=devices, num_nodes=nodes)
+    larger = more_devices(cluster, wanted)
+    assert (larger.devices_per_node, larger.num_nodes) == shape
+    assert larger.num_devices == wanted
+    machine = of_cluster(cluster, "bf16-mixed", "highest").doubled()
+    assert machine is not None
+    assert (machine.ranks_per_node, machine.num_nodes) == shape
+    assert machine.cluster == larger
+
+
+def test_links_that_are_given_are_those_of_a_node() -> None:
+    cluster = build_cluster(H100, num_devices=4, network_rate=8e9)
+    assert cluster.network_rate == 2e9
+    assert more_devices(cluster, 8).network_rate == 1e9
+
+
+def test_twice_the_devices_are_predicted_as_if_they_were_given(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    line = ["--model", "llama3-8b", "--gpu", "h100-80gb", "--batch", "512", "--json"]
+    per_second = []
+    for devices in (4, 8):
+        code, out, _ = run(capsys, *line, "--devices", str(devices))
+        assert code == 0
+        per_second.append(json.loads(out)["best"][0]["tokens_per_s"])
+    _, out, _ = run(capsys, *line[:-1], "--devices", "4")
+    factor = per_second[1] / per_second[0]
+    assert f"With twice the devices: {factor:.2f} x the tokens/s" in out
 
 
 def test_json_has_the_same_figures(capsys: pytest.CaptureFixture[str]) -> None:
