@@ -23,10 +23,11 @@ import yaml  # type: ignore[import-untyped]
 from omegaconf import OmegaConf
 
 from boltmesh.errors import ConfigError
+from boltmesh.host_memory import host_memory_bytes
 from boltmesh.planner.calibration import Correction, PredictedLayout, default_spread
 from boltmesh.planner.layout_memory import CONTEXT_BYTES
 from boltmesh.planner.links import LINK_LATENCY
-from boltmesh.planner.machine import DISK_BYTES, DISK_RATE, GB, Cluster
+from boltmesh.planner.machine import DISK_BYTES, DISK_RATE, GB, Cluster, more_devices
 from boltmesh.planner.rates import default_rates
 from boltmesh.strategies.cost_model.step_time import Machine
 
@@ -41,6 +42,8 @@ ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 """Variable of the settings of torch's allocator."""
 HOST_GB_S = 100.0
 """Memory of a host with a few channels, as the optimizer's step there uses it."""
+USUAL_PER_NODE = 8
+"""GPUs that a node has at most, unless their kind is known."""
 HERE = "here"
 """The cluster of layouts that are measured."""
 
@@ -127,6 +130,27 @@ class Hardware:
         steps = [each for of_config in self.measured.values() for each in of_config.values()]
         ratios = [(each.layout, each.seconds / each.predicted_s) for each in steps]
         return Correction(ratios, replace(default_spread(), stack=STACK))
+
+    def doubled(self) -> "Hardware | None":
+        """Return twice the devices; None where nothing is known of them.
+
+        Links to other nodes are not known of GPUs that are here.
+        """
+        if self.cluster is None:
+            ranks = 2 * self.ranks_per_node
+            fits = not self.is_cpu and ranks <= USUAL_PER_NODE
+            return replace(self, ranks_per_node=ranks) if fits else None
+        cluster = more_devices(self.cluster, 2 * self.num_ranks)
+        rate = self.machine.network_gb_s
+        if rate is not None:
+            rate *= cluster.network_rate / self.cluster.network_rate
+        return replace(
+            self,
+            machine=replace(self.machine, network_gb_s=rate),
+            ranks_per_node=cluster.devices_per_node,
+            num_nodes=cluster.num_nodes,
+            cluster=cluster,
+        )
 
     def limited(self, gib: float) -> "Hardware":
         """Return the same with so much memory of a rank, and the limit that holds jobs to it.
@@ -271,8 +295,7 @@ def _links(table: Mapping[str, Mapping[str, float]] | None, num_ranks: int) -> d
 
 def _memory(accelerator: str, num_ranks: int, disk: str) -> dict[str, Any]:
     """Return the memory and the part of a disk that each rank may take, in GiB."""
-    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    found = {"host_gib": host, "disk_gib": shutil.disk_usage(disk).free}
+    found = {"host_gib": host_memory_bytes(), "disk_gib": shutil.disk_usage(disk).free}
     sizes = {name: size / num_ranks / 2**30 for name, size in found.items()}
     if accelerator == "cpu":
         return sizes

@@ -196,16 +196,8 @@ class ConfigSearcher:
             self._layouts(Layout(data=own.num_ranks, balance=None))
         )
         self._scale = 1.0
-        if not own.is_cpu:
-            more: dict[str, Any] = {"num_nodes": 2 * own.num_nodes}
-            if own.num_nodes == 1:
-                more = {"ranks_per_node": 2 * own.ranks_per_node}
-            self.hardware = replace(own, **more)
-            if own.cluster is not None:
-                cluster = replace(own.cluster, num_devices=2 * own.num_ranks)
-                if own.num_nodes == 1:
-                    cluster = replace(cluster, devices_per_node=2 * own.num_ranks)
-                self.hardware = replace(self.hardware, cluster=cluster)
+        if (larger := own.doubled()) is not None:
+            self.hardware = larger
             name = f"{self.hardware.num_ranks} devices, without pipelines and groups"
             what_if[name] = list(self._layouts(Layout(data=self.hardware.num_ranks, balance=None)))
         self.hardware, self._refused = own, refused

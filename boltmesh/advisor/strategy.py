@@ -1,6 +1,5 @@
 """``AutoStrategy`` (``bolt_auto``): replicas, ZeRO or offload, chosen when the model is known."""
 
-import os
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ from boltmesh.advisor.machine import Hardware, known_file, read_rates
 from boltmesh.advisor.replicas import order, plan_replicas
 from boltmesh.advisor.report import memory_text, room_text
 from boltmesh.errors import BoltMeshError, ConfigError
+from boltmesh.host_memory import host_memory_bytes
 from boltmesh.plan.dry_model import NumberTypes, faked, shapes_of_units
 from boltmesh.plan.dry_step import DryStep
 from boltmesh.planner.layout import Layout
@@ -187,7 +187,7 @@ class AutoStrategy(MeshStrategy):
 
     def _hardware(self, precision: str) -> Hardware:
         kind = self.root_device.type
-        host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / self.num_processes
+        host = host_memory_bytes() / self.num_processes
         path = known_file(kind, self.num_processes, precision)
         machine = (None if path is None else read_rates(path)) or TYPICAL[kind]
         room = host

@@ -23,13 +23,13 @@ import psutil
 
 from boltmesh import __version__
 from boltmesh.file_system import file_system_of
+from boltmesh.host_memory import cgroup_limit
 from boltmesh.process import describe_exit
 from boltmesh.telemetry.redaction import redact_mapping
 
 PACKAGES = ("torch", "lightning", "textual", "omegaconf")
 OPTIONAL_PACKAGES = ("transformers", "datasets", "safetensors")
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - not a temporary file
-CGROUPS = Path("/sys/fs/cgroup")
 SSHD = Path("/usr/sbin/sshd")
 """Often not on the PATH of users."""
 KILL_S = 0.5
@@ -235,49 +235,10 @@ def read_memory() -> HostMemory:
     return HostMemory(
         total_bytes=memory.total,
         available_bytes=memory.available,
-        cgroup_bytes=cgroup_limit(CGROUPS, _own_cgroups()),
+        cgroup_bytes=cgroup_limit(),
         shared_bytes=shared,
         locked_bytes=None if locked == resource.RLIM_INFINITY else locked,
     )
-
-
-def _own_cgroups() -> str:
-    try:
-        return Path("/proc/self/cgroup").read_text(encoding="utf-8")
-    except OSError:
-        return ""
-
-
-def cgroup_limit(root: Path, own: str) -> int | None:
-    """Return the least memory limit of the cgroups of this process, of version 2 or 1.
-
-    Args:
-        root: Where cgroups are mounted.
-        own: The text of /proc/self/cgroup.
-    """
-    files = []
-    for line in own.splitlines():
-        number, controllers, path = line.split(":", 2)
-        if number == "0" and not controllers:
-            base, name = root, "memory.max"
-        elif "memory" in controllers.split(","):
-            base, name = root / "memory", "memory.limit_in_bytes"
-        else:
-            continue
-        # A container may see its own cgroup as the root, or by its path outside.
-        group = Path(path.lstrip("/"))
-        files += [base / part / name for part in (group, *group.parents)]
-    limits = [limit for file in files if (limit := _read_limit(file)) is not None]
-    return min(limits, default=None)
-
-
-def _read_limit(file: Path) -> int | None:
-    try:
-        text = file.read_text(encoding="ascii").strip()
-    except OSError:
-        return None
-    # Version 1 writes a number near 2**63 in place of "max".
-    return int(text) if text.isdigit() and int(text) < 1 << 60 else None
 
 
 def read_disk(folder: Path, purpose: str) -> Disk:

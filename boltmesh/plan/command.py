@@ -113,6 +113,7 @@ def plan(
         ConfigError: When the config cannot be planned.
     """
     changes = [*([] if size is None else _size_overrides(size)), *overrides]
+    machine = _read_machine(cluster)
     wanted = None if strategy is None else strategy.removeprefix(PREFIX)
     loaded = load(config, changes)
     if wanted == REPLICATED.removeprefix(PREFIX):
@@ -127,9 +128,14 @@ def plan(
     if named in DIVIDING:
         source = str(find(config))
         check_strategy_name(loaded.strategy.get("name"), source=source)
+        if cluster is not None and not is_mesh:
+            raise ConfigError(
+                f"--cluster {cluster}: a plan of {named} states no times, and no memory that a "
+                f"rank has. Leave --cluster out, or plan --strategy 3d with its sizes."
+            )
         given = given_to(loaded.strategy.name if wanted is None else named, loaded, overrides)
         per_node = ranks_per_node(loaded, devices, source)
-        print(_plan_divided(named, loaded, per_node, given, cluster, source, as_json=as_json))
+        print(_plan_divided(named, loaded, per_node, given, machine, source, as_json=as_json))
         return 0
     made = make_plan(config, overrides, devices=devices, size=size, cluster=cluster)
     chosen = list(made.sharings) if strategy is None else [_find_strategy(strategy, made)]
@@ -227,7 +233,7 @@ def _plan_divided(
     config: "DictConfig",
     per_node: int,
     given: Mapping[str, Any],
-    cluster: Path | None,
+    machine: Machine,
     source: str,
     *,
     as_json: bool,
@@ -252,7 +258,7 @@ def _plan_divided(
 
         experts = plan_expert(config, per_node, given, source=source)
         return json.dumps(experts.as_data()) if as_json else write_expert(experts)
-    mesh = plan_mesh(config, per_node, given, _read_machine(cluster), source=source)
+    mesh = plan_mesh(config, per_node, given, machine, source=source)
     return json.dumps(mesh.as_data()) if as_json else write_mesh(mesh)
 
 

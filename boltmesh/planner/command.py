@@ -10,7 +10,13 @@ from typing import Any
 
 from boltmesh.errors import ConfigError
 from boltmesh.planner.layout import Layout
-from boltmesh.planner.machine import GB, accelerator_named, build_cluster, parse_network
+from boltmesh.planner.machine import (
+    GB,
+    accelerator_named,
+    build_cluster,
+    more_devices,
+    parse_network,
+)
 from boltmesh.planner.search import Candidate, Search, on_network, search, smallest_cluster
 from boltmesh.planner.step_time import TERMS, model_flops_utilization
 from boltmesh.planner.transformer import transformer_named
@@ -203,7 +209,7 @@ def changes(found: Search, first: Candidate) -> Iterator[tuple[str, str]]:
     if cluster.num_nodes > 1:
         faster = on_network(found, 2 * cluster.network_rate)
         yield "a network of twice the rate", _outcome(found, first, faster)
-    wider = replace(cluster, num_devices=2 * cluster.num_devices)
+    wider = more_devices(cluster, 2 * cluster.num_devices)
     yield "twice the devices", _outcome(found, first, _again(found, cluster=wider))
     if found.model.seq >= 1024:
         shorter = replace(found.model, seq=found.model.seq // 2)

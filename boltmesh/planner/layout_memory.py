@@ -106,8 +106,9 @@ def _activations(model: Transformer, layout: Layout) -> tuple[float, float]:
     ranks, width = layout.tensor, model.hidden
     active = max(1, model.active)
     ffn = (3 if model.is_gated else 2) * model.ffn / width * active
-    # Per token and unit of width: 34 for 4 times the width; the feed-forward layer is 19 of them.
-    divided = (24.0 - 16.0 + 2.0 * ffn) if not model.is_gated else (8.0 + 2.0 * ffn)
+    # Per token and unit of width: 34 for 4 times the width; the feed-forward layer is 19 of them,
+    # queries, keys, values and their result are 8.
+    divided = 8.0 * model.query_width / width + 2.0 * ffn
     repeated = 8.0 if model.has_flash else 10.0  # two masks of dropout
     repeated += 4.0 * model.active  # rows of experts, and their results
     kept = (

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -172,3 +172,19 @@ def build_cluster(
     usual = accelerator.node_network_rate / accelerator.per_node
     rate = usual if network_rate is None else network_rate / per_node
     return Cluster(accelerator, num_devices, per_node, rate)
+
+
+def more_devices(cluster: Cluster, num_devices: int) -> Cluster:
+    """Return a larger cluster of the same kind, of equal nodes.
+
+    One node gets as many devices as its accelerator's link connects before there are several.
+    """
+    per_node = cluster.devices_per_node
+    if cluster.num_nodes == 1:
+        most = max(per_node, cluster.accelerator.per_node)
+        per_node = next(each for each in range(most, 0, -1) if num_devices % each == 0)
+    usual = cluster.accelerator.node_network_rate / cluster.accelerator.per_node
+    rate = cluster.network_rate
+    if rate != usual:  # the links that were given are those of a node
+        rate *= cluster.devices_per_node / per_node
+    return replace(cluster, num_devices=num_devices, devices_per_node=per_node, network_rate=rate)

@@ -12,7 +12,7 @@ from boltmesh.axes import divisors
 from boltmesh.errors import ConfigError
 from boltmesh.planner.layout import Layout, Recompute, Tier
 from boltmesh.planner.layout_memory import LayoutMemory, estimate_layout_memory
-from boltmesh.planner.machine import DISK_BYTES, Cluster
+from boltmesh.planner.machine import DISK_BYTES, Cluster, more_devices
 from boltmesh.planner.rates import default_rates
 from boltmesh.planner.step_time import PredictedStepTime, StepTimeModel
 from boltmesh.planner.transformer import Transformer
@@ -473,7 +473,7 @@ def smallest_cluster(found: Search) -> int | None:
     devices = cluster.num_devices
     while devices < 65_536:
         devices *= 2
-        larger = replace(cluster, num_devices=devices)
+        larger = more_devices(cluster, devices)
         sequences = max(found.sequences, devices)
         tried = layouts(found.model, larger, sequences=sequences, dtype=found.dtype)
         if any(_fits(memory, larger, TIGHT) for _, memory in tried):

@@ -238,8 +238,8 @@ class StepTimeModel:
         rows = tokens * max(1, model.active) / here
         whole = ranks if layout.expert > 1 else 1  # ranks of a tensor group deal the rows then
         shapes = (
-            (1, tokens, width, (width + 2 * model.kv_width) / ranks),
-            (1, tokens, width / ranks, width),
+            (1, tokens, width, (model.query_width + 2 * model.kv_width) / ranks),
+            (1, tokens, model.query_width / ranks, width),
             (here, rows / whole, width, up * whole / ranks),
             (here, rows / whole, model.ffn * whole / ranks, width),
         )
@@ -333,7 +333,7 @@ class StepTimeModel:
 
     def _attention(self, layout: Layout, tokens: float) -> float:
         model, rates, device = self.model, self.rates, self.cluster.accelerator
-        width = model.hidden / layout.tensor
+        width = model.query_width / layout.tensor
         peak = device.flops["bf16"]
         if model.has_flash:
             reached = device.attention * model.seq / (model.seq + ATTENTION_HALF_SEQUENCE)
@@ -341,7 +341,7 @@ class StepTimeModel:
             return 2.0 * model.seq * width * tokens / (peak * reached)
         heads = model.heads / layout.tensor
         products = 4.0 * model.seq * width * tokens / (peak * rates.matmul * 0.7)
-        head_size = model.hidden / model.heads
+        head_size = model.query_width / model.heads
         unaligned = 1.0 if head_size % 8 == 0 else 3.0  # tensor cores take multiples of 8
         return unaligned * products + SCORE_BYTES * heads * model.seq * tokens / device.memory_rate
 

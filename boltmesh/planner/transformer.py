@@ -1,7 +1,7 @@
 """The sizes of a transformer, from which its work and its memory follow."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ class Transformer:
         has_flash: Whether attention keeps no scores (SDPA, FlashAttention).
         experts: Feed-forward layers of a block, of which a router chooses; 0 for a dense model.
         active: Experts that compute each token.
+        head_dim: Width of a head; 0: ``hidden`` divided by ``heads``.
     """
 
     layers: int
@@ -43,11 +44,17 @@ class Transformer:
     has_flash: bool = True
     experts: int = 0
     active: int = 0
+    head_dim: int = 0
+
+    @property
+    def query_width(self) -> int:
+        """Width of all queries, and of what attention returns."""
+        return self.heads * self.head_dim or self.hidden
 
     @property
     def kv_width(self) -> int:
         """Width of keys, and of values."""
-        return self.hidden * self.kv_heads // self.heads
+        return self.query_width * self.kv_heads // self.heads
 
     @property
     def expert_numel(self) -> int:
@@ -57,7 +64,7 @@ class Transformer:
     @property
     def shared_numel(self) -> int:
         """Parameters of a block less its feed-forward layer or its experts."""
-        return 2 * self.hidden * (self.hidden + self.kv_width) + self.hidden * self.experts
+        return 2 * self.hidden * (self.query_width + self.kv_width) + self.hidden * self.experts
 
     @property
     def block_numel(self) -> int:
@@ -75,7 +82,7 @@ class Transformer:
         tokens = float(sequences * self.seq)
         block = self.shared_numel + max(1, self.active) * self.expert_numel
         products = 6.0 * tokens * (self.layers * block + self.vocab * self.hidden)
-        return products + 6.0 * tokens * self.layers * self.hidden * self.seq
+        return products + 6.0 * tokens * self.layers * self.query_width * self.seq
 
 
 def _gpt(layers: int, hidden: int, heads: int, vocab: int = 51200, seq: int = 2048) -> Transformer:
@@ -123,6 +130,7 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
     "seq": ("max_position_embeddings", "n_positions"),
     "experts": ("num_local_experts", "num_experts"),
     "active": ("num_experts_per_tok",),
+    "head_dim": ("head_dim",),
 }
 """Names of each size in configurations of Hugging Face."""
 
@@ -231,6 +239,7 @@ def _from_sizes(sizes: dict[str, int]) -> Transformer:
     sizes.setdefault("ffn", 4 * sizes["hidden"])
     flags = {name: bool(sizes.pop(name, default)) for name, default in _FLAGS.items()}
     mixture = {name: sizes.pop(name, default) for name, default in _EXPERTS.items()}
+    head_dim = sizes.pop("head_dim", 0)
     if (mixture["experts"] == 0) != (mixture["active"] == 0) or mixture["active"] > mixture[
         "experts"
     ]:
@@ -240,10 +249,11 @@ def _from_sizes(sizes: dict[str, int]) -> Transformer:
         )
     if min(sizes.values()) < 1:
         raise ConfigError("--model: every size has to be 1 or more.")
-    if sizes["hidden"] % sizes["heads"] or sizes["heads"] % sizes["kv_heads"]:
+    has_parts = sizes["heads"] % sizes["kv_heads"] == 0
+    if not has_parts or (head_dim == 0 and sizes["hidden"] % sizes["heads"]):
         raise ConfigError(
             f"--model: hidden={sizes['hidden']} has to be a multiple of heads={sizes['heads']}, "
-            f"and that one of kv_heads={sizes['kv_heads']}."
+            f"unless head_dim is given, and that one of kv_heads={sizes['kv_heads']}."
         )
     return Transformer(
         layers=sizes["layers"],
@@ -255,6 +265,7 @@ def _from_sizes(sizes: dict[str, int]) -> Transformer:
         seq=sizes["seq"],
         experts=mixture["experts"],
         active=mixture["active"],
+        head_dim=head_dim,
         **flags,
     )
 
@@ -275,7 +286,9 @@ def _from_hugging_face(path: Path) -> Transformer:
         value: Any = next((table[key] for key in keys if table.get(key) is not None), None)
         if isinstance(value, int):
             sizes[name] = value
-    gated: Callable[[str], bool] = str(table.get("hidden_act", "")).startswith
-    sizes["is_gated"] = int(gated("silu") or gated("swish"))
-    sizes["is_tied"] = int(bool(table.get("tie_word_embeddings", not sizes["is_gated"])))
+    is_gemma = str(table.get("model_type", "")).startswith("gemma")
+    is_gated = is_gemma or str(table.get("hidden_act", "")).startswith(("silu", "swish"))
+    is_tied = is_gemma or not is_gated  # where the file does not say
+    sizes["is_gated"] = int(is_gated)
+    sizes["is_tied"] = int(bool(table.get("tie_word_embeddings", is_tied)))
     return _from_sizes(sizes)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml  # type: ignore[import-untyped]
 
@@ -112,6 +113,20 @@ def test_rates_are_measured_in_processes_of_their_own() -> None:
     assert all(each is not None and each > 0 for each in measured)
     assert found.network_gb_s is not None
     assert found.collective_us is not None
+
+
+@pytest.mark.parametrize("limit", ["3221225472", "max"], ids=["limit", "none"])
+def test_a_rank_on_the_cpu_has_its_share_of_what_a_container_may_take(
+    limit, remembered, tmp_path, monkeypatch
+) -> None:
+    (tmp_path / "memory.max").write_text(limit, encoding="ascii")
+    (tmp_path / "own").write_text("0::/\n", encoding="ascii")
+    monkeypatch.setattr("boltmesh.host_memory.CGROUPS", tmp_path, raising=False)
+    monkeypatch.setattr("boltmesh.host_memory.OWN_CGROUPS", tmp_path / "own", raising=False)
+    rank_gib = of_this_machine("cpu", 2, "32-true", ".").rank_gib
+    whole = psutil.virtual_memory().total / 2**30
+    assert whole > 3
+    assert rank_gib == pytest.approx(whole / 2 if limit == "max" else 1.5)
 
 
 def test_remembered_rates_are_read_back(remembered: Path) -> None:
@@ -509,7 +524,7 @@ def test_a_config_and_its_sizes_are_predicted_alike_on_a_cluster(capsys, monkeyp
     line += ["data.init_args.batch_size=1", "precision=bf16-mixed"]
     assert run_command(["plan", "auto", "ddp", *line, *cluster]) == 0
     by_module = json.loads(capsys.readouterr().out)["best"]
-    module = next(each for each in by_module if each["overrides"][0] == "strategy.name=bolt_zero3")
+    module = next(each for each in by_module if "strategy.name=bolt_zero3" in each["overrides"])
     model = transformer_named("layers=8 hidden=4096 heads=32 vocab=50257 seq=2048")
     layout = Layout(data=8, microbatch=1, sequences=8, zero=3)
     device = accelerator_named("h100")

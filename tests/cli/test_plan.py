@@ -309,10 +309,16 @@ def test_a_model_that_is_run_comes_out_like_one_that_is_known(workplace, capsys,
         ),
         (["zero3", "strategy.shard_size=3", "--devices", "8"], "shard_size=3 does not divide 8 "),
         (["zero3", "--cluster", "none.yaml"], "none.yaml cannot be read: "),
+        (["pipeline_1f1b", "--cluster", "none.yaml"], "none.yaml cannot be read: "),
+        (["pipeline_1f1b", "--cluster", "machine.yaml"], "a plan of bolt_pipeline states no times"),
+        (["ddp", "--strategy", "tensor", "--cluster", "machine.yaml"], "a plan of bolt_tensor"),
+        (["ddp", "--strategy", "context", "--cluster", "machine.yaml"], "a plan of bolt_context"),
+        (["expert_hf", "--cluster", "machine.yaml"], "a plan of bolt_expert states no times"),
         ([str(TINY), "--size", "125M"], "--size=125M is a size of the GPT that comes with"),
     ],
 )
 def test_what_cannot_be_planned_is_one_line(workplace, capfd, arguments, message):
+    (workplace / "machine.yaml").write_text("device_gib: 80", encoding="utf-8")
     assert cli.run_command(["plan", *arguments]) == 2
     out, error = capfd.readouterr()
     assert out == ""

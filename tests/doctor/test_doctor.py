@@ -236,13 +236,20 @@ def test_a_gpu_that_is_lost_does_not_hide_the_others() -> None:
     ],
 )
 def test_the_limit_of_a_cgroup(
-    tmp_path: Path, own: str, files: dict[str, str], limit: int | None
+    tmp_path: Path,
+    own: str,
+    files: dict[str, str],
+    limit: int | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    (tmp_path / "own").write_text(own)
+    monkeypatch.setattr("boltmesh.host_memory.CGROUPS", tmp_path)
+    monkeypatch.setattr("boltmesh.host_memory.OWN_CGROUPS", tmp_path / "own")
     for name, text in files.items():
         file = tmp_path / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text + "\n")
-    assert host.cgroup_limit(tmp_path, own) == limit
+    assert host.read_memory().cgroup_bytes == limit
 
 
 def test_a_disk_is_that_of_the_nearest_folder(tmp_path: Path) -> None:

@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 
+from boltmesh.advisor.machine import of_cluster
 from boltmesh.cli import run_command
+from boltmesh.errors import ConfigError
 from boltmesh.planner.command import best, strategy_of
 from boltmesh.planner.layout import Layout, groups_of
 from boltmesh.planner.layout_memory import CONTEXT_BYTES, estimate_layout_memory
-from boltmesh.planner.machine import accelerator_named, accelerators, build_cluster
+from boltmesh.planner.machine import accelerator_named, accelerators, build_cluster, more_devices
 from boltmesh.planner.rates import default_rates
 from boltmesh.planner.search import FULL, search
 from boltmesh.planner.step_time import StepTimeModel
@@ -65,6 +67,70 @@ def test_a_configuration_of_hugging_face_is_read(tmp_path: Path) -> None:
         })
     )  # fmt: skip
     assert transformer_named(str(tmp_path)) == KNOWN["llama3-8b"]
+
+
+def hugging_face(
+    layers: int, hidden: int, ffn: int, vocab: int, **more: object
+) -> dict[str, object]:
+    """Return the part of a published ``config.json`` that has the sizes."""
+    return {
+        "num_hidden_layers": layers, "hidden_size": hidden, "intermediate_size": ffn,
+        "vocab_size": vocab, "num_key_value_heads": 8, "head_dim": 128, "hidden_act": "silu",
+        "max_position_embeddings": 8192, "tie_word_embeddings": False, **more,
+    }  # fmt: skip
+
+
+GEMMA = {"model_type": "gemma", "hidden_act": "gelu", "head_dim": 256, "tie_word_embeddings": None}
+
+
+@pytest.mark.parametrize(
+    ("table", "numel"),
+    [
+        (
+            hugging_face(28, 3072, 24576, 256000, num_attention_heads=16)
+            | {**GEMMA, "num_key_value_heads": 16},
+            8.54e9,
+        ),
+        (
+            hugging_face(18, 2048, 16384, 256000, num_attention_heads=8)
+            | {**GEMMA, "num_key_value_heads": 1},
+            2.51e9,
+        ),
+        (hugging_face(40, 5120, 14336, 131072, num_attention_heads=32), 12.2e9),
+        (hugging_face(36, 4096, 12288, 151936, num_attention_heads=32), 8.19e9),
+        (hugging_face(64, 5120, 25600, 151936, num_attention_heads=64), 32.8e9),
+    ],
+    ids=["gemma-7b", "gemma-2b", "mistral-nemo", "qwen3-8b", "qwen3-32b"],
+)
+def test_configurations_with_a_width_of_heads_have_the_published_number_of_parameters(
+    table: dict[str, object], numel: float, tmp_path: Path
+) -> None:
+    given = {key: each for key, each in table.items() if each is not None}
+    (tmp_path / "config.json").write_text(json.dumps(given))
+    assert transformer_named(str(tmp_path)).numel == pytest.approx(numel, rel=0.01)
+
+
+def test_the_width_of_heads_is_that_of_attention() -> None:
+    usual = replace(LLAMA, head_dim=LLAMA.hidden // LLAMA.heads)
+    wide = replace(usual, head_dim=2 * usual.head_dim)
+    # Half as many heads of twice the width are the same work.
+    same = replace(wide, heads=wide.heads // 2, kv_heads=wide.kv_heads // 2)
+    layout = Layout(data=8, zero=3, sequences=64)
+    found = [
+        (
+            model.numel,
+            model.step_flops(64),
+            predicted(layout, model),
+            estimate_layout_memory(model, layout).activations,
+        )
+        for model in (LLAMA, usual, same, wide)
+    ]
+    assert found[0] == found[1] == found[2]
+    assert all(more > less for more, less in zip(found[3], found[0], strict=True))
+    sizes = "layers=2 hidden=100 heads=3 ffn=64 vocab=64 seq=8"
+    assert transformer_named(f"{sizes} head_dim=8").query_width == 24
+    with pytest.raises(ConfigError, match="unless head_dim is given"):
+        transformer_named(sizes)
 
 
 @pytest.mark.parametrize("name", accelerators())
@@ -276,6 +342,49 @@ def test_the_report_says_why(capsys: pytest.CaptureFixture[str]) -> None:
     for said in ("   rule    ", "   behind  ", "With twice the devices: ", "Expected error"):
         assert said in out
     assert "optimal" not in out
+
+
+@pytest.mark.parametrize(
+    ("devices", "nodes", "wanted", "shape"),
+    [
+        (4, None, 8, (8, 1)),
+        (8, None, 16, (8, 2)),
+        (6, None, 12, (6, 2)),
+        (16, 1, 32, (16, 2)),
+        (8, 2, 16, (4, 4)),
+    ],
+)
+def test_more_devices_fill_a_node_before_there_are_several(
+    devices: int, nodes: int | None, wanted: int, shape: tuple[int, int]
+) -> None:
+    cluster = build_cluster(H100, num_devices=devices, num_nodes=nodes)
+    larger = more_devices(cluster, wanted)
+    assert (larger.devices_per_node, larger.num_nodes) == shape
+    assert larger.num_devices == wanted
+    machine = of_cluster(cluster, "bf16-mixed", "highest").doubled()
+    assert machine is not None
+    assert (machine.ranks_per_node, machine.num_nodes) == shape
+    assert machine.cluster == larger
+
+
+def test_links_that_are_given_are_those_of_a_node() -> None:
+    cluster = build_cluster(H100, num_devices=4, network_rate=8e9)
+    assert cluster.network_rate == 2e9
+    assert more_devices(cluster, 8).network_rate == 1e9
+
+
+def test_twice_the_devices_are_predicted_as_if_they_were_given(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    line = ["--model", "llama3-8b", "--gpu", "h100-80gb", "--batch", "512", "--json"]
+    per_second = []
+    for devices in (4, 8):
+        code, out, _ = run(capsys, *line, "--devices", str(devices))
+        assert code == 0
+        per_second.append(json.loads(out)["best"][0]["tokens_per_s"])
+    _, out, _ = run(capsys, *line[:-1], "--devices", "4")
+    factor = per_second[1] / per_second[0]
+    assert f"With twice the devices: {factor:.2f} x the tokens/s" in out
 
 
 def test_json_has_the_same_figures(capsys: pytest.CaptureFixture[str]) -> None:
