@@ -79,7 +79,10 @@ class PlainInStep(ABC):
 
     def __init__(self, replicas: ProcessGroup, num_batches: int) -> None:
         self.replicas, self.num_batches = replicas, num_batches
+        self.note: Callable[[str], None] = lambda _: None
+        """Called with what is about to be reduced, as ``OrderCheck.record``."""
         self._places: list[tuple[Module, str, Parameter]] = []
+        self._names: dict[Tensor, str] = {}
         self._plain: dict[Parameter, Tensor] = {}
         """By the DTensor, what was last put in its place."""
         self._copied: dict[Parameter, tuple[Any, int]] = {}
@@ -88,6 +91,8 @@ class PlainInStep(ABC):
     def _replace(self, module: Module, made: Mapping[Parameter, Parameter]) -> None:
         """Put DTensors in the places of parameters below a module."""
         owners: dict[Module, None] = {}
+        named = module.named_parameters()
+        self._names |= {made[each]: name for name, each in named if each in made}
         for owner in module.modules():
             own = list(owner.named_parameters(recurse=False, remove_duplicate=False))
             for name, parameter in own:
@@ -104,10 +109,11 @@ class PlainInStep(ABC):
         plain: Tensor = _Plain.apply(parameter, self)  # type: ignore[no-untyped-call]
         return InStepParameter.of(plain, parameter)
 
-    def averaged(self, gradient: Tensor) -> Tensor:
+    def averaged(self, gradient: Tensor, parameter: Tensor) -> Tensor:
         """Return what a gradient of plain values adds to the average. Collective over replicas."""
         gradient = gradient / self.num_batches
         if self.replicas.size() > 1:
+            self.note(f"reduced the gradient of '{self._names[parameter]}'")
             dist.all_reduce(gradient, group=self.replicas)
         return gradient
 
@@ -290,7 +296,7 @@ class _Plain(torch.autograd.Function):
     @staticmethod
     @override
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        gradient = ctx.of.averaged(gradients[0])
+        gradient = ctx.of.averaged(gradients[0], ctx.like)
         mesh, placements = ctx.like.device_mesh, ctx.like.placements
         return DTensor.from_local(gradient, mesh, placements, run_check=False), None
 

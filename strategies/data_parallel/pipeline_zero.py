@@ -125,7 +125,7 @@ class LateParams(PlainInStep):
         for parameter in self.parameters:  # in the same order on all ranks
             gradient = gradients.get(parameter, self._gradients.get(parameter))
             if gradient is not None:
-                made = dtensor_like(self.averaged(gradient), parameter)
+                made = dtensor_like(self.averaged(gradient, parameter), parameter)
                 parameter.grad = made if parameter.grad is None else parameter.grad + made
         self.forget()
 

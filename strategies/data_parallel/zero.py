@@ -177,6 +177,7 @@ class ZeroAxis(DataAxis):
         is_synchronized = model.joined_gathers.is_announced
         guard = OrderCheck(group, is_synchronized=is_synchronized, on_stuck=self._fail)
         guard.attach(model.units, model.root)
+        model.scalars.note = guard.record
         for weight in model.tiled:
             weight.note = guard.record
         assert self._context is not None

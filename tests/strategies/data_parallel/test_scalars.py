@@ -6,6 +6,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, seed_everything
 
+from boltmesh.errors import DivergenceError
 from tests.support.ranks import run_ranks
 from tests.support.shard_runs import trainer, whole_parameters
 from tests.support.stack import Stack, token_data
@@ -64,6 +65,37 @@ def resume_with_scalar(rank: int, world_size: int, folder: Any) -> Any:
         run.fit(module, token_data(16, 2), ckpt_path=path and folder / path)
         found.append(whole_parameters(module))
     return found
+
+
+class TwoScales(Stack):
+    """Trains one of two scalars."""
+
+    def __init__(self, which: int) -> None:
+        super().__init__(optimizer="sgd")
+        self.a, self.b = (torch.nn.Parameter(torch.tensor(1.0)) for _ in range(2))
+        self.which = which
+
+    def loss(self, batch: Any) -> Any:
+        tokens, targets = batch
+        logits = self(tokens) * (self.a, self.b)[self.which]
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def fit_either(rank: int, world_size: int, are_equal: bool) -> str:
+    module = TwoScales(0 if are_equal else rank)
+    try:
+        trainer(world_size, 1, max_steps=2).fit(module, token_data(8, 2))
+    except DivergenceError as error:
+        return str(error)
+    return "trained"
+
+
+def test_ranks_that_train_different_scalars_are_told_so() -> None:
+    assert run_ranks(fit_either, 2, True) == ["trained", "trained"]
+    for said in run_ranks(fit_either, 2, False, grace_s=60.0):
+        assert "Ranks issued different collectives: " in said
+        assert "rank 0 reduced the gradient of 'a'" in said
+        assert "rank 1 reduced the gradient of 'b'" in said
 
 
 class Unfused(Stack):

@@ -107,7 +107,7 @@ def count(rank: int, world_size: int) -> list[Any]:
         time.sleep(0.02)  # as long as chunks of a large model take
         apply(self, chunk, coefficient)
 
-    ElementwiseRule.apply = slowly  # type: ignore[method-assign]
+    ElementwiseRule.apply = slowly
     found: list[Any] = []
     for strategy in ({}, {"offload_optimizer": "cpu"}):
         seed_everything(1, verbose=False)
