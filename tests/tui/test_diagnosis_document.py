@@ -30,7 +30,7 @@ def test_every_kind_is_described() -> None:
         f"falls below {KEPT:.0%} of the limit",
         f"{limits.HOST_BUSY:.0%} of its cores are in use, and {limits.OTHERS_BUSY:.0%} by",
         f"The first {WARM_UP_STEPS} batches",
-        f"before {stragglers.STEPS_TO_JUDGE} such steps",
+        f"made from {stragglers.STEPS_TO_JUDGE} such steps on",
         f"for {stall.STALL_IN_STEPS:.0f} steps and {stall.STALL_AT_LEAST_S:.0f} s",
         f"or for {stall.LONG_LIMIT_S / 60:.0f} minutes while",
         f"{limits.DEVICE_NEARLY_FULL:.0%} of a GPU",
