@@ -3,9 +3,11 @@
 Each stage runs the step for each microbatch, as far as it goes. What it sets in the groups of
 optimizers is undone after each of these runs, so that ``group["lr"] *= 0.9`` counts once. What the
 end of the step has set equally for all microbatches, all ranks set when the batch is over: numbers
-are sent beside those that are logged. What microbatches set differently is refused.
+are sent beside those that are logged. Options that microbatches set differently are refused, and
+one microbatch that ends the run ends it.
 """
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -87,18 +89,18 @@ class StepEffects:
         before.refuse_steps()
 
     def stops(self, loss: Tensor | None = None) -> bool:
-        """Return whether this rank ends the run.
+        """Return whether this rank ends the run: any microbatch may, and any handler of a signal.
 
         Args:
-            loss: The batch's. One that is no number may be so by some microbatches alone.
-
-        Raises:
-            UnsupportedError: When some microbatches end it, and others do not.
+            loss: The batch's. One that is no number may be so by some microbatches alone; another
+                one is warned of.
         """
         if len(self._stops) > 1 and loss is not None and bool(loss.isfinite()):
-            raise UnsupportedError(
-                f"training_step sets trainer.should_stop for some microbatches of a batch and not "
-                f"for others; one process decides by the whole batch. {_INSTEAD}"
+            warnings.warn(
+                f"The run ends, as trainer.should_stop was set in training_step for some "
+                f"microbatches of a batch and not for others; one process decides by the whole "
+                f"batch. {_INSTEAD}",
+                stacklevel=2,
             )
         trainer = trainer_of(self._module)
         return True in self._stops or (trainer is not None and trainer.should_stop)

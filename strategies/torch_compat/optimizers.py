@@ -93,7 +93,9 @@ _SCALE_TO_NORM: Callable[..., None] = torch.nn.utils.clip_grad._clip_grads_with_
 def total_norm_replaced(
     total_norm: Callable[..., Tensor], check: Callable[[Sequence[Tensor]], None] | None = None
 ) -> Iterator[None]:
-    """Within, ``torch.nn.utils.clip_grad_norm_`` clips by another norm, whoever has imported it.
+    """Within, ``torch.nn.utils.clip_grad_norm_`` clips by another norm.
+
+    That holds also where it was imported by name.
 
     Args:
         total_norm: In the place of ``TOTAL_NORM``.

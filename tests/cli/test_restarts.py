@@ -27,7 +27,7 @@ STARTS = """
 number = len(list(Path().glob("start-*-0")))
 if rank.rank == 0:
     Path(f"start-{number}-0").write_text(os.environ.get("BOLTMESH_CONTINUED_RUN", "new"))
-    Path(f"restarted-by-{number}").write_text(os.environ.get("BOLTMESH_RESTARTED_BY", "nobody"))
+    Path(f"restarted-by-{number}").write_text(os.environ.get("BOLTMESH_RESTARTED_BY", "none"))
     Path("run").mkdir(exist_ok=True)
     rank.run_folder = Path("run")
     rank.report("running")
@@ -83,8 +83,8 @@ def test_a_run_that_gains_no_step_between_two_failures_ends(workplace, capfd):
 
 def test_watchers_are_told_who_starts_the_ranks_again_while_a_restart_is_left(workplace):
     assert job(1, "sys.exit(1)", num_ranks=1).run() == 1
-    told = [Path(f"restarted-by-{number}").read_text() for number in range(2)]
-    assert told == [str(os.getpid()), "nobody"]
+    pids = [Path(f"restarted-by-{number}").read_text() for number in range(2)]
+    assert pids == [str(os.getpid()), "none"]
 
 
 def test_before_the_first_checkpoint_a_run_begins_anew_in_its_folder(workplace, capfd):

@@ -79,7 +79,7 @@ ALLOWED = {
     "pipeline/merge.py:merge": "the author's step returned a number of Python",
     "pipeline/loss/weights.py:_refuse_uneven": "several means, compared before they train",
     "pipeline/loss/calibration.py:kinds_of_rows": "the first eight batches; more on the host alone",
-    "pipeline/loss/loss_check.py:is_open": "logged values that have been zero, or alike in all "
+    "pipeline/loss/loss_check.py:is_open": "logged values that have been zero, or equal in all "
     "microbatches, in every step so far",
     "pipeline/loss/weights.py:are_alike": "first steps that tell rules of logged keys apart",
 }

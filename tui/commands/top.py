@@ -444,10 +444,10 @@ def _rates_and_metrics(state: State, width: int) -> list[Line]:
         if (hardware := hardware_words(flops)) is not None:
             parts.append(labelled(*hardware))
     if (ratio := figures(state).bubble_ratio.value) is not None:
-        told = labelled("bubble", units.share(ratio))
+        part = labelled("bubble", units.share(ratio))
         if (found := bubble(state)) is not None and found.mean.ideal is not None:
-            told.add(f"  ideal {units.share(found.mean.ideal)}", "muted")
-        parts.append(told)
+            part.add(f"  ideal {units.share(found.mean.ideal)}", "muted")
+        parts.append(part)
     parts += [labelled(name, units.number(value)) for name, value in newest_metrics(state).items()]
     return wrap_facts(parts, width)
 

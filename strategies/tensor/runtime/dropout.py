@@ -57,7 +57,7 @@ class Draws:
 
     @contextmanager
     def own(self, *, everywhere: bool = False) -> Iterator[None]:
-        """Draw for something divided. Afterwards generators stand alike on all ranks again.
+        """Draw for something divided. Afterwards all ranks have one state again.
 
         Args:
             everywhere: Whether it is known that the ranks draw, which one whose part is empty

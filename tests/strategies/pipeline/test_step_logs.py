@@ -53,8 +53,8 @@ def test_a_key_that_is_logged_twice_shows_the_last_value_as_the_steps(
                 module.log("loss", value, on_step=True, on_epoch=True)
                 module.log_dict({"a": value, "b": -value})
                 module.log("group", {"a": value})  # type: ignore[arg-type]
-    alike = dict.fromkeys(range(num_microbatches), 2.0)
-    collected = logs.collected(MicrobatchWeights(alike, alike))
+    rows = dict.fromkeys(range(num_microbatches), 2.0)
+    collected = logs.collected(MicrobatchWeights(rows, rows))
     made: list[tuple[str, Any]] = []
 
     def log(name: str, value: Any, **_: Any) -> None:
