@@ -14,6 +14,8 @@ numbers of gradients, such as a norm by hand:
 - Between stages of a pipeline a number of one parameter is right where it stays a tensor, as to
   scale that gradient. One that is read, or joined with those of others, is refused.
 
+Elsewhere a number of Python made of a shard is refused, also one of a weight.
+
 ``WholeShapes`` answers reads of the shape of a part with that of the parameter.
 """
 
@@ -53,6 +55,7 @@ from boltmesh.strategies.source_line import OF_TORCH, line_outside
 from boltmesh.strategies.torch_compat.fsdp import is_gathered, unit_parameter_names, unit_parameters
 from boltmesh.strategies.torch_compat.gathered_writes import GatheredParameter
 from boltmesh.strategies.torch_compat.tensors import (
+    check_number_reads,
     functions_unwatched,
     is_equal,
     local_tensor,
@@ -113,8 +116,24 @@ class _ParamSite(NamedTuple):
 
 
 def register_units(units: Iterable[FSDPModule]) -> None:
-    """Register the units of a model, for parameters that are read while one of them is gathered."""
+    """Register the units of a model, for parameters that are read while one of them is gathered.
+
+    From now on a number of Python that a DTensor would give of this rank's shard alone is refused.
+    """
     _units.update(units)
+    check_number_reads(_refuse_number_of_shard)
+
+
+def _refuse_number_of_shard(tensor: DTensor) -> None:
+    if all(each.is_replicate() for each in tensor.placements):
+        return
+    raise UnsupportedError(
+        f"A number of a tensor is read ({line_outside(_MACHINERY)}) of which each rank has a "
+        f"shard, so that ranks would get different ones. The norm of gradients is "
+        f"trainer.strategy.gradient_norm(optimizer) on all ranks; other numbers of gradients can "
+        f"be made in on_after_backward and on_before_optimizer_step, on all ranks, and numbers of "
+        f"weights within boltmesh.strategies.gathered_parameters(module)."
+    )
 
 
 def register_shards(parts: Mapping[Parameter, ShardOfParameter]) -> None:
@@ -326,7 +345,7 @@ _GRAD: Any = Tensor.grad  # torch declares its descriptor as a plain attribute
 _READERS = {"item", "tolist", "numpy", "__array__", "__bool__", "__float__", "__format__"}
 """Methods that make something else than a tensor of values."""
 
-_MACHINERY = (*OF_TORCH, os.path.abspath(__file__))
+_MACHINERY = (*OF_TORCH, os.path.dirname(os.path.abspath(__file__)) + os.sep)
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,9 @@
 
 Each layout is a job of its own, started as ``boltmesh fit`` starts it and measured by its
 telemetry; the memory that a rank may take is its limit. They run in rounds that go back and forth,
-so that what else the machine does meets all of them. A layout that fails or runs out of memory is
-an answer too.
+so that what else the machine does meets all of them. Their steps correct the predictions of all
+other layouts. While one of these is then the fastest, it is run beside the fastest that was
+measured. A layout that fails or runs out of memory is an answer too.
 """
 
 import json
@@ -18,7 +19,7 @@ from typing import Any
 from boltmesh.advisor.command import search_config
 from boltmesh.advisor.layouts import ConfigSearch, PlannedLayout
 from boltmesh.advisor.machine import MeasuredStep, key_of, rates_file, remember, remember_steps
-from boltmesh.advisor.replicas import described
+from boltmesh.advisor.replicas import described, judged, order
 from boltmesh.advisor.report import (
     command_line,
     head_lines,
@@ -69,7 +70,7 @@ def tune(
         steps: Optimizer steps of each layout that count, in each round.
         warmup: Optimizer steps before them.
         rounds: Runs of each layout.
-        count: Layouts that are measured.
+        count: Layouts that are measured first, and at most how many more.
         memory_gib: That a rank may take. None: of the host its share, of a GPU all.
         as_json: Print JSON.
 
@@ -80,15 +81,14 @@ def tune(
     measured = [Measured(each) for each in found.best(count)]
     was_stopped = False
     try:
-        for number in range(rounds):
-            for each in measured if number % 2 == 0 else measured[::-1]:
-                if each.reason is None:
-                    print(
-                        f"boltmesh tune: {words(each.planned)}, round {number + 1} of {rounds}",
-                        file=sys.stderr,
-                        flush=True,
-                    )
-                    _run(found, each, steps=steps, warmup=warmup)
+        _run_rounds(found, measured, rounds, steps=steps, warmup=warmup)
+        for _ in range(count):
+            better = _faster_one(found, measured)
+            if better is None:
+                break
+            fastest = min(measured, key=_seconds)
+            measured.append(Measured(better))
+            _run_rounds(found, [measured[-1], fastest], rounds, steps=steps, warmup=warmup)
     except KeyboardInterrupt:
         was_stopped = True
     for each in measured:
@@ -113,6 +113,56 @@ def tune(
     if was_stopped:
         return 128 + signal.SIGINT
     return 0 if ran else 1
+
+
+def _run_rounds(
+    found: ConfigSearch, measured: Sequence[Measured], rounds: int, *, steps: int, warmup: int
+) -> None:
+    """Run layouts in turn, forth and back."""
+    for number in range(rounds):
+        for each in measured if number % 2 == 0 else measured[::-1]:
+            if each.reason is None:
+                print(
+                    f"boltmesh tune: {words(each.planned)}, round {number + 1} of {rounds}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                _run(found, each, steps=steps, warmup=warmup)
+
+
+def _faster_one(found: ConfigSearch, measured: Sequence[Measured]) -> PlannedLayout | None:
+    """Return the layout that is the fastest by what was measured; None if it was measured too."""
+    ran = [each for each in measured if each.seconds is not None]
+    steps = {key_of(found.config): _steps_of(ran)}
+    hardware = replace(found.hardware, measured=steps)
+    corrected: list[tuple[PlannedLayout, PlannedLayout]] = []
+    for planned in found.candidates:
+        known = next((each for each in measured if each.planned is planned), None)
+        if known is None:
+            again = judged(planned.layout, planned.memory, hardware, planned.step)
+        elif known.seconds is None or known.reason is not None:
+            continue
+        else:
+            again = planned.measured(known.seconds)
+        corrected.append((again, planned))
+    best, planned = min(corrected, key=lambda each: order(each[0]), default=(None, None))
+    return planned if ran and best is not None and best.fits and not best.is_measured else None
+
+
+def _steps_of(ran: Sequence[Measured]) -> dict[str, MeasuredStep]:
+    """Return measured steps by layout, as they were predicted and measured."""
+    return {
+        words(each.planned): MeasuredStep(
+            each.seconds or 0.0,
+            each.planned.seconds,
+            described(each.planned.layout, each.planned.step, each.planned.time),
+        )
+        for each in ran
+    }
+
+
+def _seconds(measured: Measured) -> float:
+    return measured.seconds or float("inf")
 
 
 def planned_variants(config: str, overrides: Sequence[str]) -> list[Variant]:
@@ -167,15 +217,7 @@ def _remember(found: ConfigSearch, ran: Sequence[Measured]) -> Path:
     kind = "cpu" if hardware.is_cpu else "cuda"
     path = rates_file(kind, hardware.ranks_per_node, trainer.precision)
     remember(hardware.machine, path)
-    steps = {
-        words(each.planned): MeasuredStep(
-            each.seconds or 0.0,
-            each.planned.seconds,
-            described(each.planned.layout, each.planned.step, each.planned.time),
-        )
-        for each in ran
-    }
-    remember_steps(key_of(found.config), steps, path)
+    remember_steps(key_of(found.config), _steps_of(ran), path)
     return path
 
 
@@ -185,14 +227,14 @@ def _lines(
     yield from head_lines(found)
     yield ""
     yield "   predicted   measured"
-    order = sorted(measured, key=lambda each: each.seconds or float("inf"))
-    for place, each in enumerate(order, start=1):
+    ranked = sorted(measured, key=_seconds)
+    for place, each in enumerate(ranked, start=1):
         took = "       none" if each.seconds is None else f"{each.seconds:9.3f} s"
         ended = "" if each.reason is None else f": {each.reason}"
         yield f"{place}. {each.planned.seconds:8.3f} s {took}  {words(each.planned)}{ended}"
     yield ""
-    if order and order[0].seconds is not None:
-        yield f"The fastest: {command_line(found, order[0].planned)}"
+    if ranked and ranked[0].seconds is not None:
+        yield f"The fastest: {command_line(found, ranked[0].planned)}"
     if path is None:
         yield f"Nothing is remembered: {why}."
     else:

@@ -281,6 +281,8 @@ def _from_hugging_face(path: Path) -> Transformer:
         raise ConfigError(f"--model {path} cannot be read as a configuration: {error}") from None
     if not isinstance(table, dict):
         raise ConfigError(f"--model {path} is no configuration of Hugging Face.")
+    if isinstance(table.get("text_config"), dict):  # of a model that also reads images
+        table = {**table, **table["text_config"]}
     sizes: dict[str, int] = {}
     for name, keys in _NAMES.items():
         value: Any = next((table[key] for key in keys if table.get(key) is not None), None)
@@ -288,7 +290,8 @@ def _from_hugging_face(path: Path) -> Transformer:
             sizes[name] = value
     is_gemma = str(table.get("model_type", "")).startswith("gemma")
     is_gated = is_gemma or str(table.get("hidden_act", "")).startswith(("silu", "swish"))
-    is_tied = is_gemma or not is_gated  # where the file does not say
-    sizes["is_gated"] = int(is_gated)
-    sizes["is_tied"] = int(bool(table.get("tie_word_embeddings", is_tied)))
+    is_tied = table.get("tie_word_embeddings")
+    if is_tied is None:  # the file does not say
+        is_tied = is_gemma or not is_gated
+    sizes["is_gated"], sizes["is_tied"] = int(is_gated), int(bool(is_tied))
     return _from_sizes(sizes)

@@ -443,11 +443,8 @@ class LoopStrategy(RankMeshStrategy):
         return [share for axis in reversed(self.model_axes) for share in axis.norm_shares()]
 
     def _full_norms(self) -> AbstractContextManager[None]:
-        """Let torch clip by the norm of the whole model, where a rank has parts of it.
-
-        The data axis itself knows what torch does with its shards.
-        """
-        if not any(axis.size > 1 and axis.norm_shares() for axis in self.model_axes):
+        """Let torch clip by the norm of the whole model, where a rank has parts of it."""
+        if all(share.group.size() == 1 for share in self.data_axis.norms.shares):
             return nullcontext()
         return total_norm_replaced(self._total_norm, self._check_clipped)
 

@@ -134,6 +134,20 @@ def set_local_tensor(parameter: Tensor, local: Tensor) -> None:
     parameter._local_tensor = local  # type: ignore[attr-defined]
 
 
+def check_number_reads(check: Callable[[DTensor], None]) -> None:
+    """Call a check before a DTensor becomes a number of Python, as by ``item()`` and ``float()``.
+
+    torch itself gives the number of this rank's local tensor, whatever the placements are.
+    """
+    operator = torch.ops.aten._local_scalar_dense.default
+
+    def read(_: OpOverload, args: tuple[DTensor], kwargs: Mapping[str, Any]) -> Any:
+        check(args[0])
+        return operator(args[0]._local_tensor)
+
+    DTensor._op_dispatcher._custom_op_handlers[operator] = read
+
+
 def is_equal(tensor: Tensor, other: Tensor) -> bool:
     """Whether a tensor has the values of another, rounded to its type; NaN equals NaN."""
     return torch.allclose(tensor, other.to(tensor.dtype), rtol=0.0, atol=0.0, equal_nan=True)

@@ -62,6 +62,28 @@ def test_tuning_runs_layouts_back_and_forth_so_that_a_burst_of_load_does_not_dec
     assert sorted(each["measured_s"] or 0.0 for each in found) == [0.0, 1.0, 2.0]
 
 
+def test_tuning_also_runs_what_its_steps_make_the_fastest(tmp_path, monkeypatch, capsys) -> None:
+    ran: list[str] = []
+
+    def run(variant: Variant, *_: object, **__: object) -> Ended:
+        ran.append(variant.label)
+        return ended(50.0 if variant.label == ran[0] else 1.0)
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("boltmesh.advisor.machine.measure_here", lambda *_: RATES)
+    monkeypatch.setattr("boltmesh.advisor.tune.run_variant", run)
+    monkeypatch.setattr("boltmesh.advisor.search.MOST_DIVISIONS", 0)
+    assert run_command(["tune", "ddp", *SMALL[:4], "--rounds", "2", "--top", "1", "--json"]) == 0
+    first, other = ran[0], ran[2]
+    assert ran == [first, first, other, first, first, other]
+    assert first != other
+    found = json.loads(capsys.readouterr().out)["layouts"]
+    assert [each["measured_s"] for each in found] == [50.0, 1.0]
+    assert run_command(["plan", "auto", "ddp", *SMALL[:4], "--json"]) == 0
+    best, *_ = json.loads(capsys.readouterr().out)["best"]
+    assert (best["step_s"], best["is_measured"]) == (pytest.approx(1.0), True)
+
+
 def no_home(*_: object) -> Path:
     raise RuntimeError("Could not determine home directory.")
 

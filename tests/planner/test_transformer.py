@@ -63,8 +63,16 @@ GEMMA = {"model_type": "gemma", "hidden_act": "gelu", "head_dim": 256, "tie_word
         (hugging_face(40, 5120, 14336, 131072, num_attention_heads=32), 12.2e9),
         (hugging_face(36, 4096, 12288, 151936, num_attention_heads=32), 8.19e9),
         (hugging_face(64, 5120, 25600, 151936, num_attention_heads=64), 32.8e9),
+        (
+            {
+                "model_type": "gemma3",
+                "text_config": hugging_face(48, 3840, 15360, 262208, num_attention_heads=16)
+                | {**GEMMA, "model_type": "gemma3_text"},
+            },
+            11.8e9,
+        ),
     ],
-    ids=["gemma-7b", "gemma-2b", "mistral-nemo", "qwen3-8b", "qwen3-32b"],
+    ids=["gemma-7b", "gemma-2b", "mistral-nemo", "qwen3-8b", "qwen3-32b", "gemma-3-12b"],
 )
 def test_configurations_with_a_width_of_heads_have_the_published_number_of_parameters(
     table: dict[str, object], numel: float, tmp_path: Path

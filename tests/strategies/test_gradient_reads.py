@@ -55,6 +55,65 @@ class Scaled(Measured):
         self.seen.append(float(norm))
 
 
+class ByHand(Measured):
+    """Optimises by hand, clips by torch's function and keeps the norm that this gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None: ...
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        self.look()
+        optimizer.step()
+
+    def look(self) -> None:
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters(), 0.5)
+        self.seen.append(norm.item())
+
+
+class Sums(ByHand):
+    """Makes the norm itself."""
+
+    def look(self) -> None:
+        squares = [each.grad.norm() ** 2 for each in self.parameters() if each.grad is not None]
+        self.seen.append(float(sum(squares)))
+
+
+class Logs(ByHand):
+    """Logs the norm of one gradient from the step."""
+
+    def look(self) -> None:
+        weight = next(self.parameters())
+        assert weight.grad is not None
+        self.log("norm", weight.grad.norm())
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.seen.append(float(self.trainer.callback_metrics["norm"]))
+
+
+class Reads(ByHand):
+    """Reads the norm of one gradient in the step."""
+
+    def look(self) -> None:
+        weight = next(self.parameters())
+        assert weight.grad is not None
+        self.seen.append(weight.grad.norm().item())
+
+
+class WeightNorm(Measured):
+    """Reads the norm of a weight behind the step."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None: ...
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.seen.append(next(self.parameters()).norm().item())
+
+
 class Measures(Callback):
     """The norm of all gradients in one tensor, of which nothing is read."""
 
@@ -89,13 +148,15 @@ def fit(
     return module.seen
 
 
-@pytest.mark.sample("Measured", "Scaled")
-@pytest.mark.parametrize("kind", [Measured, Finite, Scaled])
+@pytest.mark.sample("Measured", "Scaled", "ByHand")
+@pytest.mark.parametrize("kind", [Measured, Finite, Scaled, ByHand, Sums, Logs])
 def test_numbers_made_of_shards_are_those_of_one_process(kind: type[Measured]) -> None:
     (expected,) = run_ranks(fit, 1, kind, "one", [])
     calls: list[tuple[Any, ...]] = [(kind, strategy, []) for strategy in ("zero1", "zero3_cpu")]
     if kind is Scaled:
         calls.append((kind, "pipeline", []))
+    if kind is ByHand:
+        calls.append((kind, "tensor", []))
     for runs in run_ranks(in_turn, 2, fit, calls):
         for seen in runs:
             assert seen == pytest.approx(expected, rel=1e-5)
@@ -113,6 +174,15 @@ def test_numbers_made_of_a_rank_s_own_gradients_are_refused() -> None:
             has = "those of its stages alone" if strategy == "pipeline" else "a part of these"
             assert f"makes a number of gradients, and a rank has {has}" in text
             assert "test_gradient_reads.py:" in text
+
+
+def test_numbers_that_are_read_elsewhere_are_refused_where_they_are_of_a_shard() -> None:
+    calls: list[tuple[Any, ...]] = [
+        (kind, strategy, []) for strategy in ("zero1", "zero3_cpu") for kind in (Reads, WeightNorm)
+    ]
+    for runs in run_ranks(in_turn, 2, fit, calls):
+        for text in runs:
+            assert "of which each rank has a shard" in text
 
 
 class Stacked(Measured):

@@ -37,6 +37,14 @@ def test_the_recorded_cause_of_a_crash_is_told() -> None:
     assert (found.level, found.text) == ("bad", "crashed: rank 1 was killed by SIGKILL.")
 
 
+def test_a_job_whose_ranks_are_started_again_says_so() -> None:
+    snapshot = job(state="crashed", cause="rank 1 was killed by SIGKILL.", is_restarting=True)
+    found = status(state(snapshot))
+    assert found is not None
+    expected = ("warn", "crashed, and is started again: rank 1 was killed by SIGKILL.")
+    assert (found.level, found.text) == expected
+
+
 def test_without_a_recorded_cause_the_first_rank_to_go_is_named() -> None:
     ranks = (
         rank(0, state="failed", last_seen=NOW - 1, error="Connection closed"),

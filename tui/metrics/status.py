@@ -95,6 +95,8 @@ def status(state: State) -> Status | None:
             return Status("warn", job.stop_reason)
         ran = units.duration(job.updated - job.started)
         return Status("good", f"finished after {ran} at step {units.count(job.global_step)}")
+    if job.is_restarting:
+        return Status("warn", f"{job.state}, and is started again: {_cause(job)}")
     if job.state != "running":
         return Status("bad", f"{job.state}: {_cause(job)}")
     if not any(rank.steps for rank in job.ranks) and job_stalled_seconds(state) is None:
