@@ -133,6 +133,8 @@ def _run_rounds(
 def _faster_one(found: ConfigSearch, measured: Sequence[Measured]) -> PlannedLayout | None:
     """Return the layout that is the fastest by what was measured; None if it was measured too."""
     ran = [each for each in measured if each.seconds is not None]
+    if not ran:
+        return None
     steps = {key_of(found.config): _steps_of(ran)}
     hardware = replace(found.hardware, measured=steps)
     corrected: list[tuple[PlannedLayout, PlannedLayout]] = []
@@ -140,13 +142,13 @@ def _faster_one(found: ConfigSearch, measured: Sequence[Measured]) -> PlannedLay
         known = next((each for each in measured if each.planned is planned), None)
         if known is None:
             again = judged(planned.layout, planned.memory, hardware, planned.step)
-        elif known.seconds is None or known.reason is not None:
+        elif known.seconds is None:
             continue
         else:
             again = planned.measured(known.seconds)
         corrected.append((again, planned))
-    best, planned = min(corrected, key=lambda each: order(each[0]), default=(None, None))
-    return planned if ran and best is not None and best.fits and not best.is_measured else None
+    best, planned = min(corrected, key=lambda each: order(each[0]))
+    return planned if best.fits and not best.is_measured else None
 
 
 def _steps_of(ran: Sequence[Measured]) -> dict[str, MeasuredStep]:

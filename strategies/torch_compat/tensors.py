@@ -139,13 +139,14 @@ def check_number_reads(check: Callable[[DTensor], None]) -> None:
 
     torch itself gives the number of this rank's local tensor, whatever the placements are.
     """
-    operator = torch.ops.aten._local_scalar_dense.default
 
-    def read(_: OpOverload, args: tuple[DTensor], kwargs: Mapping[str, Any]) -> Any:
-        check(args[0])
-        return operator(args[0]._local_tensor)
+    def read(op_call: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
+        (tensor,) = args
+        assert isinstance(tensor, DTensor)
+        check(tensor)
+        return op_call(tensor._local_tensor)
 
-    DTensor._op_dispatcher._custom_op_handlers[operator] = read
+    DTensor._op_dispatcher._custom_op_handlers[torch.ops.aten._local_scalar_dense.default] = read
 
 
 def is_equal(tensor: Tensor, other: Tensor) -> bool:
