@@ -9,16 +9,19 @@ DeepSpeed-Ulysses, Jacobs et al. 2023, https://arxiv.org/abs/2309.14509; ring at
 2023, https://arxiv.org/abs/2310.01889
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.nn.attention.bias import CausalBias, causal_lower_right
 from torch.utils.checkpoint import checkpoint
+from typing_extensions import override
 
 from boltmesh.errors import UnsupportedError
 from boltmesh.strategies.context.cut import ContextState, CutTensor, make_whole, taken_along
@@ -34,6 +37,8 @@ from boltmesh.strategies.context.positions import (
 from boltmesh.strategies.context.ring import ring_attention
 from boltmesh.strategies.context.rules import cut_rule, named
 from boltmesh.strategies.torch_compat.tensors import (
+    CPU_ATTENTION,
+    CPU_ATTENTION_BACKWARD,
     subclasses_asked,
     subclasses_unasked,
     times_written,
@@ -232,7 +237,7 @@ class _Attention:
                 # Keys are those from the first one on: a stretch sees the first ``stop`` of them.
                 count = min(stop, keys.shape[-2])
                 seen = keys.narrow(-2, 0, count), values.narrow(-2, 0, count)
-                found.append(_causal(rows_of_query, *seen, start, self.options))
+                found.append(causal_attention(rows_of_query, *seen, start, self.options))
                 continue
             shown = common(have, self._seen_by(((start, stop),))) or ((have[0][0], have[0][0] + 1),)
             span = common(have, ((shown[0][0], shown[-1][1]),))
@@ -386,7 +391,7 @@ def _sdpa(
     return functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, **options)
 
 
-def _causal(
+def causal_attention(
     query: Tensor, key: Tensor, value: Tensor, start: int, options: dict[str, Any]
 ) -> Tensor:
     """Attend from the positions ``start`` on to the first keys, each to those up to its own.
@@ -399,10 +404,77 @@ def _causal(
         return _sdpa(query, key, value, None, {**options, "is_causal": True})
     if query.is_cuda and length == start + count:
         return attend_from_last(query, key, value, options)
+    if length == start + count and _has_cpu_kernel(query, key, value, options):
+        repeat = query.shape[1] // key.shape[1]
+        if repeat > 1:
+            key, value = (each.repeat_interleave(repeat, 1) for each in (key, value))
+        found: Tensor = JoinedAttention.apply(query, key, value, start, options.get("scale"))  # type: ignore[no-untyped-call]
+        return found
     row = torch.zeros(count + length, dtype=query.dtype, device=query.device)
     row[start + count :] = float("-inf")
     mask = row.as_strided((count, length), (1, 1))
     return _sdpa(query.flip(-2), key, value, mask, options).flip(-2)
+
+
+def _has_cpu_kernel(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> bool:
+    """Whether torch would take the CPU's fused kernel for queries and keys without a mask."""
+    return (
+        query.device.type == "cpu"
+        and query.ndim == 4
+        and query.dtype in {torch.float32, torch.float64, torch.bfloat16}
+        and query.dtype == key.dtype == value.dtype
+        and query.shape[-1] == value.shape[-1]
+        and query.shape[0] == key.shape[0]
+        and all(each.stride(-1) == 1 for each in (query, key, value))
+        and not options.get("dropout_p")
+        and not torch.is_autocast_enabled("cpu")
+        and torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]
+    )
+
+
+class JoinedAttention(Function):
+    """Attention to all earlier keys, and causal attention of a stretch to itself, as one.
+
+    Each is a call of the CPU's fused kernel, which computes no score that a mask would hide. The
+    sums of exponentials join both, as in ring attention; with the output and the sums of both the
+    kernel's backward pass gives the gradients of each.
+    """
+
+    @staticmethod
+    @override
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, start: int, scale: float | None
+    ) -> Tensor:
+        parts = [
+            CPU_ATTENTION(query, keys, values, 0.0, is_causal, scale=scale)
+            for keys, values, is_causal in _parts(key, value, start)
+        ]
+        log_sum = torch.logaddexp(*(sums for _, sums in parts))
+        before, own = (part * (sums - log_sum).exp().unsqueeze(-1) for part, sums in parts)
+        out: Tensor = (before + own).to(query.dtype)
+        ctx.start, ctx.scale = start, scale
+        ctx.save_for_backward(query, key, value, out, log_sum)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    @override
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        query, key, value, *both = ctx.saved_tensors
+        before, own = (
+            CPU_ATTENTION_BACKWARD(
+                gradient, query, keys, values, *both, 0.0, is_causal, scale=ctx.scale
+            )
+            for keys, values, is_causal in _parts(key, value, ctx.start)
+        )
+        of_keys, of_values = (torch.cat(each, -2) for each in zip(before[1:], own[1:], strict=True))
+        return before[0] + own[0], of_keys, of_values, None, None
+
+
+def _parts(key: Tensor, value: Tensor, start: int) -> Iterator[tuple[Tensor, Tensor, bool]]:
+    """Yield keys and values before a stretch, and those of it; and whether they are causal."""
+    yield key[..., :start, :], value[..., :start, :], False
+    yield key[..., start:, :], value[..., start:, :], True
 
 
 def attend_from_last(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:

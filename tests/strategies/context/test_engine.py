@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from boltmesh.strategies.context import exchange
-from boltmesh.strategies.context.attention import attend_from_last
+from boltmesh.strategies.context.attention import attend_from_last, causal_attention
 from boltmesh.strategies.context.cut import ContextState, cut
 from boltmesh.strategies.context.entries import find_sequences
 from boltmesh.strategies.context.positions import (
@@ -229,6 +229,26 @@ def test_attention_from_the_last_positions_is_that_of_a_mask() -> None:
         strict=True,
     ):
         torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "near"), [(torch.float32, 1e-6), (torch.float64, 1e-13), (torch.bfloat16, 2e-2)]
+)
+def test_joined_attention_is_that_of_a_mask(dtype: torch.dtype, near: float) -> None:
+    query = torch.randn(2, 4, 5, 8, dtype=dtype, requires_grad=True)
+    key, value = (torch.randn(2, 2, 9, 8, dtype=dtype, requires_grad=True) for _ in range(2))
+    options: dict[str, Any] = {"dropout_p": 0.0, "scale": 0.3, "enable_gqa": True}
+    with subclasses_unasked():
+        ours = causal_attention(query, key, value, 4, options)
+    assert type(ours.grad_fn).__name__ == "JoinedAttentionBackward"
+    mask = torch.ones(5, 9, dtype=torch.bool).tril(4)
+    theirs = functional.scaled_dot_product_attention(query, key, value, mask, **options)
+    torch.testing.assert_close(ours, theirs, rtol=near, atol=near)
+    for one, other in zip(
+        *(torch.autograd.grad(each.square().sum(), [query, key, value]) for each in (ours, theirs)),
+        strict=True,
+    ):
+        torch.testing.assert_close(one, other, rtol=near, atol=10 * near)
 
 
 def test_a_window_fetches_the_keys_that_it_shows() -> None:
