@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from boltmesh.configs.advice import name_choices, nearest
 from boltmesh.configs.load import RECIPE_FOLDER, find, load
 from boltmesh.errors import ConfigError
-from boltmesh.plan.mesh_plan import SEVERAL_AXES, plan_mesh, write_mesh
+from boltmesh.plan.mesh_plan import SEVERAL_AXES, plan_mesh, write_memory, write_mesh
 from boltmesh.plan.stage_plan import PIPELINE, plan_stages, write_stages
 from boltmesh.plan.strategy_options import (
     AUTO_NOTE,
@@ -63,6 +63,9 @@ FIND_UNUSED = "bolt_ddp_find_unused_parameters_true"
 DIVIDING = (PIPELINE, TENSOR, CONTEXT, SEVERAL_AXES, EXPERT)
 """What has plans of its own: ``stage_plan.py``, ``tensor_plan.py``, ``context_plan.py``,
 ``mesh_plan.py`` and ``expert_plan.py``."""
+
+NOT_COUNTED = ("activation_checkpointing", "tile_logits")
+"""Arguments by which whole models keep less than their plan says; plans of meshes count them."""
 
 AUTO = "bolt_auto"
 """One of the others, chosen at set-up."""
@@ -186,8 +189,9 @@ def make_plan(
     if loaded.trainer.accelerator == "auto":
         notes += (AUTO_NOTE,)
     notes += float8_note(given)
-    if given.get("activation_checkpointing") is not None:
-        notes += ("activations and work are those without activation_checkpointing",)
+    left_out = [each for each in NOT_COUNTED if given.get(each) is not None]
+    if left_out:
+        notes += (f"activations and work are those without {' and '.join(left_out)}",)
     if not keeps_fp32(model, widths):
         precision = loaded.trainer.precision
         if own in sharings and sharings[own].has_engine:
@@ -252,7 +256,14 @@ def _plan_divided(
 
         count = per_node * config.trainer.num_nodes
         sequence = plan_context(config, count, given, source=source)
-        return json.dumps(sequence.as_data()) if as_json else write_context(sequence)
+        shared = {"attention", "balance", "max_gather_bytes", "dims", "tile_tokens", "zero_stage"}
+        same = {key: each for key, each in given.items() if key in shared}
+        same |= {"pipeline": 1, "tensor": 1, "context": sequence.size}
+        same["data"] = count // sequence.size
+        mesh = plan_mesh(config, per_node, {"zero_stage": 0, **same}, machine, source=source)
+        if as_json:
+            return json.dumps({**mesh.as_data(), **sequence.as_data()})
+        return f"{write_context(sequence)}\n\n{write_memory(mesh)}"
     if name == EXPERT:
         from boltmesh.plan.expert_plan import plan_expert, write_expert
 

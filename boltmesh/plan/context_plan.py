@@ -7,7 +7,7 @@ context group, with a process group that only counts.
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -26,11 +26,17 @@ from boltmesh.strategies.context.entries import (
     Entries,
     SequenceEntry,
     find_entries,
+    find_sequences,
     lengths_of,
 )
 from boltmesh.strategies.context.exchange import ContextGroup
 from boltmesh.strategies.context.opaque_functions import flex_attention_watched, functions_watched
 from boltmesh.strategies.context.options import ContextOptions, refuse_modules
+from boltmesh.strategies.context.tokenwise import (
+    TokenwiseModule,
+    TokenwiseModules,
+    find_tokenwise,
+)
 from boltmesh.strategies.context.verify import results_whole
 from boltmesh.strategies.dry_run.step import DryRun
 from boltmesh.strategies.lightning_compat.loops import step_arguments
@@ -69,7 +75,7 @@ def plan_context(
     Raises:
         ConfigError: When there is no sequence, or the model cannot be built.
     """
-    names = ("size", "attention", "balance", "max_gather_bytes", "dims")
+    names = ("size", "attention", "balance", "max_gather_bytes", "dims", "tile_tokens")
     options = ContextOptions(**{name: given[name] for name in names if name in given})
     size = options.size or num_ranks
     if num_ranks % size:
@@ -77,13 +83,13 @@ def plan_context(
     with stand_in_model(config, source, needs="a sequence is found") as made:
         module, batch = made.module, made.batch
         run = DryRun(module, STEP, (batch, *step_arguments(module, STEP)), torch.device("cpu"))
-        entries = entries_of(run, options, source=source)
+        entries = find_sequence(run, options, source=source).entries
         sent, lengths, gathered = [], set[int](), dict[str, int]()
         hooks = Entries(module, entries, _state(options, 0, size), on_length=lengths.add)
         analyse(module, run.forward, blocks=find_blocks(module))
         hooks.remove()
         for rank in range(size):
-            with sequence_divided(module, entries, options, rank, size) as state:
+            with sequence_divided(module, FoundSequence(entries), options, rank, size) as state:
                 state.take_batch(batch)
                 sent.append(_counted(run, state, source))
             gathered.update(state.gathered)
@@ -103,8 +109,17 @@ def plan_context(
     )
 
 
-def entries_of(run: DryRun, options: ContextOptions, *, source: str) -> tuple[SequenceEntry, ...]:
-    """Return where the sequence of a step begins.
+@dataclass(frozen=True)
+class FoundSequence:
+    """Where a step divides its sequence."""
+
+    entries: tuple[SequenceEntry, ...] = ()
+    tokenwise: Mapping[str, TokenwiseModule] = field(default_factory=dict)
+    """Modules that run on plain tensors; what they keep differs only where something is tiled."""
+
+
+def find_sequence(run: DryRun, options: ContextOptions, *, source: str) -> FoundSequence:
+    """Return where the sequence of a step begins, and modules in which no position meets another.
 
     Raises:
         ConfigError: When there is no sequence, or a module cannot take a divided one.
@@ -121,25 +136,24 @@ def entries_of(run: DryRun, options: ContextOptions, *, source: str) -> tuple[Se
             f"{source}: {type(module).__name__}.{STEP} has no sequence that could be divided. "
             f"Plan another strategy, such as --strategy zero3."
         )
-    return entries
+    axes, _ = find_sequences(analysis, lengths)
+    return FoundSequence(entries, find_tokenwise(analysis, axes))
 
 
 @contextmanager
 def sequence_divided(
-    module: LightningModule,
-    entries: tuple[SequenceEntry, ...],
-    options: ContextOptions,
-    rank: int,
-    size: int,
+    module: LightningModule, found: FoundSequence, options: ContextOptions, rank: int, size: int
 ) -> Iterator[ContextState]:
     """Context in which a step runs with the positions of one rank, whose group only counts."""
     state = _state(options, rank, size)
-    hooks = Entries(module, entries, state)
+    hooks = Entries(module, found.entries, state)
+    plain = TokenwiseModules(module, found.tokenwise, state, tile=options.tile_tokens)
     try:
         watched = functions_watched(), flex_attention_watched()
         with hooks.on(), results_whole(module, STEP), step_ended(state), watched[0], watched[1]:
             yield state
     finally:
+        plain.remove()
         hooks.remove()
 
 
@@ -215,6 +229,4 @@ def write_context(summary: ContextSummary) -> str:
         lines += ["", "made whole on every rank:"]
         for why, num_bytes in sorted(summary.gathered.items(), key=lambda each: -each[1]):
             lines.append(f"  {size_text(num_bytes)}  {why.rstrip(',')}")
-    lines += ["", *summary.notes]
-    lines.append("memory of parameters and gradients: boltmesh plan with --strategy zero3 or ddp")
-    return "\n".join(lines)
+    return "\n".join([*lines, *summary.notes])

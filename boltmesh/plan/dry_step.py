@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Module, Parameter, functional
 from torch.overrides import TorchFunctionMode
-from torch.utils.flop_counter import FlopCounterMode, flop_registry
+from torch.utils.flop_counter import flop_registry
 from typing_extensions import override
 
 from boltmesh.plan.equal_blocks import EqualBlocks, equal_blocks
-from boltmesh.strategies.cost_model.model import StepWork
+from boltmesh.strategies.cost_model.model import Bytes, StepWork
 from boltmesh.strategies.expert.find import WidthMode
 from boltmesh.strategies.torch_compat.tensors import (
     CAST,
@@ -63,6 +63,8 @@ class StepCounts:
     saved_by: Mapping[str, int] = field(default_factory=dict)
     """By module of ``attributing``, the bytes of ``saved_bytes`` that it was the first to save;
     what is saved outside of them has no name."""
+    elsewhere: Bytes = field(default_factory=Bytes)
+    """Kept beside ``saved_bytes`` in other memory than the device's."""
 
     def added(self) -> dict[Any, Any]:
         """Return what grows with the number of equal blocks."""
@@ -174,7 +176,6 @@ class DryStep:
         known = set(names) | {storage_key(each) for each in module.buffers()}
         shapes = {tuple(each.shape) for each in module.parameters()}
         watch = _Temporaries(names, known, shapes, self._inside, self._selective)
-        flops = FlopCounterMode(display=False, custom_mapping={CPU_ATTENTION: _attention_flops})
         saved: dict[int, Tensor] = {}
         saved_by: dict[str, int] = {}
         widths = WidthMode()
@@ -192,8 +193,9 @@ class DryStep:
 
         try:
             with computing_in(autocast), watch, widths:
-                with flops, saved_tensors_hooks(keep, lambda each: each):
+                with saved_tensors_hooks(keep, lambda each: each):
                     output = module.training_step(batch, 0)
+                forward_flops = watch.flops
                 loss: Any = output["loss"] if isinstance(output, Mapping) else output
                 for at, (owner, tensor) in watch.kept.items():
                     if at not in saved:
@@ -206,7 +208,7 @@ class DryStep:
         self.counts = StepCounts(
             saved_bytes=sum(each.untyped_storage().nbytes() for each in saved.values()),
             transient_bytes=watch.most_bytes,
-            flops=flops.get_total_flops(),
+            flops=forward_flops,
             work=StepWork(
                 watch.flops,
                 watch.moved_bytes,

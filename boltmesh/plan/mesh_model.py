@@ -19,7 +19,7 @@ from torchmetrics import Metric
 
 from boltmesh.errors import ConfigError
 from boltmesh.launch.log_filters import quiet_lightning
-from boltmesh.plan.context_plan import entries_of
+from boltmesh.plan.context_plan import find_sequence
 from boltmesh.plan.dry_model import (
     NumberTypes,
     build_fake,
@@ -156,7 +156,10 @@ def _forecast(
     """
     # One division serves all ways in which the data axis shares it.
     layout = {axis: size for axis, size in job.layout.sizes.items() if axis != "data"}
-    asked = (layout, job.stages, job.sequences, job.layers, job.expert, job.recompute)
+    asked = (
+        layout, job.stages, job.sequences, job.layers, job.expert, job.recompute, job.offload,
+        job.tile_logits,
+    )  # fmt: skip
     seen = (job.num_batches, job.num_norms, job.has_scaler, per_stage)
     of_config = (OmegaConf.to_yaml(each, resolve=True) for each in (config.model, config.data))
     key = ("divided", *of_config, job.types, repr(asked), seen)
@@ -212,7 +215,10 @@ def _divide(config: DictConfig, job: MeshJob, source: str, per_stage: int | None
             job = replace(job, exchanges=_exchanges(config, module, job.expert, source))
         if job.sequences is not None:
             step = DryRun(module, STEP, job.args, _CPU)
-            job = replace(job, entries=entries_of(step, job.sequences, source=source))
+            sequence = find_sequence(step, job.sequences, source=source)
+            if job.tile_logits is None and job.sequences.tile_tokens is None:
+                sequence = replace(sequence, tokenwise={})  # which takes time, and changes nothing
+            job = replace(job, sequence=sequence)
         # Recomputation and shards do not change how layers are divided.
         of = [OmegaConf.to_yaml(each, resolve=True) for each in (config.model, config.data)]
         asked = job.layout.tensor, job.expert, repr(job.layers), types

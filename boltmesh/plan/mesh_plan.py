@@ -212,7 +212,7 @@ def _job_of(
     """Check options as the strategy does, and find the layout."""
     entry = STRATEGIES[SEVERAL_AXES]
     arguments = {**entry.arguments, **{key: each for key, each in given.items() if key != "name"}}
-    names = ("attention", "balance", "max_gather_bytes", "dims")
+    names = ("attention", "balance", "max_gather_bytes", "dims", "tile_tokens")
     sequences = {name: arguments[name] for name in names if name in arguments}
     door = entry.load()
     check_strategy_arguments(door, arguments, source=source)
@@ -225,7 +225,7 @@ def _job_of(
     from boltmesh.strategies.pipeline.options import PipelineOptions, refuse_layout
     from boltmesh.strategies.tensor.expected_traffic import GroupWithoutRanks
 
-    trainer = config.trainer
+    trainer, section = config.trainer, as_mapping(config.strategy)
     try:
         strategy = door(**arguments)
         layout = fit_layout(
@@ -262,7 +262,9 @@ def _job_of(
         },
         sequences=ContextOptions(**sequences) if divides else None,
         expert=expert,
-        recompute=as_mapping(config.strategy).get("activation_checkpointing"),
+        recompute=section.get("activation_checkpointing"),
+        offload=section.get("activation_offload", False),
+        tile_logits=section.get("tile_logits"),
         widths=widths_of(trainer.precision),
         types=NumberTypes.of(trainer.precision),
         num_batches=trainer.accumulate_grad_batches,
@@ -317,6 +319,11 @@ def write_mesh(plan: MeshPlan) -> str:
         lines.append(f"{plan.extra.sentence(plan.num_microbatches, rank=where)}.")
     lines += _remarks(plan)
     return "\n".join(lines)
+
+
+def write_memory(plan: MeshPlan) -> str:
+    """Return the memory of ranks as text."""
+    return "\n".join([*_memory_table(plan), *plan.notes])
 
 
 def _title(plan: MeshPlan) -> str:

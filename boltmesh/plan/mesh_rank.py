@@ -14,19 +14,19 @@ import torch
 from lightning.pytorch import LightningModule
 from torch.nn import Module, Parameter
 
-from boltmesh.plan.context_plan import sequence_divided
+from boltmesh.plan.context_plan import FoundSequence, sequence_divided
 from boltmesh.plan.dry_model import NumberTypes, faked, shapes_of_units
 from boltmesh.plan.dry_step import STEP, DryStep, StepCounts, computing_in
 from boltmesh.plan.equal_blocks import equal_blocks
 from boltmesh.strategies.activation_checkpointing import ActivationCheckpointing
 from boltmesh.strategies.context.cut import ContextState
-from boltmesh.strategies.context.entries import SequenceEntry
 from boltmesh.strategies.context.exchange import expected_context_traffic
 from boltmesh.strategies.context.options import ContextOptions
 from boltmesh.strategies.cost_model.memory import MemoryEstimate, estimate_memory
 from boltmesh.strategies.cost_model.model import (
     REPLICA,
     Activations,
+    Bytes,
     JobShape,
     ModelShape,
     OwnedExperts,
@@ -44,12 +44,14 @@ from boltmesh.strategies.lightning_compat.trainer import (
     module_reads_gradients,
 )
 from boltmesh.strategies.mesh import MeshLayout
+from boltmesh.strategies.offload.activations import IN_FLIGHT, MIN_BYTES
 from boltmesh.strategies.pipeline.options import PipelineOptions
 from boltmesh.strategies.tensor.expected_traffic import (
     GroupWithoutRanks,
     count_step,
     expected_traffic,
 )
+from boltmesh.strategies.tiling.logits import LogitTiling
 from boltmesh.strategies.torch_compat.modules import swapped_state
 from boltmesh.strategies.torch_compat.tensors import fake_tensors, make_fake, tree_map
 from boltmesh.telemetry.traffic import ExpectedTraffic
@@ -83,6 +85,10 @@ class MeshJob:
     """Ranks that divide the experts of a stage."""
     recompute: Any
     """``activation_checkpointing`` of the strategy."""
+    offload: bool | str
+    """``activation_offload`` of the strategy."""
+    tile_logits: int | None
+    """``tile_logits`` of the strategy."""
     widths: Widths
     types: NumberTypes
     num_batches: int
@@ -98,7 +104,7 @@ class MeshJob:
     """Numbers that a step logs."""
     args: tuple[Any, ...] = ()
     """Arguments of a step."""
-    entries: tuple[SequenceEntry, ...] = ()
+    sequence: FoundSequence = field(default_factory=FoundSequence)
     """Where a step divides its sequence."""
     exchanges: Mapping[str, ExpertExchange] = field(default_factory=dict)
     """Experts that ranks divide, by the name of their module."""
@@ -188,7 +194,9 @@ class RankWork:
         )
         activations = None
         if counts is not None:
-            activations = Activations(counts.saved_bytes, counts.transient_bytes, "counted")
+            activations = Activations(
+                counts.saved_bytes, counts.transient_bytes, "counted", counts.elsewhere
+            )
         shape = ModelShape(
             type(module).__name__,
             units,
@@ -218,8 +226,11 @@ def work_of_whole(module: LightningModule, job: MeshJob) -> tuple[list[RankWork]
     found: list[RankWork] = []
     notes: dict[str, None] = {}
     for rank in range(job.layout.size("context")):
+        tiling = LogitTiling(job.tile_logits)
+        tiling.put_on(module)
         with divided_at(module, job, rank) as state:
             work, complaint = _work(module, job, state)
+        tiling.take_off()
         found.append(work)
         if complaint is not None:
             notes[f"activations are not known: {complaint}"] = None
@@ -233,7 +244,7 @@ def divided_at(module: LightningModule, job: MeshJob, rank: int) -> Iterator[Con
         yield None
         return
     size = job.layout.size("context")
-    with sequence_divided(module, job.entries, job.sequences, rank, size) as state:
+    with sequence_divided(module, job.sequence, job.sequences, rank, size) as state:
         yield state
 
 
@@ -292,10 +303,26 @@ def count_pass(
     }
     again, complaint = _count(module, job, state, batch, measured, {**outside, **blocks})
     recomputation.take_off()
+    if again is not None and job.offload and not job.is_selective:
+        again = _without_inputs(again, blocks, job)
     if again is None or counts is None:
         return again, complaint
     one_block = (counts.saved_bytes - again.saved_bytes) // len(blocks)
     return replace(again, transient_bytes=again.transient_bytes + one_block), None
+
+
+def _without_inputs(counts: StepCounts, blocks: Iterable[str], job: MeshJob) -> StepCounts:
+    """Return counts of a step whose inputs of recomputed blocks wait off the device.
+
+    The newest stay there. What is no tensor of a block's own inputs, as a mask, counts as one.
+    """
+    if job.is_on_host and job.offload is True:
+        return counts  # host memory is where they are
+    inputs = [counts.saved_by.get(name, 0) for name in blocks]
+    inputs = [each for each in inputs if each >= MIN_BYTES]
+    left = sum(inputs) - sum(sorted(inputs)[-IN_FLIGHT:])
+    waiting = Bytes(host=left) if job.offload is True else Bytes(disk=left)
+    return replace(counts, saved_bytes=counts.saved_bytes - left, elsewhere=waiting)
 
 
 def _count(

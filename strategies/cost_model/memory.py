@@ -206,7 +206,7 @@ def estimate_memory(
     else:
         kept, moments = _shards(model, sharing, job)
     moment = max(moments, key=lambda each: moments[each])
-    everything = total(kept.values())
+    everything = total(kept.values()) + (model.activations or NO_ACTIVATIONS).elsewhere
     peak = Bytes(moments[moment], everything.host, everything.disk)
     if job.is_on_host:
         kept = {kind: each.on_host() for kind, each in kept.items()}
@@ -384,7 +384,7 @@ def estimate_late_memory(
             "optimizer step": base + gradients,
         }
     moment = max(moments, key=lambda each: moments[each])
-    everything = total(kept.values())
+    everything = total(kept.values()) + (model.activations or NO_ACTIVATIONS).elsewhere
     peak = Bytes(moments[moment], everything.host, everything.disk)
     if job.is_on_host:
         peak = Bytes(0, moments[moment], everything.disk)

@@ -189,6 +189,8 @@ class Activations:
     """Largest temporary results of the backward pass on top of that."""
     how: str
     """The method by which the numbers were found, as text."""
+    elsewhere: Bytes = Bytes()
+    """Kept until the backward pass in other memory than the device's, by activation offload."""
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from lightning.pytorch import Callback, Trainer, seed_everything
+from omegaconf import OmegaConf
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -18,7 +19,7 @@ from boltmesh.advisor.search import ConfigSearcher
 from boltmesh.configs.classes import build
 from boltmesh.configs.load import load
 from boltmesh.plan.dry_model import describe_model
-from boltmesh.plan.mesh_plan import plan_mesh
+from boltmesh.plan.mesh_plan import MeshPlan, plan_mesh
 from boltmesh.planner.layout import Layout
 from boltmesh.strategies.cost_model.step_time import Machine
 from boltmesh.strategies.registry import build_strategy
@@ -237,3 +238,75 @@ def test_activations_that_are_planned_are_what_autograd_keeps(tmp_path, monkeypa
         for (name, layout), ranks in zip(layouts.items(), kept, strict=True)
     }
     assert max(map(abs, off.values())) < NEAR, off
+
+
+DIVIDED = {"pipeline": 1, "data": 1, "tensor": 1, "context": RANKS, "zero_stage": 0}
+LESS: dict[str, dict[str, Any]] = {
+    "recomputed": {"activation_checkpointing": "full"},
+    "tiles": {"tile_logits": 32, "tile_tokens": 4},
+    "all": {"activation_checkpointing": "full", "tile_logits": 32, "tile_tokens": 4},
+}
+"""Arguments by which ranks of a context group keep less."""
+
+
+def divided_plan(more: dict[str, Any], *lines: str) -> MeshPlan:
+    """Plan a sequence that is divided over all ranks."""
+    line = [*LINES["ddp"], *lines, f"devices={RANKS}", "trainer.accelerator=cpu"]
+    config = load("ddp", line)
+    for key, value in more.items():
+        OmegaConf.update(config, f"strategy.{key}", value, merge=False, force_add=True)
+    return plan_mesh(config, RANKS, {**DIVIDED, **more}, Machine(), source="ddp")
+
+
+@pytest.mark.full
+@pytest.mark.ranks
+@pytest.mark.slow(20)
+def test_what_is_kept_of_divided_sequences_is_planned_with_tiles(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    runs = [("ddp", "bolt_3d", {**DIVIDED, **more}) for more in LESS.values()]
+    kept = zip(*run_ranks(in_turn, RANKS, saved_by_rank, runs), strict=True)
+    for more, ranks in zip(LESS.values(), kept, strict=True):
+        stated = max(each.activation_bytes or 0 for each in divided_plan(more).places)
+        assert stated == pytest.approx(max(ranks), rel=NEAR), more
+
+
+class SpaceOnDisk(Callback):
+    """Bytes of the file that inputs of blocks wait in."""
+
+    num_bytes = 0
+
+    def on_train_batch_end(self, trainer, *_: Any) -> None:
+        self.num_bytes = trainer.strategy.recomputation.offload.space.disk_bytes
+
+
+WIDE = "model.init_args.n_embd=256"
+"""Inputs of blocks that are not too small to be moved."""
+
+
+def disk_bytes(rank: int, world_size: int, arguments: dict[str, Any]) -> int:
+    """Train a step, and return the bytes that wait on the disk."""
+    loaded, space = load("ddp", [*LINES["ddp"], WIDE]), SpaceOnDisk()
+    trainer = Trainer(
+        accelerator="cpu", devices=world_size, strategy=build_strategy("bolt_3d", **arguments),
+        max_steps=1, logger=False, callbacks=[space], enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0,
+    )  # fmt: skip
+    trainer.fit(
+        build(loaded.model, "model", source="ddp"), build(loaded.data, "data", source="ddp")
+    )
+    return space.num_bytes
+
+
+@pytest.mark.full
+@pytest.mark.ranks
+def test_inputs_of_blocks_that_wait_on_a_disk_are_planned(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    more = {"activation_checkpointing": "full", "activation_offload": str(tmp_path)}
+    found = run_ranks(disk_bytes, RANKS, {**DIVIDED, **more})
+    plan = divided_plan(more, WIDE)
+    assert min(found) > 0
+    for measured, each in zip(found, plan.places, strict=True):
+        assert each.memory.peak.disk == pytest.approx(measured, rel=NEAR)
+    kept = divided_plan({"activation_checkpointing": "full"}, WIDE)
+    for less, each in zip(plan.places, kept.places, strict=True):
+        assert (less.activation_bytes or 0) + less.memory.peak.disk == each.activation_bytes
