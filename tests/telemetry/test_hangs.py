@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from boltmesh.strategies import (
+    ContextParallelStrategy,
     DDPStrategy,
     PipelineParallelStrategy,
     TensorParallelStrategy,
@@ -25,7 +26,7 @@ from boltmesh.telemetry.reader.reader import open_job
 from tests.support.blocks import Blocks
 from tests.support.models import Regression, regression_data
 from tests.support.ranks import RankFailure, connect, run_ranks
-from tests.support.tiny import TinyExperts
+from tests.support.tiny import TinyExperts, TinySequence
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow(35)]
 
@@ -36,6 +37,7 @@ STRATEGIES = {
     "ddp": lambda: DDPStrategy(timeout_s=TIMEOUT_S),
     "zero": lambda: ZeROStrategy(stage=3, timeout_s=TIMEOUT_S),
     "expert": lambda: ZeROStrategy(stage=1, expert=2, timeout_s=TIMEOUT_S),
+    "context": lambda: ContextParallelStrategy(timeout_s=TIMEOUT_S),
     "tensor": lambda: TensorParallelStrategy(size=2, timeout_s=TIMEOUT_S),
     "pipeline": lambda: PipelineParallelStrategy(microbatches=2, timeout_s=TIMEOUT_S),
 }
@@ -44,6 +46,7 @@ STRATEGIES = {
 MODULES: dict[str, type[lightning.LightningModule]] = {
     "pipeline": Blocks,
     "expert": TinyExperts,
+    "context": TinySequence,
 }
 
 
