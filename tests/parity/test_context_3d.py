@@ -168,6 +168,13 @@ def test_data_tensor_and_context_axes_train_together() -> None:
     check(8, "gpt", {"data": 2, "tensor": 2, "context": 2, "zero_stage": 3})
 
 
+@pytest.mark.full
+@pytest.mark.slow(90)
+def test_four_axes_train_together() -> None:
+    sizes = {"pipeline": 2, "data": 2, "tensor": 2, "context": 2, "microbatches": 2}
+    check(16, "gpt", {**sizes, "zero_stage": 1}, limit_train_batches=2, limit_val_batches=1)
+
+
 @pytest.mark.sample("gpt-{'schedule': '1f1b', 'activation_checkpointing': 'selective'}")
 @pytest.mark.parametrize(
     ("name", "sizes"),
