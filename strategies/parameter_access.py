@@ -125,7 +125,8 @@ def register_units(units: Iterable[FSDPModule]) -> None:
 
 
 def _refuse_number_of_shard(tensor: DTensor) -> None:
-    if all(each.is_replicate() for each in tensor.placements):
+    mesh = tensor.device_mesh
+    if all(each.is_replicate() or mesh.size(at) == 1 for at, each in enumerate(tensor.placements)):
         return
     raise UnsupportedError(
         f"A number of a tensor is read ({line_outside(_MACHINERY)}) of which each rank has a "

@@ -72,6 +72,8 @@ EXCHANGES_OF_LAYER = 7
 TRIED = ("schedule", "microbatches", "zero_stage", "sequence_parallel")
 BEST = 3
 """Layouts that are printed."""
+NO_TILES = {"tile_logits": None, "activation_offload": False}
+"""Arguments of a config's strategy that no layout has."""
 MIXED = "bf16-mixed"
 """The precision that is looked at beside fp32 on a GPU."""
 
@@ -445,8 +447,9 @@ class ConfigSearcher:
         if key not in self._configs:
             config = load(self.name, [*self.overrides, *changes])
             config.trainer.num_nodes = self.hardware.num_nodes
-            name = "strategy.activation_checkpointing"
-            OmegaConf.update(config, name, recompute, merge=False, force_add=True)
+            own = {"activation_checkpointing": recompute, **NO_TILES}  # as the layout's command
+            for name, value in own.items():
+                OmegaConf.update(config, f"strategy.{name}", value, merge=False, force_add=True)
             self._configs[key] = config
         return self._configs[key]
 

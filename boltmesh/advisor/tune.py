@@ -79,25 +79,27 @@ def tune(
     """
     found = search_config(config, overrides, again=True, memory_gib=memory_gib)
     measured = [Measured(each) for each in found.best(count)]
-    was_stopped = False
+    was_stopped, num_whole = False, 0
     try:
-        _run_rounds(found, measured, rounds, steps=steps, warmup=warmup)
+        _run_rounds(found, measured, (), rounds, steps=steps, warmup=warmup)
+        num_whole = len(measured)
         for _ in range(count):
             better = _faster_one(found, measured)
             if better is None:
                 break
             fastest = min(measured, key=_seconds)
             measured.append(Measured(better))
-            _run_rounds(found, [measured[-1], fastest], rounds, steps=steps, warmup=warmup)
+            _run_rounds(found, measured[-1:], [fastest], rounds, steps=steps, warmup=warmup)
+            num_whole = len(measured)
     except KeyboardInterrupt:
         was_stopped = True
     for each in measured:
         if each.reason == OUT_OF_MEMORY:
             need, room = memory_text(each.planned), room_text(found.hardware)
             each.reason = f"{OUT_OF_MEMORY}: it was to need {need} of the {room} of a rank"
-    ran = [each for each in measured if each.seconds is not None]
+    ran = [each for each in measured[:num_whole] if each.seconds is not None]
     path, why = None, "no layout has run"
-    if was_stopped:
+    if was_stopped and not num_whole:
         why = "not all rounds have run"
     elif ran:
         try:
@@ -116,11 +118,20 @@ def tune(
 
 
 def _run_rounds(
-    found: ConfigSearch, measured: Sequence[Measured], rounds: int, *, steps: int, warmup: int
+    found: ConfigSearch,
+    measured: Sequence[Measured],
+    beside: Sequence[Measured],
+    rounds: int,
+    *,
+    steps: int,
+    warmup: int,
 ) -> None:
-    """Run layouts in turn, forth and back."""
+    """Run layouts in turn, forth and back, with others beside them while one of them runs."""
+    together = [*measured, *beside]
     for number in range(rounds):
-        for each in measured if number % 2 == 0 else measured[::-1]:
+        if all(each.reason is not None for each in measured):
+            return
+        for each in together if number % 2 == 0 else together[::-1]:
             if each.reason is None:
                 print(
                     f"boltmesh tune: {words(each.planned)}, round {number + 1} of {rounds}",

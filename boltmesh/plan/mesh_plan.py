@@ -219,11 +219,13 @@ def _job_of(
 
     from boltmesh.plan.dry_model import NumberTypes
     from boltmesh.plan.mesh_rank import MeshJob
+    from boltmesh.strategies.activation_checkpointing import ActivationCheckpointing
     from boltmesh.strategies.context.options import ContextOptions
     from boltmesh.strategies.data_parallel.shard_mesh import choose_shard_size
     from boltmesh.strategies.data_parallel.zero import ZeroAxis
     from boltmesh.strategies.pipeline.options import PipelineOptions, refuse_layout
     from boltmesh.strategies.tensor.expected_traffic import GroupWithoutRanks
+    from boltmesh.strategies.tiling.logits import LogitTiling
 
     trainer, section = config.trainer, as_mapping(config.strategy)
     try:
@@ -234,6 +236,12 @@ def _job_of(
             **{axis: arguments[axis] for axis in AXES if axis in arguments},
         )
         divides = layout.size("context") > 1
+        recompute = section.get("activation_checkpointing")
+        offload = section.get("activation_offload", False)
+        ActivationCheckpointing(recompute, bool(offload))  # refuses what a run refuses
+        tiling = LogitTiling(section.get("tile_logits"))
+        if layout.pipeline * layout.tensor > 1:
+            tiling.refuse_division()
         expert = _expert_size(arguments.get("expert"), layout, ranks_per_host)
         stages = PipelineOptions()
         if layout.pipeline > 1:
@@ -262,9 +270,9 @@ def _job_of(
         },
         sequences=ContextOptions(**sequences) if divides else None,
         expert=expert,
-        recompute=section.get("activation_checkpointing"),
-        offload=section.get("activation_offload", False),
-        tile_logits=section.get("tile_logits"),
+        recompute=recompute,
+        offload=offload,
+        tile_logits=tiling.positions,
         widths=widths_of(trainer.precision),
         types=NumberTypes.of(trainer.precision),
         num_batches=trainer.accumulate_grad_batches,

@@ -282,7 +282,8 @@ def _from_hugging_face(path: Path) -> Transformer:
     if not isinstance(table, dict):
         raise ConfigError(f"--model {path} is no configuration of Hugging Face.")
     if isinstance(table.get("text_config"), dict):  # of a model that also reads images
-        table = {**table, **table["text_config"]}
+        text = table["text_config"].items()
+        table = {**table, **{key: each for key, each in text if each is not None}}
     sizes: dict[str, int] = {}
     for name, keys in _NAMES.items():
         value: Any = next((table[key] for key in keys if table.get(key) is not None), None)

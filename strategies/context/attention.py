@@ -404,7 +404,7 @@ def causal_attention(
         return _sdpa(query, key, value, None, {**options, "is_causal": True})
     if query.is_cuda and length == start + count:
         return attend_from_last(query, key, value, options)
-    if length == start + count and _has_cpu_kernel(query, key, value, options):
+    if count and length == start + count and _has_cpu_kernel(query, key, value, options):
         repeat = query.shape[1] // key.shape[1]
         if repeat > 1:
             key, value = (each.repeat_interleave(repeat, 1) for each in (key, value))

@@ -52,7 +52,7 @@ from boltmesh.strategies.lightning_compat.trainer import (
     uses_lightning_norm,
 )
 from boltmesh.strategies.parameter_access import GradientReads
-from boltmesh.strategies.torch_compat.optimizers import total_norm_replaced
+from boltmesh.strategies.torch_compat.optimizers import TOTAL_NORM, total_norm_replaced
 from boltmesh.strategies.torch_compat.tensors import functions_unwatched
 
 if TYPE_CHECKING:
@@ -443,14 +443,18 @@ class LoopStrategy(RankMeshStrategy):
         return [share for axis in reversed(self.model_axes) for share in axis.norm_shares()]
 
     def _full_norms(self) -> AbstractContextManager[None]:
-        """Let torch clip by the norm of the whole model, where a rank has parts of it."""
+        """Let torch clip by the norm of the whole model, where a rank has parts."""
         if all(share.group.size() == 1 for share in self.data_axis.norms.shares):
             return nullcontext()
         return total_norm_replaced(self._total_norm, self._check_clipped)
 
-    def _total_norm(self, *args: Any, **kwargs: Any) -> Tensor:
+    def _total_norm(self, gradients: Any, *args: Any, **kwargs: Any) -> Tensor:
+        given = [gradients] if isinstance(gradients, Tensor) else list(gradients)
+        assert self.lightning_module is not None
         with functions_unwatched():
-            return self.data_axis.norms.total(*args, **kwargs)
+            own = {id(each.grad) for each in self.lightning_module.parameters()}
+            is_other = given and not any(id(each) in own for each in given)  # module beside it
+            return (TOTAL_NORM if is_other else self.data_axis.norms.total)(given, *args, **kwargs)
 
     def _check_clipped(self, parameters: Sequence[Tensor]) -> None:
         assert self.lightning_module is not None

@@ -80,11 +80,7 @@ class LogitTiling:
         if self.positions is None or self._heads:
             return
         if is_divided:
-            raise ConfigError(
-                f"tile_logits={self.positions} needs the whole head of the model on each rank, and "
-                f"a pipeline or a tensor axis divides the model. Leave it out: microbatches and "
-                f"the division of the vocabulary make logits smaller there."
-            )
+            self.refuse_division()
         inside = {part for block in find_blocks(root).values() for part in block.modules()}
         self._heads = {
             each: vars(each).get("forward")
@@ -101,6 +97,19 @@ class LogitTiling:
             )
         for head in self._heads:
             vars(head)["forward"] = partial(_run, head, head.forward, self.positions)
+
+    def refuse_division(self) -> None:
+        """Refuse a model of which layers or their parts are on different ranks.
+
+        Raises:
+            ConfigError: If anything is to be tiled.
+        """
+        if self.positions is not None:
+            raise ConfigError(
+                f"tile_logits={self.positions} needs the whole head of the model on each rank, and "
+                f"a pipeline or a tensor axis divides the model. Leave it out: microbatches and "
+                f"the division of the vocabulary make logits smaller there."
+            )
 
     def take_off(self) -> None:
         """Restore the heads."""

@@ -84,6 +84,32 @@ def test_tuning_also_runs_what_its_steps_make_the_fastest(tmp_path, monkeypatch,
     assert (best["step_s"], best["is_measured"]) == (pytest.approx(1.0), True)
 
 
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_a_layout_that_fails_beside_the_fastest_ends_its_rounds(
+    is_stopped, tmp_path, monkeypatch, capsys
+) -> None:
+    """What was measured before is remembered, after an interrupt too."""
+    ran: list[str] = []
+
+    def run(variant: Variant, *_: object, **__: object) -> Ended:
+        ran.append(variant.label)
+        if variant.label == ran[0]:
+            return ended(50.0)
+        if is_stopped:
+            raise KeyboardInterrupt
+        return Ended(None, "stopped")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("boltmesh.advisor.machine.measure_here", lambda *_: RATES)
+    monkeypatch.setattr("boltmesh.advisor.tune.run_variant", run)
+    monkeypatch.setattr("boltmesh.advisor.search.MOST_DIVISIONS", 0)
+    line = ["tune", "ddp", *SMALL[:4], "--rounds", "3", "--top", "1", "--json"]
+    assert run_command(line) == (130 if is_stopped else 0)
+    first, other = ran[0], ran[3]
+    assert ran == ([first] * 3 + [other] if is_stopped else [first] * 3 + [other, first])
+    assert json.loads(capsys.readouterr().out)["remembered"] is not None
+
+
 def no_home(*_: object) -> Path:
     raise RuntimeError("Could not determine home directory.")
 

@@ -314,6 +314,8 @@ def test_a_model_that_is_run_comes_out_like_one_that_is_known(workplace, capsys,
         (["ddp", "--strategy", "tensor", "--cluster", "machine.yaml"], "a plan of bolt_tensor"),
         (["ddp", "--strategy", "context", "--cluster", "machine.yaml"], "a plan of bolt_context"),
         (["expert_hf", "--cluster", "machine.yaml"], "a plan of bolt_expert states no times"),
+        (["threed", "strategy.tile_logits=32"], "tile_logits=32 needs the whole head of the model"),
+        (["context", "strategy.activation_offload=true"], "the inputs of recomputed blocks, and n"),
         ([str(TINY), "--size", "125M"], "--size=125M is a size of the GPT that comes with"),
     ],
 )

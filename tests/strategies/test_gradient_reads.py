@@ -76,6 +76,16 @@ class ByHand(Measured):
         self.seen.append(norm.item())
 
 
+class BesideIt(ByHand):
+    """Clips a module that is no part of it, and that every rank has whole."""
+
+    def look(self) -> None:
+        other = torch.nn.Linear(3, 2)
+        for parameter in other.parameters():
+            parameter.grad = torch.full_like(parameter, 2.0)
+        self.seen.append(float(torch.nn.utils.clip_grad_norm_(other.parameters(), 0.5)))
+
+
 class Sums(ByHand):
     """Makes the norm itself."""
 
@@ -149,13 +159,13 @@ def fit(
 
 
 @pytest.mark.sample("Measured", "Scaled", "ByHand")
-@pytest.mark.parametrize("kind", [Measured, Finite, Scaled, ByHand, Sums, Logs])
+@pytest.mark.parametrize("kind", [Measured, Finite, Scaled, ByHand, BesideIt, Sums, Logs])
 def test_numbers_made_of_shards_are_those_of_one_process(kind: type[Measured]) -> None:
     (expected,) = run_ranks(fit, 1, kind, "one", [])
     calls: list[tuple[Any, ...]] = [(kind, strategy, []) for strategy in ("zero1", "zero3_cpu")]
     if kind is Scaled:
         calls.append((kind, "pipeline", []))
-    if kind is ByHand:
+    if kind in {ByHand, BesideIt}:
         calls.append((kind, "tensor", []))
     for runs in run_ranks(in_turn, 2, fit, calls):
         for seen in runs:
@@ -183,6 +193,13 @@ def test_numbers_that_are_read_elsewhere_are_refused_where_they_are_of_a_shard()
     for runs in run_ranks(in_turn, 2, fit, calls):
         for text in runs:
             assert "of which each rank has a shard" in text
+
+
+@pytest.mark.parametrize("kind", [Reads, WeightNorm])
+def test_a_single_rank_has_all_numbers(kind: type[Measured]) -> None:
+    (expected,) = run_ranks(fit, 1, kind, "one", [])
+    for strategy in ("zero1", "zero3_cpu"):
+        assert run_ranks(fit, 1, kind, strategy, []) == [pytest.approx(expected, rel=1e-5)]
 
 
 class Stacked(Measured):
