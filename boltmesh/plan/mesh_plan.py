@@ -172,6 +172,8 @@ def plan_mesh(
     if config.trainer.accelerator == "auto":
         notes.append(AUTO_NOTE)
     notes += float8_note(given)
+    if job.offload and (pipeline is not None or job.is_selective):
+        notes.append("activations are those without activation_offload")
     if any(each.has_unknown_traffic for each in made.ranks):
         notes.append(
             "what the tensor or context axis moves is not known: layers cannot be run without ranks"

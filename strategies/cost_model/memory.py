@@ -384,7 +384,7 @@ def estimate_late_memory(
             "optimizer step": base + gradients,
         }
     moment = max(moments, key=lambda each: moments[each])
-    everything = total(kept.values()) + (model.activations or NO_ACTIVATIONS).elsewhere
+    everything = total(kept.values())
     peak = Bytes(moments[moment], everything.host, everything.disk)
     if job.is_on_host:
         peak = Bytes(0, moments[moment], everything.disk)

@@ -2,7 +2,10 @@
 
 import json
 import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -62,17 +65,23 @@ def test_tuning_runs_layouts_back_and_forth_so_that_a_burst_of_load_does_not_dec
     assert sorted(each["measured_s"] or 0.0 for each in found) == [0.0, 1.0, 2.0]
 
 
-def test_tuning_also_runs_what_its_steps_make_the_fastest(tmp_path, monkeypatch, capsys) -> None:
+@pytest.fixture
+def tune_by(tmp_path, monkeypatch) -> Callable[[Any], None]:
+    """Lets a function stand for jobs of whole models, on a machine of which nothing is known."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("boltmesh.advisor.machine.measure_here", lambda *_: RATES)
+    monkeypatch.setattr("boltmesh.advisor.search.MOST_DIVISIONS", 0)
+    return partial(monkeypatch.setattr, "boltmesh.advisor.tune.run_variant")
+
+
+def test_tuning_also_runs_what_its_steps_make_the_fastest(tune_by, capsys) -> None:
     ran: list[str] = []
 
     def run(variant: Variant, *_: object, **__: object) -> Ended:
         ran.append(variant.label)
         return ended(50.0 if variant.label == ran[0] else 1.0)
 
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("boltmesh.advisor.machine.measure_here", lambda *_: RATES)
-    monkeypatch.setattr("boltmesh.advisor.tune.run_variant", run)
-    monkeypatch.setattr("boltmesh.advisor.search.MOST_DIVISIONS", 0)
+    tune_by(run)
     assert run_command(["tune", "ddp", *SMALL[:4], "--rounds", "2", "--top", "1", "--json"]) == 0
     first, other = ran[0], ran[2]
     assert ran == [first, first, other, first, first, other]
@@ -86,7 +95,7 @@ def test_tuning_also_runs_what_its_steps_make_the_fastest(tmp_path, monkeypatch,
 
 @pytest.mark.parametrize("is_stopped", [False, True])
 def test_a_layout_that_fails_beside_the_fastest_ends_its_rounds(
-    is_stopped, tmp_path, monkeypatch, capsys
+    is_stopped, tune_by, capsys
 ) -> None:
     """What was measured before is remembered, after an interrupt too."""
     ran: list[str] = []
@@ -99,10 +108,7 @@ def test_a_layout_that_fails_beside_the_fastest_ends_its_rounds(
             raise KeyboardInterrupt
         return Ended(None, "stopped")
 
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("boltmesh.advisor.machine.measure_here", lambda *_: RATES)
-    monkeypatch.setattr("boltmesh.advisor.tune.run_variant", run)
-    monkeypatch.setattr("boltmesh.advisor.search.MOST_DIVISIONS", 0)
+    tune_by(run)
     line = ["tune", "ddp", *SMALL[:4], "--rounds", "3", "--top", "1", "--json"]
     assert run_command(line) == (130 if is_stopped else 0)
     first, other = ran[0], ran[3]
@@ -116,7 +122,7 @@ def no_home(*_: object) -> Path:
 
 @pytest.mark.parametrize("case", ["file in the way", "no home", "interrupt"])
 def test_what_is_measured_is_printed_though_it_cannot_be_remembered(
-    case, tmp_path, monkeypatch, capsys
+    case, tune_by, tmp_path, monkeypatch, capsys
 ) -> None:
     ran: list[str] = []
 
@@ -131,9 +137,7 @@ def test_what_is_measured_is_printed_though_it_cannot_be_remembered(
         cache.touch()
     monkeypatch.setenv("XDG_CACHE_HOME", "" if case == "no home" else str(cache))
     monkeypatch.setattr(Path, "home", no_home)
-    monkeypatch.setattr("boltmesh.advisor.machine.measure_here", lambda *_: RATES)
-    monkeypatch.setattr("boltmesh.advisor.tune.run_variant", run)
-    monkeypatch.setattr("boltmesh.advisor.search.MOST_DIVISIONS", 0)
+    tune_by(run)
     line = ["tune", "ddp", *SMALL[:4], "--rounds", "1", "--top", "2"]
     assert run_command(line) == (130 if case == "interrupt" else 0)
     said = capsys.readouterr().out.splitlines()
