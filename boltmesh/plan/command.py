@@ -22,6 +22,7 @@ from boltmesh.plan.strategy_options import (
     AUTO_NOTE,
     PREFIX,
     as_mapping,
+    check_given,
     copies_note,
     float8_note,
     given_to,
@@ -136,7 +137,9 @@ def plan(
                 f"--cluster {cluster}: a plan of {named} states no times, and no memory that a "
                 f"rank has. Leave --cluster out, or plan --strategy 3d with its sizes."
             )
-        given = given_to(loaded.strategy.name if wanted is None else named, loaded, overrides)
+        own = loaded.strategy.name if wanted is None else named
+        given = given_to(own, loaded, overrides)
+        check_given(STRATEGIES[own], given, source)
         per_node = ranks_per_node(loaded, devices, source)
         print(_plan_divided(named, loaded, per_node, given, machine, source, as_json=as_json))
         return 0

@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
 
-from boltmesh.configs.advice import nearest
 from boltmesh.errors import ConfigError
 from boltmesh.plan.text import size_text
 from boltmesh.strategies.cost_model.memory import copied_bytes
 from boltmesh.strategies.cost_model.model import Bytes, ShardingLayout
 from boltmesh.strategies.data_parallel.options import ZeroOptions
 from boltmesh.strategies.registry import Entry
-from boltmesh.strategy_arguments import SHARED
+from boltmesh.strategy_arguments import SHARED, check_strategy_arguments
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -98,15 +97,23 @@ def options_of(entry: Entry, given: Mapping[str, Any]) -> ZeroOptions | None:
     return ZeroOptions(**chosen)
 
 
+def check_given(entry: Entry, given: Mapping[str, Any], source: str) -> None:
+    """Refuse arguments that a strategy does not take, as a run does.
+
+    Raises:
+        ConfigError: One line, with what it takes.
+    """
+    arguments = {key: value for key, value in given.items() if key != "name"}
+    check_strategy_arguments(entry.load(), arguments, source=source)
+
+
 def own_options(entry: Entry, given: Mapping[str, Any], source: str) -> ZeroOptions | None:
     """The config's own, whose mistakes are named as in the config."""
+    known = {"name", *SHARED}
     if entry.class_name == "ZeROStrategy":
-        known = ["name", *(each.name for each in fields(ZeroOptions)), *SHARED]
-        for key in given:
-            if key not in known:
-                guess = nearest(key, known)
-                hint = f" Did you mean 'strategy.{guess}'?" if guess else ""
-                raise ConfigError(f"{source}: unknown key 'strategy.{key}'.{hint}")
+        known.update(each.name for each in fields(ZeroOptions))
+    if not known.issuperset(given):  # only then torch is loaded, to ask the strategy itself
+        check_given(entry, given, source)
     try:
         return options_of(entry, given)
     except ConfigError as error:

@@ -320,7 +320,7 @@ def shard_model(
     parking = open_parking(options, context)
     successors = ParamRemap()
     owned: list[OwnedParams | OwnedModulesParams] = []
-    mine: set[Parameter] = set()
+    rows = None
     if context.owned is not None:
         rows = OwnedParams(context.owned, context.device, context.group.size())
         owned.append(rows)
@@ -328,13 +328,11 @@ def shard_model(
             OwnedModulesParams(each, context.owned, context.group.size(), rows.cut_one)
             for each in context.owned.lists
         ]
-        mine |= context.owned.parameters
-        mine |= {
-            p for each in context.owned.lists for part in each.modules for p in part.parameters()
-        }
     for name, unit in reversed(units.items()):  # from the inside out
         refuse_mixed_types(name, unit)
-        prepare_unit(unit, device=context.device, group=context.group, name=name)
+        made = prepare_unit(unit, device=context.device, group=context.group, name=name)
+        if rows is not None:
+            rows.follow(made)
         left_out: list[Module] = []
         with successors.of_parameters(unit):
             in_tiles = _tile(unit, name, options, mesh)
@@ -353,14 +351,16 @@ def shard_model(
                     *(p for owner in left_out for p in owner.parameters(recurse=False)),
                     *(weight.parameter for weight in tiled),
                     *scalars_of(unit),
-                    *mine,
+                    *(p for each in owned for p in each.whole_in(unit)),
                 },
             )
             for each in owned:
                 each.cut(unit)
         park_unit(parking, module, unit, in_tiles, context)
     refuse_mixed_types("", module)
-    prepare_unit(module, device=context.device, group=context.group)
+    made = prepare_unit(module, device=context.device, group=context.group)
+    if rows is not None:
+        rows.follow(made)
     with successors.of_parameters(module):
         in_tiles = _tile(module, "", options, mesh)
         tiled += in_tiles
@@ -371,7 +371,11 @@ def shard_model(
             # None: the root stays gathered from its forward on, as it is needed again at once.
             reshard_after_forward=None if is_freed else False,
             mp_policy=precision_policy(context.compute_dtype, is_cast=False),
-            ignored_params={*(weight.parameter for weight in tiled), *scalars_of(module), *mine},
+            ignored_params={
+                *(weight.parameter for weight in tiled),
+                *scalars_of(module),
+                *(p for each in owned for p in each.whole_in(module)),
+            },
         )
         for each in owned:
             each.cut(module)

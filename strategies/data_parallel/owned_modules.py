@@ -61,9 +61,12 @@ class OwnedModulesParams(PlainInStep):
 
     def cut(self, module: Module) -> None:
         """Keep this rank's shards of what is below a module, which is whole so far."""
+        self._replace(module, {param: self._cut(param) for param in self.whole_in(module)})
+
+    def whole_in(self, module: Module) -> set[Parameter]:
+        """Return what is to be cut below a module."""
         own = {p for each in self._modules.modules for p in each.parameters()}
-        whole = {p for p in module.parameters() if p in own and not isinstance(p, DTensor)}
-        self._replace(module, {param: self._cut(param) for param in whole})
+        return {p for p in module.parameters() if p in own and not isinstance(p, DTensor)}
 
     @property
     def called(self) -> set[int]:

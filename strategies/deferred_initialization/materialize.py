@@ -5,6 +5,7 @@ holds more than one unit in addition to its shards.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from boltmesh.errors import ConfigError
+from boltmesh.strategies.blocks import find_blocks
 from boltmesh.strategies.deferred_initialization.deferred import is_deferred, replay
 from boltmesh.strategies.deferred_initialization.recording import map_leaves, tensors_of
 from boltmesh.strategies.offload.host_memory import give_back_free_memory
@@ -30,7 +32,7 @@ def prepare_unit(
     device: torch.device,
     group: ProcessGroup,
     name: str = "",
-) -> None:
+) -> dict[nn.Parameter, nn.Parameter]:
     """Make a unit's parameters and buffers real, on ``device``, with the first rank's values.
 
     Collective over ``group``. Parameters deferred by ``deferred_init`` are replayed on the first
@@ -45,12 +47,16 @@ def prepare_unit(
         group: Ranks that get the same values.
         name: The unit's dotted name, for messages.
 
+    Returns:
+        By each parameter that was on ``meta``, the one in its place.
+
     Raises:
         ConfigError: If a module on ``meta`` has no ``reset_parameters``.
     """
     modules = own_modules([unit] if isinstance(unit, nn.Module) else unit, name)
-    prepare_modules(modules, device=device, group=group)
+    made = prepare_modules(modules, device=device, group=group)
     lay_in_rows(modules)
+    return made
 
 
 def lay_in_rows(modules: Iterable[nn.Module]) -> None:
@@ -64,7 +70,7 @@ def lay_in_rows(modules: Iterable[nn.Module]) -> None:
 @torch.no_grad()
 def prepare_modules(
     modules: dict[nn.Module, str], *, device: torch.device, group: ProcessGroup
-) -> None:
+) -> dict[nn.Parameter, nn.Parameter]:
     """Like ``prepare_unit``, for the modules' own tensors only, not those of their children.
 
     Args:
@@ -73,9 +79,10 @@ def prepare_modules(
         group: Ranks that get the same values.
     """
     give_back_free_memory()  # of the previous unit, which is sharded by now
-    _make_modules(modules, device, has_values=group.rank() == 0)
+    replaced = _make_modules(modules, device, has_values=group.rank() == 0)
     made = [tensor for module in modules for _, tensor in own_tensors(module)]
     broadcast_tensors(made, group)
+    return replaced
 
 
 @torch.no_grad()
@@ -107,7 +114,80 @@ def broadcast_tensors(tensors: Sequence[Tensor], group: ProcessGroup) -> None:
                 tensor.copy_(flat.view(tensor.shape))
 
 
-def _make_modules(modules: dict[nn.Module, str], device: torch.device, *, has_values: bool) -> None:
+@contextmanager
+def values_in_calls(root: nn.Module) -> Iterator[None]:
+    """Within it, a model computes in this process, block by block, as if it were made.
+
+    A repeated block has its values while it runs, and all else has them until the end. Behind it
+    every tensor is the one that it was before. For steps without a graph, which would keep them.
+
+    Raises:
+        ConfigError: If a module on ``meta`` has no ``reset_parameters``.
+    """
+    blocks: dict[str, nn.Module] = {}
+    for name, block in find_blocks(root).items():
+        if not name.startswith(tuple(f"{outer}." for outer in blocks)):
+            blocks[name] = block
+    inside = {part for block in blocks.values() for part in block.modules()}
+    around = {each: path for each, path in own_modules([root], "").items() if each not in inside}
+    with ExitStack() as stack:
+        for name, block in blocks.items():
+            made = _MadeInCalls(own_modules([block], name))
+            stack.callback(block.register_forward_pre_hook(made.begin, prepend=True).remove)
+            stack.callback(block.register_forward_hook(made.end, always_call=True).remove)
+        stack.enter_context(made_for_now(around))
+        yield
+
+
+class _MadeInCalls:
+    """Hooks of a block that has values while it runs."""
+
+    def __init__(self, modules: dict[nn.Module, str]) -> None:
+        self._modules = modules
+        self._made = ExitStack()
+
+    def begin(self, *_: object) -> None:
+        """Make its tensors."""
+        self._made.enter_context(made_for_now(self._modules))
+
+    def end(self, *_: object) -> None:
+        """Take them away."""
+        self._made.close()
+
+
+@contextmanager
+def made_for_now(modules: dict[nn.Module, str]) -> Iterator[None]:
+    """Within it, these modules' own tensors have values on the CPU, made by this process alone.
+
+    Args:
+        modules: With their dotted names, parents first.
+
+    Raises:
+        ConfigError: If a module on ``meta`` has no ``reset_parameters``.
+    """
+    deferred = [
+        (module, key, tensor)
+        for module in modules
+        for key, tensor in own_tensors(module)
+        if tensor.is_meta
+    ]
+    attributes = {module: dict(vars(module)) for module in modules}
+    if deferred:
+        with torch.no_grad():
+            _make_modules(modules, torch.device("cpu"), has_values=True)
+    try:
+        yield
+    finally:
+        for module, key, tensor in deferred:
+            setattr(module, key, tensor)
+            vars(module).update(attributes[module])  # which may be a made tensor's
+        give_back_free_memory()
+
+
+def _make_modules(
+    modules: dict[nn.Module, str], device: torch.device, *, has_values: bool
+) -> dict[nn.Parameter, nn.Parameter]:
+    """Make what is on ``meta``, move the rest; return made parameters by those on ``meta``."""
     known: dict[int, tuple[Tensor, Tensor]] = {}
 
     def make(tensor: Tensor, name: str, *, has_values: bool) -> Tensor:
@@ -126,6 +206,11 @@ def _make_modules(modules: dict[nn.Module, str], device: torch.device, *, has_va
     # Children first: a parent may set what its children have just reset.
     for module in reversed(to_reset):
         module.reset_parameters()  # type: ignore[operator]
+    return {
+        old: made
+        for old, made in known.values()
+        if made is not old and isinstance(old, nn.Parameter) and isinstance(made, nn.Parameter)
+    }
 
 
 def _make(tensor: Tensor, name: str, device: torch.device, *, has_values: bool) -> Tensor:

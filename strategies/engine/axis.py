@@ -75,8 +75,6 @@ class Axis:
     operand_divider: str | None = None
     """The argument by which ranks have parts of the operands of a layer's product: of its weight,
     or of rows that belong together."""
-    needs_values = False
-    """Whether it looks at the model in a step on values, which all parameters then need."""
     coupled: ProcessGroup | None = None
     """Ranks of other batches that layers compute together with, in a group on the CPU."""
     parts_per_batch = 1

@@ -165,8 +165,6 @@ class MeshStrategy(LoopStrategy):
         It is then made when the model is divided: each rank gets its part of what the author's
         initialisation gives.
         """
-        if any(axis.needs_values for axis in self.axes):
-            return False
         return any(axis.defers_building for axis in self.axes)
 
     # Set-up.

@@ -26,6 +26,11 @@ from torch.nn import Module
 from typing_extensions import override
 
 from boltmesh.errors import ConfigError, LayoutError
+from boltmesh.strategies.deferred_initialization.materialize import (
+    made_for_now,
+    own_modules,
+    values_in_calls,
+)
 from boltmesh.strategies.dry_run.sample import sample_batch
 from boltmesh.strategies.dry_run.step import DryRun
 from boltmesh.strategies.engine.axis import Axis
@@ -71,7 +76,6 @@ class ExpertAxis(Axis):
     folds = "data"
     shares_batches = False
     operand_divider = "expert"
-    needs_values = True
 
     def __init__(
         self,
@@ -173,10 +177,11 @@ class ExpertAxis(Axis):
         if self.size == 1 or self._module is module:
             return
         for name, each in module.named_parameters():
-            if each.is_meta:
+            if each.is_meta and not module.automatic_optimization:
                 raise ConfigError(
-                    f"{name!r} has no values yet, and experts are found in a step on values. Build "
-                    f"the model without deferred_init, or leave expert out."
+                    f"{name!r} has no values yet, and experts are found in a step, which has "
+                    f"backward passes under manual optimization and needs all values at once. "
+                    f"Build the model without deferred_init, or leave expert out."
                 )
             if isinstance(each, DTensor):
                 raise ConfigError(
@@ -207,7 +212,8 @@ class ExpertAxis(Axis):
         # Under manual optimisation backward passes are part of the step.
         has_backward = not module.automatic_optimization
         watched = partial(run.run, has_backward=has_backward)
-        found = find_experts(module, watched)
+        with values_in_calls(module):
+            found = find_experts(module, watched)
         experts = self._agreed(found)
         self._found = experts, found
         for each in experts:
@@ -216,7 +222,8 @@ class ExpertAxis(Axis):
                 part = module.get_submodule(each.name)
                 vars(part)["forward"] = by_rows(self._on_rows, part.forward)
         if self.bias_rate is not None:
-            self._biases = find_biases(module, experts, watched)
+            with values_in_calls(module):
+                self._biases = find_biases(module, experts, watched)
             without = next((each.name for each in experts if each.name not in self._biases), None)
             if without is not None:
                 raise ConfigError(
@@ -322,15 +329,16 @@ class ExpertAxis(Axis):
             if self._divides_layers and (each.kind == "list" or not any(divisions)):
                 faults[kind] = "the tensor plan does not divide the layers of each expert"
             if kind not in faults:
-                fault = prove(
-                    part,
-                    each,
-                    call,
-                    group,
-                    around=around,
-                    device=strategy.root_device,
-                    is_mixed=is_mixed,
-                )
+                with made_for_now(own_modules([part], each.name)):
+                    fault = prove(
+                        part,
+                        each,
+                        call,
+                        group,
+                        around=around,
+                        device=strategy.root_device,
+                        is_mixed=is_mixed,
+                    )
                 of_ranks = gather_objects(fault)
                 faults[kind] = next((text for text in of_ranks if text), None)
             if (reason := faults[kind]) is None:

@@ -5,8 +5,8 @@ weighting, and the kernel it has chosen, stay what they are. Only its whole numb
 experts are set to those of a rank.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -15,11 +15,18 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
+from typing_extensions import override
 
 from boltmesh.strategies.expert.exchange import Compute, EqualRows, ExpertExchange, with_unused
 from boltmesh.strategies.expert.expected_traffic import ExchangeShape
 from boltmesh.strategies.expert.find import ExpertCall, Experts, Slot, arguments
-from boltmesh.strategies.torch_compat.modules import rewrapped, swapped_state, unwrapped
+from boltmesh.strategies.torch_compat.modules import (
+    rewrapped,
+    set_parameter,
+    swapped_state,
+    unwrapped,
+)
+from boltmesh.strategies.torch_compat.tensors import disabled_torch_function
 
 OnRows = Callable[[Callable[..., Tensor], tuple[Any, ...], Mapping[str, Any]], Tensor]
 
@@ -244,19 +251,19 @@ class DividedExperts:
         if self.experts.kind == "batched":
             # Every rank sends as many rows for each of these experts.
             order = local.argsort(stable=True)
-            own = rows[order]
+            own = rows.index_select(0, order)
             if self._is_stacked:
                 own = own.view(self.exchange.num_local, -1, own.shape[-1])
             result = self._call({**given, slots["rows"]: own})
             result = result.reshape(rows.shape[0], self.shape.output_width)
-            return torch.zeros_like(result).index_copy(0, order, result)
+            return result.index_select(0, order.argsort())
         if self.experts.kind == "sorted":
             order = local.argsort(stable=True)
             sizes = torch.bincount(local, minlength=self.exchange.num_local).tolist()
             as_given = type(given.get(slots["sizes"], []))
-            given |= {slots["rows"]: rows[order], slots["sizes"]: as_given(sizes)}
+            given |= {slots["rows"]: rows.index_select(0, order), slots["sizes"]: as_given(sizes)}
             result = self._call(given)
-            return torch.zeros_like(result).index_copy(0, order, result)
+            return result.index_select(0, order.argsort())
         # A rank that only attends has no call of its own to copy the rest of.
         chosen = given.get(slots["experts"])
         kind = torch.long if chosen is None else chosen.dtype
@@ -283,11 +290,51 @@ class DividedExperts:
 
     def _call(self, given: Mapping[Slot, Any]) -> Tensor:
         positions = sorted(slot for slot in given if isinstance(slot, int))
-        result: Tensor = self._forward(
-            *(given[each] for each in positions),
-            **{slot: value for slot, value in given.items() if isinstance(slot, str)},
-        )
+        with _taken_apart(self.module, self.exchange.num_local):
+            result: Tensor = self._forward(
+                *(given[each] for each in positions),
+                **{slot: value for slot, value in given.items() if isinstance(slot, str)},
+            )
         return result
+
+
+class _Stack(Tensor):
+    """The parameters of several experts, of which ``stack[i]`` gives those of one.
+
+    The gradient of an indexed tensor is as large as the tensor, mostly zeros: of E experts that are
+    indexed one after the other, autograd fills and adds up E stacks. Here it joins E gradients.
+    """
+
+    __torch_function__ = disabled_torch_function  # type: ignore[assignment]
+    _experts: tuple[Tensor, ...] | None = None
+
+    @override
+    def __getitem__(self, index: Any) -> Tensor:
+        is_number = isinstance(index, Tensor) and not index.ndim and index.dtype != torch.bool
+        number = int(index) if is_number else index
+        if type(number) is not int or not (self.requires_grad and torch.is_grad_enabled()):
+            return super().__getitem__(index)
+        if self._experts is None:
+            self._experts = self.unbind()
+        return self._experts[number]
+
+
+@contextmanager
+def _taken_apart(module: Module, num_experts: int) -> Iterator[None]:
+    """Within it, parameters of a module that are stacks of experts are ``_Stack``."""
+    stacks = [
+        (owner, name, parameter)
+        for owner in module.modules()
+        for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False)
+        if parameter.ndim > 1 and parameter.shape[0] == num_experts
+    ]
+    for owner, name, parameter in stacks:
+        set_parameter(owner, name, parameter.as_subclass(_Stack))
+    try:
+        yield
+    finally:
+        for owner, name, parameter in stacks:
+            set_parameter(owner, name, parameter)
 
 
 def _uncounted(_: str, __: Tensor, ___: int) -> None:

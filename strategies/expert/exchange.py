@@ -5,10 +5,10 @@ and chooses experts for them that may be on other ranks:
 
 1. ``RoutePlan``: how many rows and choices go to each rank. The numbers are exchanged first, and
    read by the host once, on a stream beside that of the computation; nothing else waits.
-2. ``_Dispatch``: a row goes to a rank once, however many of its experts are there; the row, the
-   expert and the weight of each choice follow in one message. In the backward pass the gradients
-   of rows and weights come back.
-3. There every choice becomes a row, with one local expert and its weight.
+2. ``_Dispatch``: a row goes to a rank once, however many of its experts are there, with the numbers
+   and weights of all that it has chosen. In the backward pass the gradients of rows and weights
+   come back.
+3. There every choice of a local expert becomes a row, with its weight.
 4. ``_Return``: the sum of each row's results goes back, and is added to those of other ranks.
 
 [Note: Each rank takes part in each exchange]
@@ -20,7 +20,7 @@ weights, as one process has for a stacked parameter.
 Source: GShard, Lepikhin et al. 2020, https://arxiv.org/abs/2006.16668
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.nn.functional import pad
 from typing_extensions import override
 
 from boltmesh.strategies.torch_compat.communication import all_gather_single
@@ -38,20 +39,17 @@ Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class RoutePlan:
-    """Numbers of rows and choices in one exchange. Ranks are those of the group, in its order."""
+    """Numbers of rows in one exchange. Ranks are those of the group, in its order."""
 
     group: ProcessGroup
     sent_rows: list[int]
     """Rows to each rank."""
     received_rows: list[int]
-    sent_choices: list[int]
-    """Choices whose expert is on each rank; at least as many as rows."""
-    received_choices: list[int]
 
     @classmethod
     def even(cls, group: ProcessGroup, count: int) -> "RoutePlan":
-        """Return the plan by which each rank sends as many rows to each, one for each choice."""
-        return cls(group, *([[count] * group.size()] * 4))
+        """Return the plan by which each rank sends as many rows to each."""
+        return cls(group, *([[count] * group.size()] * 2))
 
     def swap(self, tensor: Tensor, sent: list[int], received: list[int]) -> Tensor:
         """Send parts of a tensor along its first dim; return what came. Collective."""
@@ -59,9 +57,23 @@ class RoutePlan:
         dist.all_to_all_single(came, tensor.contiguous(), received, sent, group=self.group)
         return came
 
+    def swap_together(
+        self, tensors: Sequence[Tensor], sent: list[int], received: list[int]
+    ) -> list[Tensor]:
+        """Do what ``swap`` does for several tensors ``[R, .]``, in one message. Collective."""
+        if len(tensors) == 1:
+            return [self.swap(tensors[0], sent, received)]
+        parts = [each.contiguous().view(torch.uint8) for each in tensors]
+        came = self.swap(torch.cat(parts, 1), sent, received)
+        split = came.split_with_sizes([each.shape[1] for each in parts], 1)
+        return [
+            part.clone(memory_format=torch.contiguous_format).view(each.dtype)
+            for part, each in zip(split, tensors, strict=True)
+        ]
+
 
 class _Dispatch(torch.autograd.Function):
-    """Rows and weights to the owners, see [Note: Each rank takes part in each exchange]."""
+    """Rows and what belongs to them, see [Note: Each rank takes part in each exchange]."""
 
     @staticmethod
     @override
@@ -69,24 +81,25 @@ class _Dispatch(torch.autograd.Function):
         ctx: Any, rows: Tensor, weights: Tensor, numbers: Tensor, plan: RoutePlan
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.plan = plan
-        came = plan.swap(rows, plan.sent_rows, plan.received_rows)
-        both = torch.cat((numbers.view(torch.uint8), weights[:, None].view(torch.uint8)), 1)
-        both = plan.swap(both, plan.sent_choices, plan.received_choices)
-        num_bytes = numbers.shape[1] * numbers.itemsize
-        numbers = both[:, :num_bytes].contiguous().view(numbers.dtype)
-        ctx.mark_non_differentiable(numbers)
-        return came, both[:, num_bytes:].contiguous().view(weights.dtype)[:, 0], numbers
+        sent = [each for each in (rows, weights, numbers) if each.shape[1]]
+        came = plan.swap_together(sent, plan.sent_rows, plan.received_rows)
+        if not numbers.shape[1]:
+            came.append(numbers)
+        ctx.mark_non_differentiable(came[2])
+        return came[0], came[1], came[2]
 
     @staticmethod
     @override
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         plan: RoutePlan = ctx.plan
-        rows = weights = None
-        if ctx.needs_input_grad[0]:
-            rows = plan.swap(gradients[0], plan.received_rows, plan.sent_rows)
-        if ctx.needs_input_grad[1]:
-            weights = plan.swap(gradients[1], plan.received_choices, plan.sent_choices)
-        return rows, weights, None, None
+        needed = [place for place in range(2) if ctx.needs_input_grad[place]]
+        back: list[Tensor | None] = [None, None]
+        if needed:
+            given = [gradients[place] for place in needed]
+            came = plan.swap_together(given, plan.received_rows, plan.sent_rows)
+            for place, each in zip(needed, came, strict=True):
+                back[place] = each
+        return back[0], back[1], None, None
 
 
 class _Return(torch.autograd.Function):
@@ -223,32 +236,39 @@ class ExpertExchange:
             compute: Runs the experts of this rank; also called where no row came.
         """
         self.note(f"exchanged the rows of {self.name!r}")
-        size, num_rows = self.group.size(), rows.shape[0]
+        size, (num_rows, num_choices) = self.group.size(), experts.shape
         owner = experts // self.num_local
-        flat = owner.reshape(-1)
         wanted = torch.zeros(num_rows, size, dtype=torch.bool, device=experts.device)
         wanted.scatter_(1, owner, True)
+        flat = owner.reshape(-1)
         choices = flat.new_zeros(size).scatter_add_(0, flat, torch.ones_like(flat))
-        received, sizes = self._exchange_sizes(torch.stack((wanted.sum(0), choices), 1))
-        # Which of the rows that go to its owner is a choice's.
-        place = (wanted.cumsum(0).gather(1, owner) - 1).reshape(-1)
-        in_order = flat.argsort(stable=True)
-        numbers = torch.stack((place, experts.reshape(-1) % self.num_local), 1)[in_order].int()
-        (sent_rows, sent_choices), (received_rows, received_choices) = sizes()
-        plan = RoutePlan(self.group, sent_rows, received_rows, sent_choices, received_choices)
-        row = _rows_in_order(wanted, sum(sent_rows))
-        came, weight, numbers = _Dispatch.apply(  # type: ignore[no-untyped-call]
-            rows[row], weights.reshape(-1)[in_order], numbers, plan
+        width = torch.full_like(choices, num_choices)
+        sizes = self._exchange_sizes(torch.stack((wanted.sum(0), choices, width), 1))
+        is_sent = wanted.T.reshape(-1)  # the first rank's rows come first
+        (sent_rows, _, _), (received_rows, received_choices, widths) = sizes()
+        plan = RoutePlan(self.group, sent_rows, received_rows)
+        row = _true_places(is_sent, sum(sent_rows)) % max(1, num_rows)
+        more = (0, max(widths) - num_choices)
+        came, weight, number = _Dispatch.apply(  # type: ignore[no-untyped-call]
+            rows.index_select(0, row),
+            pad(weights.index_select(0, row), more),
+            pad(experts.index_select(0, row).int(), more, value=-1),
+            plan,
         )
-        place, local = numbers.long().unbind(1)
-        first = received[:, 0].cumsum(0) - received[:, 0]
-        place = place + first.repeat_interleave(received[:, 1], output_size=sum(received_choices))
-        results = compute(came[place], local, weight)
+        local = number.reshape(-1) - self.group.rank() * self.num_local
+        is_here = (local >= 0) & (local < self.num_local)
+        chosen = _true_places(is_here, sum(received_choices))
+        place = chosen // max(widths)
+        results = compute(
+            came.index_select(0, place),
+            local.index_select(0, chosen).long(),
+            weight.reshape(-1).index_select(0, chosen),
+        )
         if not came.shape[0]:
             results = with_unused(results, (came, weight))
-        sums = results.new_zeros((came.shape[0], *results.shape[1:])).index_add(0, place, results)
+        sums = results.new_zeros((came.shape[0], *results.shape[1:])).index_add_(0, place, results)
         back: Tensor = _Return.apply(sums, plan)  # type: ignore[no-untyped-call]
-        return back.new_zeros((num_rows, *back.shape[1:])).index_add(0, row, back)
+        return back.new_zeros((num_rows, *back.shape[1:])).index_add_(0, row, back)
 
     def run_in_places(
         self, rows: Tensor, experts: Tensor, weights: Tensor, compute: Compute
@@ -270,44 +290,44 @@ class ExpertExchange:
         is_kept = rank < self.capacity
         place = torch.where(is_kept, flat * self.capacity + rank, places)
         self.drop((~is_kept).sum())
-        row = rank_in_all // num_choices
-        given = rows.new_zeros((places + 1, rows.shape[1])).index_copy(0, place, rows[row])
-        weight = weights.new_zeros(places + 1).index_copy(0, place, weights.reshape(-1))
+        # Places without a row send one of zeros.
+        row = torch.full((places + 1,), len(rows), device=flat.device)
+        row.scatter_(0, place, rank_in_all // num_choices)
+        given = torch.cat((rows, rows.new_zeros((1, rows.shape[1])))).index_select(0, row[:-1])
+        weight = weights.new_zeros(places + 1).scatter(0, place, weights.reshape(-1))
         plan = RoutePlan.even(self.group, self.capacity * self.num_local)
         nothing = torch.empty((places, 0), dtype=torch.int32, device=flat.device)
-        came, weight, _ = _Dispatch.apply(given[:-1], weight[:-1], nothing, plan)  # type: ignore[no-untyped-call]
+        came, weight, _ = _Dispatch.apply(given, weight[:-1, None], nothing, plan)  # type: ignore[no-untyped-call]
         local = torch.arange(self.num_local, device=flat.device)
         local = local.repeat_interleave(self.capacity).repeat(self.group.size())
-        back: Tensor = _Return.apply(compute(came, local, weight), plan)  # type: ignore[no-untyped-call]
-        results = torch.cat((back, back.new_zeros((1, back.shape[1]))))[place]
+        back: Tensor = _Return.apply(compute(came, local, weight[:, 0]), plan)  # type: ignore[no-untyped-call]
+        results = torch.cat((back, back.new_zeros((1, back.shape[1])))).index_select(0, place)
         return results.view(len(rows), num_choices, back.shape[1]).sum(1)
 
-    def _exchange_sizes(self, sent: Tensor) -> tuple[Tensor, Callable[[], Any]]:
-        """Exchange how many rows and choices go to each rank. Collective.
+    def _exchange_sizes(self, sent: Tensor) -> Callable[[], Any]:
+        """Exchange numbers of what goes to each rank. Collective.
 
         Args:
-            sent: ``[n, 2]``.
+            sent: ``[n, m]``.
 
         Returns:
-            What came, ``[n, 2]``, and what waits for both on the host: ``[2][2][n]``.
+            What waits on the host for the numbers that were sent, and came: ``[2][m][n]``.
         """
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.group)
-        return received, _read_later(torch.stack((sent, received)).transpose(1, 2).contiguous())
+        return _read_later(torch.stack((sent, received)).transpose(1, 2).contiguous())
 
 
-def _rows_in_order(wanted: Tensor, count: int) -> Tensor:
-    """Return the rows that go to the first rank, to the second and so on.
+def _true_places(flags: Tensor, count: int) -> Tensor:
+    """Return where flags ``[N]`` are true.
 
     Args:
-        wanted: ``[T, n]``, which rank a row goes to.
-        count: How often that is true; asking would wait for the device.
+        flags: Booleans.
+        count: How often that is; asking would wait for the device.
     """
-    num_rows, size = wanted.shape
-    flat = wanted.T.reshape(-1)
-    place = torch.where(flat, flat.cumsum(0) - 1, count)
-    rows = torch.arange(num_rows, device=wanted.device).repeat(size)
-    return rows.new_empty(count + 1).scatter_(0, place, rows)[:count]
+    place = torch.where(flags, flags.cumsum(0) - 1, count)
+    numbers = torch.arange(len(flags), device=flags.device)
+    return numbers.new_empty(count + 1).scatter_(0, place, numbers)[:count]
 
 
 def _read_later(numbers: Tensor) -> Callable[[], Any]:

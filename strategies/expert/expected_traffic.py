@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _COUNT_BYTES = 8
-_CHOICE_BYTES = 2 * 4
-"""The number of a choice's row and that of its expert."""
+_CHOICE_BYTES = 4
+"""The number of a choice's expert, beside the row."""
 
 
 def expected_rows(num_rows: float, num_experts: int, num_choices: int, size: int) -> float:
@@ -107,17 +107,17 @@ class ExchangeShape:
             moved = sent * (self.width + self.output_width) * self.row_bytes
             weights = sent * self.weight_bytes
             return ExchangeBytes(
-                3 * passes + 2 + self.is_weighted,
+                2 * passes + 2,
                 passes * (moved + weights) + moved + self.is_weighted * weights,
             )
-        choices = self.num_rows * self.num_choices
         rows = expected_rows(self.num_rows, self.num_experts, self.num_choices, size)
         there_and_back = rows * (self.width + self.output_width) * self.row_bytes
+        choices = rows * self.num_choices  # each row has room for all
         weights = choices * self.weight_bytes
-        numbers, counts = choices * _CHOICE_BYTES, 2 * size * _COUNT_BYTES
+        numbers, counts = choices * _CHOICE_BYTES, 3 * size * _COUNT_BYTES
         forward = there_and_back + weights + numbers + counts
         backward = there_and_back + self.is_weighted * weights
-        return ExchangeBytes(4 * passes + 2 + self.is_weighted, passes * forward + backward)
+        return ExchangeBytes(3 * passes + 2, passes * forward + backward)
 
 
 def expected_bytes(shapes: Iterable[tuple[ExchangeShape, bool]], size: int) -> ExchangeBytes:

@@ -196,11 +196,11 @@ class DividedList(DividedExperts):
         first = self.exchange.group.rank() * self.exchange.num_local
         results = [
             self._forwards[first + number](part)
-            for number, part in enumerate(rows[order].split_with_sizes(sizes))
+            for number, part in enumerate(rows.index_select(0, order).split_with_sizes(sizes))
             if part.shape[0]
         ]
         together = torch.cat(results)
-        together = torch.zeros_like(together).index_copy(0, order, together)
+        together = together.index_select(0, order.argsort())
         return with_unused(together, self.owned.anchors)
 
     @override

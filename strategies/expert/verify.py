@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Module
 from typing_extensions import override
 
+from boltmesh.strategies.deferred_initialization.materialize import broadcast_tensors
 from boltmesh.strategies.dry_run.no_side_effects import modules_unchanged
 from boltmesh.strategies.dry_run.step import without_dropout
 from boltmesh.strategies.expert.divided import DividedExperts
@@ -71,8 +72,10 @@ def prove(
     call = _shortened(call, experts, group.rank())
     call = detached(call, device)
     names = [name for name, _ in module.named_parameters()]
-    whole = {name: p.detach().to(device) for name, p in module.named_parameters()}
-    buffers = {name: each.to(device) for name, each in module.named_buffers()}
+    whole = {name: p.detach().to(device, copy=True) for name, p in module.named_parameters()}
+    buffers = {name: each.to(device, copy=True) for name, each in module.named_buffers()}
+    # Ranks may have drawn other values, and train with those of the first one.
+    broadcast_tensors([*whole.values(), *buffers.values()], group)
     state = capture_random_state(device)
     first: dict[str, Tensor] = {}
     fault: str | None = None
@@ -81,7 +84,9 @@ def prove(
             first = _outcome(module, module.forward, experts, call, {**whole, **buffers}, names)
             if experts.kind == "list":  # whose router may draw
                 restore_random_state(state, device)
-            again = _outcome(module, module.forward, experts, call, {**whole, **buffers}, names)
+            again = _outcome(
+                module, module.forward, experts, call, {**whole, **buffers}, names, trains=False
+            )
     except Exception as error:  # noqa: BLE001 - the author's code, called by itself
         fault = _raised(error)
     else:
@@ -159,8 +164,13 @@ def _outcome(
     call: ExpertCall,
     state: Mapping[str, Tensor],
     names: list[str],
+    *,
+    trains: bool = True,
 ) -> dict[str, Tensor]:
-    """Return the output and the gradients of a call, those of parameters by name."""
+    """Return the output and the gradients of a call, those of parameters by name.
+
+    Without ``trains`` there are no gradients.
+    """
     given = arguments(call.args, call.kwargs)
     leaves = {}
     slots = {what: s for what, s in experts.slots.items() if what in {"rows", "weights"}}
@@ -171,10 +181,10 @@ def _outcome(
         leaves[what] = given[slot] = given[slot].clone().requires_grad_()
     tensors = dict(state)
     for name in names:
-        leaves[name] = tensors[name] = state[name].clone().requires_grad_()
+        leaves[name] = tensors[name] = state[name].clone().requires_grad_(trains)
     positions = sorted(slot for slot in given if isinstance(slot, int))
     keywords = {slot: value for slot, value in given.items() if isinstance(slot, str)}
-    with torch.enable_grad(), swapped_state(module, tensors):
+    with torch.set_grad_enabled(trains), swapped_state(module, tensors):
         # Copies: an author may write to what it is given.
         copies = {id(each): each.view_as(each) for each in leaves.values()}
         output = forward(
@@ -183,6 +193,8 @@ def _outcome(
         )
         made = [each for each in tree_leaves(output) if isinstance(each, Tensor)]
         flat = torch.cat([each.reshape(-1) for each in made if each.is_floating_point()])
+        if not trains:
+            return {"output": flat}
         direction = torch.arange(flat.numel(), device=flat.device).cos().to(flat.dtype)
         gradients = torch.autograd.grad(
             (flat * direction).sum(),

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from boltmesh.strategies.expert.divided import DividedExperts
@@ -81,6 +82,40 @@ def test_output_and_gradients_are_those_of_one_process(route: str) -> None:
     for name, total in totals.items():
         parts = torch.cat([got[name] for got in ranks])
         torch.testing.assert_close(parts, total, rtol=1e-12, atol=1e-12)
+
+
+class Filled(TorchDispatchMode):
+    """Counts the gradients that are as large as a stack and of one index."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten.select_backward.default
+        return func(*args, **(kwargs or {}))
+
+
+def filled(rank: int, world_size: int) -> tuple[int, bool]:
+    """Return how many such gradients a loop over stacks makes, and whether these are left as is."""
+    module, rows, chosen, weights = made("first", rank)
+    assert dist.group.WORLD is not None
+    call = ExpertCall((rows, chosen, weights), {}, rows)
+    divided = DividedExperts(module, FOUND, call, dist.group.WORLD)
+    for parameter in module.parameters():
+        parameter.data = parameter.data.tensor_split(world_size)[rank].clone()
+    module.bias.requires_grad_(False)
+    stacks = list(module.parameters())
+    divided.put_on()
+    with Filled() as mode:
+        module(rows, chosen, weights).square().sum().backward()
+    are_kept = all(one is other for one, other in zip(stacks, module.parameters(), strict=True))
+    return mode.count, are_kept and module.bias.grad is None
+
+
+def test_the_gradient_of_a_stack_is_made_once() -> None:
+    assert run_ranks(filled, 2) == [(0, True)] * 2
 
 
 def counted(rank: int, world_size: int) -> tuple[int, int]:
