@@ -20,6 +20,7 @@ from boltmesh.strategies.blocks import find_blocks
 from boltmesh.strategies.deferred_initialization.deferred import is_deferred, replay
 from boltmesh.strategies.deferred_initialization.recording import map_leaves, tensors_of
 from boltmesh.strategies.offload.host_memory import give_back_free_memory
+from boltmesh.strategies.random_state import capture_random_state, restore_random_state
 from boltmesh.strategies.torch_compat.communication import broadcast_coalesced
 
 _LARGE_BYTES = 1 << 20
@@ -171,10 +172,14 @@ def made_for_now(modules: dict[nn.Module, str]) -> Iterator[None]:
         for key, tensor in own_tensors(module)
         if tensor.is_meta
     ]
+    if not deferred:
+        yield
+        return
     attributes = {module: dict(vars(module)) for module in modules}
-    if deferred:
-        with torch.no_grad():
-            _make_modules(modules, torch.device("cpu"), has_values=True)
+    state = capture_random_state()  # some modules draw their values
+    with torch.no_grad():
+        _make_modules(modules, torch.device("cpu"), has_values=True)
+    restore_random_state(state)
     try:
         yield
     finally:
