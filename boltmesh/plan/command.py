@@ -186,6 +186,8 @@ def make_plan(
     if own in sharings:
         options = own_options(STRATEGIES[own], given, source)
         sharings[own] = sharing_of(own, STRATEGIES[own], given)
+    else:
+        check_given(STRATEGIES[own], given, source)
     model, copies, notes = _describe(loaded, widths, options, source)
     shard_size = None if options is None else options.shard_size
     job = _job_of(loaded, per_node, shard_size, copies, source)

@@ -30,6 +30,18 @@ KEPT_KEYS = ("activation_checkpointing", "activation_offload", "timeout_s")
 """Of a config's strategy, what holds for any other one in its place."""
 
 
+DDP_KEYS = (
+    "bucket_cap_mb",
+    "static_graph",
+    "find_unused_parameters",
+    "gradient_as_bucket_view",
+    "gradient_compression",
+    "powersgd_rank",
+    "powersgd_start_step",
+)
+"""What ``DDPStrategy`` takes of its own, so that a plan of it need not load torch."""
+
+
 def float8_note(given: Mapping[str, Any]) -> tuple[str, ...]:
     """Return what ``float8`` changes of bytes and times, as a note below a plan."""
     if given.get("float8") is None:
@@ -112,6 +124,8 @@ def own_options(entry: Entry, given: Mapping[str, Any], source: str) -> ZeroOpti
     known = {"name", *SHARED}
     if entry.class_name == "ZeROStrategy":
         known.update(each.name for each in fields(ZeroOptions))
+    elif entry.class_name == "DDPStrategy":
+        known.update(DDP_KEYS)
     if not known.issuperset(given):  # only then torch is loaded, to ask the strategy itself
         check_given(entry, given, source)
     try:

@@ -320,9 +320,10 @@ def shard_model(
     parking = open_parking(options, context)
     successors = ParamRemap()
     owned: list[OwnedParams | OwnedModulesParams] = []
-    rows = None
+    follow: Callable[[Mapping[Parameter, Parameter]], None] = _nothing
     if context.owned is not None:
         rows = OwnedParams(context.owned, context.device, context.group.size())
+        follow = rows.follow
         owned.append(rows)
         owned += [
             OwnedModulesParams(each, context.owned, context.group.size(), rows.cut_one)
@@ -330,9 +331,7 @@ def shard_model(
         ]
     for name, unit in reversed(units.items()):  # from the inside out
         refuse_mixed_types(name, unit)
-        made = prepare_unit(unit, device=context.device, group=context.group, name=name)
-        if rows is not None:
-            rows.follow(made)
+        follow(prepare_unit(unit, device=context.device, group=context.group, name=name))
         left_out: list[Module] = []
         with successors.of_parameters(unit):
             in_tiles = _tile(unit, name, options, mesh)
@@ -358,9 +357,7 @@ def shard_model(
                 each.cut(unit)
         park_unit(parking, module, unit, in_tiles, context)
     refuse_mixed_types("", module)
-    made = prepare_unit(module, device=context.device, group=context.group)
-    if rows is not None:
-        rows.follow(made)
+    follow(prepare_unit(module, device=context.device, group=context.group))
     with successors.of_parameters(module):
         in_tiles = _tile(module, "", options, mesh)
         tiled += in_tiles
@@ -504,3 +501,7 @@ def _gather_of(unit: FSDPModule, *, is_freed: bool) -> UnitGather:
             unit.reshard()
 
     return UnitGather(lambda: not is_gathered(unit), take_part)
+
+
+def _nothing(_: Mapping[Parameter, Parameter]) -> None:
+    """Follow no parameters."""

@@ -221,7 +221,6 @@ class OwnedParams(PlainInStep):
     def __init__(self, owned: OwnedRows, device: torch.device, num_batches: int) -> None:
         super().__init__(owned.replicas, num_batches)
         self._owned = owned
-        self._whole = set(owned.parameters)
         self._mesh: DeviceMesh
         self._placements: list[Placement] = [Shard(0)]
         if owned.replicas.size() == 1:
@@ -241,15 +240,17 @@ class OwnedParams(PlainInStep):
         """Keep this rank's rows of the parameters below a module, which are whole so far."""
         whole = self.whole_in(module)
         self._replace(module, {param: self.cut_one(param) for param in whole})
-        self._whole -= whole
+        self._owned.parameters.difference_update(whole)
 
     def whole_in(self, module: Module) -> set[Parameter]:
         """Return what is to be cut below a module."""
-        return self._whole.intersection(module.parameters())
+        return self._owned.parameters.intersection(module.parameters())
 
     def follow(self, made: Mapping[Parameter, Parameter]) -> None:
         """Cut parameters that have been made, by those on ``meta``, in the place of these."""
-        self._whole = {made.get(each, each) for each in self._whole}
+        for each in self._owned.parameters & made.keys():
+            self._owned.parameters.remove(each)
+            self._owned.parameters.add(made[each])
 
     def cut_one(self, parameter: Parameter) -> Parameter:
         """Return this rank's rows of a parameter that is whole."""

@@ -129,8 +129,16 @@ def values_in_calls(root: nn.Module) -> Iterator[None]:
     for name, block in find_blocks(root).items():
         if not name.startswith(tuple(f"{outer}." for outer in blocks)):
             blocks[name] = block
-    inside = {part for block in blocks.values() for part in block.modules()}
-    around = {each: path for each, path in own_modules([root], "").items() if each not in inside}
+    # What has names in several places, or beside blocks, may run while no block does.
+    homes: dict[nn.Module, set[str]] = {}
+    for path, module in root.named_modules(remove_duplicate=False):
+        home = next((name for name in blocks if f"{path}.".startswith(f"{name}.")), "")
+        homes.setdefault(module, set()).add(home)
+    around = {
+        module: path
+        for module, path in own_modules([root], "").items()
+        if "" in homes[module] or len(homes[module]) > 1
+    }
     with ExitStack() as stack:
         for name, block in blocks.items():
             made = _MadeInCalls(own_modules([block], name))
@@ -145,15 +153,17 @@ class _MadeInCalls:
 
     def __init__(self, modules: dict[nn.Module, str]) -> None:
         self._modules = modules
-        self._made = ExitStack()
+        self._calls: list[ExitStack] = []
 
     def begin(self, *_: object) -> None:
-        """Make its tensors."""
-        self._made.enter_context(made_for_now(self._modules))
+        """Make its tensors, unless it is running already."""
+        self._calls.append(ExitStack())
+        self._calls[-1].enter_context(made_for_now(self._modules))
 
     def end(self, *_: object) -> None:
-        """Take them away."""
-        self._made.close()
+        """Take away what this call has made."""
+        if self._calls:
+            self._calls.pop().close()
 
 
 @contextmanager
@@ -167,25 +177,25 @@ def made_for_now(modules: dict[nn.Module, str]) -> Iterator[None]:
         ConfigError: If a module on ``meta`` has no ``reset_parameters``.
     """
     deferred = [
-        (module, key, tensor)
+        (module, key, value)
         for module in modules
-        for key, tensor in own_tensors(module)
-        if tensor.is_meta
+        for key, value in (
+            *((key, each) for key, each in own_tensors(module) if each.is_meta),
+            *deferred_attributes(module),
+        )
     ]
     if not deferred:
         yield
         return
-    attributes = {module: dict(vars(module)) for module in modules}
     state = capture_random_state()  # some modules draw their values
-    with torch.no_grad():
-        _make_modules(modules, torch.device("cpu"), has_values=True)
-    restore_random_state(state)
     try:
+        with torch.no_grad():
+            _make_modules(modules, torch.device("cpu"), has_values=True)
+        restore_random_state(state)
         yield
     finally:
-        for module, key, tensor in deferred:
-            setattr(module, key, tensor)
-            vars(module).update(attributes[module])  # which may be a made tensor's
+        for module, key, value in deferred:
+            setattr(module, key, value)
         give_back_free_memory()
 
 
@@ -297,14 +307,20 @@ def own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield key, tensor
 
 
-def make_attributes(module: nn.Module, make: Callable[[Tensor], Tensor]) -> None:
-    """Make tensors in other attributes of a module, also in plain containers."""
-
-    def make_deferred(value: Any) -> Any:
-        return make(value) if isinstance(value, Tensor) and is_deferred(value) else value
-
+def deferred_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield a module's other attributes with deferred tensors, also in plain containers."""
     registered = ("_parameters", "_buffers", "_modules")
     for key, value in list(vars(module).items()):
         is_plain = isinstance(value, Tensor) or type(value) in {list, tuple, dict}
         if key not in registered and is_plain and any(map(is_deferred, tensors_of(value))):
-            setattr(module, key, map_leaves(make_deferred, value))
+            yield key, value
+
+
+def make_attributes(module: nn.Module, make: Callable[[Tensor], Tensor]) -> None:
+    """Make tensors in the attributes of ``deferred_attributes``."""
+
+    def make_deferred(value: Any) -> Any:
+        return make(value) if isinstance(value, Tensor) and is_deferred(value) else value
+
+    for key, value in deferred_attributes(module):
+        setattr(module, key, map_leaves(make_deferred, value))

@@ -77,8 +77,8 @@ class OwnedModules:
 class OwnedRows:
     """Parameters of which each rank of a group has a part of its own, and computes with it."""
 
-    parameters: frozenset[Parameter]
-    """Whole until they are wrapped."""
+    parameters: set[Parameter]
+    """Those that are whole; each leaves the set when it is cut."""
     group: ProcessGroup
     """The ranks that have all rows together, equally many each, in order."""
     replicas: ProcessGroup

@@ -188,6 +188,12 @@ class ExpertAxis(Axis):
                     f"{name!r} was sharded by another Trainer. Use that one for this run too, or "
                     f"build a new module and load a checkpoint."
                 )
+        for name, buffer in module.named_buffers():
+            if buffer.is_meta and self.bias_rate is not None:
+                raise ConfigError(
+                    f"{name!r} has no values yet, and expert_bias= finds the bias of a router by "
+                    f"what its values do. Build the model under deferred_init, which makes buffers."
+                )
         for name, part in module.named_modules():
             if is_compiled(part):
                 raise ConfigError(
@@ -463,7 +469,7 @@ class ExpertAxis(Axis):
         lists = [each.owned for each in exchanges if isinstance(each, DividedList)]
         stacked = [each for each in exchanges if not isinstance(each, DividedList)]
         names = {name for each in stacked for name in each.experts.parameters}
-        own = frozenset(p for n, p in self._module.named_parameters() if n in names)
+        own = {p for n, p in self._module.named_parameters() if n in names}
         group = self.strategy.groups[self.name]
         rank, size = self.strategy.global_rank, self.size
         stage = next(ranks for ranks in self._stages() if rank in ranks)

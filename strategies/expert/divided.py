@@ -298,6 +298,10 @@ class DividedExperts:
         return result
 
 
+_NUMBERS = frozenset({torch.int16, torch.int32, torch.int64})
+"""Types of a tensor that is an index; torch takes others for masks, or not at all."""
+
+
 class _Stack(Tensor):
     """The parameters of several experts, of which ``stack[i]`` gives those of one.
 
@@ -310,7 +314,7 @@ class _Stack(Tensor):
 
     @override
     def __getitem__(self, index: Any) -> Tensor:
-        is_number = isinstance(index, Tensor) and not index.ndim and index.dtype != torch.bool
+        is_number = isinstance(index, Tensor) and not index.ndim and index.dtype in _NUMBERS
         number = int(index) if is_number else index
         if type(number) is not int or not (self.requires_grad and torch.is_grad_enabled()):
             return super().__getitem__(index)

@@ -290,10 +290,11 @@ class ExpertExchange:
         is_kept = rank < self.capacity
         place = torch.where(is_kept, flat * self.capacity + rank, places)
         self.drop((~is_kept).sum())
-        # Places without a row send one of zeros.
-        row = torch.full((places + 1,), len(rows), device=flat.device)
+        # Places without a row send zeros, of several rows, as gradients of one are added in turn.
+        row = len(rows) + torch.arange(places + 1, device=flat.device) % self.capacity
         row.scatter_(0, place, rank_in_all // num_choices)
-        given = torch.cat((rows, rows.new_zeros((1, rows.shape[1])))).index_select(0, row[:-1])
+        zeros = rows.new_zeros((self.capacity, rows.shape[1]))
+        given = torch.cat((rows, zeros)).index_select(0, row[:-1])
         weight = weights.new_zeros(places + 1).scatter(0, place, weights.reshape(-1))
         plan = RoutePlan.even(self.group, self.capacity * self.num_local)
         nothing = torch.empty((places, 0), dtype=torch.int32, device=flat.device)

@@ -169,7 +169,7 @@ def _outcome(
 ) -> dict[str, Tensor]:
     """Return the output and the gradients of a call, those of parameters by name.
 
-    Without ``trains`` there are no gradients.
+    Without ``trains`` there is no backward pass.
     """
     given = arguments(call.args, call.kwargs)
     leaves = {}
@@ -181,10 +181,10 @@ def _outcome(
         leaves[what] = given[slot] = given[slot].clone().requires_grad_()
     tensors = dict(state)
     for name in names:
-        leaves[name] = tensors[name] = state[name].clone().requires_grad_(trains)
+        leaves[name] = tensors[name] = state[name].clone().requires_grad_()
     positions = sorted(slot for slot in given if isinstance(slot, int))
     keywords = {slot: value for slot, value in given.items() if isinstance(slot, str)}
-    with torch.set_grad_enabled(trains), swapped_state(module, tensors):
+    with torch.enable_grad(), swapped_state(module, tensors):
         # Copies: an author may write to what it is given.
         copies = {id(each): each.view_as(each) for each in leaves.values()}
         output = forward(
@@ -194,7 +194,7 @@ def _outcome(
         made = [each for each in tree_leaves(output) if isinstance(each, Tensor)]
         flat = torch.cat([each.reshape(-1) for each in made if each.is_floating_point()])
         if not trains:
-            return {"output": flat}
+            return {"output": flat.detach()}
         direction = torch.arange(flat.numel(), device=flat.device).cos().to(flat.dtype)
         gradients = torch.autograd.grad(
             (flat * direction).sum(),

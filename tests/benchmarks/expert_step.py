@@ -265,7 +265,8 @@ def main() -> None:
     for name, each in rows.items():
         print(f"rows a token, {name}: {each:.2f}, ratio {each / rows['transformers']:.3f}")
     print(f"rows a token, expected of this exchange: {expected:.2f}")
-    moved = 4 * rows["boltmesh"] * shape.rows * shape.width * 4
+    # Forward a row, its result, the numbers and weights of its choices; backward all but numbers.
+    moved = rows["boltmesh"] * shape.rows * (4 * shape.width * 4 + 3 * shape.choices * 4)
     experts = shape.experts * 3 * shape.width * (shape.width // 2) * 4
     gathered = 3 * experts * (size - 1) / size
     print(

@@ -11,7 +11,10 @@ import yaml  # type: ignore[import-untyped]
 
 from boltmesh import cli
 from boltmesh.configs.load import recipes
+from boltmesh.plan.strategy_options import DDP_KEYS
+from boltmesh.strategies import DDPStrategy
 from boltmesh.strategies.cost_model.step_time import Machine
+from boltmesh.strategy_arguments import SHARED, accepted_arguments
 from tests.cli.conftest import ROOT, TINY
 
 NAMES = ["ddp", "zero1", "zero2", "zero3", "zero1_cpu", "zero2_cpu", "zero3_cpu", "zero3_nvme"]
@@ -306,6 +309,7 @@ def test_a_model_that_is_run_comes_out_like_one_that_is_known(workplace, capsys,
         (["zero3", "strategy.stages=3"], "unknown key 'strategy.stages': ZeROStrategy does not"),
         (["ddp", "strategy.nonsense=3"], "unknown key 'strategy.nonsense': DDPStrategy does not"),
         (["context", "strategy.offload_optimizer=cpu"], "unknown key 'strategy.offload_optimizer'"),
+        (["tensor", "strategy.nonsense=3", "--strategy", "zero3"], "'strategy.nonsense': Tensor"),
         (["tensor", "strategy.nonsense=3"], "'strategy.nonsense': TensorParallelStrategy does not"),
         (["zero3", "strategy.shard_size=3", "--devices", "8"], "shard_size=3 does not divide 8 "),
         (["zero3", "--cluster", "none.yaml"], "none.yaml cannot be read: "),
@@ -331,3 +335,7 @@ def test_what_cannot_be_planned_is_one_line(workplace, capfd, arguments, message
 def test_one_process_over_several_devices_is_no_row_and_refused_by_name(workplace, capsys):
     assert cli.run_command(["plan", "ddp", "--strategy", "replicated"]) == 2
     assert "Plan --strategy ddp, whose ranks have as much" in capsys.readouterr().err
+
+
+def test_the_keys_of_ddp_are_those_that_it_takes():
+    assert {*DDP_KEYS, *SHARED} >= accepted_arguments(DDPStrategy).keys() >= {*DDP_KEYS}

@@ -3,6 +3,7 @@
 ``deferred_init`` makes nothing until the model is divided; experts are found and proven before.
 """
 
+import gc
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -166,6 +167,81 @@ def test_building_takes_few_blocks_beside_the_shards(is_late: bool) -> None:
         assert peak <= BLOCKS * block / 2 + 4 * block, peak / block
 
 
+class Plain(nn.Module):
+    """A block in which a router leaves its loss, and a norm that other blocks share."""
+
+    def __init__(self, norm: nn.Module, width: int = 32) -> None:
+        super().__init__()
+        self.norm, self.mixture = norm, Mixture(width, 8, 2)
+        self.scale = nn.Parameter(torch.ones(width))
+        self.read: Tensor | None = None
+        self.gates = [self.mixture.gate.weight]
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        self.read = self.mixture.gate(x).logsumexp(-1).square().mean()
+        return self.norm(x + self.mixture(x) * self.scale)
+
+
+class Around(LightningModule):
+    """Reads what blocks have left, and calls a part of them itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, norm = nn.Embedding(64, 32), nn.LayerNorm(32)
+        self.blocks = nn.ModuleList(Plain(norm) for _ in range(3))
+        self.losses: list[float] = []
+
+    @override
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        blocks: Any = self.blocks
+        x = blocks[0].norm(self.embed(batch))
+        for block in blocks:
+            x = block(x)
+        loss: Tensor = x.square().mean() + sum(each.read for each in blocks)
+        self.losses.append(float(loss.detach()))
+        return loss
+
+    @override
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def losses(rank: int, world_size: int, is_deferred: bool) -> tuple[list[float], bool]:
+    with deferred_init(min_bytes=64) if is_deferred else nullcontext():
+        module = Around()
+    strategy = strategy_of(stage=1, expert=world_size, telemetry=False)
+    trainer(world_size, strategy, max_steps=3).fit(module, loader(rank, 3))
+    # The step by which experts were found has left no copy in the place of a parameter.
+    block: Any = module.blocks[0]
+    return module.losses[-3:], block.gates[0] is block.mixture.gate.weight
+
+
+@pytest.mark.full
+def test_what_blocks_leave_and_share_is_there_when_they_are_built_late() -> None:
+    built, late = (run_ranks(losses, 2, each) for each in (False, True))
+    assert late == built
+    assert all(is_same for _, is_same in late)
+
+
+def whole_alive(rank: int, world_size: int, is_deferred: bool) -> int:
+    with deferred_init(min_bytes=64) if is_deferred else nullcontext():
+        module = MoeModule("stacked")
+    shapes = {tuple(each.shape) for each in module.parameters() if each.ndim == 3}
+    strategy = strategy_of(stage=3, expert=world_size, telemetry=False)
+    run = trainer(world_size, strategy, max_steps=1)
+    run.fit(module, loader(rank, 1))
+    gc.collect()
+    tensors = [each for each in gc.get_objects() if type(each) in {Tensor, nn.Parameter}]
+    return sum(tuple(each.shape) in shapes and not each.is_meta for each in tensors)
+
+
+@pytest.mark.parametrize("is_deferred", [False, True], ids=["built", "deferred"])
+def test_no_expert_stays_whole(is_deferred: bool) -> None:
+    assert run_ranks(whole_alive, 2, is_deferred) == [0, 0]
+
+
 class Manual(Large):
     """Goes backward itself."""
 
@@ -174,15 +250,32 @@ class Manual(Large):
         self.automatic_optimization = False
 
 
-def refuse(rank: int, world_size: int) -> None:
-    with deferred_init():
-        module = Manual()
-    run = trainer(world_size, strategy_of(stage=3, expert=2, telemetry=False), max_steps=1)
-    run.fit(module, [tokens(0, rank)])
+class Bias(Around):
+    """Has a buffer on ``meta``, as of a model that was made there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("bias", torch.zeros(8, device="meta"))
+
+
+def refuse(rank: int, world_size: int, kind: type[LightningModule], more: dict[str, Any]) -> None:
+    with deferred_init() if kind is Manual else nullcontext():
+        module = kind()
+    strategy = strategy_of(stage=3, expert=2, telemetry=False, **more)
+    trainer(world_size, strategy, max_steps=1).fit(module, [tokens(0, rank)])
 
 
 @pytest.mark.full
-def test_under_manual_optimization_values_have_to_be_there() -> None:
-    with pytest.raises(RankFailure, match="Build the model without deferred_init") as failed:
-        run_ranks(refuse, 2)
+@pytest.mark.parametrize(
+    ("kind", "more", "message"),
+    [
+        (Manual, {}, "Build the model without deferred_init"),
+        (Bias, {"expert_bias": "update"}, "'bias' has no values yet, and expert_bias= finds"),
+    ],
+)
+def test_what_needs_values_is_refused(
+    kind: type[LightningModule], more: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(RankFailure, match=message) as failed:
+        run_ranks(refuse, 2, kind, more)
     assert ConfigError.__name__ in str(failed.value)

@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
-from boltmesh.strategies.expert.divided import DividedExperts
+from boltmesh.strategies.expert.divided import DividedExperts, _Stack
 from boltmesh.strategies.expert.exchange import ExpertExchange
 from boltmesh.strategies.expert.expected_traffic import expected_rows
 from boltmesh.strategies.expert.find import ExpertCall, Experts
@@ -116,6 +116,19 @@ def filled(rank: int, world_size: int) -> tuple[int, bool]:
 
 def test_the_gradient_of_a_stack_is_made_once() -> None:
     assert run_ranks(filled, 2) == [(0, True)] * 2
+
+
+def test_a_stack_is_indexed_as_torch_does() -> None:
+    plain = torch.arange(24.0).view(4, 3, 2)
+    stack = plain.clone().requires_grad_().as_subclass(_Stack)
+    number = torch.tensor(1)
+    indices: list[Any] = [2, -1, number, number.int(), number.to(torch.uint8), number.bool()]
+    indices += [slice(1, 3), (1, 2), torch.tensor([0, 3]), None, ...]
+    for index in indices:
+        torch.testing.assert_close(stack[index].detach(), plain[index])
+    for wrong in (4, number.float()):
+        with pytest.raises(IndexError):
+            stack[wrong]
 
 
 def counted(rank: int, world_size: int) -> tuple[int, int]:
