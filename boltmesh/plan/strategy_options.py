@@ -39,7 +39,7 @@ DDP_KEYS = (
     "powersgd_rank",
     "powersgd_start_step",
 )
-"""What ``DDPStrategy`` takes of its own, so that a plan of it need not load torch."""
+"""Arguments of ``DDPStrategy`` itself, listed here so that a plan of it need not load torch."""
 
 
 def float8_note(given: Mapping[str, Any]) -> tuple[str, ...]:

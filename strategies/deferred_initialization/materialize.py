@@ -129,7 +129,7 @@ def values_in_calls(root: nn.Module) -> Iterator[None]:
     for name, block in find_blocks(root).items():
         if not name.startswith(tuple(f"{outer}." for outer in blocks)):
             blocks[name] = block
-    # What has names in several places, or beside blocks, may run while no block does.
+    # Modules with names in several places, or beside blocks, may run while no block does.
     homes: dict[nn.Module, set[str]] = {}
     for path, module in root.named_modules(remove_duplicate=False):
         home = next((name for name in blocks if f"{path}.".startswith(f"{name}.")), "")
