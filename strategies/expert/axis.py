@@ -179,9 +179,8 @@ class ExpertAxis(Axis):
         for name, each in module.named_parameters():
             if each.is_meta and not module.automatic_optimization:
                 raise ConfigError(
-                    f"{name!r} has no values yet, and experts are found in a step, which has "
-                    f"backward passes under manual optimization and needs all values at once. "
-                    f"Build the model without deferred_init, or leave expert out."
+                    f"{name!r} has no values yet, and experts are found in a step, which needs all "
+                    f"at once under manual optimization. Build the model without deferred_init."
                 )
             if isinstance(each, DTensor):
                 raise ConfigError(
