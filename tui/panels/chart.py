@@ -17,8 +17,11 @@ from boltmesh.tui.render.style import Style, heading, spread
 from boltmesh.tui.state import Series, State, metric_names
 from boltmesh.tui.view import View
 
-_BRAILLE_DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
-_ASCII_DOTS = " '.:"
+_BRAILLE_BITS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
+"""Of each dot in a character, by column and row."""
+_BRAILLE_SIGNS = [" ", *map(chr, range(0x2801, 0x2900))]
+_ASCII_BITS = ((1, 2),)
+_ASCII_SIGNS = " '.:"
 AXIS_FROM_HEIGHT = 6
 MAX_VALUE = 1e300
 """Larger values, infinities and NaN are not drawn: the range itself must remain a number."""
@@ -427,23 +430,18 @@ def _rasterise(
     across, down = (1, 2) if is_ascii else (2, 4)
     columns, rows = width * across, height * down
     first, last = span
-    dots = [[False] * columns for _ in range(rows)]
+    dots = _Dots(width, height, is_ascii=is_ascii)
     before: tuple[int, int] | None = None
     for x, entry, lowest, highest, leave in _by_column(points, first, last, columns):
         y_entry, y_low, y_high, y_leave = (
             _row_of(value, scale, rows) for value in (entry, lowest, highest, leave)
         )
         for y in range(y_high, y_low + 1):
-            dots[y][x] = True
+            dots.draw(x, y)
         if before is not None:
             _connect(dots, before, (x, y_entry))
         before = (x, y_leave)
-    return [
-        "".join(
-            _cell(dots, column * across, row * down, is_ascii=is_ascii) for column in range(width)
-        )
-        for row in range(height)
-    ]
+    return dots.as_text()
 
 
 def _by_column(
@@ -465,26 +463,36 @@ def _row_of(value: float, scale: Scale, rows: int) -> int:
     return round((scale.high - value) / (scale.high - scale.low) * (rows - 1))
 
 
-def _connect(dots: list[list[bool]], start: tuple[int, int], end: tuple[int, int]) -> None:
+class _Dots:
+    """A picture of dots, several to a character.
+
+    Args:
+        width: Characters of a line.
+        height: Lines.
+        is_ascii: Two dots to a character, above each other; else the eight of Braille.
+    """
+
+    def __init__(self, width: int, height: int, *, is_ascii: bool) -> None:
+        self._bits = _ASCII_BITS if is_ascii else _BRAILLE_BITS
+        self._signs = _ASCII_SIGNS if is_ascii else _BRAILLE_SIGNS
+        self._lines = [[0] * width for _ in range(height)]
+
+    def draw(self, x: int, y: int) -> None:
+        """Draw a dot, at columns and rows of dots."""
+        across, down = len(self._bits), len(self._bits[0])
+        self._lines[y // down][x // across] |= self._bits[x % across][y % down]
+
+    def as_text(self) -> list[str]:
+        """Return the lines."""
+        return ["".join(map(self._signs.__getitem__, line)) for line in self._lines]
+
+
+def _connect(dots: _Dots, start: tuple[int, int], end: tuple[int, int]) -> None:
     """Draw a straight line between two dots, gapless."""
     (x0, y0), (x1, y1) = start, end
     length = max(abs(x1 - x0), abs(y1 - y0), 1)
     for place in range(length + 1):
-        x = x0 + round((x1 - x0) * place / length)
-        y = y0 + round((y1 - y0) * place / length)
-        dots[y][x] = True
-
-
-def _cell(dots: list[list[bool]], x: int, y: int, *, is_ascii: bool) -> str:
-    if is_ascii:
-        return _ASCII_DOTS[dots[y][x] + 2 * dots[y + 1][x]]
-    bits = sum(
-        bit
-        for across, column in enumerate(_BRAILLE_DOTS)
-        for down, bit in enumerate(column)
-        if dots[y + down][x + across]
-    )
-    return chr(0x2800 + bits) if bits else " "
+        dots.draw(x0 + round((x1 - x0) * place / length), y0 + round((y1 - y0) * place / length))
 
 
 def draw_metrics(

@@ -78,10 +78,14 @@ def _rate_in_spans(rank: RankSnapshot, unit: Unit, *, buckets: int) -> list[floa
         ended = (step.end_time - start) / span_s * buckets
         # A clock that was set back while the job ran leaves a step without time.
         if ended > began:
-            density = (getattr(step, unit) or 0) / (ended - began)
-            for place in range(int(began), min(int(ended) + 1, buckets)):
-                overlap = min(ended, place + 1) - max(began, place)
-                amounts[place] += density * max(0.0, overlap)
+            amount, place = getattr(step, unit) or 0, int(began)
+            if ended <= place + 1 <= buckets:
+                amounts[place] += amount
+            else:
+                density = amount / (ended - began)
+                for each in range(place, min(int(ended) + 1, buckets)):
+                    overlap = min(ended, each + 1) - max(began, each)
+                    amounts[each] += density * max(0.0, overlap)
             began = ended
     return [amount * buckets / span_s for amount in amounts]
 
