@@ -18,7 +18,7 @@ from boltmesh.tui.state import Series, State, metric_names
 from boltmesh.tui.view import View
 
 _BRAILLE_BITS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
-"""Of each dot in a character, by column and row."""
+"""Bit of each dot in a character, by column and row."""
 _BRAILLE_SIGNS = [" ", *map(chr, range(0x2801, 0x2900))]
 _ASCII_BITS = ((1, 2),)
 _ASCII_SIGNS = " '.:"
