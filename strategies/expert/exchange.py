@@ -78,28 +78,26 @@ class _Dispatch(torch.autograd.Function):
     @staticmethod
     @override
     def forward(
-        ctx: Any, rows: Tensor, weights: Tensor, numbers: Tensor, plan: RoutePlan
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.plan = plan
-        sent = [each for each in (rows, weights, numbers) if each.shape[1]]
+        ctx: Any, plan: RoutePlan, rows: Tensor, weights: Tensor, *numbers: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.plan, ctx.num_inputs = plan, 3 + len(numbers)
+        sent = rows, weights, *numbers
         came = plan.swap_together(sent, plan.sent_rows, plan.received_rows)
-        if not numbers.shape[1]:
-            came.append(numbers)
-        ctx.mark_non_differentiable(came[2])
-        return came[0], came[1], came[2]
+        ctx.mark_non_differentiable(*came[2:])
+        return tuple(came)
 
     @staticmethod
     @override
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         plan: RoutePlan = ctx.plan
-        needed = [place for place in range(2) if ctx.needs_input_grad[place]]
-        back: list[Tensor | None] = [None, None]
+        back: list[Tensor | None] = [None] * ctx.num_inputs
+        needed = [place for place in (1, 2) if ctx.needs_input_grad[place]]
         if needed:
-            given = [gradients[place] for place in needed]
+            given = [gradients[place - 1] for place in needed]
             came = plan.swap_together(given, plan.received_rows, plan.sent_rows)
             for place, each in zip(needed, came, strict=True):
                 back[place] = each
-        return back[0], back[1], None, None
+        return tuple(back)
 
 
 class _Return(torch.autograd.Function):
@@ -250,10 +248,10 @@ class ExpertExchange:
         row = _true_places(is_sent, sum(sent_rows)) % max(1, num_rows)
         more = (0, max(widths) - num_choices)
         came, weight, number = _Dispatch.apply(  # type: ignore[no-untyped-call]
+            plan,
             rows.index_select(0, row),
             pad(weights.index_select(0, row), more),
             pad(experts.index_select(0, row).int(), more, value=-1),
-            plan,
         )
         local = number.reshape(-1) - self.group.rank() * self.num_local
         is_here = (local >= 0) & (local < self.num_local)
@@ -297,8 +295,7 @@ class ExpertExchange:
         given = torch.cat((rows, zeros)).index_select(0, row[:-1])
         weight = weights.new_zeros(places + 1).scatter(0, place, weights.reshape(-1))
         plan = RoutePlan.even(self.group, self.capacity * self.num_local)
-        nothing = torch.empty((places, 0), dtype=torch.int32, device=flat.device)
-        came, weight, _ = _Dispatch.apply(given, weight[:-1, None], nothing, plan)  # type: ignore[no-untyped-call]
+        came, weight = _Dispatch.apply(plan, given, weight[:-1, None])  # type: ignore[no-untyped-call]
         local = torch.arange(self.num_local, device=flat.device)
         local = local.repeat_interleave(self.capacity).repeat(self.group.size())
         back: Tensor = _Return.apply(compute(came, local, weight[:, 0]), plan)  # type: ignore[no-untyped-call]
