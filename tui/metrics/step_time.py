@@ -12,7 +12,7 @@ allocate and fill caches.
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import pairwise
+from itertools import islice
 from statistics import fmean, median
 
 import msgspec
@@ -212,20 +212,22 @@ def batches_per_step(job: JobSnapshot) -> int:
 
 def step_seconds(rank: RankSnapshot) -> float | None:
     """Return the recent time of an optimizer step of one rank."""
-    ends = _step_ends(rank)[-RECENT_STEPS - 1 :]
+    ends = _step_ends(rank, RECENT_STEPS + 1)
     if len(ends) < 2:
         return None
     whole_steps = rank.steps[ends[0] + 1 : ends[-1] + 1]
     return sum(step.seconds for step in whole_steps) / (len(ends) - 1)
 
 
-def _step_ends(rank: RankSnapshot) -> list[int]:
-    """Return the places of the records with which an optimizer step ends."""
-    return [
-        place + 1
-        for place, (before, step) in enumerate(pairwise(rank.steps))
-        if step.global_step > before.global_step
-    ]
+def _step_ends(rank: RankSnapshot, most: int | None = None) -> list[int]:
+    """Return the places of the newest records with which an optimizer step ends, oldest first."""
+    steps = rank.steps
+    ends = (
+        place
+        for place in range(len(steps) - 1, 0, -1)
+        if steps[place].global_step > steps[place - 1].global_step
+    )
+    return list(islice(ends, most))[::-1]
 
 
 SPLIT_PHASES = (*PHASES[:-1], BUBBLE, PHASES[-1])

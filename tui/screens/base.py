@@ -8,6 +8,7 @@ never contain markup, so nothing that a job wrote is ever parsed.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, cast
 
 from rich.segment import Segment
@@ -25,7 +26,7 @@ from typing_extensions import override
 
 from boltmesh.tui.layout.page import Panel
 from boltmesh.tui.layout.region import has_headings
-from boltmesh.tui.render.line import Line, Role, to_ascii
+from boltmesh.tui.render.line import Line, Role, Span, to_ascii
 from boltmesh.tui.render.style import Style
 from boltmesh.tui.theme import Palette
 
@@ -57,6 +58,7 @@ class Canvas(Widget):
         self.drawn: list[Drawn] = []
         """Lines on the screen, to find the place of a click."""
         self._rows: list[list[_Piece]] = []
+        self._painter: _Painter | None = None
 
     def drawn_panel(self, name: str) -> Drawn | None:
         """Return the panel of that name, if it is on the screen."""
@@ -68,7 +70,9 @@ class Canvas(Widget):
         """Draw the panels in these styles."""
         before = self._rows
         width, height = self.screen.size
-        painter = _Painter(self.rich_style, styles, is_ascii=is_ascii)
+        painter = self._painter
+        if painter is None or painter.colours != (self.rich_style, styles, is_ascii):
+            painter = self._painter = _Painter(self.rich_style, styles, is_ascii=is_ascii)
         rows: list[list[_Piece]] = [[] for _ in range(height)]
         self.drawn = []
         for panel in panels:
@@ -112,20 +116,30 @@ class Canvas(Widget):
                 self.refresh(Area(piece.x, y, piece.strip.cell_length, 1))
 
 
+_KEPT_STRIPS = 256
+"""A full screen of lines. Most of them are the same at the next look."""
+
+
 class _Painter:
     """Turns lines into strips in the colours of one theme."""
 
     def __init__(self, base: Colour, styles: Mapping[Role, Colour], *, is_ascii: bool) -> None:
+        self.colours = (base, styles, is_ascii)
         self._base = base
         self._styles = {role: base + style for role, style in styles.items()}
         self._is_ascii = is_ascii
+        self._strip = lru_cache(_KEPT_STRIPS)(self._new_strip)
 
     def paint(self, line: Line, width: int) -> Strip:
+        """Return the line in ``width`` cells; the same text has the same strip."""
+        return self._strip(tuple(line.crop(width).spans), max(0, width))
+
+    def _new_strip(self, spans: tuple[Span, ...], width: int) -> Strip:
         segments = [
             Segment(to_ascii(text) if self._is_ascii else text, self._styles.get(role, self._base))
-            for text, role in line.crop(width).spans
+            for text, role in spans
         ]
-        return Strip(segments).adjust_cell_length(max(0, width), self._base)
+        return Strip(segments).adjust_cell_length(width, self._base)
 
 
 def _draw(panel: Panel) -> list[Line]:

@@ -154,8 +154,9 @@ class Ring(Generic[T]):
                     return
                 fields = self._record.unpack(block, at)
                 if fields is not None and claimed == sequence:
-                    self._again.extend(self._retry_all(read, missing))
-                    missing = []
+                    if missing:
+                        self._again.extend(self._retry_all(read, missing))
+                        missing = []
                     self._take(fields)
                 elif (
                     fields is not None
