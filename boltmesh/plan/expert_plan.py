@@ -137,7 +137,7 @@ def plan_expert(
     experts = []
     for each, shape in experts_over(config, size, source=source):
         sent = shape.expected(size, is_recomputed=False).payload
-        whole = sum(sizes.pop(name) for name in each.parameters)
+        whole = sum(sizes.pop(name) for name in (*each.parameters, *each.columns))
         experts.append(
             ExpertModule(each.name, each.kind, each.num_experts, shape.num_choices, whole, sent)
         )

@@ -26,9 +26,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module, ModuleList, Parameter
 from typing_extensions import override
 
+from boltmesh.strategies.data_parallel.brought_params import BroughtParams, brought_params
 from boltmesh.strategies.data_parallel.cpu_collectives import CpuCollectives
 from boltmesh.strategies.data_parallel.options import ZeroOptions
-from boltmesh.strategies.data_parallel.owned_modules import OwnedModulesParams
 from boltmesh.strategies.data_parallel.param_state import (
     BufferSync,
     OwnedParams,
@@ -319,15 +319,15 @@ def shard_model(
     tiled: list[TiledWeight] = []
     parking = open_parking(options, context)
     successors = ParamRemap()
-    owned: list[OwnedParams | OwnedModulesParams] = []
+    owned: list[OwnedParams | BroughtParams] = []
     follow: Callable[[Mapping[Parameter, Parameter]], None] = _nothing
     if context.owned is not None:
         rows = OwnedParams(context.owned, context.device, context.group.size())
         follow = rows.follow
         owned.append(rows)
         owned += [
-            OwnedModulesParams(each, context.owned, context.group.size(), rows.cut_one)
-            for each in context.owned.lists
+            brought_params(each, context.owned, context.group.size(), rows.cut_one)
+            for each in context.owned.brought
         ]
     for name, unit in reversed(units.items()):  # from the inside out
         refuse_mixed_types(name, unit)

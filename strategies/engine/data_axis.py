@@ -56,7 +56,19 @@ class OwnerExchange(Protocol):
         """Take part in an exchange of the others. Collective."""
 
 
-class OwnedModules:
+class Brought:
+    """Parameters that a data axis brings to the ranks that compute with them, in each batch."""
+
+    def __init__(self) -> None:
+        self.called: set[int] = set()
+        """Numbers of modules that were called without rows since their parameters are there: their
+        gradients are zeros then, and not missing."""
+        self.anchors: Sequence[Tensor] = ()
+        """What this rank's results are made to depend on, whichever parameters they have used, so
+        that every rank takes part when gradients are brought back."""
+
+
+class OwnedModules(Brought):
     """Equal modules of which each rank of a group computes with equally many, in their order.
 
     Args:
@@ -64,13 +76,28 @@ class OwnedModules:
     """
 
     def __init__(self, modules: Sequence[Module]) -> None:
+        super().__init__()
         self.modules = modules
-        self.called: set[int] = set()
-        """Numbers of those that were called without rows since their parameters are there: their
-        gradients are zeros then, and not missing."""
-        self.anchors: Sequence[Tensor] = ()
-        """What the results of this rank's modules are made to depend on, whichever of them it has
-        used, so that every rank takes part when gradients are brought back."""
+
+
+class OwnedColumns(Brought):
+    """Matrices whose columns are those of experts in turns: column c is of expert c % num_experts.
+
+    Each rank of a group computes with the columns of its experts, equally many, in their order.
+
+    Args:
+        places: Modules and the names of their parameters.
+        num_experts: Of all ranks.
+    """
+
+    def __init__(self, places: Sequence[tuple[Module, str]], num_experts: int) -> None:
+        super().__init__()
+        self.places, self.num_experts = places, num_experts
+
+    def part(self, rows: Tensor, rank: int, num_ranks: int) -> Tensor:
+        """Return the columns of a rank, ``[rows, columns / num_ranks]``."""
+        by_expert = rows.reshape(rows.shape[0], -1, self.num_experts)
+        return by_expert.tensor_split(num_ranks, -1)[rank].flatten(1)
 
 
 @dataclass(frozen=True)
@@ -86,8 +113,8 @@ class OwnedRows:
     ranks: Sequence[Sequence[int]]
     """All ranks of such groups that have replicas of each other's rows: a row for each group."""
     exchanges: Sequence[OwnerExchange]
-    lists: Sequence[OwnedModules] = ()
-    """Those whose parameters are whole on their owner within a step, and shards between steps."""
+    brought: Sequence[Brought] = ()
+    """Those that are brought to their owners for a step, and shards between steps."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
@@ -38,8 +37,9 @@ from boltmesh.strategies.engine.data_axis import OwnedRows
 from boltmesh.strategies.expert.divided import by_rows
 from boltmesh.strategies.expert.exchange import EqualRows
 from boltmesh.strategies.expert.expected_traffic import ExchangeShape, expected_bytes
-from boltmesh.strategies.expert.find import Experts, Findings, find_biases, find_experts
+from boltmesh.strategies.expert.find import Experts, Findings, find_experts
 from boltmesh.strategies.expert.module_list import DividedList, divide
+from boltmesh.strategies.expert.router_bias import RouterBiases, find_biases
 from boltmesh.strategies.expert.verify import kind_of, prove
 from boltmesh.strategies.lightning_compat.loops import step_arguments
 from boltmesh.strategies.lightning_compat.trainer import autocast_dtype
@@ -91,10 +91,7 @@ class ExpertAxis(Axis):
         self._folded = _FOLDED[:-1] if divides_layers else _FOLDED
         """Axes whose ranks have experts together."""
         self.asked, self.capacity, self.bias_rate = asked, capacity, bias_rate
-        self._biases: dict[str, str] = {}
-        """By the name of the experts, the buffer by which their router's choices are corrected."""
-        self._chosen: dict[str, Tensor] = {}
-        """Rows of each expert since the last step, of this rank."""
+        self._biases: RouterBiases | None = None
         self._hooks: list[RemovableHandle] = []
         self._found: tuple[list[Experts], Findings] = [], Findings()
         """Experts of a module that is about to be divided, as all ranks have agreed."""
@@ -228,8 +225,9 @@ class ExpertAxis(Axis):
                 vars(part)["forward"] = by_rows(self._on_rows, part.forward)
         if self.bias_rate is not None:
             with values_in_calls(module):
-                self._biases = find_biases(module, experts, watched)
-            without = next((each.name for each in experts if each.name not in self._biases), None)
+                names = find_biases(module, experts, watched)
+            self._biases = RouterBiases(self.bias_rate, names)
+            without = next((each.name for each in experts if each.name not in names), None)
             if without is not None:
                 raise ConfigError(
                     f"expert_bias= was asked for, and the router of {without!r} has no buffer with "
@@ -241,7 +239,7 @@ class ExpertAxis(Axis):
     def kept_whole(self) -> Collection[str]:
         if self._divides_layers:
             return []
-        return [name for each in self._found[0] for name in each.parameters]
+        return [name for each in self._found[0] for name in (*each.parameters, *each.columns)]
 
     @override
     def place(self, trainer: Trainer) -> None:
@@ -328,10 +326,12 @@ class ExpertAxis(Axis):
             kind = kind_of(part, each)
             if strategy.layout.size("context") > 1 and each.kind != "routed":
                 faults[kind] = "it needs whole sequences, which the context axis divides"
-            if strategy.layout.pipeline > 1 and each.kind == "list":
-                faults[kind] = "experts of a list are whole for a batch, not for its microbatches"
+            is_brought = each.kind == "list" or bool(each.columns)
+            if strategy.layout.pipeline > 1 and is_brought:
+                what = "adapters of stacked experts" if each.columns else "experts of a list"
+                faults[kind] = f"{what} are brought for a batch, not for its microbatches"
             divisions = (a.division(name) for a in strategy.axes for name in each.parameters)
-            if self._divides_layers and (each.kind == "list" or not any(divisions)):
+            if self._divides_layers and (is_brought or not any(divisions)):
                 faults[kind] = "the tensor plan does not divide the layers of each expert"
             if kind not in faults:
                 with made_for_now(own_modules([part], each.name)):
@@ -414,11 +414,8 @@ class ExpertAxis(Axis):
         if self._counts_rows:
             self.strategy.recorder.expert_rows(name, chosen, num_experts)
         is_training = self.divided[name].module.training and not is_in_backward()
-        if name in self._biases and is_training:
-            rows = chosen.new_zeros(num_experts, dtype=torch.float32)
-            flat = chosen.detach().reshape(-1).long()
-            rows.scatter_add_(0, flat, torch.ones_like(flat, dtype=torch.float32))
-            self._chosen[name] = self._chosen.get(name, 0) + rows
+        if self._biases is not None and is_training:
+            self._biases.count(name, chosen, num_experts)
 
     def _drop(self, name: str, count: Tensor) -> None:
         if self._counts_rows:
@@ -433,29 +430,14 @@ class ExpertAxis(Axis):
     def start(self, trainer: Trainer) -> None:
         for each in self._hooks:
             each.remove()
-        optimizers = self.strategy.optimizers if self._biases else []
+        optimizers = self.strategy.optimizers if self._biases is not None else []
         self._hooks = [each.register_step_post_hook(self._correct) for each in optimizers[:1]]
 
-    @torch.no_grad()
     def _correct(self, *_: object) -> None:
-        """Raise the bias of experts with fewer rows than the mean, lower that of others.
-
-        Source: DeepSeek-V3, https://arxiv.org/abs/2412.19437, section 2.1.2
-        """
-        names = [name for name in self._biases if name in self._chosen]
-        if not names:
-            return
-        assert self.bias_rate is not None
+        assert self._biases is not None
         assert self._replicas is not None
         assert self._module is not None
-        rows = torch.cat([self._chosen[name] for name in names])
-        for group in (self.strategy.groups[self.name], self._replicas):
-            dist.all_reduce(rows, group=group)
-        sizes = [len(self._chosen[name]) for name in names]
-        for name, of_layer in zip(names, rows.split_with_sizes(sizes), strict=True):
-            bias = self._module.get_buffer(self._biases[name])
-            bias += self.bias_rate * (of_layer.mean() - of_layer).sign().view_as(bias)
-        self._chosen.clear()
+        self._biases.correct(self._module, (self.strategy.groups[self.name], self._replicas))
 
     @override
     def owned_rows(self) -> OwnedRows | None:
@@ -465,7 +447,7 @@ class ExpertAxis(Axis):
         assert self._replicas is not None
         if not (exchanges := self._held):
             return None
-        lists = [each.owned for each in exchanges if isinstance(each, DividedList)]
+        brought = [each.owned for each in exchanges if each.owned is not None]
         stacked = [each for each in exchanges if not isinstance(each, DividedList)]
         names = {name for each in stacked for name in each.experts.parameters}
         own = {p for n, p in self._module.named_parameters() if n in names}
@@ -473,7 +455,7 @@ class ExpertAxis(Axis):
         rank, size = self.strategy.global_rank, self.size
         stage = next(ranks for ranks in self._stages() if rank in ranks)
         rows = [stage[start : start + size] for start in range(0, len(stage), size)]
-        return OwnedRows(own, group, self._replicas, rows, exchanges, lists)
+        return OwnedRows(own, group, self._replicas, rows, exchanges, brought)
 
     # Forecasts.
 

@@ -17,10 +17,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from typing_extensions import override
 
+from boltmesh.strategies.engine.data_axis import OwnedColumns, OwnedModules
 from boltmesh.strategies.expert.exchange import Compute, EqualRows, ExpertExchange, with_unused
 from boltmesh.strategies.expert.expected_traffic import ExchangeShape
 from boltmesh.strategies.expert.find import ExpertCall, Experts, Slot, arguments
 from boltmesh.strategies.torch_compat.modules import (
+    parameters_in_place,
     rewrapped,
     set_parameter,
     swapped_state,
@@ -85,6 +87,13 @@ class DividedExperts:
         self._weights_type = rows.dtype if weights is None else weights.dtype
         self.shape = ExchangeShape.of(experts, call)
         self._shapes = {name: p.shape for name, p in module.named_parameters()}
+        self.owned: OwnedModules | OwnedColumns | None = None
+        """Parameters that are brought to this rank for each batch."""
+        if experts.columns:
+            names = [each.removeprefix(f"{experts.name}.") for each in experts.columns]
+            owners = [module.get_submodule(each.rpartition(".")[0]) for each in names]
+            places = zip(owners, (each.rpartition(".")[2] for each in names), strict=True)
+            self.owned = OwnedColumns(list(places), experts.num_experts)
 
     @property
     def note(self) -> Callable[[str], None]:
@@ -147,6 +156,8 @@ class DividedExperts:
             whole: A tensor of its shape.
         """
         group = self.exchange.group
+        if isinstance(self.owned, OwnedColumns) and f"{self.name}.{name}" in self.experts.columns:
+            return self.owned.part(whole, group.rank(), group.size())
         return whole.tensor_split(group.size())[group.rank()]
 
     @property
@@ -290,7 +301,7 @@ class DividedExperts:
 
     def _call(self, given: Mapping[Slot, Any]) -> Tensor:
         positions = sorted(slot for slot in given if isinstance(slot, int))
-        with _taken_apart(self.module, self.exchange.num_local):
+        with _taken_apart(self.module, self.exchange.num_local), parameters_in_place(self.module):
             result: Tensor = self._forward(
                 *(given[each] for each in positions),
                 **{slot: value for slot, value in given.items() if isinstance(slot, str)},

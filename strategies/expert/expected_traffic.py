@@ -52,7 +52,9 @@ class ExchangeShape:
     weight_bytes: int
     """Bytes of a choice's weight."""
     is_weighted: bool
-    """Whether weights get gradients."""
+    """Whether weights get gradients, where rows do."""
+    has_gradients: bool = True
+    """Whether rows get gradients: none do below the first layer that is trained."""
     capacity: int | None = None
     """Rows that a rank sends to each expert, whatever was chosen; None: those that it chooses."""
 
@@ -73,6 +75,7 @@ class ExchangeShape:
             rows.itemsize,
             rows.itemsize if weights is None else weights.itemsize,
             weights is not None,
+            call.has_gradients,
         )
 
     def part(self, num_ranks: int) -> "ExchangeShape":
@@ -91,7 +94,10 @@ class ExchangeShape:
         weights = self.is_weighted * num_rows * self.num_choices * self.weight_bytes
         backward = num_rows * self.width * self.row_bytes + weights
         passes = 1 + is_recomputed
-        return ExchangeBytes(passes + 1 + self.is_weighted, passes * forward + backward)
+        return ExchangeBytes(
+            passes + self.has_gradients * (1 + self.is_weighted),
+            passes * forward + self.has_gradients * backward,
+        )
 
     def expected(self, size: int, *, is_recomputed: bool) -> ExchangeBytes:
         """Return what a batch moves, forward and backward.
@@ -101,23 +107,22 @@ class ExchangeShape:
             is_recomputed: Whether the forward pass runs once more in the backward pass.
         """
         passes = 1 + is_recomputed
-        weights: float
+        rows: float
+        choices: float
         if self.capacity is not None:
-            sent = self.num_experts * self.capacity
-            moved = sent * (self.width + self.output_width) * self.row_bytes
-            weights = sent * self.weight_bytes
-            return ExchangeBytes(
-                2 * passes + 2,
-                passes * (moved + weights) + moved + self.is_weighted * weights,
-            )
-        rows = expected_rows(self.num_rows, self.num_experts, self.num_choices, size)
-        there_and_back = rows * (self.width + self.output_width) * self.row_bytes
-        choices = rows * self.num_choices  # each row has room for all
+            rows = choices = self.num_experts * self.capacity
+            calls, beside = 2, 0.0
+        else:
+            rows = expected_rows(self.num_rows, self.num_experts, self.num_choices, size)
+            choices = rows * self.num_choices  # each row has room for all
+            calls, beside = 3, choices * _CHOICE_BYTES + 3 * size * _COUNT_BYTES
+        there, back = (rows * each * self.row_bytes for each in (self.width, self.output_width))
         weights = choices * self.weight_bytes
-        numbers, counts = choices * _CHOICE_BYTES, 3 * size * _COUNT_BYTES
-        forward = there_and_back + weights + numbers + counts
-        backward = there_and_back + self.is_weighted * weights
-        return ExchangeBytes(3 * passes + 2, passes * forward + backward)
+        gradients = self.has_gradients * (there + self.is_weighted * weights)
+        return ExchangeBytes(
+            calls * passes + 1 + self.has_gradients,
+            passes * (there + back + weights + beside) + back + gradients,
+        )
 
 
 def expected_bytes(shapes: Iterable[tuple[ExchangeShape, bool]], size: int) -> ExchangeBytes:

@@ -1,8 +1,8 @@
 """Finds the experts of a model by what its modules do in one step.
 
-Nothing is known by name. While a step runs, ``WidthMode`` notes among how many something was chosen
-(``topk``, ``argmax``), and hooks look at what each module is given and gives. Experts are a module
-of one of these kinds:
+Nothing is known by name but adapters of peft. While a step runs, ``WidthMode`` notes among how many
+something was chosen (``topk``, ``argmax``), and hooks look at what each module is given and gives.
+Experts are a module of one of these kinds:
 
 - *routed*: given rows, whole numbers ``[T, k]`` below the number of experts, and perhaps a weight
   for each; all its parameters begin with a dim that the experts share. So are the experts of
@@ -30,6 +30,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
+from boltmesh.strategies.expert.adapters import adapter_type, adapters_of, without_adapters
 from boltmesh.strategies.torch_compat.modules import has_hooks
 from boltmesh.strategies.torch_compat.tensors import tree_map
 
@@ -52,6 +53,8 @@ class Experts:
     """Where ``rows``, ``experts``, ``weights`` and ``sizes`` are among the arguments."""
     counts: tuple[tuple[str, str], ...] = ()
     """Attributes that are the number of experts: names of the module and of the attribute."""
+    columns: tuple[str, ...] = ()
+    """Parameters whose columns are those of experts in turns, as adapters of stacks have them."""
     members: tuple[str, ...] = ()
     """Names of the experts in a list, in its order; those of other kinds are no modules."""
 
@@ -67,6 +70,8 @@ class ExpertCall:
     """All rows that experts of a list were given, without values."""
     results: Tensor | None = None
     """Outputs for these rows, without values."""
+    has_gradients: bool = True
+    """Whether a module before it is trained, so that rows may need gradients."""
     is_parametrized: bool = False
     """Whether parameters of the module were computed from others in the call."""
 
@@ -123,12 +128,14 @@ def find_experts(model: Module, step: Callable[[], object]) -> Findings:
     seen: dict[str, ExpertCall] = {}
     lists = _lists_of(model)
     names = {module: name for name, module in model.named_modules()}
-    mode = WidthMode()
+    mode, trained = WidthMode(), _TrainedBefore(model)
     with ExitStack() as stack:
         for module, name in names.items():
             if name and next(module.parameters(), None) is not None:
                 hook = partial(_keep_call, seen, name)
                 stack.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
+                stack.callback(module.register_forward_pre_hook(trained.note).remove)
+                stack.callback(module.register_forward_hook(trained.note).remove)
         for each in lists.values():
             each.watch(stack)
         stack.enter_context(mode)
@@ -162,53 +169,9 @@ def find_experts(model: Module, step: Callable[[], object]) -> Findings:
             found.whole[name] = experts
         elif experts is not None:
             found.experts.append(experts)
-            found.calls[name] = seen[name]
+            is_trained = trained.before[model.get_submodule(name)]
+            found.calls[name] = replace(call, has_gradients=is_trained)
     _leave_nested(found)
-    return found
-
-
-def find_biases(
-    model: Module, experts: Iterable[Experts], step: Callable[[], object]
-) -> dict[str, str]:
-    """Return the name of each router's buffer that corrects choices, by the name of its experts.
-
-    It is as long as its experts are many, next to them, and who raises one of its elements makes
-    every row choose that expert.
-
-    Args:
-        model: Whose modules are looked at.
-        experts: Routed experts of it.
-        step: Runs it.
-    """
-    near: dict[str, str] = {}
-    for each in experts:
-        above = each.name
-        while each.kind == "routed" and each.name not in near and "." in above:
-            above = above.rpartition(".")[0]
-            fitting = [
-                f"{above}.{name}"
-                for name, buffer in model.get_submodule(above).named_buffers()
-                if buffer.is_floating_point() and buffer.numel() == each.num_experts
-                if not f"{above}.{name}".startswith(f"{each.name}.")
-            ]
-            if len(fitting) == 1:
-                near[each.name] = fitting[0]
-    before = {name: model.get_buffer(name).clone() for name in near.values()}
-    try:
-        for name in before:
-            model.get_buffer(name).view(-1)[0] += 1e6
-        calls = find_experts(model, step).calls
-    finally:
-        for name, value in before.items():
-            model.get_buffer(name).copy_(value)
-    found: dict[str, str] = {}
-    for each in experts:
-        call = calls.get(each.name)
-        if call is None or each.name not in near:
-            continue
-        chosen = arguments(call.args, call.kwargs)[each.slots["experts"]]
-        if bool((chosen == 0).any(-1).all()):
-            found[each.name] = near[each.name]
     return found
 
 
@@ -226,17 +189,35 @@ def detached(call: ExpertCall, device: torch.device | None = None) -> ExpertCall
     )
 
 
+class _TrainedBefore:
+    """Notes of each module whether parameters are trained that a module before it may have used."""
+
+    def __init__(self, model: Module) -> None:
+        self.before: dict[Module, bool] = {}
+        self._is_any = any(each.requires_grad for each in model.parameters(recurse=False))
+
+    def note(self, module: Module, *_: object) -> None:
+        """Note that a module begins or ends."""
+        is_new = module not in self.before
+        self.before.setdefault(module, self._is_any)
+        own = module.parameters(recurse=not is_new)
+        self._is_any = self._is_any or any(each.requires_grad for each in own)
+
+
 def _keep_call(
     seen: dict[str, ExpertCall], name: str, module: Module, args: Any, kwargs: Any, output: Any
 ) -> None:
     values = [*args, *kwargs.values()]
+    # Parameters of adapted and parametrized modules are in a module below.
+    is_around = isinstance(module, adapter_type()) or is_parametrized(module)
     has_experts = any(_are_choices(each) or _are_sizes(each) for each in values) or any(
-        each.ndim == _STACKED for each in module.parameters(recurse=False)
+        each.ndim == _STACKED for each in module.parameters(recurse=is_around)
     )
     is_first = name not in seen
     if isinstance(output, Tensor) and is_first and has_experts:
         made = any(map(is_parametrized, module.modules()))
-        seen[name] = detached(ExpertCall(args, dict(kwargs), output, is_parametrized=made))
+        call = ExpertCall(args, dict(kwargs), output, is_parametrized=made)
+        seen[name] = detached(call)
     elif is_first:
         seen.setdefault(name, ExpertCall((), {}, None))
 
@@ -270,8 +251,8 @@ def _routed(model: Module, name: str, call: ExpertCall, widths: set[int]) -> "Ex
         return None
     module = model.get_submodule(name)
     highest = int(experts.max())
-    own = dict(module.named_parameters())
     shared = ""
+    own = without_adapters(module)
     # A router may choose among one more: rows that go through no expert.
     leading = {p.shape[0] for p in own.values() if p.ndim}
     are_equal = len(leading) == 1 and max(leading) < max(widths, default=0)
@@ -307,7 +288,8 @@ def _sorted(model: Module, name: str, call: ExpertCall) -> "Experts | str | None
     if sum(given[sizes[0]]) != num_rows or call.output.shape[:1] != given[rows[0]].shape[:1]:
         return None
     module = model.get_submodule(name)
-    if any(not each.ndim or each.shape[0] % number for each in module.parameters()):
+    own = without_adapters(module).values()
+    if any(not each.ndim or each.shape[0] % number for each in own):
         return None
     return _checked(model, "sorted", name, number, {"rows": rows[0], "sizes": sizes[0]}, call)
 
@@ -321,7 +303,7 @@ def _batched(
 ) -> "Experts | str | None":
     given = arguments(call.args, call.kwargs)
     tensors = [slot for slot, value in given.items() if isinstance(value, Tensor)]
-    own = list(model.get_submodule(name).parameters())
+    own = list(without_adapters(model.get_submodule(name)).values())
     number = own[0].shape[0] if own and own[0].ndim else 0
     if len(tensors) != 1 or number not in widths or number < 2:
         return None
@@ -348,7 +330,10 @@ def _checked(
     """Return the experts, or why they cannot be divided."""
     module = model.get_submodule(name)
     if call.is_parametrized and not any(map(is_parametrized, module.modules())):
-        return "its parameters are made of others when it is called, as by LoRA on stacked experts"
+        return "its parameters are made of others when it is called"
+    adapters = adapters_of(module)
+    if any(each != number for each in adapters.values()):
+        return f"its adapters are not of its {number} experts"
     inside = {id(each) for each in module.parameters()}
     prefix = f"{name}."
     for other, parameter in model.named_parameters(remove_duplicate=False):
@@ -357,14 +342,17 @@ def _checked(
     for buffer_name, buffer in module.named_buffers():
         if buffer.ndim and buffer.shape[0] % number == 0:
             return f"the buffer {prefix + buffer_name!r} is as long as its experts are many"
-    parameters = tuple(prefix + each for each, _ in module.named_parameters())
+    own = [prefix + each for each, _ in module.named_parameters()]
+    in_turns = tuple(f"{prefix}{adapter}B." for adapter in adapters)
+    columns = tuple(each for each in own if each.startswith(in_turns))
+    parameters = tuple(each for each in own if each not in columns)
     counts = tuple(
         (f"{prefix}{path}".rstrip("."), key)
         for path, part in module.named_modules()
         for key, value in vars(part).items()
         if type(value) is int and value == number
     )
-    return Experts(kind, name, number, parameters, slots, counts)
+    return Experts(kind, name, number, parameters, slots, counts, columns)
 
 
 @dataclass
@@ -512,6 +500,8 @@ def _leave_nested(found: Findings) -> None:
     found.experts = [
         each for each in found.experts if not any(n.startswith(f"{each.name}.") for n in names)
     ]
+    within = tuple(f"{each.name}." for each in found.experts)
     for name in list(found.whole):
-        if any(each.startswith(f"{name}.") for each in names):
+        # A module in another one that is divided is divided with it.
+        if any(each.startswith(f"{name}.") for each in names) or name.startswith(within):
             del found.whole[name]

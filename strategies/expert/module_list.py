@@ -10,7 +10,7 @@ exchanged where an expert is called. The module around them runs twice instead:
 
 Gradients of rows go through the first pass, those of results through the second. Random numbers
 are the same in both, buffers and attributes that the first has changed are put back, and hooks do
-not see what it gives. In between, ``data_parallel/owned_modules`` has brought the parameters of
+not see what it gives. In between, ``data_parallel/brought_params`` has brought the parameters of
 each expert to its owner.
 """
 
@@ -70,7 +70,7 @@ class DividedList(DividedExperts):
         prefix = f"{experts.name}."
         self._members = [module.get_submodule(n.removeprefix(prefix)) for n in experts.members]
         self._forwards = [each.forward for each in self._members]
-        self.owned = OwnedModules(self._members)
+        self.owned: OwnedModules = OwnedModules(self._members)
         inside = {part for each in self._members for part in each.modules()}
         self._around_experts = [each for each in module.modules() if each not in inside]
         self._pass = _Pass([])

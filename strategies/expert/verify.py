@@ -126,7 +126,7 @@ def prove(
     tolerance = _COARSE_TOLERANCE if is_mixed else tolerance
     prefix = f"{experts.name}."
     for name in names:
-        if prefix + name in experts.parameters:
+        if prefix + name in (*experts.parameters, *experts.columns):
             dist.all_reduce(first[name], group=group)
         part = divided.part(name, first.pop(name))
         if part is not None:

@@ -83,8 +83,27 @@ def swapped_state(module: Module, tensors: dict[str, Tensor]) -> Iterator[None]:
         for key, old in held.items()
         if old is not None and old in new
     }
-    with _reparametrize_module(module, swapped):
+    with _reparametrize_module(module, swapped), parameters_in_place(module):
         yield
+
+
+@contextmanager
+def parameters_in_place(module: Module) -> Iterator[None]:
+    """Put tensors back that stand for parameters, where a call has registered them as buffers.
+
+    ``torch.nn.utils.parametrize`` takes a parameter out of its module and puts it back, as adapters
+    of peft do in each call; what is no ``Parameter`` comes back as a buffer.
+    """
+    before = [(each, dict(each._parameters)) for each in module.modules()]
+    try:
+        yield
+    finally:
+        for owner, parameters in before:
+            if list(owner._parameters) != list(parameters):
+                for name in parameters.keys() - owner._parameters.keys():
+                    owner._buffers.pop(name, None)
+                owner._parameters.clear()
+                owner._parameters.update(parameters)
 
 
 def _held(module: Module, name: str) -> Tensor:

@@ -77,11 +77,28 @@ CASES: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
     "list that is called": ("called list", 2, {"stage": 1}, {"optimizer": "adamw"}),
     "list, frozen": ("list, frozen", 2, {"stage": 2}, {"optimizer": "adamw"}),
     "list, adapters": ("list, adapters", 2, {"stage": 3}, {"optimizer": "adamw"}),
+    "LoRA": ("stacked, LoRA", 2, {"stage": 3}, {"optimizer": "adamw", "accumulate": 2}),
+    "LoRA, 2 of 4, starved": (
+        "mixtral, LoRA",
+        4,
+        {"stage": 1, "expert": 2},
+        {"is_starved": True, "optimizer": "adamw"},
+    ),
+    "LoRA, grouped_mm": ("mixtral:grouped_mm, LoRA", 2, {"stage": 2}, {}),
+    "LoRA, batched": ("capacity, LoRA", 2, {"stage": 3}, {"optimizer": "adamw"}),
+    "LoRA, recomputed": (
+        "qwen3_moe, LoRA",
+        2,
+        {"stage": 3, "activation_checkpointing": "full"},
+        {"optimizer": "adamw"},
+    ),
+    "LoRA, 8 of 8": ("mixtral, LoRA", 8, {"stage": 3, "expert": 8}, {}),
+    "LoRA, gpt_oss": ("gpt_oss, LoRA", 2, {"stage": 3}, {"optimizer": "adamw"}),
     "recomputed": ("mixtral", 2, {"stage": 3, "activation_checkpointing": "full"}, {}),
 }
 
 
-@pytest.mark.sample("mixtral, zero3", "list, masked")
+@pytest.mark.sample("mixtral, zero3", "list, masked", "LoRA")
 @pytest.mark.parametrize("case", CASES)
 def test_runs_equal_one_process(case: str) -> None:
     kind, world_size, strategy, options = CASES[case]
@@ -170,6 +187,22 @@ BESIDE: dict[str, tuple[str, int, int, dict[str, Any], dict[str, Any]]] = {
     ),
     "context x tensor": ("qwen3_moe", 4, 1, {"context": 2, "tensor": 2, "zero_stage": 1}, {}),
     "shards of 2": ("mixtral", 4, 4, {"stage": 3, "shard_size": 2, "expert": 4}, {}),
+    "LoRA, data, stage 0": ("stacked, LoRA", 2, 2, {"zero_stage": 0}, {"optimizer": "adamw"}),
+    "LoRA, data x tensor": (
+        "mixtral, LoRA",
+        4,
+        2,
+        {"tensor": 2, "zero_stage": 3},
+        {"optimizer": "adamw", "accumulate": 2},
+    ),
+    "LoRA, context": ("qwen3_moe, LoRA", 2, 1, {"context": 2, "zero_stage": 1}, {}),
+    "LoRA, shards of 2": (
+        "mixtral, LoRA",
+        4,
+        4,
+        {"stage": 3, "shard_size": 2, "expert": 4},
+        {"optimizer": "adamw"},
+    ),
 }
 
 
@@ -198,6 +231,12 @@ OFFLOADED: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
     ),
     "list": (
         "list",
+        2,
+        {"stage": 3, "offload_optimizer": "cpu", "offload_parameters": "cpu"},
+        {"optimizer": "adamw", "accumulate": 2, "reads_gradients": False},
+    ),
+    "LoRA": (
+        "stacked, LoRA",
         2,
         {"stage": 3, "offload_optimizer": "cpu", "offload_parameters": "cpu"},
         {"optimizer": "adamw", "accumulate": 2, "reads_gradients": False},
@@ -265,7 +304,9 @@ def test_what_cannot_be_divided_is_refused(kind: str, options: dict[str, Any], t
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", ["list", "masked", "repeated", "mixtral", "stacked"])
+@pytest.mark.parametrize(
+    "kind", ["list", "masked", "repeated", "mixtral", "stacked", "mixtral, LoRA"]
+)
 def test_a_step_under_autocast_equals_one_process(kind: str) -> None:
     options: dict[str, Any] = {"precision": "bf16-mixed", "steps": 2}
     worker = partial(train, kind=kind, strategy={"stage": 2}, **options)

@@ -89,6 +89,7 @@ BUILDS: dict[str, tuple[str, int, dict[str, Any], Callable[[str], MoeModule]]] =
         {"expert": 2, "tensor": 2, "zero_stage": 1, "expert_tensor": "tensor"},
         deferred,
     ),
+    "zero3, LoRA": ("mixtral, LoRA", 2, {"stage": 3, "expert": 2}, deferred),
     "pipeline": ("stacked", 4, {**STAGES, "microbatches": 2}, deferred),
     "pipeline, aux": ("mixtral", 4, {**STAGES, "microbatches": 1, "schedule": "gpipe"}, deferred),
     "context": ("mixtral", 4, {"expert": 4, "context": 2, "zero_stage": 1}, deferred),

@@ -92,7 +92,7 @@ PAIRS = [
     ("offloaded", "one"), ("2 of 4", "offloaded"),
 ]  # fmt: skip
 CASES = [
-    *((one, other, kind) for one, other in PAIRS for kind in ("mixtral", "list")),
+    *((one, other, kind) for one, other in PAIRS for kind in ("mixtral", "list", "mixtral, LoRA")),
     *(("pipeline", other, "stacked") for other in ("one", "2 of 2", "pipeline")),
     ("4 of 4", "pipeline", "stacked"),
     *(("layers", other, "stacked") for other in ("one", "2 of 2", "tensor 2, 2 of 4")),
@@ -130,6 +130,7 @@ def evaluate(
         ({"stage": 1, "expert": 2}, [1, 3], "mixtral"),
         ({"stage": 3, "expert": 2}, [1, 3, 2, 4], "mixtral"),
         ({"stage": 3, "expert": 2}, [1, 3, 2, 4], "repeated"),
+        ({"stage": 3, "expert": 2}, [1, 3, 2, 4], "mixtral, LoRA"),
         ({"zero_stage": 3, "pipeline": 2, "expert": 2, "microbatches": 2}, [1, 3], "stacked"),
         pytest.param(
             {"zero_stage": 3, "tensor": 2, "expert": 4}, [1, 3], "mixtral", marks=pytest.mark.full
@@ -156,3 +157,53 @@ def test_ranks_predict_different_numbers_of_batches(
     assert {place for place, _ in found} == set(range(len(counts)))
     for place, got in found:
         assert got == pytest.approx(expected[place], rel=1e-6)
+
+
+class OfPeft(MoeModule):
+    """A Mixtral whose experts have adapters of peft."""
+
+    def __init__(self) -> None:
+        from peft import LoraConfig, get_peft_model
+
+        super().__init__("mixtral", "adamw")
+        stacks = [f"mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")]
+        config = LoraConfig(r=4, target_modules=[], target_parameters=stacks)
+        self.net = get_peft_model(self.net, config)
+        torch.manual_seed(1)
+        for name, each in self.net.named_parameters():
+            if "lora_B" in name:  # zeros so far
+                torch.nn.init.normal_(each, std=0.05)
+
+
+def train_adapters(
+    rank: int, world_size: int, epochs: int, start: str | None, save: str | None
+) -> dict[str, Tensor]:
+    module = OfPeft()
+    strategy = strategy_of(telemetry=False, stage=3, expert=2, save_trainable_only=True)
+    run = trainer(world_size, strategy, max_epochs=epochs)
+    run.fit(module, loader(0, 2), ckpt_path=start)
+    if save is not None:
+        run.save_checkpoint(save)
+    return whole_of(module)
+
+
+# torch and transformers meet so in copies that peft makes.
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_adapters_of_experts_resume_alone_and_load_into_peft(tmp_path: Path) -> None:
+    import peft
+
+    saved, target = tmp_path / "half.ckpt", tmp_path / "adapter"
+    half = run_ranks(train_adapters, 2, 1, None, str(saved))[0]
+    through = run_ranks(train_adapters, 2, 2, None, None)[0]
+    again = run_ranks(train_adapters, 2, 2, str(saved), None)[0]
+    assert all(torch.equal(each, again[name]) for name, each in through.items())
+    assert run_command(["export", str(saved), "--peft", "--to", str(target)]) == 0
+    mine: Any = OfPeft().eval()
+    mine.load_state_dict(half)
+    bare: Any = MoeModule("mixtral").net
+    loaded: Any = peft.PeftModel.from_pretrained(bare, str(target))
+    batch = tokens(0, 0)
+    with torch.no_grad():
+        same = loaded(input_ids=batch).logits, mine.net(input_ids=batch).logits
+    assert torch.equal(*same)
+    assert (half["net.base_model.model.lm_head.weight"] == bare.lm_head.weight).all()

@@ -73,10 +73,11 @@ def test_experts_of_stages_equal_one_process(case: str) -> None:
     [
         ("stacked", {"schedule": "1f1b"}, "weigh their microbatches differently"),
         ("stacked", {"microbatches": 3}, "are cut into 2 to 3 microbatches"),
-        ("list", {}, "experts of a list are whole for a batch"),
+        ("list", {}, "experts of a list are brought for a batch"),
+        ("stacked, LoRA", {}, "adapters of stacked experts are brought for a batch"),
         ("gpt_oss", {}, r"of shape .* has no dimension of rows. Use microbatches=1"),
     ],
-    ids=["1f1b", "parts", "list", "balancing loss"],
+    ids=["1f1b", "parts", "list", "LoRA", "balancing loss"],
 )
 def test_what_would_give_other_numbers_is_refused(kind: str, strategy: Options, text: str) -> None:
     with pytest.raises(RankFailure, match=text):

@@ -369,6 +369,8 @@ TUPLES = ("masked", "repeated")
 """Kinds in blocks that take what is beside the output."""
 CHANGED = ("list, frozen", "list, adapters", "list, hooked")
 """Experts of a list that are changed once they are made."""
+ADAPTED = ", LoRA"
+"""Ends kinds of stacked experts with adapters of peft on all stacks."""
 BY_HAND = (
     *("stacked", "all", "coupled", "capacity", "dense"),
     *("list", "list, even", "list, even on a rank", "list, read", "called list", "coupled list"),
@@ -384,6 +386,12 @@ def change(net: nn.Module, kind: str) -> nn.Module:
 
         targets = [f"blocks.{n}.2.experts.{e}" for n in range(2) for e in range(8)]
         return inject_adapter_in_model(LoraConfig(r=4, target_modules=targets), net)
+    if kind.endswith(ADAPTED):
+        from peft import LoraConfig, inject_adapter_in_model
+
+        stacks = [name for name, each in net.named_parameters() if each.ndim == 3]
+        config = LoraConfig(r=4, target_modules=[], target_parameters=stacks)
+        return inject_adapter_in_model(config, net)
     for block in net.blocks:
         if kind == "list, frozen":
             for expert in block[2].experts[::2]:
@@ -401,11 +409,12 @@ class MoeModule(LightningModule):
     def __init__(self, kind: str, optimizer: str = "sgd") -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.net = ByHand(kind) if kind in BY_HAND else language_model(kind)
-        if kind in CHANGED:
+        made = kind.removesuffix(ADAPTED)
+        self.net = ByHand(made) if made in BY_HAND else language_model(made)
+        if kind in CHANGED or made != kind:
             self.net = change(self.net, kind)
         self.optimizer = optimizer
-        if kind.partition(":")[0] not in {*BY_HAND, "mixtral", "qwen3_moe", "gpt_oss"}:
+        if made.partition(":")[0] not in {*BY_HAND, "mixtral", "qwen3_moe", "gpt_oss"}:
             return
         with torch.no_grad():  # zeros of some initialisations
             for name, each in self.net.named_parameters():

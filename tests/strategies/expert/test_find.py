@@ -106,12 +106,13 @@ def test_rows_in_order_are_found() -> None:
     assert dict(experts.slots) == {"rows": 0, "sizes": 1}
 
 
-def test_adapters_of_stacked_experts_leave_them_whole() -> None:
-    from peft import LoraConfig, inject_adapter_in_model
-
-    module = MoeModule("stacked")
-    names = [f"blocks.{n}.2.experts.{key}" for n in range(2) for key in ("up", "down")]
-    config = LoraConfig(r=2, target_modules=[], target_parameters=names)
-    module.net = inject_adapter_in_model(config, module.net)
-    seen = found(module)
-    assert any("LoRA on stacked experts" in reason for reason in seen.whole.values())
+def test_stacked_experts_with_adapters_are_found() -> None:
+    seen = found(MoeModule("stacked, LoRA"))
+    assert [each.name for each in seen.experts] == [f"net.blocks.{n}.2.experts" for n in range(2)]
+    assert seen.whole == {}
+    for each in seen.experts:
+        assert (each.kind, each.num_experts) == ("routed", 8)
+        assert len(each.parameters) == 5  # three stacks, two adapters
+        assert [name.rpartition(".lora_")[2] for name in each.columns] == ["B.default.weight"] * 2
+        owners = [name.removeprefix(each.name) for name, _ in each.counts]
+        assert owners == ["", ".base_layer", ".base_layer.base_layer"]

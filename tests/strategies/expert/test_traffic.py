@@ -43,6 +43,8 @@ STAGES = {"expert": 2, "pipeline": 2, "microbatches": 2}
         (4, "all", {"expert": 2}, 1),
         (2, "list, even", {"expert": 2, "activation_checkpointing": "full"}, 1),
         (4, "list, even", {"expert": 2}, 2),
+        (2, "all, LoRA", {"expert": 2}, 2),
+        (4, "all, LoRA", {"expert": 2}, 1),
         (2, "all", {"expert": 2, "tensor": 2, "zero_stage": 1}, 1),
         (4, "all", {"expert": 2, "tensor": 2, "zero_stage": 1, "expert_tensor": "tensor"}, 2),
         (2, "all", {"expert": 2, "expert_capacity": 1.0}, 2),
@@ -52,7 +54,7 @@ STAGES = {"expert": 2, "pipeline": 2, "microbatches": 2}
         (4, "all", {**STAGES, "zero_stage": 1, "expert_capacity": 1.0}, 2),
     ],
     ids=[
-        *("2-2", "recomputed", "4-2", "list-recomputed", "list-4-2", "tensor"),
+        *("2-2", "recomputed", "4-2", "list-recomputed", "list-4-2", "LoRA", "LoRA-4-2", "tensor"),
         *("layers", "capacity"),
         *("stages", "stages-tensor", "zero_bubble", "stages-capacity"),
     ],
@@ -123,7 +125,7 @@ def hold(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", ["mixtral", "list"])
+@pytest.mark.parametrize("kind", ["mixtral", "list", "mixtral, LoRA"])
 @pytest.mark.parametrize(
     "options",
     [

@@ -1,0 +1,375 @@
+"""Brings parameters to the ranks that compute with them.
+
+Between steps every parameter is a shard of rows on each rank of the group, as all others of the
+model are, so that optimizers, norms and checkpoints see nothing new. For a forward pass each rank
+sends of its rows what other ranks compute with, in one exchange per type; in the backward pass
+gradients go the other way. So a rank gets what it computes with, and not the whole: 1 / group of
+what gathering would bring.
+
+- ``OwnedModulesParams``: a rank computes with whole modules of a list of experts.
+- ``OwnedColumnsParams``: it computes with columns, those of its experts.
+
+Parameters that got no gradient on any rank get none here either: ranks agree on that, because
+optimizers tell missing gradients from zeros.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn import Module, Parameter
+from typing_extensions import override
+
+from boltmesh.strategies.data_parallel.param_state import (
+    InStepParameter,
+    PlainInStep,
+    local_values,
+)
+from boltmesh.strategies.engine.data_axis import (
+    Brought,
+    OwnedColumns,
+    OwnedModules,
+    OwnedRows,
+)
+from boltmesh.strategies.torch_compat.modules import set_parameter
+from boltmesh.strategies.torch_compat.tensors import local_tensor
+from boltmesh.telemetry.traffic import ExpectedTraffic
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+class BroughtParams(PlainInStep, ABC):
+    """Parameters of which each rank of a group computes with a part.
+
+    Args:
+        brought: What is to know of each batch.
+        owned: The ranks that divide them, and those that compute with the same parts.
+        num_batches: Batches of all ranks in a step, over which gradients are averaged.
+        cut: Returns the shard of a parameter.
+    """
+
+    def __init__(
+        self,
+        brought: Brought,
+        owned: OwnedRows,
+        num_batches: int,
+        cut: Callable[[Parameter], Parameter],
+    ) -> None:
+        super().__init__(owned.replicas, num_batches)
+        self._brought, self._cut = brought, cut
+        self.group: ProcessGroup = owned.group
+        self._is_out = False
+
+    @abstractmethod
+    def _now(self) -> list[Parameter]:
+        """Return what is registered in the places of the parameters."""
+
+    @abstractmethod
+    def width(self, place: int, rank: int) -> int:
+        """Return with how many elements of each row of a parameter a rank computes."""
+
+    @abstractmethod
+    def columns(self, rows: Tensor, place: int, rank: int) -> Tensor:
+        """Return what a rank computes with of some rows, any of which it computes with."""
+
+    @abstractmethod
+    def joined(self, columns: Sequence[Tensor], place: int) -> Tensor:
+        """Return rows from what the ranks that compute with any of them have, flat."""
+
+    @abstractmethod
+    def shape(self, place: int) -> Sequence[int]:
+        """Return the shape of what this rank computes with."""
+
+    def was_called(self, place: int) -> bool:
+        """Whether this rank's batch was computed with a parameter without rows."""
+        del place
+        return False
+
+    def cut(self, module: Module) -> None:
+        """Keep this rank's shards of what is below a module, which is whole so far."""
+        self._replace(module, {param: self._cut(param) for param in self.whole_in(module)})
+
+    def whole_in(self, module: Module) -> set[Parameter]:
+        """Return what is to be cut below a module."""
+        own = set(self._now())
+        return {p for p in module.parameters() if p in own and not isinstance(p, DTensor)}
+
+    @cached_property
+    def _in_order(self) -> list[Parameter]:
+        return self._now()
+
+    @override
+    @property
+    def parameters(self) -> list[Parameter]:
+        """The shards, once all are cut."""
+        return self._in_order
+
+    def of_rank(self, places: Iterable[int], rank: int) -> list[int]:
+        """Return the places of parameters that a rank computes with."""
+        return [place for place in places if self.width(place, rank)]
+
+    def mine(self, places: Iterable[int]) -> list[int]:
+        """Return the places of parameters that this rank computes with."""
+        return self.of_rank(places, self.group.rank())
+
+    @override
+    def _plain_of(self, parameter: Parameter) -> Tensor:
+        # Other ranks' parameters must not be computed with here: these have no values.
+        return torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+
+    @override
+    def take_out(self) -> None:
+        """Put what this rank computes with in its places. Collective over the group.
+
+        In an evaluation it stays for all batches, of which ranks may have different numbers.
+        """
+        if self._is_out and not torch.is_grad_enabled():
+            return
+        self.put_back()
+        self._brought.called.clear()
+        parameters = self.parameters
+        anchor, *parts = _Bring.apply(self, *parameters)  # type: ignore[no-untyped-call]
+        plain = dict(zip(self.mine(range(len(parameters))), parts, strict=True))
+        put = {p: plain[n] if n in plain else self._plain_of(p) for n, p in enumerate(parameters)}
+        for owner, key, parameter in self._places:
+            set_parameter(owner, key, InStepParameter.of(put[parameter], parameter))
+        self._brought.anchors = [anchor] if anchor.requires_grad else []
+        self._is_out = True
+
+    @override
+    def put_back(self) -> None:
+        super().put_back()
+        self._brought.anchors = ()
+        self._is_out = False
+
+    def by_type(self, places: Iterable[int]) -> list[list[int]]:
+        """Return places of parameters in lists of one type each, in the order of first ones."""
+        found: dict[torch.dtype, list[int]] = {}
+        for place in places:
+            found.setdefault(self.parameters[place].dtype, []).append(place)
+        return list(found.values())
+
+    def rows_of(self, place: int, rank: int) -> slice:
+        """Return the rows of a parameter that a rank has a shard of."""
+        count = self.parameters[place].shape[0]
+        size = -(-count // self.group.size())
+        return slice(min(rank * size, count), min((rank + 1) * size, count))
+
+    def elements(self, place: int, *, of: int, to: int) -> int:
+        """Return with how many elements of one rank's rows another one computes."""
+        rows = self.rows_of(place, of)
+        number: int = rows.stop - rows.start
+        return number * self.width(place, to)
+
+    def swap(self, sent: Sequence[Sequence[Tensor]], received: list[int]) -> list[Tensor]:
+        """Send tensors to each rank; return what came of each, flat. Collective."""
+        together = torch.cat([each.reshape(-1) for to in sent for each in to])
+        came = together.new_empty(sum(received))
+        sizes = [sum(each.numel() for each in to) for to in sent]
+        dist.all_to_all_single(came, together, received, sizes, group=self.group)
+        return list(came.split_with_sizes(received))
+
+    @override
+    def expected_traffic(self, *, num_batches: int) -> Iterable[ExpectedTraffic]:
+        parameters = self.parameters
+        trained = [place for place, each in enumerate(parameters) if each.requires_grad]
+        shards = [local_tensor(each).nbytes for each in parameters]
+        back = sum(
+            math.prod(self.shape(place)) * parameters[place].element_size()
+            for place in self.mine(trained)
+        )
+        calls = len(self.by_type(range(len(parameters)))) + len(self.by_type(trained))
+        why = "parameters of experts to their owners, and gradients back, once per batch"
+        yield ExpectedTraffic(
+            "expert", "alltoall_base", num_batches * (sum(shards) + back), num_batches * calls, why
+        )
+        if trained:
+            flags = num_batches * len(trained) * torch.int32.itemsize
+            why = "which of these parameters have gradients, once per batch"
+            yield ExpectedTraffic("expert", "allreduce", flags, num_batches, why)
+            if self.replicas.size() > 1:
+                moved = flags + num_batches * sum(shards[p] for p in trained)
+                why = "gradients of experts, over the ranks with the same ones, once per batch"
+                calls = num_batches * (1 + len(self.by_type(trained)))
+                yield ExpectedTraffic("data", "allreduce", moved, calls, why)
+
+
+class OwnedModulesParams(BroughtParams):
+    """The parameters of one list of experts: a rank computes with those of its modules."""
+
+    _brought: OwnedModules
+
+    @override
+    def _now(self) -> list[Parameter]:
+        return [p for each in self._brought.modules for p in each.parameters()]
+
+    @cached_property
+    def _numbers(self) -> list[int]:
+        """Of each parameter the number of its module."""
+        return [n for n, each in enumerate(self._brought.modules) for _ in each.parameters()]
+
+    @override
+    def width(self, place: int, rank: int) -> int:
+        num_local = len(self._brought.modules) // self.group.size()
+        if self._numbers[place] // num_local != rank:
+            return 0
+        return math.prod(self.parameters[place].shape[1:])
+
+    @override
+    def columns(self, rows: Tensor, place: int, rank: int) -> Tensor:
+        return rows
+
+    @override
+    def joined(self, columns: Sequence[Tensor], place: int) -> Tensor:
+        return columns[0]
+
+    @override
+    def shape(self, place: int) -> Sequence[int]:
+        return self.parameters[place].shape
+
+    @override
+    def was_called(self, place: int) -> bool:
+        return self._numbers[place] in self._brought.called
+
+
+class OwnedColumnsParams(BroughtParams):
+    """Parameters whose columns are those of experts in turns: a rank computes with its experts'."""
+
+    _brought: OwnedColumns
+
+    @override
+    def _now(self) -> list[Parameter]:
+        return [getattr(owner, name) for owner, name in self._brought.places]
+
+    @override
+    def width(self, place: int, rank: int) -> int:
+        return self.parameters[place].shape[1] // self.group.size()
+
+    @override
+    def columns(self, rows: Tensor, place: int, rank: int) -> Tensor:
+        return self._brought.part(rows, rank, self.group.size())
+
+    @override
+    def joined(self, columns: Sequence[Tensor], place: int) -> Tensor:
+        num_local = self._brought.num_experts // self.group.size()
+        width = self.width(place, 0)
+        parts = [each.view(-1, width // num_local, num_local) for each in columns]
+        return torch.cat(parts, -1)
+
+    @override
+    def shape(self, place: int) -> Sequence[int]:
+        return self.parameters[place].shape[0], self.width(place, 0)
+
+
+def brought_params(
+    brought: Brought,
+    owned: OwnedRows,
+    num_batches: int,
+    cut: Callable[[Parameter], Parameter],
+) -> BroughtParams:
+    """Return what brings parameters of either kind, see ``BroughtParams``."""
+    kind = OwnedColumnsParams if isinstance(brought, OwnedColumns) else OwnedModulesParams
+    return kind(brought, owned, num_batches, cut)
+
+
+class _Bring(torch.autograd.Function):
+    """Shards to the ranks that compute with them; gradients of what was brought back."""
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, plan: BroughtParams, *parameters: Tensor) -> tuple[Tensor, ...]:
+        ctx.plan = plan
+        ctx.set_materialize_grads(False)
+        ranks, rank = range(plan.group.size()), plan.group.rank()
+        parts: dict[int, Tensor] = {}
+        for places in plan.by_type(range(len(parameters))):
+            mine = plan.mine(places)
+            local = {place: local_values(parameters[place]) for place in places}
+            came = plan.swap(
+                [
+                    [plan.columns(local[p], p, each) for p in plan.of_rank(places, each)]
+                    for each in ranks
+                ],
+                [sum(plan.elements(p, of=each, to=rank) for p in mine) for each in ranks],
+            )
+            shards = [
+                part.split_with_sizes([plan.elements(p, of=each, to=rank) for p in mine])
+                for each, part in enumerate(came)
+            ]
+            for number, place in enumerate(mine):
+                part = torch.cat([shards[each][number] for each in ranks])
+                parts[place] = part.view(plan.shape(place))
+        outputs = [parts[place] for place in sorted(parts)]
+        frozen = [parts[p] for p in sorted(parts) if not parameters[p].requires_grad]
+        ctx.mark_non_differentiable(*frozen)
+        return torch.zeros((), device=local_tensor(parameters[0]).device), *outputs
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        plan: BroughtParams = ctx.plan
+        ranks, rank = range(plan.group.size()), plan.group.rank()
+        parameters = plan.parameters
+        trained = [place for place, each in enumerate(parameters) if each.requires_grad]
+        own = dict(zip(plan.mine(range(len(parameters))), gradients[1:], strict=True))
+        device = local_tensor(parameters[0]).device
+        has_gradient = torch.tensor(
+            [own.get(p) is not None or plan.was_called(p) for p in trained],
+            dtype=torch.int32,
+            device=device,
+        )
+        for group in (plan.group, plan.replicas):
+            if group.size() > 1:
+                dist.all_reduce(has_gradient, dist.ReduceOp.MAX, group=group)
+        made: dict[int, Tensor] = {}
+        for places in plan.by_type(trained):
+            mine = plan.mine(places)
+            parts = {
+                p: torch.zeros(plan.shape(p), dtype=parameters[p].dtype, device=device)
+                if (gradient := own[p]) is None
+                else gradient
+                for p in mine
+            }
+            of_owners = [(each, p) for each in ranks for p in plan.of_rank(places, each)]
+            came = plan.swap(
+                [[parts[p][plan.rows_of(p, each)] for p in mine] for each in ranks],
+                [
+                    sum(plan.elements(p, of=rank, to=each) for p in plan.of_rank(places, each))
+                    for each in ranks
+                ],
+            )
+            flat = torch.cat(came) / plan.num_batches
+            if plan.replicas.size() > 1:
+                dist.all_reduce(flat, group=plan.replicas)
+            sizes = [plan.elements(p, of=rank, to=each) for each, p in of_owners]
+            columns: dict[int, list[Tensor]] = {}
+            for (_, place), part in zip(of_owners, flat.split_with_sizes(sizes), strict=True):
+                columns.setdefault(place, []).append(part)
+            made |= {place: plan.joined(each, place) for place, each in columns.items()}
+        for place, is_there in zip(trained, has_gradient.tolist(), strict=True):
+            if not is_there:
+                del made[place]
+        found = (
+            _as_shard(made[p], each) if p in made else None for p, each in enumerate(parameters)
+        )
+        return None, *found
+
+
+def _as_shard(flat: Tensor, parameter: Tensor) -> Tensor:
+    assert isinstance(parameter, DTensor)
+    local = flat.reshape(local_tensor(parameter).shape)
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )

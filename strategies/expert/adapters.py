@@ -1,0 +1,27 @@
+"""Adapters that peft puts on stacked parameters (``target_parameters`` of its ``LoraConfig``).
+
+They are matrices of all experts: the rows of ``lora_A`` are those of one expert after the other,
+the columns of ``lora_B`` those of experts in turns.
+"""
+
+import sys
+from typing import Any
+
+from torch.nn import Module, Parameter
+
+
+def adapter_type() -> Any:
+    """Return the class of modules that adapt a stack; an empty tuple while peft is not loaded."""
+    return getattr(sys.modules.get("peft.tuners.lora.layer"), "ParamWrapper", ())
+
+
+def adapters_of(module: Module) -> dict[str, int]:
+    """Return prefixes of adapters' names below a module, each with its number of experts."""
+    kind, named = adapter_type(), module.named_modules()
+    return {f"{n}.lora_".lstrip("."): m.num_experts for n, m in named if isinstance(m, kind)}
+
+
+def without_adapters(module: Module) -> dict[str, Parameter]:
+    """Return the parameters below a module that are no adapters, by name."""
+    adapters = tuple(adapters_of(module))
+    return {n: p for n, p in module.named_parameters() if not n.startswith(adapters)}
