@@ -123,6 +123,7 @@ EXPERTS: dict[str, tuple[str, int, int, dict[str, Any]]] = {
     "stacked": ("stacked", 2, 2, {"stage": 3, "activation_checkpointing": "full"}),
     "transformers": ("mixtral:no aux", 2, 2, {"stage": 1}),
     "batched": ("capacity", 2, 2, {"stage": 1}),
+    "LoRA": ("mixtral:no aux, LoRA", 2, 2, {"stage": 3}),
     "list": ("list", 2, 2, {"stage": 1}),
     "tensor": ("mixtral:no aux", 2, 1, TENSOR),
     "sequence_parallel": ("mixtral:no aux", 2, 1, {**TENSOR, "sequence_parallel": True}),
