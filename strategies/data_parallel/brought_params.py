@@ -88,7 +88,7 @@ class BroughtParams(PlainInStep, ABC):
         """Return the shape of what this rank computes with."""
 
     def was_called(self, place: int) -> bool:
-        """Whether this rank's batch was computed with a parameter without rows."""
+        """Whether this rank's batch has called a parameter's module, and without rows."""
         del place
         return False
 

@@ -96,7 +96,8 @@ class OwnedColumns(Brought):
 
     def part(self, rows: Tensor, rank: int, num_ranks: int) -> Tensor:
         """Return the columns of a rank, ``[rows, columns / num_ranks]``."""
-        by_expert = rows.reshape(rows.shape[0], -1, self.num_experts)
+        count, width = rows.shape  # there may be no rows
+        by_expert = rows.reshape(count, width // self.num_experts, self.num_experts)
         return by_expert.tensor_split(num_ranks, -1)[rank].flatten(1)
 
 

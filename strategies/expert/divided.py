@@ -256,7 +256,7 @@ class DividedExperts:
             weights: ``[P]``.
         """
         if not rows.shape[0]:
-            return self.empty(rows)
+            return self._without_rows(args, kwargs, rows, local, weights)
         slots = self.experts.slots
         given = arguments(args, kwargs)
         if self.experts.kind == "batched":
@@ -293,6 +293,23 @@ class DividedExperts:
         wide = weights.new_zeros((len(weights), self.exchange.num_local))
         return wide.scatter(1, local[:, None], weights[:, None])
 
+    def _without_rows(
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        rows: Tensor,
+        local: Tensor,
+        weights: Tensor,
+    ) -> Tensor:
+        if not self.experts.columns:
+            return self.empty(rows)
+        # Which of its adapters are in use shows a call alone: one row for each expert.
+        num_local = self.exchange.num_local
+        made_up = rows.new_zeros((num_local, rows.shape[1]))
+        each = torch.arange(num_local, device=local.device)
+        results = self.compute(args, kwargs, made_up, each, weights.new_zeros(num_local))
+        return with_unused(results[:0], (rows, weights))
+
     def empty(self, rows: Tensor) -> Tensor:
         """Return the result of no rows, on which everything depends that computes one."""
         shape = rows.shape[0], self.shape.output_width
@@ -306,7 +323,7 @@ class DividedExperts:
                 *(given[each] for each in positions),
                 **{slot: value for slot, value in given.items() if isinstance(slot, str)},
             )
-        return result
+        return result if self.owned is None else with_unused(result, self.owned.anchors)
 
 
 _NUMBERS = frozenset({torch.int16, torch.int32, torch.int64})

@@ -156,8 +156,9 @@ def find_experts(model: Module, step: Callable[[], object]) -> Findings:
                 found.even.append((of_list, each.call))
         elif each.are_called_as_experts:
             found.whole[each.list_name] = reason or "its experts are called in no module"
+    adapted = tuple(f"{n}." for m, n in names.items() if isinstance(m, adapter_type()))
     for name in names.values():  # in the order of the model
-        if name not in seen or name in found.calls:
+        if name not in seen or name in found.calls or name.startswith(adapted):
             continue
         call = seen[name]
         experts = (
@@ -332,8 +333,9 @@ def _checked(
     if call.is_parametrized and not any(map(is_parametrized, module.modules())):
         return "its parameters are made of others when it is called"
     adapters = adapters_of(module)
-    if any(each != number for each in adapters.values()):
-        return f"its adapters are not of its {number} experts"
+    for adapter, num_adapted in adapters.items():
+        if num_adapted != number:
+            return f"{name}.{adapter}A adapts no stack of its {number} experts"
     inside = {id(each) for each in module.parameters()}
     prefix = f"{name}."
     for other, parameter in model.named_parameters(remove_duplicate=False):
@@ -351,6 +353,7 @@ def _checked(
         for path, part in module.named_modules()
         for key, value in vars(part).items()
         if type(value) is int and value == number
+        if key == "num_experts" or not isinstance(part, adapter_type())
     )
     return Experts(kind, name, number, parameters, slots, counts, columns)
 
@@ -500,8 +503,6 @@ def _leave_nested(found: Findings) -> None:
     found.experts = [
         each for each in found.experts if not any(n.startswith(f"{each.name}.") for n in names)
     ]
-    within = tuple(f"{each.name}." for each in found.experts)
     for name in list(found.whole):
-        # A module in another one that is divided is divided with it.
-        if any(each.startswith(f"{name}.") for each in names) or name.startswith(within):
+        if any(each.startswith(f"{name}.") for each in names):
             del found.whole[name]
