@@ -42,7 +42,7 @@ class Switched(MoeModule):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.net.head.weight.requires_grad_(True)
+        self.net.lm_head.weight.requires_grad_(True)
 
     @override
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
@@ -55,7 +55,7 @@ class Switched(MoeModule):
 
 def train(rank: int, world_size: int, kind: type[MoeModule], options: dict[str, Any]) -> Any:
     expert_runs.MoeModule = kind  # type: ignore[misc]
-    return expert_runs.train(rank, world_size, "stacked, LoRA", **options)
+    return expert_runs.train(rank, world_size, "mixtral, LoRA", **options)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_adapters_are_switched_on_and_off(
     ranks = run_ranks(train, 2, kind, options)
     monkeypatch.setattr(expert_runs, "MoeModule", kind)
     alone = {name: value for name, value in options.items() if name != "strategy"}
-    gaps = expert_runs.differences(ranks, expert_runs.train_alone(2, "stacked, LoRA", **alone))
+    gaps = expert_runs.differences(ranks, expert_runs.train_alone(2, "mixtral, LoRA", **alone))
     assert max(gaps.values()) < 2e-6, gaps
 
 
