@@ -80,7 +80,8 @@ def loader(rank: int, count: int) -> DataLoader[Any]:
 def starve(module: LightningModule) -> None:
     """Make every token want the first experts, so that other ranks get no row."""
     for name, each in module.named_modules():
-        if name.endswith(("gate", "router")) and hasattr(each, "weight"):
+        is_router = name.endswith(("gate", "router")) and ".experts." not in name
+        if is_router and hasattr(each, "weight"):
             with torch.no_grad():
                 each.weight.mul_(0.01)
                 each.weight[:3] += 0.2 * torch.arange(3, 0, -1)[:, None].to(each.weight)
