@@ -254,7 +254,10 @@ def dtensor_like(local: Tensor, parameter: Tensor) -> Tensor:
 
 def open_one_level(value: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]] | None:
     """Return the children of a value that pytree can open, and what closes it; None for a leaf."""
-    children, spec = tree_flatten(value, is_leaf=lambda node: node is not value)
+    # torch's function refers to itself, and what it is given lives until Python collects garbage.
+    outer = [value]
+    children, spec = tree_flatten(value, is_leaf=lambda node: node is not outer[0])
+    outer.clear()
     if len(children) == 1 and children[0] is value:
         return None
     return children, lambda parts: tree_unflatten(list(parts), spec)

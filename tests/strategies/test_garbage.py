@@ -72,7 +72,7 @@ def train(rank: int, world_size: int, name: str) -> Counter[str]:
     return garbage.tensors
 
 
-@pytest.mark.sample("zero3")
+@pytest.mark.sample("zero3", "1f1b")
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_steps_leave_no_tensor_to_the_garbage_collector(name: str) -> None:
