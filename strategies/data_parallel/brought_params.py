@@ -49,7 +49,7 @@ class BroughtParams(PlainInStep, ABC):
     """Parameters of which each rank of a group computes with a part.
 
     Args:
-        brought: What is to know of each batch.
+        brought: The state of each batch.
         owned: The ranks that divide them, and those that compute with the same parts.
         num_batches: Batches of all ranks in a step, over which gradients are averaged.
         cut: Returns the shard of a parameter.
@@ -212,7 +212,7 @@ class OwnedModulesParams(BroughtParams):
 
     @cached_property
     def _numbers(self) -> list[int]:
-        """Of each parameter the number of its module."""
+        """The number of its module for each parameter."""
         return [n for n, each in enumerate(self._brought.modules) for _ in each.parameters()]
 
     @override

@@ -64,8 +64,8 @@ class Brought:
         """Numbers of modules that were called without rows since their parameters are there: their
         gradients are zeros then, and not missing."""
         self.anchors: Sequence[Tensor] = ()
-        """What this rank's results are made to depend on, whichever parameters they have used, so
-        that every rank takes part when gradients are brought back."""
+        """Tensors that this rank's results depend on, whichever parameters they have used, so that
+        every rank takes part when gradients are brought back."""
 
 
 class OwnedModules(Brought):
