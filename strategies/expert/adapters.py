@@ -15,13 +15,33 @@ def adapter_type() -> Any:
     return getattr(sys.modules.get("peft.tuners.lora.layer"), "ParamWrapper", ())
 
 
-def adapters_of(module: Module) -> dict[str, int]:
+def without_adapters(module: Module) -> dict[str, Parameter]:
+    """Return the parameters below a module that are no adapters, by name."""
+    adapters = tuple(_adapters_of(module))
+    return {n: p for n, p in module.named_parameters() if not n.startswith(adapters)}
+
+
+def adapters_by_columns(module: Module) -> list[str]:
+    """Return the names of adapters below a module whose columns are those of experts in turns."""
+    columns = tuple(f"{prefix}B." for prefix in _adapters_of(module))
+    return [name for name, _ in module.named_parameters() if name.startswith(columns)]
+
+
+def fault_of_adapters(module: Module, name: str, num_experts: int) -> str | None:
+    """Return why adapters below a module cannot be divided by experts; None if they can.
+
+    Args:
+        module: The experts.
+        name: Their name within the model.
+        num_experts: How many they are.
+    """
+    for prefix, number in _adapters_of(module).items():
+        if number != num_experts:  # peft takes a matrix, such as biases, for one expert
+            return f"{name}.{prefix}A adapts no stack of its {num_experts} experts"
+    return None
+
+
+def _adapters_of(module: Module) -> dict[str, int]:
     """Return prefixes of adapters' names below a module, each with its number of experts."""
     kind, named = adapter_type(), module.named_modules()
     return {f"{n}.lora_".lstrip("."): m.num_experts for n, m in named if isinstance(m, kind)}
-
-
-def without_adapters(module: Module) -> dict[str, Parameter]:
-    """Return the parameters below a module that are no adapters, by name."""
-    adapters = tuple(adapters_of(module))
-    return {n: p for n, p in module.named_parameters() if not n.startswith(adapters)}

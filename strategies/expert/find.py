@@ -30,7 +30,12 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
-from boltmesh.strategies.expert.adapters import adapter_type, adapters_of, without_adapters
+from boltmesh.strategies.expert.adapters import (
+    adapter_type,
+    adapters_by_columns,
+    fault_of_adapters,
+    without_adapters,
+)
 from boltmesh.strategies.torch_compat.modules import has_hooks
 from boltmesh.strategies.torch_compat.tensors import tree_map
 
@@ -332,10 +337,8 @@ def _checked(
     module = model.get_submodule(name)
     if call.is_parametrized and not any(map(is_parametrized, module.modules())):
         return "its parameters are made of others when it is called"
-    adapters = adapters_of(module)
-    for adapter, num_adapted in adapters.items():
-        if num_adapted != number:
-            return f"{name}.{adapter}A adapts no stack of its {number} experts"
+    if (fault := fault_of_adapters(module, name, number)) is not None:
+        return fault
     inside = {id(each) for each in module.parameters()}
     prefix = f"{name}."
     for other, parameter in model.named_parameters(remove_duplicate=False):
@@ -344,9 +347,8 @@ def _checked(
     for buffer_name, buffer in module.named_buffers():
         if buffer.ndim and buffer.shape[0] % number == 0:
             return f"the buffer {prefix + buffer_name!r} is as long as its experts are many"
-    own = [prefix + each for each, _ in module.named_parameters()]
-    in_turns = tuple(f"{prefix}{adapter}B." for adapter in adapters)
-    columns = tuple(each for each in own if each.startswith(in_turns))
+    own = tuple(prefix + each for each, _ in module.named_parameters())
+    columns = tuple(prefix + each for each in adapters_by_columns(module))
     parameters = tuple(each for each in own if each not in columns)
     counts = tuple(
         (f"{prefix}{path}".rstrip("."), key)
