@@ -55,7 +55,7 @@ def test_a_lost_host_costs_at_most_so_many_steps_and_no_bit(tmp_path: Path, stra
     found, expected = (metrics(each / "runs/tiny/0") for each in (tmp_path, straight))
     assert found.keys() == expected.keys()
     for row, values in expected.items():
-        if strategy == "bolt_ddp":  # torch's DDP arranges its buckets anew, and so its sums
+        if strategy == "bolt_ddp":  # torch's DDP arranges buckets, and so sums, again
             loss = float(values["train_loss"])
             assert float(found[row]["train_loss"]) == pytest.approx(loss, rel=1e-5)
         else:
