@@ -256,7 +256,13 @@ class DividedExperts:
             weights: ``[P]``.
         """
         if not rows.shape[0]:
-            return self._without_rows(args, kwargs, rows, local, weights)
+            if not self.experts.columns:
+                return self.empty(rows)
+            # A call alone shows which of its adapters are in use: one row for each expert.
+            each = torch.arange(self.exchange.num_local, device=local.device)
+            made_up = rows.new_zeros((len(each), rows.shape[1]))
+            results = self.compute(args, kwargs, made_up, each, weights.new_zeros(len(each)))
+            return with_unused(results[:0], (rows, weights))
         slots = self.experts.slots
         given = arguments(args, kwargs)
         if self.experts.kind == "batched":
@@ -292,23 +298,6 @@ class DividedExperts:
             return weights[:, None]
         wide = weights.new_zeros((len(weights), self.exchange.num_local))
         return wide.scatter(1, local[:, None], weights[:, None])
-
-    def _without_rows(
-        self,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        rows: Tensor,
-        local: Tensor,
-        weights: Tensor,
-    ) -> Tensor:
-        if not self.experts.columns:
-            return self.empty(rows)
-        # Which of its adapters are in use shows a call alone: one row for each expert.
-        num_local = self.exchange.num_local
-        made_up = rows.new_zeros((num_local, rows.shape[1]))
-        each = torch.arange(num_local, device=local.device)
-        results = self.compute(args, kwargs, made_up, each, weights.new_zeros(num_local))
-        return with_unused(results[:0], (rows, weights))
 
     def empty(self, rows: Tensor) -> Tensor:
         """Return the result of no rows, on which everything depends that computes one."""

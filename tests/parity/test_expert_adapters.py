@@ -10,6 +10,7 @@ from torch.nn import Module
 from typing_extensions import override
 
 from boltmesh.cli import run_command
+from boltmesh.strategies.engine.data_axis import OwnedColumns
 from tests.support import expert_runs
 from tests.support.expert_models import MoeModule, tokens
 from tests.support.expert_runs import loader, strategy_of, trainer, whole_of
@@ -75,6 +76,13 @@ def test_adapters_are_switched_on_and_off(
     alone = {name: value for name, value in options.items() if name != "strategy"}
     gaps = expert_runs.differences(ranks, expert_runs.train_alone(2, "mixtral, LoRA", **alone))
     assert max(gaps.values()) < 2e-6, gaps
+
+
+def test_columns_are_those_of_experts_in_turns_of_any_number_of_rows() -> None:
+    columns = OwnedColumns([], num_experts=4)
+    rows = torch.arange(16).view(2, 8)  # two elements of each expert
+    assert columns.part(rows, 1, 2).tolist() == [[2, 3, 6, 7], [10, 11, 14, 15]]
+    assert columns.part(rows[:0], 1, 2).shape == (0, 4)
 
 
 class OfPeft(MoeModule):
