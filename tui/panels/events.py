@@ -97,6 +97,8 @@ def _slow_records(steps: Sequence[StepRecord]) -> Iterable[tuple[StepRecord, flo
             continue
         times = sorted(step.seconds for step in records)
         usual_s = times[len(times) // 2]
+        if times[-1] <= SLOW_FACTOR * usual_s:
+            continue
         deviation_s = median(abs(seconds - usual_s) for seconds in times)
         limit_s = max(SLOW_FACTOR * usual_s, usual_s + SLOW_DEVIATIONS * deviation_s)
         for step in records:
