@@ -376,7 +376,9 @@ def full_float32() -> Iterator[None]:
 
     Each operator is switched by itself: torch raises where this interface, which may be read
     always, is mixed with ``set_float32_matmul_precision`` or ``allow_tf32`` for several at once.
+    ``cudnn.flags``, which Hugging Face's CTC losses use, reads that of cuDNN: it is switched too.
     """
+    cudnn: Any = torch.backends.cudnn
     backends: list[Any] = [
         torch.backends.cuda.matmul,
         torch.backends.cudnn.conv,  # type: ignore[attr-defined]
@@ -387,10 +389,18 @@ def full_float32() -> Iterator[None]:
     ]
     before = [each.fp32_precision for each in backends]
     try:
+        is_allowed = cudnn.allow_tf32
+    except RuntimeError:  # is mixed already
+        is_allowed = None
+    try:
+        if is_allowed:
+            cudnn.allow_tf32 = False
         for each in backends:
             each.fp32_precision = "ieee"
         yield
     finally:
+        if is_allowed:
+            cudnn.allow_tf32 = True
         for each, precision in zip(backends, before, strict=True):
             each.fp32_precision = precision
 

@@ -49,6 +49,17 @@ def test_products_have_all_bits_and_get_their_precision_back(asked: str) -> None
         assert torch.get_float32_matmul_precision() == asked
 
 
+def test_flags_of_cudnn_may_be_used_within_and_are_given_back(asked: str) -> None:
+    cudnn: Any = torch.backends.cudnn
+    before = [cudnn.allow_tf32, cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision]
+    with full_float32():
+        for _ in range(2):
+            with cudnn.flags(enabled=False):  # as in the CTC loss of Hugging Face
+                assert not cudnn.enabled
+            assert not cudnn.allow_tf32
+    assert [cudnn.allow_tf32, cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision] == before
+
+
 class Block(nn.Module):
     def __init__(self, *, wants_bf16: bool) -> None:
         super().__init__()
