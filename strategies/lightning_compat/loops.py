@@ -83,6 +83,26 @@ def log_step(trainer: Trainer, logger: Logger) -> None:
         trainer.loggers = loggers
 
 
+def average_monitored(trainer: Trainer, average: Callable[[Any], Any]) -> None:
+    """Let ``ReduceLROnPlateau`` see the mean over ranks of the metric that it monitors.
+
+    A metric that was logged without ``sync_dist`` is another one on each rank, and so would be the
+    rates with which ranks step one model.
+
+    Args:
+        trainer: Of a fit.
+        average: Averages a tensor over ranks, in place. Collective.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    own = partial(type(loop)._get_monitor_value, loop)
+    setattr(loop, "_get_monitor_value", partial(_averaged, own, average))  # noqa: B010
+
+
+def _averaged(own: Callable[[str], Any], average: Callable[[Any], Any], key: str) -> Any:
+    value = own(key)
+    return average(value.detach().clone()) if isinstance(value, torch.Tensor) else value
+
+
 def _evaluating_loop(trainer: Trainer) -> Any:
     return trainer.predict_loop if trainer.predicting else trainer._evaluation_loop
 

@@ -6,16 +6,17 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
-from torch.utils.data import DataLoader, Subset
+from torch import Tensor
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from boltmesh.check.differences import Trace
 from boltmesh.check.parity import trace_layout
-from boltmesh.strategies import DDPStrategy
+from boltmesh.strategies import DDPStrategy, ZeROStrategy
 from tests.support.cases import SGD, differences, reference
 from tests.support.cases import Case as AnyCase
 from tests.support.models import Regression, TwoOptimizers, regression_data
 from tests.support.ranks import reuse_ranks as run_ranks
-from tests.support.shard_runs import QUIET
+from tests.support.shard_runs import QUIET, whole_parameters
 
 pytestmark = pytest.mark.ranks
 
@@ -93,3 +94,42 @@ def test_lbfgs_equals_one_process() -> None:
     for found in run_ranks(train_by_lbfgs, 2):
         for mine, other in zip(found, expected, strict=True):
             torch.testing.assert_close(mine, other, rtol=0, atol=1e-5)
+
+
+class Monitored(Regression):
+    """Its scheduler monitors a loss that is logged without ``sync_dist``."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+        return [optimizer], [{"scheduler": scheduler, "monitor": "val_local"}]
+
+
+def train_monitored(rank: int, world_size: int, name: str) -> tuple[float, dict[str, Tensor]]:
+    seed_everything(1, verbose=False)
+    strategy: Any = {
+        "one process": "auto",
+        "ddp": DDPStrategy(telemetry=False),
+        "zero": ZeROStrategy(stage=1, telemetry=False),
+    }[name]
+    module, data = Monitored(), regression_data(16, 4).dataset
+    inputs, targets = data[:]
+    signs = torch.tensor([1.0, -1.0]).repeat(8).unsqueeze(1)  # the loss of the second rank rises
+    share = range(rank, 16, world_size)
+    loaders = [DataLoader(Subset(TensorDataset(inputs, each), share), batch_size=8 // world_size)
+               for each in (targets, signs * targets)]  # fmt: skip
+    trainer = Trainer(
+        accelerator="cpu", devices=world_size, strategy=strategy, max_epochs=4,
+        num_sanity_val_steps=0, use_distributed_sampler=False, **QUIET,
+    )  # fmt: skip
+    trainer.fit(module, *loaders)
+    return trainer.optimizers[0].param_groups[0]["lr"], whole_parameters(module)
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero"])
+def test_the_rate_follows_the_mean_of_a_loss_that_each_rank_has_for_itself(name: str) -> None:
+    ((rate, expected),) = run_ranks(train_monitored, 1, "one process")
+    assert rate < 0.1
+    for its_rate, found in run_ranks(train_monitored, 2, name):
+        assert its_rate == rate
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
