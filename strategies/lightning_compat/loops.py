@@ -90,7 +90,7 @@ def average_monitored(trainer: Trainer, average: Callable[[Any], Any]) -> None:
     rates with which ranks step one model.
 
     Args:
-        trainer: Of a fit.
+        trainer: The Trainer of a run that fits.
         average: Averages a tensor over ranks, in place. Collective.
     """
     loop = trainer.fit_loop.epoch_loop
