@@ -26,6 +26,7 @@ _PRODUCTS = {"MulBackward0", "MulBackward1", "DivBackward0", "DivBackward1"}
 _TOTALS = {"SumBackward0", "SumBackward1", "NansumBackward0"}
 _DOT_PRODUCTS = {"DotBackward0", "VdotBackward0", "BmmBackward0", "MmBackward0", "MvBackward0"}
 _NLL = {"NllLossBackward0", "NllLoss2DBackward0"}
+_SELECTIONS = {"SortBackward0", "SortBackward1", "TopkBackward0"}
 _MEAN, _SUM = 1, 2
 """torch's numbers of reductions, as its kernels save them."""
 
@@ -82,6 +83,11 @@ class Factor:
         return float(self.divide(1.0))
 
     @property
+    def is_zero(self) -> bool:
+        """Whether it switches its term off, as far as that is known without asking a device."""
+        return not self.is_division and _number(self.value) == 0
+
+    @property
     def may_be_count(self) -> bool:
         """Whether it divides, or is a tensor: weights that authors give to terms are neither."""
         return self.is_division or not self.is_number
@@ -133,6 +139,17 @@ def sum_over_ranks(node: Node) -> SumOverRanksNode | None:
 def is_sum(node: Node) -> bool:
     """Whether a node adds its operands, or puts them side by side."""
     return node.name() in _SUMS
+
+
+def selection_of_rows(node: Node) -> Node | None:
+    """Return the node by which one picks the largest or smallest along the first dimension."""
+    inner: Node | None = node
+    while inner is not None and inner.name() == "SliceBackward0":
+        inner = inner.next_functions[0][0]
+    if inner is None or inner.name() not in _SELECTIONS:
+        return None
+    dims = {0, -len(_saved(inner, "self_sym_sizes"))}
+    return inner if _signed(_saved(inner, "dim")) in dims else None
 
 
 def operands(node: Node) -> tuple[int, ...]:

@@ -296,6 +296,7 @@ def _form(cuts: Sequence[TrialRows]) -> Form | None:
     form, _ = find_form(whole.loss, lambda node: _leaves(node, cuts[0], whole))
     constants = _constants(form, cuts)
     form.constants |= constants.keys()
+    form.off = {place for place, factor in constants.items() if factor.is_zero}
     form.doubtful = {
         place: factor.divisor
         for place, factor in constants.items()

@@ -189,7 +189,7 @@ class LossChecks:
                 # For no rows another one, but for another batch: it does not count.
                 if form.doubtful.get(place, divisor) != divisor:
                     del form.doubtful[place]
-            if each.doubtful or form.doubtful:
+            if each.doubtful or form.doubtful or each.off:
                 self._forms.remove(each)
         if form not in self._forms:
             self._forms.append(form)

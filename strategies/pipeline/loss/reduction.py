@@ -32,6 +32,7 @@ from boltmesh.strategies.pipeline.loss.autograd_nodes import (
     operands,
     plain_name,
     reduction_of,
+    selection_of_rows,
     sum_over_ranks,
 )
 
@@ -203,6 +204,8 @@ class Form:
     doubtful: dict[Place, float] = field(default_factory=dict)
     """What a loss is divided by at such a place, where that may be a count that nothing was
     counted in yet: whoever divides by ``max(n, 1)`` says 1 for 0 and for 1."""
+    off: set[Place] = field(default_factory=set)
+    """Where a term was multiplied by 0, which proves nothing of the term."""
     factors: dict[Place, list[Factor]] | None = None
     """What factors were in the losses that were read, while they are gathered."""
 
@@ -307,6 +310,8 @@ def terms_of(
             raise OtherFormError(node.name())
         _gather(position, visit, form)
         if not visit.follow:
+            if (selection := selection_of_rows(node)) is not None:
+                raise BatchLossError(_not_linear(selection, "chooses among rows"), _MEAN)
             yield _term(position)
             continue
         after, place = node.next_functions, position.place
@@ -410,6 +415,8 @@ def _gather_factor(position: _Position, node: Node, form: Form) -> None:
         raise OtherFormError(node.name())
     if form.factors is not None:
         form.factors.setdefault(position.place, []).append(factor)
+    if position.place in form.off and not factor.is_zero:
+        raise OtherFormError(node.name())
     if position.place in form.constants:
         known = form.doubtful.get(position.place)
         if known is not None and not math.isclose(factor.divisor, known, rel_tol=1e-6):

@@ -48,8 +48,16 @@ def contrastive(x: Tensor, _: Batch) -> Tensor:
     return F.cross_entropy(rows @ rows.T.roll(1, 0), torch.arange(len(x)))
 
 
-def hard_examples(x: Tensor, b: Batch) -> Tensor:
-    return each(x, b).flatten().topk(4).values.mean()
+def hard_examples(x: Tensor, b: Batch, most: int = 4) -> Tensor:
+    losses = each(x, b).flatten()
+    return losses.topk(min(most, losses.numel())).values.mean()
+
+
+def hard_tokens(x: Tensor, b: Batch) -> Tensor:
+    """As BiSeNet's: those above a threshold, or the largest where these are few."""
+    losses = each(x, b).flatten()
+    hard = losses[losses > 0.35]
+    return (hard if hard.numel() >= losses.numel() // 16 else losses.topk(3).values).mean()
 
 
 def few_rows(x: Tensor, b: Batch) -> Tensor:
@@ -139,6 +147,8 @@ RIGHT: dict[str, Loss] = {
     "mean of sums": lambda x, _: x.square().sum((1, 2)).mean(),
     "a term that is switched off": lambda x, b: flat(x, b) + 0.0 * flat(x * 2, b),
     "an average with a negative sign": lambda x, b: -(-each(x, b)).mean(),
+    "the largest of each row": lambda x, b: each(x, b).topk(2, dim=1).values.mean(),
+    "hard tokens": hard_tokens,
     "a nan guard": lambda x, b: torch.nan_to_num(each(x, b).mean()),
     # several terms
     "two means over the same": lambda x, b: x.abs().mean() + 0.5 * each(x, b).mean(),
@@ -195,7 +205,12 @@ REFUSED: dict[str, tuple[Loss, str]] = {
     "median": (lambda x, b: each(x, b).median(), "Median is not linear"),
     "largest": (lambda x, b: each(x, b).max(), "Max is not linear"),
     "contrastive": (contrastive, r"is \S+ for 5 rows and \S+ for the same rows in microbatches"),
-    "hard examples": (hard_examples, "neither a mean nor a sum over rows"),
+    "hard examples": (hard_examples, "Topk chooses among rows"),
+    "more of them than of a few rows": (partial(hard_examples, most=40), "Topk chooses among rows"),
+    "hard examples, sorted": (
+        lambda x, b: each(x, b).flatten().sort(descending=True).values[:40].mean(),
+        "Sort chooses among rows",
+    ),
     "batch statistics": (
         lambda x, b: F.cross_entropy((x - x.mean(0)).transpose(1, 2), b.known),
         "for the same rows in microbatches of 3 and 2",
@@ -470,6 +485,34 @@ def test_a_number_that_changes_from_batch_to_batch_is_no_count() -> None:
         logits, data = logits_for([4, 4])
         value, _ = weighed(annealed, logits, data, [4, 4], proofs)
         torch.testing.assert_close(value, annealed(logits, data).detach(), check_dtype=False)
+
+
+def test_a_term_that_was_switched_off_is_proved_once_it_counts() -> None:
+    """By a factor that grows from 0 on."""
+    logits, data = logits_for([4, 4])
+    proofs = LossChecks(torch.device("cpu"))
+
+    def of_row(share: float, x: Tensor, b: Batch) -> Tensor:
+        return each(x, b).mean() + share * x.square().mean()
+
+    def of_batch(share: float, x: Tensor, b: Batch) -> Tensor:
+        return each(x, b).mean() + share * contrastive(x, b)
+
+    for loss in (partial(of_row, 0.0), partial(of_row, 0.5), partial(of_batch, 0.0)):
+        value, _ = weighed(loss, logits, data, [4, 4], proofs)
+        torch.testing.assert_close(value, loss(logits, data).detach())
+    with pytest.raises(ConfigError, match="neither a mean nor a sum over rows"):
+        weighed(partial(of_batch, 0.5), logits, data, [4, 4], proofs)
+
+
+def test_hard_tokens_are_refused_once_a_microbatch_has_few() -> None:
+    logits, data = logits_for([4, 4])
+    proofs = LossChecks(torch.device("cpu"))
+    value, _ = weighed(hard_tokens, logits, data, [4, 4], proofs)
+    torch.testing.assert_close(value, hard_tokens(logits, data).detach())
+    sure = logits + 20 * F.one_hot(data.known, CLASSES)
+    with pytest.raises(ConfigError, match="Topk chooses among rows"):
+        weighed(hard_tokens, sure, data, [4, 4], proofs)
 
 
 @pytest.mark.parametrize(
