@@ -1,6 +1,7 @@
 """Runs the steps of a pipeline on one rank."""
 
 import contextlib
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,6 +31,9 @@ _NO_BATCH: Final = BatchDigest()
 _COMMUNICATION = SENDS | RECEIVES
 
 OnPeak = Callable[[Mapping[int, int]], None]
+
+_ALONE: Final = itertools.count()
+"""Of this process: what a single rank posted in one run is not read in another one."""
 
 
 def _nothing_told() -> Tensor:
@@ -95,7 +99,11 @@ class PipelineRuntime:
             )
         self._meter = BubbleMeter(self.control_group, device)
         self._spans = build_spans(device, on_chunk, self._meter.measured)
-        name = "alone" if self.control_group is None else self.control_group.group_name
+        name = (
+            f"alone-{self._global_rank}-{next(_ALONE)}"
+            if self.control_group is None
+            else self.control_group.group_name
+        )
         self._carried: Carried | None = None
         """What the newest step with backward passes has left to the next one."""
         self._board = FailureBoard(

@@ -146,6 +146,23 @@ def test_all_ranks_say_what_failed_where_and_can_go_on(name: str, world_size: in
         assert max(said[number][1] for said in told) < SECONDS, case
 
 
+def fail_twice(rank: int, world_size: int) -> list[str]:
+    texts = []
+    for how in ("backward", "specs"):
+        executor = PipelineRuntime(dist.new_group([rank]), torch.device("cpu"))
+        program = programs("1f1b", 1, 2)[0]
+        texts.append(attempt(executor, program, [Broken(Piece(0, 1), (1, 2), how, 0)])[0])
+        executor.close()
+    return texts
+
+
+@pytest.mark.ranks
+def test_a_run_of_a_single_rank_does_not_read_why_the_one_before_failed() -> None:
+    first, second = run_ranks(fail_twice, 1)[0]
+    assert "no way back" in first
+    assert "nobody knows" in second
+
+
 def meet_with_other_batches(rank: int, world_size: int, differ: Callable[[int], Any]) -> str:
     executor = PipelineRuntime(dist.new_group(list(range(world_size))), torch.device("cpu"))
     sizes = differ(rank)
