@@ -505,6 +505,22 @@ def test_a_term_that_was_switched_off_is_proved_once_it_counts() -> None:
         weighed(partial(of_batch, 0.5), logits, data, [4, 4], proofs)
 
 
+def test_a_loss_of_pairs_is_tried_on_rows_that_are_pairs() -> None:
+    """Beside another loss, by which the few rows that are tried have one."""
+
+    def pairs(x: Tensor, b: Batch) -> Tensor:
+        alike = (b.known[:, 0, None] == b.known[None, :, 0]).double().fill_diagonal_(0)
+        scores = F.normalize(x[:, 1], dim=1) @ F.normalize(x[:, 1], dim=1).T
+        of_rows = (scores.log_softmax(1) * alike).sum(1) / alike.sum(1).clamp(min=1)
+        return each(x, b).mean() - of_rows.mean()
+
+    logits, data = logits_for([8, 8])
+    data.labels = data.known
+    data.labels[:, 0] = torch.tensor([0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 9, 8, 5, 6, 7])
+    with pytest.raises(ConfigError, match="neither a mean nor a sum over rows"):
+        weighed(pairs, logits, data, [8, 8], LossChecks(torch.device("cpu")))
+
+
 def test_hard_tokens_are_refused_once_a_microbatch_has_few() -> None:
     logits, data = logits_for([4, 4])
     proofs = LossChecks(torch.device("cpu"))
