@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from typing_extensions import override
 
+from boltmesh.strategies.pipeline.loss.autograd_nodes import is_none
 from boltmesh.strategies.pipeline.loss.loss_check import StepLossCheck
 from boltmesh.strategies.pipeline.loss.reduction import BatchLossError, Form, Term
 from boltmesh.strategies.pipeline.loss.trial import TailTrial
@@ -233,6 +234,8 @@ def training_step(
     numbers: dict[str, Tensor] = {}
 
     def found(logs: StepLogs) -> Tensor:
+        if (both := results.rows_with_and_without_loss()) is not None:
+            proofs.prove_empty(*both)
         known = results.weights()
         whole = logs.collected(known, proofs.rules(known), proofs.is_size_of_batch)
         logged, given = take_numbers(whole)
@@ -350,6 +353,8 @@ class _Results:
         self._sizes = sizes
         self._weights: dict[int, Tensor | float] = {}
         self._losses: dict[int, Tensor] = {}
+        self._of_kind: dict[bool, int] = {}
+        """The first microbatches with something to learn and with nothing."""
         self._sum: Tensor | None = None
         self._extra: dict[int, dict[str, Any]] = {}
         self._numbers: dict[Key, list[Noted]] = {}
@@ -359,6 +364,7 @@ class _Results:
     ) -> None:
         self._weights[number] = weight
         self._losses[number] = loss.detach()
+        self._of_kind.setdefault(is_none(loss), number)
         value = scaled.detach().double()  # a sum in the type of a half would be off by some bits
         self._sum = value if self._sum is None else self._sum + value
         if isinstance(result, Mapping):
@@ -368,6 +374,16 @@ class _Results:
             self._extra[number] = {
                 key: _detached(each) for key, each in result.items() if key != "loss"
             }
+
+    def rows_with_and_without_loss(self) -> list[range] | None:
+        """Return the rows of two microbatches, of which the second one had nothing to learn."""
+        if len(self._of_kind) < 2:
+            return None
+        starts = [sum(self._sizes[: self._of_kind[kind]]) for kind in (False, True)]
+        return [
+            range(start, start + self._sizes[self._of_kind[kind]])
+            for kind, start in zip((False, True), starts, strict=True)
+        ]
 
     def weights(self) -> MicrobatchWeights:
         """What the microbatches are worth."""

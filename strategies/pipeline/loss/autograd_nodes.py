@@ -122,6 +122,15 @@ def is_transparent(node: Node) -> bool:
     return node.name() in _TRANSPARENT
 
 
+def is_none(loss: Tensor) -> bool:
+    """Whether a step found nothing to learn: its loss has no graph, or 0 is a factor of all."""
+    node = loss.grad_fn
+    while node is not None and is_transparent(node):
+        node = node.next_functions[0][0]
+    factor = None if node is None else factor_of(node)
+    return node is None or (factor is not None and factor.is_zero)
+
+
 class SumOverRanksNode(Protocol):
     """The node of a sum over ranks, behind which are this rank's positions of a sequence."""
 

@@ -35,7 +35,12 @@ from torch.autograd.graph import Node
 from torch.nn import Parameter
 
 from boltmesh.errors import ConfigError
-from boltmesh.strategies.pipeline.loss.autograd_nodes import Factor, gradients_of, plain_name
+from boltmesh.strategies.pipeline.loss.autograd_nodes import (
+    Factor,
+    gradients_of,
+    is_none,
+    plain_name,
+)
 from boltmesh.strategies.pipeline.loss.reduction import (
     BatchLossError,
     Form,
@@ -218,6 +223,29 @@ def _telling_cuts(
         return []
 
 
+def prove_empty(
+    form: Form, trial: Trial, rows: Sequence[int], empty: Sequence[int], device: torch.device
+) -> bool:
+    """Prove that rows with nothing to learn count for nothing beside others.
+
+    Args:
+        form: Form of the loss.
+        trial: The end of the step.
+        rows: Those of a microbatch that has a loss.
+        empty: Those of one that has none.
+        device: Where it runs.
+
+    Returns:
+        Whether a part of the rows had nothing to learn, to be compared.
+
+    Raises:
+        ConfigError: When they count, as in a sum that is divided by all rows.
+    """
+    numbers = [rows[0], rows[len(rows) // 2], rows[-1], empty[0], empty[-1]]
+    cuts = [cut for each in ATTEMPTS for cut in _more_cuts(form, trial, [numbers], device, each)]
+    return any(not _is_differentiated(part) for cut in cuts for part in cut.parts)
+
+
 def prove_key(
     form: Form, trial: Trial, key: Key, numbers: Sequence[int], device: torch.device
 ) -> list[TrialRows]:
@@ -380,8 +408,7 @@ def _counts(form: Form, cuts: Sequence[TrialRows]) -> dict[Place, list[tuple[Tri
 
 
 def _is_differentiated(part: TrialPart) -> bool:
-    loss = part.outcome.loss
-    return loss is not None and loss.grad_fn is not None
+    return part.outcome.loss is not None and not is_none(part.outcome.loss)
 
 
 def _read(part: TrialPart, form: Form) -> list[Term]:

@@ -16,6 +16,7 @@ from boltmesh.strategies.pipeline.loss.calibration import (
     LossProof,
     kinds_of_rows,
     prove,
+    prove_empty,
     prove_key,
 )
 from boltmesh.strategies.pipeline.loss.reduction import (
@@ -80,6 +81,8 @@ class LossChecks:
         """In the batches that were tried."""
         self._looks = 0
         """At the rows of batches."""
+        self._has_proved_empty = False
+        """Whether microbatches with nothing to learn were tried beside others."""
         self._rules: dict[Key, _CheckedRule] = {}
         self._batch_sizes: dict[Key, bool] = {}
         """Whether microbatches log a key with the ``batch_size`` of the batch, else their own."""
@@ -131,6 +134,20 @@ class LossChecks:
             tried = trial()
             if not kinds_of_rows(tried) <= self._kinds_of_rows:
                 self._prove(tried)
+
+    def prove_empty(
+        self, trial: Callable[[], Trial], rows: Sequence[int], empty: Sequence[int]
+    ) -> None:
+        """Try a batch of which a microbatch had nothing to learn, until one shows what it is worth.
+
+        Raises:
+            ConfigError: When such rows count in the loss of others.
+        """
+        if not self._has_proved_empty:
+            tried = trial()
+            self._has_proved_empty = any(
+                prove_empty(form, tried, rows, empty, self._device) for form in self._forms
+            )
 
     def rule_of(
         self,
@@ -250,6 +267,10 @@ class StepLossCheck:
             self._is_begun = True
             self._proofs.resolve_doubts(self._trial)
         return self._proofs.read(loss, self._trial)
+
+    def prove_empty(self, rows: Sequence[int], empty: Sequence[int]) -> None:
+        """Prove what rows with nothing to learn are worth, as ``LossChecks.prove_empty`` does."""
+        self._proofs.prove_empty(self._trial, rows, empty)
 
     def rules(self, weights: MicrobatchWeights) -> Callable[[Key, list[Noted]], LogRule]:
         """Return what tells how the values of a key are put together."""

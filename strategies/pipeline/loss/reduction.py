@@ -26,6 +26,7 @@ from boltmesh.strategies.pipeline.loss.autograd_nodes import (
     Factor,
     SumOverRanksNode,
     factor_of,
+    is_none,
     is_sum,
     is_transparent,
     masks_of,
@@ -516,4 +517,4 @@ def count_of(value: Tensor) -> TermCount | None:
         is_certain = bool([kind_alone(each, 1) for each in terms])
     except ConfigError:
         is_certain = False
-    return TermCount(terms[0].counting().count, sums.pop(), is_certain)
+    return TermCount(0.0 if is_none(value) else terms[0].counting().count, sums.pop(), is_certain)

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from typing_extensions import override
 
+from boltmesh.strategies.pipeline.loss.autograd_nodes import is_none
 from boltmesh.strategies.pipeline.loss.reduction import (
     BatchLossError,
     Form,
@@ -70,7 +71,7 @@ class StepWeights:
         """Return a microbatch's loss scaled by its weight, at least fp32, and the weight.
 
         Args:
-            loss: Scalar, with its graph. One without a graph is worth nothing.
+            loss: Scalar, with its graph. One of nothing is worth nothing, see ``is_none``.
             rows: Of the microbatch; what a scalar of a layer is worth.
 
         Raises:
@@ -82,8 +83,9 @@ class StepWeights:
         if self._is_single:
             self.total = 1.0
             return loss, 1.0
-        if loss.grad_fn is None:
-            return torch.zeros_like(loss), 0.0
+        if is_none(loss):
+            # Where it has a graph, an optimizer steps by gradients of zero, as in one process.
+            return torch.zeros_like(loss) if loss.grad_fn is None else loss * 0.0, 0.0
         found = _terms(loss, self._read(loss), rows)
         data = [each for each in found if each[1] != "penalty"]
         kinds = {kind for _, kind in data}

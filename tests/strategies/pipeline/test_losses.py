@@ -10,8 +10,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from boltmesh.errors import ConfigError
+from boltmesh.strategies.pipeline.loss.autograd_nodes import is_none
 from boltmesh.strategies.pipeline.loss.loss_check import LossChecks
-from boltmesh.strategies.pipeline.loss.weights import MicrobatchWeights, StepWeights, note
+from boltmesh.strategies.pipeline.loss.weights import (
+    MicrobatchWeights,
+    StepWeights,
+    note,
+)
 from tests.support.loss_table import (
     CLASSES,
     SCALE,
@@ -129,6 +134,7 @@ RIGHT: dict[str, Loss] = {
     "means of rows": lambda x, b: ((each(x, b) * b.mask).sum(1) / (b.mask.sum(1) + 1)).mean(),
     "focal": focal,
     "focal, guarded": guarded,
+    "guarded by zeros": lambda x, b: flat(x, b) if bool(b.mask.any()) else 0 * x.sum(),
     "z-loss": z_loss,
     # numbers
     "a sum over a constant": lambda x, b: each(x, b).sum() / 8,
@@ -243,8 +249,11 @@ def weighed(
     leaves = [logits, WEIGHT, SCALE]
     gradients = [torch.zeros_like(leaf) for leaf in leaves]
     start = 0
+    kinds: dict[bool, range] = {}
     for size in sizes:
-        scaled, _ = weights.weigh(loss(logits[start : start + size], data.part(start, size)), size)
+        part = loss(logits[start : start + size], data.part(start, size))
+        kinds.setdefault(is_none(part), range(start, start + size))
+        scaled, _ = weights.weigh(part, size)
         start += size
         total = total + scaled.detach()
         if scaled.requires_grad:  # a part in which nothing counts need not
@@ -253,6 +262,8 @@ def weighed(
                 one if other is None else one + other
                 for one, other in zip(gradients, made, strict=True)
             ]
+    if len(kinds) > 1:
+        step.prove_empty(kinds[False], kinds[True])
     return total / weights.total, [one / weights.total for one in gradients]
 
 
@@ -503,6 +514,26 @@ def test_a_term_that_was_switched_off_is_proved_once_it_counts() -> None:
         torch.testing.assert_close(value, loss(logits, data).detach())
     with pytest.raises(ConfigError, match="neither a mean nor a sum over rows"):
         weighed(partial(of_batch, 0.5), logits, data, [4, 4], proofs)
+
+
+def test_rows_without_a_loss_that_count_beside_others_are_refused() -> None:
+    """As in a sum over those that count, divided by all rows."""
+    proofs = LossChecks(torch.device("cpu"))
+
+    def share(x: Tensor, b: Batch) -> Tensor:
+        if not bool(b.mask.any()):
+            return torch.zeros((), requires_grad=True)
+        return (each(x, b) * b.mask).sum() / len(x)
+
+    logits, data = logits_for([4, 4, 4, 4])
+    gaps = Batch(data.labels, data.targets)
+    data.labels = data.known
+    value, _ = weighed(share, logits, data, [4, 4, 4, 4], proofs)
+    torch.testing.assert_close(value, share(logits, data).detach())
+    gaps.labels = data.labels.clone()
+    gaps.labels[4:8] = -100
+    with pytest.raises(ConfigError, match="neither a mean nor a sum over rows"):
+        weighed(share, logits, gaps, [4, 4, 4, 4], proofs)
 
 
 def test_a_loss_of_pairs_is_tried_on_rows_that_are_pairs() -> None:
