@@ -10,6 +10,7 @@ from boltmesh.run_folder import (
     checkpoint_to_evaluate,
     checkpoint_to_resume,
     next_run_folder,
+    refuse_unwritable,
 )
 from boltmesh.run_lock import refuse_held
 from boltmesh.strategy_arguments import check_strategy_name
@@ -39,8 +40,11 @@ def check_config(config: DictConfig, *, source: str, is_fit: bool, for_show: boo
             f"{source}: trainer.precision={config.trainer.precision} needs a CUDA device, and the "
             f"ranks run on the CPU. Set trainer.precision={bf16}."
         )
-    if is_fit and not for_show and placement.launcher is None:  # else rank 0 may hold it already
-        refuse_held(next_run_folder(config, checkpoint))
+    if is_fit and placement.launcher is None:
+        folder = next_run_folder(config, checkpoint)
+        refuse_unwritable(config, folder)
+        if not for_show:  # in a rank of a launcher, the first one may hold it already
+            refuse_held(folder)
     return placement
 
 

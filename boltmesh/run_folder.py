@@ -14,7 +14,9 @@ Which checkpoint an address means: itself, or the newest that is complete in the
 """
 
 import contextlib
+import errno
 import io
+import os
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +117,30 @@ def check_run_dir(config: DictConfig) -> None:
         raise ConfigError(
             f"run.dir={config.run.dir} cannot be used: {error.strerror or error}."
         ) from error
+
+
+def refuse_unwritable(config: DictConfig, folder: Path) -> None:
+    """Look whether a run may write to its folder, which need not be there yet.
+
+    Raises:
+        ConfigError: The folder, or the one that it would be made in, cannot be written.
+    """
+    existing = folder.absolute()
+    while not os.path.lexists(existing):
+        existing = existing.parent
+    if not existing.is_dir():
+        raise _unwritable(config, existing, os.strerror(errno.ENOTDIR))
+    if not os.access(existing, os.W_OK | os.X_OK):
+        is_read_only = os.statvfs(existing).f_flag & os.ST_RDONLY
+        why = os.strerror(errno.EROFS if is_read_only else errno.EACCES)
+        raise _unwritable(config, existing, why)
+
+
+def _unwritable(config: DictConfig, folder: Path, why: str | None) -> ConfigError:
+    return ConfigError(
+        f"run.dir={config.run.dir}: {folder} cannot be written: {why}. "
+        f"Set run.dir to a folder of yours, for example run.dir=/tmp/runs."
+    )
 
 
 def newest_checkpoint(folder: Path, *, run: str = "*") -> Path | None:
@@ -345,10 +371,7 @@ def make_run_folder(config: DictConfig, resumed: Path | str | None) -> Path:
                 folder.mkdir()
                 return folder
     except OSError as error:
-        raise ConfigError(
-            f"run.dir={config.run.dir}: {base} cannot be written: {error.strerror}. "
-            f"Set run.dir to a folder of yours, for example run.dir=/tmp/runs."
-        ) from error
+        raise _unwritable(config, base, error.strerror) from error
 
 
 def store_config(config: DictConfig, folder: Path) -> Path:

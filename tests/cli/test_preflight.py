@@ -1,5 +1,7 @@
 """What is refused before a rank is started, and where the ranks would run."""
 
+import os
+
 import pytest
 
 from boltmesh.cli import run_command
@@ -145,6 +147,25 @@ def test_what_cannot_work_is_refused_in_one_line(overrides, message):
     with pytest.raises((ConfigError, LayoutError)) as caught:
         check(*overrides)
     assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("for_show", [True, False])
+def test_a_folder_that_cannot_be_written_is_refused_before_a_rank_starts(workplace, for_show):
+    (workplace / "taken").write_text("a file")
+    config = load(TINY, ["run.dir=taken/runs"])
+    with pytest.raises(ConfigError) as caught:
+        check_config(config, source="a.yaml", is_fit=True, for_show=for_show)
+    assert str(caught.value) == (
+        f"run.dir=taken/runs: {workplace}/taken cannot be written: Not a directory. "
+        f"Set run.dir to a folder of yours, for example run.dir=/tmp/runs."
+    )
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write to every folder")
+def test_a_folder_without_the_right_to_write_is_refused_before_a_rank_starts(workplace):
+    (workplace / "runs").mkdir(mode=0o500)
+    with pytest.raises(ConfigError, match=r"runs cannot be written: Permission denied\. Set run"):
+        check()
 
 
 def test_evaluating_without_a_checkpoint_is_refused_before_random_weights_are_judged():
