@@ -408,9 +408,7 @@ def export(
         )
     if hugging_face is not None and (not is_folder or is_for_peft):
         raise ConfigError("--hf writes a folder. Say --to FOLDER, and leave --peft out.")
-    if isinstance(source, Path) and source.exists() and target.resolve() == source.resolve():
-        raise ConfigError(f"{target} is what is to be exported. Choose another name.")
-    check_target(target, force=force)
+    check_target(target, source, force=force)
     checkpoint = open_checkpoint(source)
     if is_for_peft:
         adapters = adapters_of(checkpoint, source)

@@ -39,7 +39,7 @@ def import_checkpoint(
         )
     if source.is_dir() and (source / MANIFEST).is_file():
         raise ConfigError(f"{source} is a checkpoint of boltmesh as it is: every layout loads it.")
-    check_target(target, force=force)
+    check_target(target, source, force=force)
     is_model = is_safetensors(source)
     if is_model:
         checkpoint = weights_alone(open_safetensors(source), prefix=prefix, ties=ties)

@@ -17,16 +17,25 @@ from boltmesh.strategies.checkpoint.storage.addresses import is_file
 from boltmesh.strategies.checkpoint.storage.folder import folder_at
 
 
-def check_target(target: str | Path, *, force: bool) -> None:
-    """Look whether something may be written there.
+def check_target(target: str | Path, source: str | Path, *, force: bool) -> None:
+    """Look whether what is read from ``source`` may be written there.
 
     Raises:
-        ConfigError: When the name is taken, and is not to be replaced.
+        ConfigError: When the name is taken, and is not to be replaced, or cannot be: it is the
+            source or a folder around it, or one around the working directory.
     """
     if not isinstance(target, Path):
         if not force and (is_file(target) or folder_at(target).is_there()):
             raise ConfigError(f"{target} exists. Choose another name, or say --force.")
         return
+    if target.exists():
+        place = target.resolve()
+        if isinstance(source, Path) and source.resolve().is_relative_to(place):
+            raise ConfigError(
+                f"{target} is, or holds, {source}, which is to be read. Choose another name."
+            )
+        if Path.cwd().is_relative_to(place):
+            raise ConfigError(f"{target} holds the working directory. Choose another name.")
     if not force and (target.is_symlink() or target.exists()):
         raise ConfigError(f"{target} exists. Choose another name, or say --force to replace it.")
     if not target.parent.is_dir():

@@ -201,7 +201,7 @@ def test_what_cannot_be_exported_is_refused_in_one_line(holder: Holder, capsys: 
         ("source", "a.bin", "End its name in .ckpt"),
         ("source", "file.ckpt", "file.ckpt exists"),
         ("source", "none/a.ckpt", "none is no folder"),
-        ("source", "source", "is what is to be exported"),
+        ("source", "source", "source is, or holds, source, which is to be read"),
     ]:
         assert words in complaint(capsys, "export", source, "--to", target)
     one = ["export", "source", "--to", "a.safetensors", "--max-shard-size"]
@@ -241,6 +241,38 @@ def test_what_cannot_be_imported_is_refused_in_one_line(
         assert words in complaint(capsys, *line)
     monkeypatch.setitem(sys.modules, "safetensors", None)
     assert "pip install 'boltmesh[safetensors]'" in complaint(capsys, *model)
+
+
+def test_force_replaces_neither_the_source_nor_a_folder_around_it(
+    holder: Holder, capsys: Any
+) -> None:
+    Path("run/checkpoints").mkdir(parents=True)
+    Path("source").rename("run/checkpoints/last.ckpt")
+    Path("model").mkdir()
+    save_file({"weight": torch.ones(2)}, "model/model.safetensors")
+    Path("link").symlink_to("model")
+    kept = sorted(Path().rglob("*"))
+    last = "run/checkpoints/last.ckpt"
+    for line, words in [
+        (["export", last, "--to", "run/checkpoints"], f"run/checkpoints is, or holds, {last}"),
+        (["export", last, "--to", "run"], f"run is, or holds, {last}"),
+        (["export", last, "--to", "."], f". is, or holds, {last}"),
+        (["import", "model", "--to", "model"], "model is, or holds, model"),
+        (["import", "model/model.safetensors", "--to", "link"], "link is, or holds, model/model"),
+        (["import", str(Path("model").absolute()), "--to", ".."], ".. is, or holds, "),
+    ]:
+        assert words in complaint(capsys, *line, "--force")
+    assert sorted(Path().rglob("*")) == kept
+
+
+def test_force_replaces_no_folder_around_the_working_directory(
+    holder: Holder, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("here").mkdir()
+    monkeypatch.chdir("here")
+    for target in (".", str(Path.cwd())):
+        said = complaint(capsys, "export", "../source", "--to", target, "--force")
+        assert f"{target} holds the working directory" in said
 
 
 def test_damage_is_named_and_leaves_nothing(holder: Holder, capsys: Any) -> None:
