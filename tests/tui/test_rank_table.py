@@ -196,6 +196,11 @@ def test_a_rank_tells_where_it_is_and_how_far_behind() -> None:
         assert fact in text
 
 
+def test_a_rank_of_an_ended_job_was_last_seen_then_and_not_now() -> None:
+    ended = job(ranks=(worker(0, last_seen=NOW - 75),), state="crashed", updated=NOW - 75)
+    assert "last seen 1m 15s ago" in _detail(ended, rank=0)
+
+
 def test_a_rank_of_another_host_is_known_by_its_summary_alone() -> None:
     distant = rank(1, steps=(), is_summary=True)
     assert "known only by the summary" in _detail(job(ranks=(worker(0), distant)), rank=1)

@@ -228,8 +228,7 @@ def _draw_identity(
     mesh = state.job.mesh
     places = [f"{axis} {at}" for axis, at in rank.coordinates.items() if mesh.get(axis, 1) > 1]
     title = f"rank {rank.rank}" + (f": {', '.join(places)}" if places else "")
-    ago_s = max(0.0, (state.time if state.job.state == "running" else state.job.updated))
-    silent_s = max(0.0, ago_s - rank.last_seen) if rank.last_seen else None
+    silent_s = max(0.0, state.time - rank.last_seen) if rank.last_seen else None
     parts = [
         labelled("device", rank.device or units.UNKNOWN),
         labelled("host", rank.host or units.UNKNOWN),
