@@ -82,6 +82,16 @@ def test_help_fits_into_80_columns_uncut(page: PageHelp) -> None:
             assert line.plain == whole.plain
 
 
+@pytest.mark.parametrize("width", [28, 58])
+def test_help_is_wrapped_where_the_terminal_is_narrow(width: int) -> None:
+    page = PAGES["pipeline"].help
+    narrow, whole = help_lines(page, width, LOOK), help_lines(page, 200, LOOK)
+    assert max(line.width for line in narrow) <= width
+    entries = [" ".join(line.plain.split()) for line in whole if "─" not in line.plain]
+    shown = " ".join(line.plain for line in narrow if "─" not in line.plain)
+    assert shown.split() == " ".join(entries).split()
+
+
 @pytest.mark.parametrize("current", [tab.name for tab in MANY])
 @pytest.mark.parametrize("look", [LOOK, Style(ASCII)], ids=["unicode", "ascii"])
 def test_tabs_that_do_not_fit_scroll_with_the_current_one(current: str, look: Style) -> None:

@@ -3,7 +3,7 @@
 import msgspec
 
 from boltmesh.tui.render.line import Line, Role
-from boltmesh.tui.render.style import Style, heading
+from boltmesh.tui.render.style import Style, heading, sentence
 
 Entries = tuple[tuple[str, str], ...]
 """A word and what it means; an entry with an empty word continues the line above."""
@@ -83,14 +83,20 @@ def draw_help(
 def help_lines(page: PageHelp, width: int, look: Style) -> list[Line]:
     """The whole help page of one screen."""
     lines = [heading(page.about, width, look)]
-    lines += _entries(page.keys, "accent", width)
-    lines += _entries((*page.terms, *NOT_KNOWN), "strong", width)
+    lines += _entries(page.keys, "accent", width, look)
+    lines += _entries((*page.terms, *NOT_KNOWN), "strong", width, look)
     lines += [Line(), heading("keys on every screen", width, look)]
-    lines += _entries(KEYS, "accent", width)
+    lines += _entries(KEYS, "accent", width, look)
     lines += [Line(), heading("keys of a replay", width, look)]
-    lines += _entries(REPLAY_KEYS, "accent", width)
+    lines += _entries(REPLAY_KEYS, "accent", width, look)
     return lines
 
 
-def _entries(entries: Entries, role: Role, width: int) -> list[Line]:
-    return [Line(word.ljust(_WORD_WIDTH), role).add(text).crop(width) for word, text in entries]
+def _entries(entries: Entries, role: Role, width: int, look: Style) -> list[Line]:
+    room = max(1, width - _WORD_WIDTH)
+    lines = []
+    for word, text in entries:
+        for at, part in enumerate(sentence(text, room, look, max_lines=None)):
+            start = "" if at else word
+            lines.append(Line(start.ljust(_WORD_WIDTH), role).join(part).crop(width))
+    return lines

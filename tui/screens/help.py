@@ -38,9 +38,10 @@ class HelpScreen(PanelScreen):
     @override
     def panels(self) -> Sequence[Panel]:
         width, height = self.size
-        margin = 1 if width > 2 else 0
-        page = Region(margin, 0, width - 2 * margin, max(1, height - 1))
-        keys = Region(margin, height - 1, width - 2 * margin, 1)
+        room = self._room()
+        margin = (width - room) // 2
+        page = Region(margin, 0, room, max(1, height - 1))
+        keys = Region(margin, height - 1, room, 1)
         panels = [
             Panel(
                 "page",
@@ -56,6 +57,11 @@ class HelpScreen(PanelScreen):
             ),
         ]
         return panels if height > 1 else panels[:1]
+
+    def _room(self) -> int:
+        """Columns of a line, without the margins."""
+        width = self.size.width
+        return width - 2 if width > 2 else width
 
     def on_mouse_scroll_down(self) -> None:
         """Read on."""
@@ -75,7 +81,6 @@ class HelpScreen(PanelScreen):
 
     def action_scroll(self, by: int) -> None:
         """Move the page; at its ends nothing happens."""
-        width, height = self.size
-        hidden = len(help_lines(self._about, width, self.look)) - (height - 1)
+        hidden = len(help_lines(self._about, self._room(), self.look)) - (self.size.height - 1)
         self._first = min(max(0, self._first + by), max(0, hidden))
         self.paint()
