@@ -67,11 +67,18 @@ def _load(path: Path, overrides: Sequence[str]) -> DictConfig:
     from_file.section("", Config, _read(path))
     texts: dict[str, str] = {}
     from_command_line = Merge(config, source=COMMAND_LINE, folder=None, written=texts.get)
-    # Another class or strategy drops the arguments of the old one: names come before arguments.
+    # Another class or strategy drops the arguments of the old one: names come before arguments, and
+    # so does null, which leaves a section out.
     names = ("strategy", "strategy.name")
     pairs = sorted(
         map(_split, overrides),
-        key=lambda pair: not (pair[0] in names or pair[0].endswith(".class_path")),
+        key=lambda pair: (
+            not (
+                pair[0] in names
+                or pair[0].endswith(".class_path")
+                or (pair[0] in SECTIONS and pair[1] is None)
+            )
+        ),
     )
     for key, value, text in pairs:
         texts[key] = text

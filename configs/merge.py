@@ -107,10 +107,13 @@ class Merge:
             if found is None:
                 raise self._unknown(here, section, key)
             inside = names[at + 1 :]
-            if not inside:
-                self._field(here, found, section, value)
-                return
             kind = kind_of(section, name)
+            if not inside:
+                if value is None and kind in {"section", "mapping"}:
+                    self._leave_out(here, get_type_hints(section)[name])
+                else:
+                    self._field(here, found, section, value)
+                return
             if kind == "section":
                 section = get_type_hints(section)[name]
             elif kind == "mapping":
@@ -127,16 +130,22 @@ class Merge:
                     f"{here}={working_value(found, get_type_hints(section)[name], value)}."
                 )
 
+    def _leave_out(self, key: str, hint: type[Any]) -> None:
+        """Remove what the file has for a free mapping, or for a section that names a class."""
+        if get_origin(hint) is dict:
+            left: Any = {}
+        elif getattr(hint, "class_path", "") is None:
+            left = OmegaConf.structured(hint)
+        else:
+            raise self._no_section(key, hint, None)
+        OmegaConf.update(self.config, key, left, merge=False)
+
     def section(self, key: str, section: type[Any], value: Any) -> None:
-        """Set the keys of one section from a mapping; null leaves the section as it is."""
+        """Set the keys of one section from a mapping; null, of a file, has none."""
         if value is None:
             return
         if not isinstance(value, Mapping):
-            first = fields(section)[0]
-            raise self._error(
-                f"{key}={show(value)} is not a section. Set a key of it, "
-                f"for example {key}.{first.name}={show(first.metadata.get('example'))}."
-            )
+            raise self._no_section(key, section, value)
         known = {each.name: each for each in fields(section)}
         # A new class drops the arguments of the old one, so the class comes first.
         for name in sorted(map(str, value), key=lambda name: name != "class_path"):
@@ -152,7 +161,7 @@ class Merge:
             return
         if kind == "classes" and isinstance(value, list):
             value = self._class_list(key, value)
-        if found.name == "class_path" and isinstance(value, str):
+        if found.name == "class_path" and (value is None or isinstance(value, str)):
             value = self._class_path(key, value)
         if kind == "mapping" and value is None:
             value = {}
@@ -208,13 +217,13 @@ class Merge:
             self.config.strategy = {}
         return given
 
-    def _class_path(self, key: str, class_path: str) -> str:
+    def _class_path(self, key: str, class_path: str | None) -> str | None:
         section = OmegaConf.select(self.config, key.rpartition(".")[0])
         if isinstance(section, DictConfig) and not OmegaConf.is_missing(section, "class_path"):
             old = _given(section, "class_path")
             if old is not None and old != class_path:
                 section.init_args = {}
-        return self._anchored(class_path)
+        return None if class_path is None else self._anchored(class_path)
 
     def _anchored(self, class_path: str) -> str:
         """The class path with its file absolute, when the file lies beside the config."""
@@ -287,6 +296,13 @@ class Merge:
             return self._error(f"unknown key '{key}'. Did you mean '{guess}'?")
         where = f"{parent} has the keys" if parent else "The sections are"
         return self._error(f"unknown key '{key}'. {where} {name_choices(siblings, at_most=40)}.")
+
+    def _no_section(self, key: str, section: type[Any], value: Any) -> ConfigError:
+        first = fields(section)[0]
+        return self._error(
+            f"{key}={show(value)} is not a section. Set a key of it, "
+            f"for example {key}.{first.name}={show(first.metadata.get('example'))}."
+        )
 
     def _error(self, message: str) -> ConfigError:
         return ConfigError(f"{self.source}: {message}")

@@ -84,6 +84,47 @@ def test_an_override_sets_what_it_names(config_file, override, key, value):
     assert (OmegaConf.to_container(found) if OmegaConf.is_config(found) else found) == value
 
 
+WITH_CLASSES = """
+model: {class_path: a.Model, init_args: {width: 4}}
+data: {class_path: a.Data, init_args: {size: "${model.init_args.width}"}}
+optimizer:
+  class_path: torch.optim.SGD
+  init_args: {lr: 0.1}
+  scheduler: {class_path: a.Scheduler, init_args: {gamma: 0.5}}
+trainer: {max_steps: 3}
+"""
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "value"),
+    [
+        (["data=null"], "data", {"class_path": None, "init_args": {}}),
+        (["data="], "data", {"class_path": None, "init_args": {}}),
+        (["data.class_path=null"], "data", {"class_path": None, "init_args": {}}),
+        (["optimizer=null"], "optimizer.class_path", None),
+        (["optimizer=null"], "optimizer.init_args", {}),
+        (["optimizer=null"], "optimizer.scheduler.class_path", None),
+        (["optimizer.scheduler=null"], "optimizer.scheduler.init_args", {}),
+        (["optimizer.scheduler=null"], "optimizer.init_args", {"lr": 0.1}),
+        (["optimizer.class_path=a.B", "optimizer=null"], "optimizer.class_path", None),
+        (["optimizer=null", "optimizer.class_path=a.B"], "optimizer.class_path", "a.B"),
+        (["optimizer.init_args=null"], "optimizer.init_args", {}),
+        (["strategy=null", "strategy.name=bolt_ddp"], "strategy", {"name": "bolt_ddp"}),
+        (["strategy=null"], "strategy", {}),
+    ],
+)
+def test_null_leaves_out_what_the_file_has(tmp_path, overrides, key, value):
+    config = load(write(tmp_path / "a.yaml", WITH_CLASSES), overrides)
+    found = OmegaConf.select(config, key)
+    assert (OmegaConf.to_container(found) if OmegaConf.is_config(found) else found) == value
+
+
+@pytest.mark.parametrize("section", ["trainer", "run", "alerts", "model", "run.checkpoint"])
+def test_null_for_a_section_that_is_always_there_is_refused(config_file, section):
+    with pytest.raises(ConfigError, match=rf"command line: {section}=null is not a section\. Set"):
+        load(config_file, [f"{section}=null"])
+
+
 @pytest.mark.parametrize("word", ["010", "1_0", "1e3", "0x10", "1:30", "7"])
 def test_a_text_that_looks_like_a_number_is_as_it_is_written(tmp_path, config_file, word):
     path = write(tmp_path / "other.yaml", f"model: {{class_path: a.B}}\nrun: {{dir: {word}}}\n")
