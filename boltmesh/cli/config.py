@@ -1,11 +1,13 @@
-"""What commands that take a config have in common."""
+"""What commands have in common: the arguments of a config, and types of options."""
 
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import click
+from typing_extensions import override
 
 Command = TypeVar("Command", bound=Callable[..., object])
 
@@ -29,3 +31,16 @@ def see_working_directory() -> None:
     """As `python -m` has it: a config can name code that lies in the working directory."""
     if str(Path.cwd()) not in {str(Path(each).absolute()) for each in sys.path}:
         sys.path.insert(0, str(Path.cwd()))
+
+
+class NumberRange(click.FloatRange):
+    """A number within limits; neither infinite nor NaN, which Python reads as well."""
+
+    @override
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        number: float = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value!r} is not a finite number.", param, ctx)
+        return number

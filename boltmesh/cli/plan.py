@@ -6,7 +6,7 @@ from typing import Any
 import click
 from typing_extensions import override
 
-from boltmesh.cli.config import see_working_directory, takes_config
+from boltmesh.cli.config import NumberRange, see_working_directory, takes_config
 from boltmesh.cli.signals import stopped_cleanly
 from boltmesh.errors import ConfigError
 
@@ -164,7 +164,7 @@ def advise(config: str, overrides: tuple[str, ...], **given: Any) -> int:
 @click.option(
     "--memory",
     "memory_gib",
-    type=click.FloatRange(min=0.0, min_open=True),
+    type=NumberRange(min=0.0, min_open=True),
     metavar="GIB",
     help="That a rank may take. [its share of the host, all of a GPU]",
 )
@@ -204,13 +204,13 @@ def tune(config: str, overrides: tuple[str, ...], **given: Any) -> int:
 )
 @click.option(
     "--forward",
-    type=click.FloatRange(min=0.0, min_open=True),
+    type=NumberRange(min=0.0, min_open=True),
     default=1.0,
     help="Time of one stage for one microbatch, in any unit. [1]",
 )
 @click.option(
     "--backward",
-    type=click.FloatRange(min=0.0, min_open=True),
+    type=NumberRange(min=0.0, min_open=True),
     default=2.0,
     help="The same; half of it for the input's gradient, half for the weights'. [2]",
 )

@@ -4,6 +4,8 @@ from pathlib import Path
 
 import click
 
+from boltmesh.cli.config import NumberRange
+
 RUN_DIR = click.option(
     "--run-dir", type=click.Path(path_type=Path), help="Where jobs keep telemetry."
 )
@@ -49,7 +51,7 @@ REMOTE_COMMAND = click.option(
 @click.option(
     "--interval",
     "interval_s",
-    type=click.FloatRange(min=0.1),
+    type=NumberRange(min=0.1),
     help="Seconds between two looks. [1; 2 over ssh]",
 )
 def top(
@@ -103,13 +105,11 @@ def top(
 @click.option(
     "--interval",
     "interval_s",
-    type=click.FloatRange(min=0.1),
+    type=NumberRange(min=0.1),
     default=1.0,
     help="Seconds between two frames. [1]",
 )
-@click.option(
-    "--for", "for_s", type=click.FloatRange(min=0.1), help="Stop after this many seconds."
-)
+@click.option("--for", "for_s", type=NumberRange(min=0.1), help="Stop after this many seconds.")
 @click.option("--force", is_flag=True, help="Replace FILE if it exists.")
 @RUN_DIR
 def record(
@@ -167,7 +167,7 @@ def report(job: str | None, output: Path | None, replay: Path | None, run_dir: P
 @click.option(
     "--every",
     "every_s",
-    type=click.FloatRange(min=0.1),
+    type=NumberRange(min=0.1),
     help="Write it again every so many seconds, until the job ends.",
 )
 @click.option("--replay", type=click.Path(path_type=Path), help="Take a recording.")
@@ -241,7 +241,7 @@ def jobs(
 @click.option(
     "--interval",
     "interval_s",
-    type=click.FloatRange(min=0.1),
+    type=NumberRange(min=0.1),
     default=1.0,
     help="Seconds between two frames. [1]",
 )

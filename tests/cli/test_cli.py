@@ -88,6 +88,22 @@ def test_what_a_user_can_mend_is_one_line_and_exit_2(workplace, capfd, arguments
     assert error.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "top --once --interval", "record a.rec --interval", "record a.rec --for",
+        "export-metrics --every", "stream --interval", "schedule 1f1b --forward",
+        "schedule 1f1b --backward", "tune ddp --memory",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("number", ["nan", "inf", "1e999"])
+def test_numbers_that_are_not_finite_are_refused(workplace, capfd, line, number):
+    option = line.split()[-1]
+    assert cli.run_command([*line.split(), number]) == 2
+    said = capfd.readouterr().err
+    assert said == f"boltmesh: Invalid value for '{option}': '{number}' is not a finite number.\n"
+
+
 def test_the_printed_config_is_a_config_that_means_the_same(workplace, capsys):
     assert cli.run_command(["fit", str(TINY), "max_steps=7", "--print-config"]) == 0
     printed = workplace / "printed.yaml"
