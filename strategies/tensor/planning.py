@@ -63,9 +63,7 @@ def plan_of(analysis: Analysis, size: int, choice: Selection) -> TensorPlan:
         partial=tuple(name for name in choice.flow.partial if name not in sharded),
         boundaries=tuple(choice.flow.boundaries),
         fed=tuple(choice.flow.fed),
-        local_dropouts=tuple(
-            dict.fromkeys(each.module for each in trace.draws if axes_of(each.dims, followed))
-        ),
+        local_dropouts=tuple(_drawing_parts(analysis, followed)),
         attributes=tuple(_attributes(analysis, followed)),
         region_axes=tuple(
             number
@@ -75,6 +73,17 @@ def plan_of(analysis: Analysis, size: int, choice: Selection) -> TensorPlan:
         notes=tuple(_notes(analysis, sharded)),
         unknown=dict(trace.unknown),
     )
+
+
+def _drawing_parts(analysis: Analysis, followed: set[SymbolicDim]) -> list[str]:
+    """Return the modules that draw for divided tensors alone.
+
+    One that draws for whole tensors too draws the same for all: only part of a forward cannot
+    have numbers of its own, and what is whole has to stay equal on all ranks.
+    """
+    draws = analysis.trace.draws
+    whole = {each.module for each in draws if not axes_of(each.dims, followed)}
+    return list(dict.fromkeys(each.module for each in draws if each.module not in whole))
 
 
 def _notes(analysis: Analysis, sharded: Mapping[str, ShardedParameter]) -> Iterator[str]:

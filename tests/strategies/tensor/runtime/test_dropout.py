@@ -9,6 +9,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from boltmesh.strategies.blocks import find_blocks
+from boltmesh.strategies.tensor.analysis.analyse import analyse
+from boltmesh.strategies.tensor.planning import make_plan
+from boltmesh.strategies.tensor.runtime.apply import apply_plan
 from boltmesh.strategies.tensor.runtime.collectives import TensorGroup
 from boltmesh.strategies.tensor.runtime.dropout import Draws, divide_draws
 from boltmesh.strategies.tensor.runtime.param_swap import Changes
@@ -129,6 +133,39 @@ def test_models_with_dropout_keep_alike_what_is_whole() -> None:
         assert not torch.equal(mine[0], theirs[0]), "heads have parts of their own"
         for a, b in zip(mine[1:], theirs[1:], strict=True):
             assert torch.equal(a, b), way
+
+
+class _Twice(nn.Module):
+    """Draws for divided channels and for its whole result, as a layer of Bart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.fc1, self.fc2 = nn.LayerNorm(8), nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = F.dropout(self.fc1(self.norm(x)).tanh(), 0.5, self.training)
+        return x + F.dropout(self.fc2(hidden), 0.5, self.training)
+
+
+def _drawing_twice(rank: int, world_size: int) -> list[Tensor]:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(_Twice(), _Twice()), torch.randn(6, 8)
+    analysis = analyse(model, lambda each: each(x).square().mean(), blocks=find_blocks(model))
+    plan = make_plan(analysis, world_size)
+    assert "0.fc1.weight" in plan.sharded
+    apply_plan(model, plan, world())
+    torch.manual_seed(3)
+    out = model(x)
+    out.square().mean().backward()
+    whole = [p.grad for n, p in model.named_parameters() if n not in plan.sharded]
+    return [out.detach(), *whole, torch.rand(2)]
+
+
+def test_a_module_that_draws_for_parts_and_for_the_whole_keeps_the_whole_alike() -> None:
+    first, other = run_ranks(_drawing_twice, 2)
+    assert len(first) == 8
+    for mine, theirs in zip(first, other, strict=True):
+        torch.testing.assert_close(mine, theirs)
 
 
 def _p_of_heads(rank: int, world_size: int) -> dict[str, float]:
