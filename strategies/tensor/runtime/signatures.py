@@ -6,6 +6,7 @@ So each call of a block has a signature: which arguments are tensors, None, True
 kind of dtype, how many dims, and which of these have one element. The first call with a new one is
 a verification of its own: the block runs whole, with parameters gathered, and divided, and outputs
 and gradients have to agree. If they do not, the block runs whole for such arguments from then on.
+So is the first call in evaluation mode.
 
 Everything happens among the ranks of the tensor group, within the block's forward, so that data
 replicas and pipeline stages may meet a signature at different times.
@@ -105,9 +106,13 @@ class Verified:
         if not self.has_sizes:
             signature = without_sizes(signature)
         known = self.with_gradient.get(signature)
-        if known is None and not has_gradient:
-            return self.forward_only.get(signature)
-        return known
+        return known if has_gradient else self.forward_only.get(signature, known)
+
+    def is_of_training(self, signature: Signature) -> bool:
+        """Whether a signature was verified with a backward pass and not without one."""
+        if not self.has_sizes:
+            signature = without_sizes(signature)
+        return signature in self.with_gradient and signature not in self.forward_only
 
     def leave_out_sizes(self) -> None:
         """Let it not matter from now on which dims have one element."""
@@ -182,6 +187,8 @@ class SignatureGuard:
             return forward(*args, **kwargs)
         signature, has_gradient = signature_of(args, kwargs), torch.is_grad_enabled()
         is_right = self.verified.of_call(signature, has_gradient=has_gradient)
+        if not (has_gradient or self.block.training) and self._is_new_path(signature, args, kwargs):
+            is_right = None
         if is_right is None:
             reason = self._why_unverifiable(args, kwargs)
             if any(map(is_fake, tree_leaves((args, kwargs)))):
@@ -206,6 +213,15 @@ class SignatureGuard:
                 )
             self.verified.add(signature, has_gradient=has_gradient, is_right=is_right)
         return forward(*args, **kwargs) if is_right else self._whole(*args, **kwargs)
+
+    def _is_new_path(self, signature: Signature, args: Any, kwargs: Any) -> bool:
+        """Whether a call in evaluation mode can be verified, and training alone has been."""
+        return (
+            self.verified.is_of_training(signature)
+            and not self.is_coupled
+            and not any(map(is_fake, tree_leaves((args, kwargs))))
+            and self._why_unverifiable(args, kwargs) is None
+        )
 
     def couple(self, *, divides_experts: bool) -> None:
         """Verify no more calls: the ranks that its experts get rows of would have to take part.
@@ -262,6 +278,8 @@ class SignatureGuard:
             missing = [path for path in earlier if path not in dict(signature)]
             if missing:
                 return f"{self.name} also got {missing[0]}"
+        if not self.block.training:
+            return f"{self.name} was in training mode"
         return f"{self.name} was not called like this"
 
     # Running whole.

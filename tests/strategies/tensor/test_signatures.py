@@ -37,6 +37,11 @@ def test_a_call_that_was_verified_with_gradients_counts_without_them() -> None:
     assert verified.of_call(one, has_gradient=False)
     assert verified.of_call(other, has_gradient=False)
     assert verified.of_call(other, has_gradient=True) is None
+    assert verified.is_of_training(one)
+    verified.add(one, has_gradient=False, is_right=False)
+    assert not verified.is_of_training(one)
+    assert not verified.of_call(one, has_gradient=False)
+    assert verified.of_call(one, has_gradient=True)
 
 
 class Scaling(nn.Module):
@@ -58,6 +63,62 @@ class Scaling(nn.Module):
         if scale is not None:
             hidden = hidden * (scale + torch.arange(hidden.shape[-1]))
         return x + self.dropout(self.down(hidden.tanh()))
+
+
+class Normalizing(nn.Module):
+    """Looks at all of its channels in evaluation alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 12), nn.Linear(12, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.up(x).tanh()
+        if not self.training:
+            hidden = hidden / hidden.norm(dim=-1, keepdim=True)
+        return x + self.down(hidden)
+
+
+class Evaluated(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Normalizing() for _ in range(2))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        for block in self.blocks:
+            batch = block(batch)
+        return batch.square().mean()
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("val", self.training_step(batch, batch_idx))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+
+def evaluate(rank: int, world_size: int) -> tuple[float, list[str]]:
+    seed_everything(1, verbose=False)
+    batches: Any = DataLoader([torch.randn(5, WIDTH) for _ in range(2)], batch_size=None)  # type: ignore[arg-type]
+    strategy: Any = TensorParallelStrategy(telemetry=False) if world_size > 1 else "auto"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run = Trainer(
+            accelerator="cpu", devices=world_size, strategy=strategy, max_epochs=1, logger=False,
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+            num_sanity_val_steps=0,
+        )  # fmt: skip
+        run.fit(Evaluated(), batches, batches)
+    told = [str(each.message) for each in caught if "runs whole" in str(each.message)]
+    return float(run.callback_metrics["val"]), told
+
+
+@pytest.mark.ranks
+def test_a_path_of_evaluation_is_verified_before_it_counts() -> None:
+    wanted = run_ranks(evaluate, 1)[0][0]
+    (found, told), (other, _) = run_ranks(evaluate, 2)
+    assert found == other == pytest.approx(wanted, rel=1e-5)
+    assert len(told) == 1
+    assert "blocks.0 was in training mode" in told[0]
 
 
 class Stacked(LightningModule):
