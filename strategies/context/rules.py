@@ -429,7 +429,7 @@ def classify(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return value.like(losses, dim=value.cut_dim - (value.cut_dim > 1))
     if is_index:
         counted = own != given.get("ignore_index", -100)
-        counts = counted if weight is None else weight[own.clamp(min=0)] * counted
+        counts = counted if weight is None else weight[own.masked_fill(~counted, 0)] * counted
     else:
         counts = torch.ones_like(losses)
     counts = counts if weight is None else counts.to(losses.dtype)

@@ -105,6 +105,21 @@ def test_a_rank_without_positions_draws_and_differentiates_as_the_others() -> No
     assert has_one == has_other == [True, True, True]
 
 
+def run_weighted_loss(rank: int, size: int) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(5)
+    logits, target = torch.randn(2, 4, 9), torch.randint(0, 4, (2, 9))
+    target[:, ::3] = 255
+    divided = cut(logits, 2, ContextState(world()))
+    options: dict[str, Any] = {"weight": torch.rand(4), "ignore_index": 255}
+    found = [functional.cross_entropy(each, target, **options) for each in (divided, logits)]
+    return found[0], found[1]
+
+
+def test_a_target_to_ignore_may_lie_beyond_the_weights_of_classes() -> None:
+    for found, expected in run_ranks(run_weighted_loss, 2):
+        torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.sample("ring")
 @pytest.mark.parametrize("way", ["heads", "ring"])
 def test_attention_by_heads_and_by_a_ring_is_that_of_one_process(way: str) -> None:
