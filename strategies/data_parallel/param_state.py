@@ -50,6 +50,7 @@ from boltmesh.strategies.torch_compat.fsdp import unit_parameters
 from boltmesh.strategies.torch_compat.modules import buffers_of, set_parameter
 from boltmesh.strategies.torch_compat.optimizers import zeroed_by
 from boltmesh.strategies.torch_compat.tensors import (
+    compare_over_meshes,
     disabled_torch_function,
     local_tensor,
     storage_key,
@@ -220,6 +221,7 @@ class OwnedParams(PlainInStep):
 
     def __init__(self, owned: OwnedRows, device: torch.device, num_batches: int) -> None:
         super().__init__(owned.replicas, num_batches)
+        compare_over_meshes()
         self._owned = owned
         self._mesh: DeviceMesh
         self._placements: list[Placement] = [Shard(0)]

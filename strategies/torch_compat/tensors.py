@@ -10,6 +10,7 @@ from typing import Any
 from weakref import WeakMethod
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._ops import OpOverload as OpOverload
 from torch._subclasses.fake_tensor import (
@@ -147,6 +148,30 @@ def check_number_reads(check: Callable[[DTensor], None]) -> None:
         return op_call(tensor._local_tensor)
 
     DTensor._op_dispatcher._custom_op_handlers[torch.ops.aten._local_scalar_dense.default] = read
+
+
+def compare_over_meshes() -> None:
+    """Let ``torch.equal`` compare DTensors of different meshes, as of experts and of all else.
+
+    torch itself refuses to. Callbacks that unfreeze layers look so for what an optimizer has.
+    """
+
+    def equal(op_call: OpOverload, args: tuple[Any, ...], kwargs: dict[str, object]) -> Any:
+        one, other = args
+        if one.shape != other.shape:
+            return False
+        if _spec_of(one) != _spec_of(other):
+            return op_call(*(each.full_tensor() if _spec_of(each) else each for each in args))
+        is_same = op_call(one._local_tensor, other._local_tensor)
+        found = torch.tensor(int(is_same), device=one.device_mesh.device_type)
+        dist.all_reduce(found, dist.ReduceOp.MIN)  # over all ranks, as torch does
+        return bool(found)
+
+    DTensor._op_dispatcher._custom_op_handlers[torch.ops.aten.equal.default] = equal
+
+
+def _spec_of(tensor: Tensor) -> tuple[object, ...] | None:
+    return (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
 
 
 def is_equal(tensor: Tensor, other: Tensor) -> bool:

@@ -5,8 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import BaseFinetuning
 from torch import Tensor
 from torch.nn import Module
+from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from boltmesh.cli import run_command
@@ -15,6 +18,7 @@ from tests.support import expert_runs
 from tests.support.expert_models import MoeModule, tokens
 from tests.support.expert_runs import loader, strategy_of, trainer, whole_of
 from tests.support.ranks import run_ranks
+from tests.support.shard_runs import QUIET
 
 pytestmark = pytest.mark.ranks
 
@@ -76,6 +80,58 @@ def test_adapters_are_switched_on_and_off(
     alone = {name: value for name, value in options.items() if name != "strategy"}
     gaps = expert_runs.differences(ranks, expert_runs.train_alone(2, "mixtral, LoRA", **alone))
     assert max(gaps.values()) < 2e-6, gaps
+
+
+class Later(MoeModule):
+    """Trains its head first; an optimizer has no frozen parameters."""
+
+    def __init__(self) -> None:
+        super().__init__("mixtral:no aux, LoRA")
+        self.net.lm_head.weight.requires_grad_(True)
+
+    @override
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        trained = [each for each in self.parameters() if each.requires_grad]
+        return torch.optim.SGD(trained, lr=0.1)
+
+
+class Unfreezes(BaseFinetuning):
+    """Trains the adapters from the second epoch on."""
+
+    def adapters(self, module: LightningModule) -> list[Module]:
+        kinds = ("lora_A", "lora_B")
+        return [each for name, each in module.named_modules() if name.endswith(kinds)]
+
+    @override
+    def freeze_before_training(self, pl_module: LightningModule) -> None:
+        self.freeze(self.adapters(pl_module))
+
+    @override
+    def finetune_function(self, pl_module: LightningModule, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(self.adapters(pl_module), optimizer, lr=0.2)
+
+
+def finetune(rank: int, world_size: int) -> dict[str, Tensor]:
+    module, callbacks = Later(), [Unfreezes()]
+    if world_size > 1:
+        strategy = strategy_of(telemetry=False, stage=3, expert=2)
+        run = trainer(world_size, strategy, max_epochs=2, callbacks=callbacks)
+        run.fit(module, loader(rank, 2))
+        return whole_of(module)
+    batches: Any = [tokens(number, of_rank) for number in range(2) for of_rank in range(2)]
+    options: dict[str, Any] = {**QUIET, "accumulate_grad_batches": 2, "max_epochs": 2}
+    Trainer(accelerator="cpu", callbacks=callbacks, **options).fit(  # type: ignore[arg-type]
+        module, DataLoader(batches, batch_size=None)
+    )
+    return {name: each.detach() for name, each in module.named_parameters()}
+
+
+def test_adapters_that_are_unfrozen_later_are_trained() -> None:
+    expected = run_ranks(finetune, 1)[0]
+    for found in run_ranks(finetune, 2):
+        gaps = {name: float((found[name] - expected[name]).abs().max()) for name in expected}
+        assert max(gaps.values()) < 2e-6, gaps
 
 
 def test_columns_are_those_of_experts_in_turns_of_any_number_of_rows() -> None:
