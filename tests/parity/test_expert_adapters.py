@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BaseFinetuning
 from torch import Tensor
 from torch.nn import Module
@@ -113,7 +113,8 @@ class Unfreezes(BaseFinetuning):
 
 
 def finetune(rank: int, world_size: int) -> dict[str, Tensor]:
-    module, callbacks = Later(), [Unfreezes()]
+    module = Later()
+    callbacks: list[Callback] = [Unfreezes()]
     if world_size > 1:
         strategy = strategy_of(telemetry=False, stage=3, expert=2)
         run = trainer(world_size, strategy, max_epochs=2, callbacks=callbacks)
@@ -121,9 +122,8 @@ def finetune(rank: int, world_size: int) -> dict[str, Tensor]:
         return whole_of(module)
     batches: Any = [tokens(number, of_rank) for number in range(2) for of_rank in range(2)]
     options: dict[str, Any] = {**QUIET, "accumulate_grad_batches": 2, "max_epochs": 2}
-    Trainer(accelerator="cpu", callbacks=callbacks, **options).fit(  # type: ignore[arg-type]
-        module, DataLoader(batches, batch_size=None)
-    )
+    run = Trainer(accelerator="cpu", callbacks=callbacks, **options)
+    run.fit(module, DataLoader(batches, batch_size=None))
     return {name: each.detach() for name, each in module.named_parameters()}
 
 
