@@ -31,6 +31,7 @@ from boltmesh.strategies.data_parallel.expected_memory import expected_held_memo
 from boltmesh.strategies.engine.data_axis import AxisContext, DataAxis
 from boltmesh.strategies.lightning_compat import prepare_for_backward
 from boltmesh.strategies.torch_compat.communication import Replica, device_index, flush_static_graph
+from boltmesh.strategies.torch_compat.tensors import storage_key
 from boltmesh.telemetry.snapshot import MemoryKind
 from boltmesh.telemetry.traffic import ExpectedTraffic
 
@@ -71,6 +72,8 @@ class DdpAxis(DataAxis):
         """Names by DDP's indices."""
         self._is_static_graph_flushed = False
         self._is_graph_known = False
+        self._is_in_buckets = False
+        """Whether gradients are views of buckets, which the next backward pass writes to."""
         self._has_averaged = False
         """Whether a backward pass of manual optimisation has gone through the strategy."""
 
@@ -84,6 +87,7 @@ class DdpAxis(DataAxis):
         if group.size() > 1:
             _refuse_max_norm(module)
         self.other_shares = context.norm_shares
+        self._is_in_buckets = self._keeps_in_buckets(context)
         # On the stream of the steps: autograd makes nodes of another wait for each other.
         wrapped = Replica(
             module,
@@ -92,7 +96,7 @@ class DdpAxis(DataAxis):
             bucket_cap_mb=options.bucket_cap_mb,
             static_graph=options.static_graph,
             find_unused_parameters=options.find_unused_parameters,
-            gradient_as_bucket_view=self._keeps_in_buckets(context),
+            gradient_as_bucket_view=self._is_in_buckets,
         )
         self._is_static_graph_flushed = False
         self._is_graph_known = False
@@ -107,6 +111,13 @@ class DdpAxis(DataAxis):
     def _keeps_in_buckets(self, context: AxisContext) -> bool:
         chosen = self.options.gradient_as_bucket_view
         return not context.reads_gradients if chosen is None else chosen
+
+    @override
+    def adopt(self, optimizers: Sequence[Optimizer], *, reads_gradients: bool) -> None:
+        for each in optimizers if self._is_in_buckets else ():
+            is_of_torch = type(each).__module__.startswith("torch.")  # and keeps no gradient
+            if not is_of_torch and hasattr(each, "register_step_post_hook"):
+                each.register_step_post_hook(_copy_kept_gradients)
 
     def _register_compression(self, wrapped: DistributedDataParallel, group: ProcessGroup) -> None:
         if self.options.gradient_compression == "bf16":
@@ -224,6 +235,17 @@ class DdpAxis(DataAxis):
         rank = min(rows, columns, self.options.powersgd_rank)
         factors = (rows + columns) * rank
         return (factors if factors * _POWERSGD_MIN_RATE < numel else numel) * size
+
+
+def _copy_kept_gradients(optimizer: Optimizer, *_: object) -> None:
+    """Copy gradients that an optimizer has put into its state, as some do for the next step."""
+    for parameter, state in optimizer.state.items():
+        gradient = getattr(parameter, "grad", None)
+        if gradient is None or not isinstance(state, dict):
+            continue
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and storage_key(value) == storage_key(gradient):
+                state[key] = value.clone()
 
 
 def _refuse_max_norm(module: Module) -> None:

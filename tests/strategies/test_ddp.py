@@ -152,6 +152,44 @@ def test_gradients_are_kept_in_their_buckets_unless_that_is_turned_off(accumulat
             assert torch.equal(one, other)
 
 
+class Optimistic(torch.optim.Optimizer):
+    """Steps by gradients and their change, and keeps those of the step before, no copies."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
+        for each in self.param_groups[0]["params"]:
+            before = self.state[each].get("before", torch.zeros_like(each))
+            each.sub_(2 * each.grad - before, alpha=0.1)
+            self.state[each]["before"] = each.grad
+        return loss
+
+
+class SteppedOptimistically(Regression):
+    def configure_optimizers(self) -> Any:
+        return Optimistic(self.parameters())
+
+
+def fit_optimistically(rank: int, world_size: int) -> list[torch.Tensor]:
+    seed_everything(1)
+    module = SteppedOptimistically()
+    strategy = DDPStrategy(telemetry=False) if world_size > 1 else "auto"
+    run = trainer(world_size, strategy=strategy, max_steps=4, use_distributed_sampler=False)
+    run.fit(module, regression_data(48, 4))  # the same batches on all ranks
+    return [each.detach().clone() for each in module.parameters()]
+
+
+@pytest.mark.ranks
+def test_gradients_that_an_optimizer_keeps_stay_what_they_are() -> None:
+    (expected,) = run_ranks(fit_optimistically, 1)
+    for found in run_ranks(fit_optimistically, 2):
+        torch.testing.assert_close(found, expected)
+
+
 class Silent(Regression):
     """Logs nothing: with torch 2.13 dynamo fails in ``self.log``, under any strategy."""
 
