@@ -237,8 +237,7 @@ class PipelineZeroAxis(PipelineDataAxis, ZeroAxis):
         else:
             # The run before may have ended by an error.
             forget_step(self.sharded.root_unit)
-            for each in self._late:
-                each.forget()
+            self._forget_late()
         self.sharded.mesh.name_groups(context.recorder)
         observe_waits(self.sharded.units.values(), context.recorder.device_wait)
         self._follow_scaler(context)
@@ -255,7 +254,15 @@ class PipelineZeroAxis(PipelineDataAxis, ZeroAxis):
     def begin_batch(self) -> None:
         if self._is_synchronised:
             self._model.buffers.send()
+        assert self._context is not None
+        if self.options.stage == 1 and self._context.begins_window():
+            self._model.step_units.forget_gradients()  # of a window that was cut short
+            self._forget_late()
         self._gather()
+
+    def _forget_late(self) -> None:
+        for each in self._late:
+            each.forget()
 
     def _gather(self) -> None:
         """Put whole parameters in the places of shards. Collective over the axis."""

@@ -98,7 +98,7 @@ class ZeroAxis(DataAxis):
         self._guard: OrderCheck | None = None
         self._stale: EarlyZeroGrad | None = None
         self._offload: OffloadEngine | None = None
-        self._forget_scaler: Callable[[], None] = _nothing
+        self._forget_scaler: Callable[[], object] = nullcontext  # nothing to undo
         self._step_hooks: list[RemovableHandle] = []
         self.whole_steps: list[WholeSteps] = []
         self._has_ended_step = False
@@ -206,8 +206,10 @@ class ZeroAxis(DataAxis):
         self._refuse_lost()
         self._model.begin_forward()
         self._follow_shards()
+        assert self._context is not None
+        if self.options.stage == 1 and self._context.begins_window():
+            self._model.step_units.forget_gradients()  # of a window that was cut short
         if self._stale is not None:
-            assert self._context is not None
             self._stale.end()
             if torch.is_grad_enabled() and self._context.zeroes_gradients():
                 self._stale.begin()
@@ -463,7 +465,7 @@ class ZeroAxis(DataAxis):
     @override
     def release(self) -> None:
         self._forget_scaler()
-        self._forget_scaler = _nothing
+        self._forget_scaler = nullcontext
         self._forget_steps()
         if self._guard is not None:
             self._guard.stop()
@@ -514,7 +516,3 @@ class ZeroAxis(DataAxis):
             for kind, stored in self._offload.stored().items():
                 held.setdefault(kind, []).extend(stored)
         return held
-
-
-def _nothing() -> None:
-    """What there is to undo where nothing was done."""

@@ -27,6 +27,7 @@ from boltmesh.strategies.engine.axis import Axis
 from boltmesh.strategies.grad_norm import JointNorms, NormShare
 from boltmesh.strategies.lightning_compat.trainer import (
     autocast_dtype,
+    begins_window,
     has_norm_clipping,
     reads_gradients,
     zeroes_gradients,
@@ -144,6 +145,8 @@ class AxisContext:
     zeroes_gradients: Callable[[], bool] = field(default=lambda: False)
     """Whether the Trainer zeroes gradients after the forward pass that is about to begin, and
     nobody looks at them before."""
+    begins_window: Callable[[], bool] = field(default=lambda: False)
+    """Whether the batch in work is known to be the first of an accumulation window."""
     recorder: Recorder | NullRecorder = field(default_factory=NullRecorder)
     recomputed: frozenset[Module] = frozenset()
     """Blocks whose forward pass runs once more in the backward pass."""
@@ -241,6 +244,7 @@ class DataAxis(Axis, ABC):
             norm_shares=strategy.norm_shares(),
             scaler=strategy.scaler,
             zeroes_gradients=partial(zeroes_gradients, trainer),
+            begins_window=partial(begins_window, trainer),
             recorder=strategy.recorder,
             recomputed=strategy.recomputation.blocks,
             # A model that is whole has no list: it would keep parameters that become shards.

@@ -180,18 +180,26 @@ def module_keeps_gradients(module: LightningModule) -> bool:
     return not is_automatic or any(is_overridden(h, module, LightningModule) for h in hooks)
 
 
+def begins_window(trainer: Trainer) -> bool:
+    """Whether the batch in work is the first of an accumulation window.
+
+    Lightning zeroes gradients then, whatever the window before has left. False where that is not
+    known: under manual optimisation, and in steps that draw their batches themselves.
+    """
+    if not (trainer.training and trainer.lightning_module.automatic_optimization):
+        return False
+    if isinstance(trainer.fit_loop._data_fetcher, _DataLoaderIterDataFetcher):
+        return False  # whose steps say nothing dependable of a batch's number
+    return not trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches
+
+
 def zeroes_gradients(trainer: Trainer) -> bool:
     """Whether the batch in work begins a step whose gradients Lightning's own code zeroes.
 
     It does so between forward and backward pass. False where a hook of the user's does it, or may
     look at what is there.
     """
-    module = trainer.lightning_module
-    if not trainer.training or module_keeps_gradients(module):
-        return False
-    if isinstance(trainer.fit_loop._data_fetcher, _DataLoaderIterDataFetcher):
-        return False  # whose steps say nothing dependable of a batch's number
-    if trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches:
+    if module_keeps_gradients(trainer.lightning_module) or not begins_window(trainer):
         return False
     return not any(
         is_overridden("on_before_zero_grad", each, Callback) for each in _readers(trainer)

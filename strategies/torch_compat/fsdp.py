@@ -122,12 +122,16 @@ def forget_step(root: FSDPModule) -> None:
                 group.finalize_backward()
                 group._training_state = TrainingState.IDLE
                 group._partial_reduce_output = None
-            for param in group.fsdp_params:
-                param.unsharded_accumulated_grad = None
-                if (unsharded := unsharded_parameter(param)) is not None:
-                    set_own_gradient(unsharded, None)
+            _forget_gradients(group)
         if not has_remedy:
             unit_state._training_state = TrainingState.IDLE
+
+
+def _forget_gradients(group: Any) -> None:
+    for param in group.fsdp_params:
+        param.unsharded_accumulated_grad = None
+        if (unsharded := unsharded_parameter(param)) is not None:
+            set_own_gradient(unsharded, None)
 
 
 def gather_units(root: FSDPModule, units: Iterable[FSDPModule]) -> None:
@@ -177,6 +181,11 @@ class StepUnits:
         for unit, group in self._groups:
             if not group.is_sharded:
                 unit.reshard()
+
+    def forget_gradients(self) -> None:
+        """Drop gradients that no rank has reduced: ``zero_grad`` reaches those of shards alone."""
+        for _, group in self._groups:
+            _forget_gradients(group)
 
     def follow_shards(self) -> None:
         """Make what is gathered require gradients where its shards do.

@@ -112,9 +112,18 @@ class Recomputed(Stack):
         return logits
 
 
-def trained(rank: int, world_size: int, stage: int) -> dict[str, Tensor]:
+class EndsEarly(Stack):
+    """Ends each epoch in the midst of an accumulation window."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if batch_idx == 3 else None
+
+
+def trained(
+    rank: int, world_size: int, stage: int, kind: type[Stack] = Recomputed
+) -> dict[str, Tensor]:
     seed_everything(1)
-    module = Recomputed(optimizer="sgd")
+    module = kind(optimizer="sgd")
     strategy: Any = ZeROStrategy(stage=stage, telemetry=False) if stage else "auto"
     trainer = Trainer(
         accelerator="cpu", devices=world_size, strategy=strategy, max_steps=3,
@@ -129,5 +138,12 @@ def trained(rank: int, world_size: int, stage: int) -> dict[str, Tensor]:
 def test_blocks_that_run_again_in_the_backward_pass_keep_their_gradients() -> None:
     expected = run_ranks(trained, 1, 0)[0]
     for stages in run_ranks(in_turn, 2, trained, [(1,), (2,)]):
+        for found in stages:
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_window_that_is_cut_short_leaves_nothing_to_the_next() -> None:
+    expected = run_ranks(trained, 1, 0, EndsEarly)[0]
+    for stages in run_ranks(in_turn, 2, trained, [(1, EndsEarly), (2, EndsEarly)]):
         for found in stages:
             torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
