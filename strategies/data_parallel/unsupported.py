@@ -156,6 +156,24 @@ def refuse_parameters(module: LightningModule) -> None:
             )
 
 
+def refuse_unsharded(optimizer: Optimizer, sharded: "ShardedModel") -> None:
+    """Refuse parameters that came into a module after it was sharded.
+
+    Raises:
+        UnsupportedError: Naming one that the optimizer is about to step.
+    """
+    for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+        is_known = isinstance(parameter, DTensor) or parameter in sharded.absent
+        if parameter.requires_grad and not is_known:
+            names = {id(each): name for name, each in sharded.module.named_parameters()}
+            raise UnsupportedError(
+                f"{names.get(id(parameter), 'A parameter')!r} came into "
+                f"{type(sharded.module).__name__} after ZeRO had sharded it in its first run, and "
+                f"no gradients of it would be averaged. Make it before, and freeze it until it is "
+                f"trained, or begin with a new module and Trainer."
+            )
+
+
 def refuse_lost_write(name: str) -> None:
     """Refuse a write to one of a parameter's shard and gathered copy, and not to the other.
 

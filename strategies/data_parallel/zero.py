@@ -36,6 +36,7 @@ from boltmesh.strategies.data_parallel.unsupported import (
     explain_direct_use,
     find_whole_steppers,
     refuse_empty_share,
+    refuse_unsharded,
 )
 from boltmesh.strategies.dry_run.unsupported import refuse_local_norms
 from boltmesh.strategies.engine.data_axis import AxisContext, DataAxis
@@ -335,7 +336,8 @@ class ZeroAxis(DataAxis):
             self._end_step()
         self._has_ended_step = False
 
-    def _before_step(self, *_: object) -> None:
+    def _before_step(self, optimizer: Optimizer, *_: object) -> None:
+        refuse_unsharded(optimizer, self._model)
         self._model.writes.write_back()
 
     def _after_step(self, *_: object) -> None:

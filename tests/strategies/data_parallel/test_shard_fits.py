@@ -8,7 +8,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from lightning.pytorch.callbacks import BaseFinetuning
 from torch import Tensor
 
-from tests.support.ranks import run_ranks
+from tests.support.ranks import RankFailure, run_ranks
 from tests.support.shard_runs import QUIET, STAGES, trainer, whole_parameters
 from tests.support.stack import Stack, token_data
 from tests.support.turns import in_turn
@@ -168,6 +168,20 @@ def test_a_module_may_be_used_again_by_its_trainer() -> None:
     for first, second, steps in run_ranks(fit_twice, 2, 3):
         assert steps == 4
         assert second < first
+
+
+def fit_with_a_new_head(rank: int, world_size: int) -> None:
+    module = Stack()
+    run = trainer(world_size, 1, max_epochs=1)
+    run.fit(module, token_data(8, 4))
+    module.head = torch.nn.Linear(7, module.head.out_features)
+    run.fit_loop.max_epochs = 2
+    run.fit(module, token_data(8, 4))
+
+
+def test_a_layer_that_comes_after_a_first_fit_is_refused_by_name() -> None:
+    with pytest.raises(RankFailure, match=r"'head.weight' came into Stack after ZeRO had sharded"):
+        run_ranks(fit_with_a_new_head, 2)
 
 
 class Scaled(torch.nn.Module):
