@@ -32,6 +32,7 @@ from boltmesh.strategies.optimizer_probe import (
 )
 from boltmesh.strategies.owner_exchange import is_shard_of
 from boltmesh.strategies.torch_compat.autograd import has_accumulation_hooks
+from boltmesh.strategies.torch_compat.optimizers import lacks_shard_rules
 
 if TYPE_CHECKING:
     from boltmesh.strategies.data_parallel.fully_shard import ShardedModel
@@ -72,6 +73,8 @@ def find_whole_steppers(
         why = matrix_use(optimizer)
         if why is None and needs_elements and mixes_elements(optimizer):
             why = "looks at more than one element at a time"
+        if why is None and not options.has_offload and lacks_shard_rules(optimizer):
+            why = "calls what torch has no rules for on shards"
         for mesh, placements in kinds:
             why = why or misjudges_shards(optimizer, mesh, placements)
         if why is None:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
-from torch.optim import Optimizer
+from torch.optim import SGD, Adagrad, Optimizer, Rprop
 
 
 def fused_adam(*, is_decoupled: bool) -> Any:
@@ -27,6 +27,13 @@ def step_without_hooks(optimizer: Optimizer) -> Callable[[Optimizer], Any]:
     step: Any = type(optimizer).step
     beneath: Callable[[Optimizer], Any] = getattr(step, "__wrapped__", step)
     return beneath if getattr(step, "hooked", False) else step
+
+
+def lacks_shard_rules(optimizer: Optimizer) -> bool:
+    """Whether a step of torch's own fails on shards: DTensor cannot do what it calls."""
+    if isinstance(optimizer, (SGD, Adagrad)):
+        return any(group.get("fused") for group in optimizer.param_groups)
+    return isinstance(optimizer, Rprop)
 
 
 def stop_scaling_in_step(optimizer: Optimizer) -> Callable[[], None]:

@@ -67,6 +67,8 @@ CPU = {"offload_optimizer": "cpu"}
         ("shampoo", 2, 2, {"stage": 2}),
         ("shampoo", 1, 3, {"stage": 3}),
         ("adafactor", 1, 2, {"stage": 2}),
+        ("fused_sgd", 2, 2, {"stage": 1}),
+        ("rprop", 1, 2, {"stage": 3}),
         ("shampoo", 1, 4, {"stage": 3, "shard_size": 2}),
         ("shampoo", 1, 4, {"pipeline": 2, "data": 2, "zero_stage": 2, "microbatches": 2}),
         ("muon", 1, 2, {}),

@@ -147,6 +147,10 @@ class Matrices(Stack):
             return (torch.optim.Muon if self.kind == "muon" else WideMuon)(groups, lr=0.02)
         if self.kind == "adafactor":
             return torch.optim.Adafactor(trained, lr=0.05)
+        if self.kind == "fused_sgd":  # by element, but DTensor has no rule for its kernel
+            return torch.optim.SGD(trained, lr=0.1, momentum=0.9, fused=True)
+        if self.kind == "rprop":  # nor for what it assigns by masks
+            return torch.optim.Rprop(trained, lr=0.01)
         if self.kind in {"lamb", "soap"}:
             return (Lamb if self.kind == "lamb" else Soap)(trained)
         # The second group has one parameter: other ranks own nothing of it.
