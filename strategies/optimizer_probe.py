@@ -220,8 +220,9 @@ def initial_state(like: Mapping[str, Any], parameter: Tensor) -> dict[str, Any] 
         return None
     made = {}
     for name, value in like.items():
-        if isinstance(value, Tensor) and value.dim() > 0:
-            first = value.to_local() if hasattr(value, "to_local") else value
+        # A parameter without dimensions may be the first; its state is a DTensor as it is itself.
+        if isinstance(value, Tensor) and (value.dim() > 0 or isinstance(value, DTensor)):
+            first = value.to_local() if isinstance(value, DTensor) else value
             fill = first.flatten()[0].item() if first.numel() else 0.0
             made[name] = torch.full_like(parameter, fill)
         else:

@@ -53,6 +53,8 @@ SHORT_CASES = [
          trainer={"gradient_clip_val": 1.2}),
     Case("a block that odd steps leave out", model={"skips": True}, steps=13),
     Case("sgd with momentum", model=SGD, trainer=CLIP),
+    Case("a scalar with state from the beginning", model={"has_scalar": True,
+         "optimizer": "adagrad"}, trainer=CLIP),
     Case("clipping by value", model=SGD,
          trainer={"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
     Case("a sequence of layers", module=Regression, accumulate=2),

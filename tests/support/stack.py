@@ -93,6 +93,8 @@ class Stack(LightningModule):
         trained = [each for each in self.parameters() if each.requires_grad]
         if self.hparams["optimizer"] == "sgd":
             return torch.optim.SGD(trained, lr=0.1, momentum=0.9)
+        if self.hparams["optimizer"] == "adagrad":
+            return torch.optim.Adagrad(trained, lr=0.05)
         if not self.hparams["groups"]:
             return torch.optim.AdamW(trained, lr=0.01, eps=EPS)
         matrices = [each for each in trained if each.dim() > 1]
