@@ -443,7 +443,8 @@ class ElementwiseRule(UpdateRule):
 
     @override
     def scalars(self, slot: Slot) -> dict[str, Any]:
-        return next((copy.copy(v) for (own, _), v in self._scalars.items() if own is slot), {})
+        found = (v for (own, _), v in self._scalars.items() if own is slot)
+        return copy.deepcopy(next(found, {}))  # the worker goes on counting in its own
 
     @override
     def load_scalars(self, slot: Slot, scalars: Mapping[str, Any], starts: Sequence[int]) -> None:
