@@ -278,19 +278,16 @@ def load_state(
 
 
 def _forget(optimizer: Optimizer, parameter: Tensor, *, keeps: Collection[str]) -> None:
-    """Drop state that is not in the checkpoint. Offloaded state stays in place, as zeros."""
+    """Drop state that is not in the checkpoint. Offloaded tensors beside kept ones become zeros."""
     state = optimizer.state.get(parameter)
     if state is None:
         return
-    tensors = [each for each in state.values() if isinstance(each, Tensor)]
-    is_offloaded = any(isinstance(own_part(each), OffloadedChunk) for each in tensors)
     for key in [each for each in state if each not in keeps]:
-        if not is_offloaded:
-            del state[key]
-        elif isinstance(part := own_part(state[key]), OffloadedChunk):
+        part = own_part(state[key]) if isinstance(state[key], Tensor) else None
+        if keeps and isinstance(part, OffloadedChunk):
             part.write(torch.zeros(part.shape))
         else:
-            part.zero_()
+            del state[key]
     if not state:
         del optimizer.state[parameter]
 

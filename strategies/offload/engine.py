@@ -404,13 +404,16 @@ class OffloadEngine(StepBarrier):
         Raises:
             OffloadError: When a step failed.
         """
+        self._end_steps()
+        for optimizer in self._optimizers:
+            self.kept.show_scalars(optimizer)
+
+    def _end_steps(self) -> None:
         if self._stepper is None or self._arrivals is None:
             return
         self._arrivals.early.check_all("is to be read")
         self._arrivals.settle_all()
         self._stepper.drain()
-        for optimizer in self._optimizers:
-            self.kept.show_scalars(optimizer)
 
     # State.
 
@@ -422,7 +425,7 @@ class OffloadEngine(StepBarrier):
 
     def absorb_state(self, optimizer: Optimizer) -> None:
         """Take over what somebody has put into ``optimizer.state``."""
-        self.synchronize()
+        self._end_steps()  # and show nothing of them there: it is what was loaded
         self.kept.absorb(optimizer)
 
 

@@ -300,14 +300,22 @@ class OffloadedState:
     def absorb(self, optimizer: Optimizer) -> None:
         """Take over what ``load_state_dict`` has put into ``optimizer.state``.
 
+        A parameter without state there has none afterwards: its next step is its first.
+
         Raises:
             ConfigError: When a tensor is not this rank's shard of a state.
         """
         rule = self.rules[optimizer]
         for bucket in self.buckets_of(optimizer):
             for slot in bucket.slots:
+                starts = [p.start for c in bucket.chunks for p in c.pieces() if p.slot is slot]
                 state = optimizer.state.get(slot.parameter)
                 if not state:
+                    for name, value in self.show_state(optimizer, slot).items():
+                        if name in rule.state_names:
+                            _shown(value).write(torch.zeros(slot.shape))
+                    rule.load_scalars(slot, None, starts)
+                    del optimizer.state[slot.parameter]
                     continue
                 loaded = {name: state[name] for name in rule.state_names if name in state}
                 self.show_state(optimizer, slot)
@@ -315,7 +323,6 @@ class OffloadedState:
                     if isinstance(value, Tensor) and not _is_shown(value):
                         _shown(state[name]).write(_local(value, slot, name))
                 scalars = {k: v for k, v in state.items() if k not in rule.state_names}
-                starts = [p.start for c in bucket.chunks for p in c.pieces() if p.slot is slot]
                 rule.load_scalars(slot, scalars, starts)
 
     def give_back(self, bucket: Bucket) -> None:

@@ -100,9 +100,9 @@ class UpdateRule(ABC):
         return {}
 
     def load_scalars(  # noqa: B027 - Adam has none
-        self, slot: Slot, scalars: Mapping[str, Any], starts: Sequence[int]
+        self, slot: Slot, scalars: Mapping[str, Any] | None, starts: Sequence[int]
     ) -> None:
-        """Take such values over, from a checkpoint, for the pieces that begin at ``starts``."""
+        """Take such values over for the pieces that begin at ``starts``; None: there are none."""
 
 
 BLOCK_NUMEL = 1 << 20
@@ -389,7 +389,7 @@ class ElementwiseRule(UpdateRule):
         self._beside = copy.copy(optimizer)
         """Steps one element on the training thread, while the worker steps pieces."""
         self._states_beside: dict[int, dict[str, Any]] = {}
-        self._scalars: dict[tuple[Slot, int], dict[str, Any]] = {}
+        self._scalars: dict[tuple[Slot, int], dict[str, Any] | None] = {}
         if mixes_elements(optimizer):
             raise _refused(optimizer, "it looks at more than one element at a time")
         found = [self._probe(optimizer, group) for group in optimizer.param_groups]
@@ -443,13 +443,15 @@ class ElementwiseRule(UpdateRule):
 
     @override
     def scalars(self, slot: Slot) -> dict[str, Any]:
-        found = (v for (own, _), v in self._scalars.items() if own is slot)
+        found = (v for (own, _), v in self._scalars.items() if own is slot and v)
         return copy.deepcopy(next(found, {}))  # the worker goes on counting in its own
 
     @override
-    def load_scalars(self, slot: Slot, scalars: Mapping[str, Any], starts: Sequence[int]) -> None:
+    def load_scalars(
+        self, slot: Slot, scalars: Mapping[str, Any] | None, starts: Sequence[int]
+    ) -> None:
         for start in starts:
-            self._scalars[slot, start] = copy.deepcopy(dict(scalars))
+            self._scalars[slot, start] = None if scalars is None else copy.deepcopy(dict(scalars))
 
     def _run(
         self,
