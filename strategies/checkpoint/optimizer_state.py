@@ -283,8 +283,8 @@ def _forget(optimizer: Optimizer, parameter: Tensor, *, keeps: Collection[str]) 
     if state is None:
         return
     for key in [each for each in state if each not in keeps]:
-        part = own_part(state[key]) if isinstance(state[key], Tensor) else None
-        if keeps and isinstance(part, OffloadedChunk):
+        is_kept = bool(keeps) and isinstance(state[key], Tensor)
+        if is_kept and isinstance(part := own_part(state[key]), OffloadedChunk):
             part.write(torch.zeros(part.shape))
         else:
             del state[key]

@@ -116,8 +116,10 @@ def train_monitored(rank: int, world_size: int, name: str) -> tuple[float, dict[
     inputs, targets = data[:]
     signs = torch.tensor([1.0, -1.0]).repeat(8).unsqueeze(1)  # the loss of the second rank rises
     share = range(rank, 16, world_size)
-    loaders = [DataLoader(Subset(TensorDataset(inputs, each), share), batch_size=8 // world_size)
-               for each in (targets, signs * targets)]  # fmt: skip
+    loaders: list[Any] = [
+        DataLoader(Subset(TensorDataset(inputs, each), share), batch_size=8 // world_size)
+        for each in (targets, signs * targets)
+    ]
     trainer = Trainer(
         accelerator="cpu", devices=world_size, strategy=strategy, max_epochs=4,
         num_sanity_val_steps=0, use_distributed_sampler=False, **QUIET,

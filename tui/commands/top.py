@@ -70,7 +70,7 @@ THEMES = ("night", "day", "terminal", "mono")
 INTERVAL_S = 1.0
 SSH_INTERVAL_S = 2.0
 OBJECTS_BETWEEN_COLLECTIONS = 20_000
-"""Of Python's garbage collector, while a screen is open; the default is 700."""
+"""Threshold of Python's garbage collector while a screen is open; the default is 700."""
 
 
 def top(

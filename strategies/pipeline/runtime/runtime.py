@@ -33,7 +33,7 @@ _COMMUNICATION = SENDS | RECEIVES
 OnPeak = Callable[[Mapping[int, int]], None]
 
 _ALONE: Final = itertools.count()
-"""Of this process: what a single rank posted in one run is not read in another one."""
+"""Numbers the runs of single ranks: what one has posted is not read in the next."""
 
 
 def _nothing_told() -> Tensor:
