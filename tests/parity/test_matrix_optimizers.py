@@ -58,7 +58,7 @@ def sharded(
 CPU = {"offload_optimizer": "cpu"}
 
 
-@pytest.mark.sample("muon-2-2-options1", "lamb-1-2-options11")
+@pytest.mark.sample("muon-2-2-options1", "lamb-1-2-options13")
 @pytest.mark.parametrize(
     ("kind", "accumulate", "ranks", "options"),
     [
