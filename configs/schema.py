@@ -116,7 +116,9 @@ class TrainerSection:
     """Run this many batches of everything and keep nothing: a quick look for mistakes."""
     overfit_batches: Union[int, float] = _key(0.0, 4, minimum=0)
     """Train and validate on this many, or this fraction, of the training batches only."""
-    val_check_interval: Optional[Union[int, float, str]] = _key(None, 500)
+    val_check_interval: Optional[Union[int, float, str]] = _key(
+        None, 500, form=r"(?!-|0*(\.0*)?$).+", form_in_words="a number above 0, or a time in quotes"
+    )
     """Validate after this many batches (whole number), at this fraction of an epoch, or after
     this time (days:hours:minutes:seconds)."""
     check_val_every_n_epoch: Optional[int] = _key(1, 1, minimum=1)
@@ -179,7 +181,12 @@ class CheckpointSection:
     """Keep a copy of the newest as last.ckpt."""
     save_weights_only: bool = _key(False, True)
     """Leave out optimizer and loop state: smaller, but nothing can be resumed from it."""
-    filename: Optional[str] = _key(None, "'{epoch}-{step}'")
+    filename: Optional[str] = _key(
+        None,
+        "'{epoch}-{step}'",
+        form=r"[^/]+",
+        form_in_words="a name without '/': resume=auto does not look into folders",
+    )
     """Name without .ckpt; ``{step}``, ``{epoch}`` and logged names are filled in."""
 
 

@@ -309,6 +309,21 @@ def test_a_file_of_code_is_looked_for_beside_the_config_that_names_it(tmp_path):
             ),
         ),
         (
+            "val_check_interval=0",
+            (
+                "trainer.val_check_interval=0 is not a number above 0, or a time in quotes. "
+                "Write for example trainer.val_check_interval=500."
+            ),
+        ),
+        (
+            "run.checkpoint.filename='\"{step}-{val/loss}\"'",
+            (
+                "run.checkpoint.filename=\"{step}-{val/loss}\" is not a name without '/': "
+                "resume=auto does not look into folders. "
+                "Write for example run.checkpoint.filename='{epoch}-{step}'."
+            ),
+        ),
+        (
             "run.name=a/b",
             (
                 "run.name=a/b is not a name of letters, digits, '-', '_', '.'. "
