@@ -187,7 +187,7 @@ class _NextStage(BaseException):
 class _UnitCall:
     """What a stage does when the step calls a unit."""
 
-    __slots__ = ("ends_run", "event", "handling", "is_own", "name", "ready")
+    __slots__ = ("ends_run", "event", "handling", "is_own", "name", "numbers", "ready")
 
     def __init__(
         self, name: str, event: int, handling: EventPlan, *, is_own: bool, ends_run: bool
@@ -201,6 +201,8 @@ class _UnitCall:
         """Whether a later stage runs it, and all that follows."""
         self.ready: Any = NOT_READY
         """What a unit of another stage gives, where that is always the same."""
+        self.numbers: tuple[tuple[int, float], ...] = ()
+        """Leaves of its output, with their places, that later stages have as they were traced."""
 
 
 class StageRun:
@@ -317,6 +319,12 @@ class StageRun:
         if is_other and handling is NOTHING and not changes and not has_arguments:
             ready = output.build([self._stand_in(event, i) for i in range(len(output.leaves))])
             call.ready = ready if is_immutable(ready) else NOT_READY
+        if call.is_own and self.plan.stage < max(self.plan.stage_of_call):
+            call.numbers = tuple(
+                (at, leaf)
+                for at, leaf in enumerate(output.leaves)
+                if isinstance(leaf, (int, float)) and not isinstance(leaf, bool)
+            )
         return call
 
     def _stand_in(self, event: int, leaf: int) -> Any:
@@ -377,6 +385,8 @@ class StageRun:
                     result = forward(*args, **kwargs)
         finally:
             self.is_inside = False
+        if call.numbers:
+            _compare_numbers(call, result)
         return result if call.handling is NOTHING else self._handle(result, call.handling)
 
     def _skip(self, call: _UnitCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -456,3 +466,16 @@ class Tail:
     draws_before: bool
     """Whether code between units draws random numbers before ``end`` begins: with another batch
     or seed than ``last`` had, ``end`` would draw others."""
+
+
+def _compare_numbers(call: _UnitCall, result: Any) -> None:
+    """Refuse a number that is not the one that later stages have."""
+    leaves, _ = take_apart(result)
+    for at, known in call.numbers:
+        found = leaves[at] if at < len(leaves) else None
+        if found != known and not (math.isnan(known) and isinstance(found, float)):
+            raise DivergenceError(
+                f"{call.name!r} returns {found}, and returned {known} when the step was traced for "
+                f"batches of these shapes. Later stages still have that number: return a tensor, "
+                f"which is sent to them."
+            )

@@ -208,6 +208,50 @@ class CalledAgain(Words):
         return self.blocks[0](super().body(x, batch))
 
 
+class Tempered(nn.Module):
+    """As the quantizer of fairseq, returns its temperature, which hooks lower."""
+
+    def __init__(self, *, is_tensor: bool) -> None:
+        super().__init__()
+        self.linear, self.temperature, self.is_tensor = nn.Linear(WIDTH, WIDTH), 1.0, is_tensor
+
+    def forward(self, x: Tensor) -> tuple[Tensor, float | Tensor]:
+        temperature = torch.tensor(self.temperature) if self.is_tensor else self.temperature
+        return self.linear(x) / self.temperature, temperature
+
+
+class Quantized(Words):
+    def __init__(self, *, is_tensor: bool, at: int = 0) -> None:
+        super().__init__()
+        self.blocks[at] = Tempered(is_tensor=is_tensor)
+
+    def body(self, x: Tensor, batch: Any) -> Tensor:
+        temperature: Any = 0.0
+        for block in self.blocks:
+            if isinstance(block, Tempered):
+                x, temperature = block(x)
+            else:
+                x = block(x)
+        return (x * (1 + temperature)).tanh()
+
+
+@pytest.mark.parametrize(("is_tensor", "at"), [(False, 0), (True, 0), (False, 5)])
+def test_a_number_that_a_layer_returns_may_change_where_no_later_stage_has_it(
+    is_tensor: bool, at: int
+) -> None:
+    module: Any = Quantized(is_tensor=is_tensor, at=at)
+    split = split_evenly(module, "training_step", (TOKENS, 0), 2)
+    staged = Staged(module, [TOKENS], split)
+    torch.testing.assert_close(staged.train(TOKENS), module.training_step(TOKENS, 0))
+    for each in (module, *staged.copies):
+        each.blocks[at].temperature = 0.5
+    if is_tensor or at == 5:
+        torch.testing.assert_close(staged.train(TOKENS), module.training_step(TOKENS, 0))
+    else:
+        with pytest.raises(DivergenceError, match=r"'blocks\.0' returns 0\.5, and returned 1\.0"):
+            staged.train(TOKENS)
+
+
 class ReadBetween(Words):
     def body(self, x: Tensor, batch: Any) -> Tensor:
         for block in self.blocks:
