@@ -540,9 +540,9 @@ def test_a_loss_of_pairs_is_tried_on_rows_that_are_pairs() -> None:
     """Beside another loss, by which the few rows that are tried have one."""
 
     def pairs(x: Tensor, b: Batch) -> Tensor:
-        alike = (b.known[:, 0, None] == b.known[None, :, 0]).double().fill_diagonal_(0)
+        is_pair = (b.known[:, 0, None] == b.known[None, :, 0]).double().fill_diagonal_(0)
         scores = F.normalize(x[:, 1], dim=1) @ F.normalize(x[:, 1], dim=1).T
-        of_rows = (scores.log_softmax(1) * alike).sum(1) / alike.sum(1).clamp(min=1)
+        of_rows = (scores.log_softmax(1) * is_pair).sum(1) / is_pair.sum(1).clamp(min=1)
         return each(x, b).mean() - of_rows.mean()
 
     logits, data = logits_for([8, 8])

@@ -108,17 +108,17 @@ def evaluate(rank: int, world_size: int) -> tuple[float, list[str]]:
             num_sanity_val_steps=0,
         )  # fmt: skip
         run.fit(Evaluated(), batches, batches)
-    told = [str(each.message) for each in caught if "runs whole" in str(each.message)]
-    return float(run.callback_metrics["val"]), told
+    warned = [str(each.message) for each in caught if "runs whole" in str(each.message)]
+    return float(run.callback_metrics["val"]), warned
 
 
 @pytest.mark.ranks
 def test_a_path_of_evaluation_is_verified_before_it_counts() -> None:
     wanted = run_ranks(evaluate, 1)[0][0]
-    (found, told), (other, _) = run_ranks(evaluate, 2)
+    (found, warned), (other, _) = run_ranks(evaluate, 2)
     assert found == other == pytest.approx(wanted, rel=1e-5)
-    assert len(told) == 1
-    assert "blocks.0 was in training mode" in told[0]
+    assert len(warned) == 1
+    assert "blocks.0 was in training mode" in warned[0]
 
 
 class Stacked(LightningModule):
