@@ -24,8 +24,9 @@ from boltmesh.strategies.dry_run.step import DryRun
 from boltmesh.strategies.lightning_compat.loops import step_arguments
 from boltmesh.strategies.tensor.analysis.analyse import analyse
 from boltmesh.strategies.tensor.hugging_face import disagreements
-from boltmesh.strategies.tensor.plan import PlanRow, TensorPlan, rows
+from boltmesh.strategies.tensor.plan import TensorPlan, rows
 from boltmesh.strategies.tensor.planning import make_plan
+from boltmesh.telemetry.tensor_plan import PlannedParameters
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -188,7 +189,7 @@ def write_tensor(summary: "TensorSummary", width: int | None = None) -> str:
     )
 
 
-def _table(table: Sequence[PlanRow], width: int) -> tuple[list[str], bool]:
+def _table(table: Sequence[PlannedParameters], width: int) -> tuple[list[str], bool]:
     """Return the table in the widest form that fits, and whether it tells what a step asks for."""
     numbers = [
         ("count", [str(each.count) for each in table]),
@@ -221,14 +222,14 @@ def _ljust(title: str, cells: Sequence[str]) -> list[str]:
     return [each.ljust(width) for each in (title, *cells)]
 
 
-def _stacked(row: PlanRow, width: int) -> list[str]:
+def _stacked(row: PlannedParameters, width: int) -> list[str]:
     """Return a row for a terminal that is too narrow for a table: the name, below it the rest."""
     shape = "x".join(map(str, row.shape))
     told = f"{row.count} of {shape}, {size_text(row.rank_bytes).strip()} a rank: {row.style}"
     return [row.pattern, *textwrap.wrap(told, width, initial_indent="  ", subsequent_indent="    ")]
 
 
-def _reasons(table: Sequence[PlanRow]) -> dict[str, list[str]]:
+def _reasons(table: Sequence[PlannedParameters]) -> dict[str, list[str]]:
     return _grouped((each.why, each.pattern) for each in table if each.style != WHOLE and each.why)
 
 

@@ -45,6 +45,7 @@ from boltmesh.strategies.tensor.options import (
     refuse_late_proof,
     refuse_parameters,
 )
+from boltmesh.strategies.tensor.partial_hooks import PartialActivationHooks
 from boltmesh.strategies.tensor.placement import TensorContext, TensorPlacement, place
 from boltmesh.strategies.tensor.plan import ShardedParameter, TensorPlan, plan_table
 from boltmesh.strategies.tensor.runtime.collectives import TensorGroup
@@ -77,6 +78,8 @@ class TensorAxis(LayerAxis):
         self.options = options
         self.wanted_size = size
         self.placement: TensorPlacement | None = None
+        """None before a model was placed."""
+        self._hooks: PartialActivationHooks | None = None
         """None before a model was placed."""
         self._sample: tuple[Any, tuple[Any, ...]] = None, ()
         """A batch of the run that is set up, and what a step is called with behind it."""
@@ -194,6 +197,7 @@ class TensorAxis(LayerAxis):
             group=self.group,
         )
         self.placement = placed
+        self._hooks = PartialActivationHooks(placed.applied)
         self.guard = StateGuard(module, tuple(placed.divisions), holds=PARTS)
         self._register_parts()
         if not placed.divisions and self.group.size > 1:
@@ -432,6 +436,12 @@ class TensorAxis(LayerAxis):
         )
         steps = [*self._whole_steps, *strategy.data_axis.whole_steps]
         return add_whole_steps(expected, steps, self.name)
+
+    @override
+    def check_batch(self, batch: Any) -> None:
+        super().check_batch(batch)
+        if self._hooks is not None:
+            self._hooks.warn()
 
     # Ending.
 

@@ -238,6 +238,8 @@ class SequencePlan:
     fed: tuple[str, ...] = ()
     """Column modules fed by a gather: it sums their inputs' gradients, they do not."""
     whole: tuple[WholePoint, ...] = ()
+    divided: tuple[str, ...] = ()
+    """Modules of the blocks that give some of the tokens."""
     plain_partial: tuple[str, ...] = ()
     """``TensorPlan.partial`` of the same plan with whole sequences; so the next two."""
     plain_boundaries: tuple[str, ...] = ()
@@ -261,6 +263,10 @@ class TensorPlan:
     """Column modules whose inputs come from boundaries, which sum the gradients of these."""
     local_dropouts: tuple[str, ...] = ()
     """Modules that draw random numbers for divided tensors: each rank draws its own."""
+    divided_inputs: tuple[str, ...] = ()
+    """Modules that take a divided activation: a forward pre-hook sees this rank's part."""
+    divided_outputs: tuple[str, ...] = ()
+    """Modules that give one: a forward hook or a backward hook sees this rank's part."""
     attributes: tuple[SizeAttribute, ...] = ()
     """Candidates that the ``local`` backend may have to divide."""
     region_axes: tuple[int, ...] = ()
@@ -359,6 +365,8 @@ def without_replicated(plan: TensorPlan) -> TensorPlan:
         boundaries=tuple(filter(stays, plan.boundaries)),
         fed=tuple(filter(stays, plan.fed)),
         local_dropouts=tuple(filter(stays, plan.local_dropouts)),
+        divided_inputs=tuple(filter(stays, plan.divided_inputs)),
+        divided_outputs=tuple(filter(stays, plan.divided_outputs)),
         attributes=tuple(each for each in plan.attributes if stays(each.module)),
         region_axes=tuple(each for each in plan.region_axes if each not in whole),
     )
@@ -385,46 +393,23 @@ def _hardest(backends: Iterable[Backend]) -> Backend:
     return max(backends, key=_ORDER.index)
 
 
-@dataclass(frozen=True)
-class PlanRow:
-    """Parameters that differ only in the numbers of their blocks."""
-
-    pattern: str
-    """Their names, with ``*`` in place of numbers."""
-    count: int
-    shape: tuple[int, ...]
-    """Full shape of each."""
-    style: str
-    """``whole``, or how it is divided: style, dimension and sections."""
-    why: str
-    rank_bytes: int
-    """Bytes that one rank keeps of all of them."""
-    whole_bytes: int
-    """Bytes of all of them."""
-    collectives: str
-    """Collectives per step that they cause; empty for none."""
-
-
-def rows(plan: TensorPlan) -> tuple[PlanRow, ...]:
+def rows(plan: TensorPlan) -> tuple[PlannedParameters, ...]:
     """Return the rows: divided parameters in the order of the model, then whole ones."""
-    grouped: dict[tuple[object, ...], PlanRow] = {}
+    grouped: dict[tuple[object, ...], PlannedParameters] = {}
     for each in _single_rows(plan):
         key = (each.pattern, each.shape, each.style, each.why, each.collectives)
         known = grouped.get(key)
-        if known is None:
-            grouped[key] = each
-        else:
-            grouped[key] = PlanRow(
-                each.pattern,
-                known.count + 1,
-                each.shape,
-                each.style,
-                each.why,
-                known.rank_bytes + each.rank_bytes,
-                known.whole_bytes + each.whole_bytes,
-                each.collectives,
-            )
+        grouped[key] = each if known is None else _together(known, each)
     return tuple(grouped.values())
+
+
+def _together(one: PlannedParameters, other: PlannedParameters) -> PlannedParameters:
+    return msgspec.structs.replace(
+        one,
+        count=one.count + other.count,
+        rank_bytes=one.rank_bytes + other.rank_bytes,
+        whole_bytes=one.whole_bytes + other.whole_bytes,
+    )
 
 
 def without_numbers(name: str) -> str:
@@ -432,9 +417,9 @@ def without_numbers(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=[.\s;,]|$)|^\d+(?=\.)", "*", name)
 
 
-def _single_rows(plan: TensorPlan) -> Iterator[PlanRow]:
+def _single_rows(plan: TensorPlan) -> Iterator[PlannedParameters]:
     for sharded in plan.sharded.values():
-        yield PlanRow(
+        yield PlannedParameters(
             without_numbers(sharded.name),
             1,
             sharded.shape,
@@ -445,7 +430,7 @@ def _single_rows(plan: TensorPlan) -> Iterator[PlanRow]:
             _collectives(plan, sharded),
         )
     for each in plan.whole:
-        yield PlanRow(
+        yield PlannedParameters(
             without_numbers(each.name),
             1,
             each.shape,
@@ -498,19 +483,7 @@ def plan_table(plan: TensorPlan) -> TensorPlanTable:
     counts = Counter(plan.kinds.values())
     return TensorPlanTable(
         size=plan.size,
-        rows=tuple(
-            PlannedParameters(
-                pattern=row.pattern,
-                count=row.count,
-                shape=row.shape,
-                style=row.style,
-                why=row.why,
-                rank_bytes=row.rank_bytes,
-                whole_bytes=row.whole_bytes,
-                collectives=row.collectives,
-            )
-            for row in rows(plan)
-        ),
+        rows=rows(plan),
         blocks=tuple(
             # A kind without listed blocks is one block alone, or everything outside of blocks.
             PlannedBlocks(first, counts.get(first, 1), backend)

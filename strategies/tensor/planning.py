@@ -8,12 +8,12 @@ whole. ``with_user_plan`` applies a user's mapping to a plan.
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from boltmesh.errors import ConfigError
 from boltmesh.strategies.tensor.analysis.analyse import Analysis, ParameterFacts
 from boltmesh.strategies.tensor.analysis.symbolic_dims import SymbolicDim, leaves, representative
-from boltmesh.strategies.tensor.analysis.trace import ShapeUse
+from boltmesh.strategies.tensor.analysis.trace import Operand, ShapeUse
 from boltmesh.strategies.tensor.candidates import (
     Member,
     Roles,
@@ -64,6 +64,8 @@ def plan_of(analysis: Analysis, size: int, choice: Selection) -> TensorPlan:
         boundaries=tuple(choice.flow.boundaries),
         fed=tuple(choice.flow.fed),
         local_dropouts=tuple(_drawing_parts(analysis, followed)),
+        divided_inputs=_divided(trace.module_inputs, followed),
+        divided_outputs=_divided(trace.module_outputs, followed),
         attributes=tuple(_attributes(analysis, followed)),
         region_axes=tuple(
             number
@@ -84,6 +86,17 @@ def _drawing_parts(analysis: Analysis, followed: set[SymbolicDim]) -> list[str]:
     draws = analysis.trace.draws
     whole = {each.module for each in draws if not axes_of(each.dims, followed)}
     return list(dict.fromkeys(each.module for each in draws if each.module not in whole))
+
+
+def _divided(
+    passed: Mapping[str, Mapping[Any, Operand]], followed: set[SymbolicDim]
+) -> tuple[str, ...]:
+    """Return the modules that are passed, or pass on, an activation with a divided dim."""
+    return tuple(
+        name
+        for name, operands in passed.items()
+        if any(axes_of(each.dims, followed) for each in operands.values())
+    )
 
 
 def _notes(analysis: Analysis, sharded: Mapping[str, ShardedParameter]) -> Iterator[str]:

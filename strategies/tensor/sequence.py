@@ -94,6 +94,14 @@ class Walk:
         if self.stack.exit.key not in self.divided:
             raise NoSequence(f"{self.stack.blocks[-1]} gives no divided sequence")
 
+    def divided_modules(self) -> Iterator[str]:
+        """Yield the modules of the stack that give some of the tokens, unless they are joined."""
+        starts = tuple(f"{block}." for block in self.stack.blocks)
+        for name, given in self.trace.module_outputs.items():
+            is_inside = f"{name}.".startswith(starts) and name != self.stack.blocks[-1]
+            if is_inside and any(each.key in self.divided for each in given.values()):
+                yield name
+
     def _pass(self, step: OperatorRecord) -> None:
         mixture = next((each for each in step.modules if each in self._mixtures), None)
         if mixture is not None and any(each in step.modules for each in self.stack.blocks):
@@ -282,6 +290,7 @@ def divide_sequence(
         exits=tuple(ExitPoint(each.blocks[-1], each.place) for each in stacks),
         fed=tuple(dict.fromkeys(name for each in walks for name in each.fed)),
         whole=tuple(point for each in walks for point in each.whole.values()),
+        divided=tuple(name for each in walks for name in each.divided_modules()),
     )
     return SequenceDivision(
         plan,

@@ -182,6 +182,12 @@ _FORWARD_HOOKS = "_forward_pre_hooks", "_forward_hooks"
 _BACKWARD_HOOKS = "_backward_pre_hooks", "_backward_hooks"
 
 
+def hooks_of(module: Module, *, on_outputs: bool) -> list[Callable[..., Any]]:
+    """Return a module's hooks: on what it gives and its gradient, or those before its forward."""
+    kinds = ("_forward_hooks", *_BACKWARD_HOOKS) if on_outputs else ("_forward_pre_hooks",)
+    return [hook for kind in kinds for hook in (vars(module).get(kind) or {}).values()]
+
+
 @contextmanager
 def results_unwatched(modules: Iterable[Module]) -> Iterator[None]:
     """Context in which no hook sees what calls of modules give."""
