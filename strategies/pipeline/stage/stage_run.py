@@ -328,10 +328,15 @@ class StageRun:
         return call
 
     def _stand_in(self, event: int, leaf: int) -> Any:
-        made = self.plan.outputs[event].leaves[leaf]
+        output = self.plan.outputs[event]
+        made = output.leaves[leaf]
         if not isinstance(made, TensorSpec):
             return made
-        return placeholder(made, is_written=(event, leaf) in self.plan.written_outputs)
+        is_written = (event, leaf) in self.plan.written_outputs
+        stand_in = placeholder(made, is_written=is_written)
+        if output.needs_grad[leaf] and not is_written:
+            stand_in.requires_grad_()  # code between units may branch on it, as VectorQuantize does
+        return stand_in
 
     def _prepare_received(self, slot: int, tensor: Tensor) -> Tensor:
         spec = self.plan.values_in[slot]
