@@ -475,12 +475,10 @@ def test_the_drawing_has_the_headline_the_evidence_and_what_to_try() -> None:
     assert "\n  try: look at its clocks" in text
 
 
-def test_nothing_is_drawn_where_nothing_is_wrong_unless_asked() -> None:
+def test_nothing_is_drawn_where_nothing_is_wrong() -> None:
     well = state(team(steady(), steady()))
     assert draw_diagnosis(well, 80, 5, LOOK) == []
     assert diagnosis_lines(well, 80, LOOK) == 0
-    (line,) = draw_diagnosis(well, 80, 5, LOOK, says_all_is_well=True)
-    assert "nothing stands out" in line.plain
 
 
 def test_findings_that_have_no_place_are_counted() -> None:

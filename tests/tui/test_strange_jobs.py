@@ -88,7 +88,7 @@ def _drawings(
     heatmap_lines(shown, width, look, figure=figure)
     rank_at(shown, width, height, 3, 2, look=look, figure=figure)
     drawn = (
-        draw_diagnosis(shown, width, height, look, says_all_is_well=True),
+        draw_diagnosis(shown, width, height, look),
         draw_heatmap(shown, width, height, look, figure=figure, selected=draw.choice((None, 0, 3))),
         draw_rank_table(shown, width, height, look, table=table),
         draw_rank_detail(shown, width, height, look, rank=draw.choice((0, 3, -1))),

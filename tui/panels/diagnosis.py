@@ -20,13 +20,8 @@ UNCUT = 10_000
 """More lines than any text has."""
 
 
-def draw_status(state: State, width: int, height: int, look: Style) -> list[Line]:
-    """The status in words, wrapped, with a sign before it; no line where all is well."""
-    found = status(state)
-    return [] if found is None else _wrap_status(found, width, look)[:height]
-
-
 def _wrap_status(found: Status, width: int, look: Style, *, most: int = MAX_LINES) -> list[Line]:
+    """The status in words, wrapped, with a sign before it."""
     glyphs = look.glyphs
     sign = {
         "muted": glyphs.absent,
@@ -67,22 +62,16 @@ MORE_LINES_OF_AN_END = 2
 _TOLD_BY_STATUS: frozenset[Kind] = frozenset({"crashed", "loss", "stalled"})
 
 
-def draw_diagnosis(
-    state: State, width: int, height: int, look: Style, *, says_all_is_well: bool = False
-) -> list[Line]:
+def draw_diagnosis(state: State, width: int, height: int, look: Style) -> list[Line]:
     """The findings, the most severe first; no line where there are none.
 
     ``diagnosis_text`` has them uncut.
-
-    With ``says_all_is_well`` the only line says that nothing stands out, where that is so.
     """
     findings = diagnose(state)
     lines = _status_lines(state, findings, width, look)[: max(0, height)]
     room = height - len(lines)
     if room < 1:
         return lines
-    if not findings and not lines and says_all_is_well:
-        return [_well(state, width, look)]
     shown: list[Line] = []
     for place, finding in enumerate(findings[:MAX_FINDINGS]):
         left = room - len(shown)
@@ -122,17 +111,11 @@ def diagnosis_lines(state: State, width: int, look: Style) -> int:
 def _status_lines(
     state: State, findings: tuple[Finding, ...], width: int, look: Style
 ) -> list[Line]:
+    found = status(state)
     is_told = any(finding.kind in _TOLD_BY_STATUS for finding in findings)
-    if status(state) is None or (is_told and state.lost is None):
+    if found is None or (is_told and state.lost is None):
         return []
-    return draw_status(state, width, MAX_LINES, look)
-
-
-def _well(state: State, width: int, look: Style) -> Line:
-    # Before the first steps nothing could stand out.
-    has_steps = any(rank.steps for rank in state.job.ranks)
-    text = "nothing stands out" if has_steps else "too early to tell"
-    return Line(look.sign(look.glyphs.equal) + text, "muted").crop(width)
+    return _wrap_status(found, width, look)
 
 
 def _draw_finding(
