@@ -47,10 +47,8 @@ def tensor_norm(tensor: Tensor, norm_type: float = 2.0) -> Tensor:
     return joint
 
 
-def clip_by_norm(
-    parameters: Iterable[Parameter], max_norm: float, norm_type: float = 2.0
-) -> Tensor:
-    """Scale the gradients in place so that their joint norm is at most ``max_norm``.
+def clip_by_norm(parameters: Iterable[Parameter], max_norm: float) -> Tensor:
+    """Scale the gradients in place so that their joint 2-norm is at most ``max_norm``.
 
     Local: gradients must be whole and equal on every rank, as they are after DDP's all-reduce.
 
@@ -60,12 +58,10 @@ def clip_by_norm(
     with_gradient = [p for p in parameters if p.grad is not None]
     gradients = [p.grad for p in with_gradient if p.grad is not None]
     if not any(each.device.type == "cpu" and each.numel() > WHOLE_NUMEL for each in gradients):
-        return torch.nn.utils.clip_grad_norm_(with_gradient, max_norm, norm_type)
+        return torch.nn.utils.clip_grad_norm_(with_gradient, max_norm)
     first = gradients[0]
-    norms = [tensor_norm(each, norm_type) for each in gradients]
-    total: Tensor = torch.linalg.vector_norm(
-        torch.stack([norm.to(first.device) for norm in norms]), norm_type
-    )
+    norms = [tensor_norm(each) for each in gradients]
+    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(first.device) for norm in norms]))
     torch.nn.utils.clip_grads_with_norm_(with_gradient, max_norm, total)
     return total
 
@@ -367,34 +363,19 @@ class HasSquaredNorm(Protocol):
     def square(self) -> float:
         """The sum of squares of the gradients that this rank counts."""
 
-    def tensors(self) -> list[Tensor]:
-        """The gradients that this rank counts."""
-
 
 def joint_norm(
-    gradients: Sequence[HasSquaredNorm],
-    norm_type: float,
-    groups: Sequence[ProcessGroup],
-    device: torch.device,
+    gradients: Sequence[HasSquaredNorm], groups: Sequence[ProcessGroup], device: torch.device
 ) -> float | None:
-    """Return the norm of gradients of which each rank holds parts.
+    """Return the 2-norm of gradients of which each rank holds parts.
 
     Collective over ``groups``. None without a gradient and without other ranks. Sums are float64:
     whether a step is clipped must not depend on the number of ranks.
     """
     if not gradients and not groups:
         return None
-    if norm_type == 2.0:
-        total = math.fsum(each.square() for each in gradients)
-    else:
-        norms = [float(tensor_norm(t, norm_type)) for each in gradients for t in each.tensors()]
-        if math.isinf(norm_type):
-            total = max(norms, default=0.0)
-        else:
-            total = math.fsum(norm**norm_type for norm in norms)
+    total = math.fsum(each.square() for each in gradients)
     joint = torch.tensor(total, dtype=torch.float64, device=device)
-    is_maximum = math.isinf(norm_type)
     for group in groups:
-        dist.all_reduce(joint, dist.ReduceOp.MAX if is_maximum else dist.ReduceOp.SUM, group=group)
-    total = joint.item()
-    return total if is_maximum else float(total ** (1 / norm_type))
+        dist.all_reduce(joint, group=group)
+    return float(joint.item() ** 0.5)

@@ -306,11 +306,11 @@ class OffloadEngine(StepBarrier):
         self._take_new_groups(optimizer)
         return self._clipper.gradient_norm(optimizer)
 
-    def clip(self, optimizer: Optimizer, max_norm: float, norm_type: float = 2.0) -> Tensor:
+    def clip(self, optimizer: Optimizer, max_norm: float) -> Tensor:
         """See ``Clipper.clip``."""
         assert self._clipper is not None
         self._take_new_groups(optimizer)
-        return self._clipper.clip(optimizer, max_norm, norm_type)
+        return self._clipper.clip(optimizer, max_norm)
 
     # Steps.
 

@@ -374,18 +374,18 @@ class Clipper:
         Collective over the ranks that share the model. None when there is no gradient.
         """
         if optimizer not in self.norms or self._arrivals.exposes_gradients:
-            self.norms[optimizer] = self._norm(optimizer, 2.0)
+            self.norms[optimizer] = self._norm(optimizer)
         return self.norms[optimizer]
 
-    def _norm(self, optimizer: Optimizer, norm_type: float) -> float | None:
+    def _norm(self, optimizer: Optimizer) -> float | None:
         buckets = self._kept.buckets_of(optimizer)
         present = self._arrivals.present(buckets)
         if not present and len(self._kept.shares) == 1:
             return None  # which the ranks of the data axis see alike
         groups = [each.group for each in self._kept.shares if each.group.size() > 1]
-        return joint_norm(present, norm_type, groups, self._device)
+        return joint_norm(present, groups, self._device)
 
-    def clip(self, optimizer: Optimizer, max_norm: float, norm_type: float = 2.0) -> Tensor:
+    def clip(self, optimizer: Optimizer, max_norm: float) -> Tensor:
         """Clip an optimizer's gradients, in the coming step or in ``.grad`` where they are exposed.
 
         Collective over the ranks that share the model.
@@ -394,11 +394,9 @@ class Clipper:
             Their norm over all ranks, before clipping; 0 when there is no gradient.
         """
         self._arrivals.early.check_all("its gradients are clipped")
-        is_squared = norm_type == 2.0
-        norm = self.gradient_norm(optimizer) if is_squared else self._norm(optimizer, norm_type)
-        if is_squared:
-            self.max_norms[optimizer] = max_norm
-            self._arrivals.clipped.add(optimizer)
+        norm = self.gradient_norm(optimizer)
+        self.max_norms[optimizer] = max_norm
+        self._arrivals.clipped.add(optimizer)
         if norm is None:
             return torch.zeros((), device=self._device)
         before = self._coefficients.get(optimizer, 1.0)

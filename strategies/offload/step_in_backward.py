@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import Module
 
@@ -48,13 +47,6 @@ class BegunStep:
         """The sum of the gradients' squares."""
         self.weighing.wait()
         return self._square
-
-    def tensors(self) -> list[Tensor]:
-        """There are none any more."""
-        raise OffloadError(
-            f"Another norm than the 2-norm was asked for, of gradients that have been stepped with "
-            f"and released. {KEEP_ADVICE}"
-        )
 
 
 class BackwardStepper:
