@@ -97,8 +97,6 @@ class Findings:
     """The first call of each, by name."""
     whole: dict[str, str] = field(default_factory=dict)
     """Why modules that choose among parameters stay whole, by name."""
-    widths: set[int] = field(default_factory=set)
-    """Among how many something was chosen."""
     even: list[tuple[Experts, ExpertCall]] = field(default_factory=list)
     """Lists that were called with equally many rows: experts, if they are to another rank."""
 
@@ -145,7 +143,7 @@ def find_experts(model: Module, step: Callable[[], object]) -> Findings:
             each.watch(stack)
         stack.enter_context(mode)
         step()
-    found = Findings(widths=mode.widths)
+    found = Findings()
     for each in lists.values():
         if each.num_experts not in mode.widths or not each.is_called:
             continue

@@ -184,8 +184,7 @@ class LayerwiseEvaluation:
     """The units of a model on the ranks that hold them, for steps without gradients.
 
     Args:
-        root: The whole model.
-        units: All of its units, by name.
+        units: All units of the model, by name.
         rank_of_unit: The rank in ``group`` that holds each.
         between: Parameters that code between units may use, each with a rank that holds it.
         group: The ranks of the pipeline.
@@ -194,14 +193,12 @@ class LayerwiseEvaluation:
 
     def __init__(
         self,
-        root: Module,
         units: Mapping[str, Module],
         rank_of_unit: Mapping[str, int],
         between: Mapping[Parameter, int],
         group: ProcessGroup,
         device: torch.device,
     ) -> None:
-        self._root = root
         self._units = units
         self._rank_of_unit = rank_of_unit
         self._between = between
@@ -318,7 +315,7 @@ def relay_of(
         for name, ranks in ranks_of_parameter.items()
         if called_on.get(name) != set(ranks) and len(ranks) < group.size()
     }
-    return LayerwiseEvaluation(root, plans.units, rank_of_unit, between, group, device)
+    return LayerwiseEvaluation(plans.units, rank_of_unit, between, group, device)
 
 
 class _Blank:

@@ -132,12 +132,10 @@ class TensorAxis(LayerAxis):
             strategy.recorder.tensor_plan(plan_table(self.plan))
 
     def _context(self) -> TensorContext:
-        assert self._control is not None
         assert self._judges is not None
         strategy = self.strategy
         return TensorContext(
             group=strategy.groups[self.name],
-            control=self._control,
             judges=self._judges,
             new_group=partial(strategy.new_group, self.name),
             device=strategy.root_device,

@@ -55,8 +55,6 @@ class TensorContext:
 
     group: ProcessGroup
     """The ranks that share each layer with this one."""
-    control: ProcessGroup
-    """The same ranks on the CPU, for messages that wait for no kernel."""
     judges: ProcessGroup
     """All ranks of the job, on the CPU: their models are equal, and they agree on one plan."""
     new_group: Callable[..., ProcessGroup | None]

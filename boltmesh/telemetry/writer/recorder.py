@@ -99,7 +99,6 @@ class Recorder:
         self._flops: FlopCounter | None = None
         self.path = file.path.parent
         self._file = file
-        self._device = device
         self._is_cuda = device.type == "cuda"
         self._timeline = devices.CudaTimeline(OTHER) if self._is_cuda else None
         self._clock = PhaseClock(self._timeline, COLLECTIVES)

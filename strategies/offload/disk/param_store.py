@@ -89,8 +89,8 @@ class DiskParameterStore(TransferWaiter, ParameterStore):
         is_current: Callable[[int], bool] = lambda _: True,
     ) -> None:
         super().__init__()
-        self.hits = 0
         self.misses = 0
+        """Shards that were not there in time."""
         self._swap = swap
         self._device = device
         self._stream = copy_stream(device)
@@ -156,8 +156,6 @@ class DiskParameterStore(TransferWaiter, ParameterStore):
             self.misses += 1
             held = self._hold(index, device=self._device)
             self._read(index, held, is_urgent=True)
-        else:
-            self.hits += 1
         held.num_users += 1
         self._read_ahead()
         self._wait_until(lambda: not held.is_reading)

@@ -69,7 +69,7 @@ def relay(root: nn.Module, ranks: int) -> LayerwiseEvaluation:
     between = {root.get_parameter("positions"): 0}
     if rank != 0:
         make_absent(between)
-    return LayerwiseEvaluation(root, units, holders, between, group, torch.device("cpu"))
+    return LayerwiseEvaluation(units, holders, between, group, torch.device("cpu"))
 
 
 def write(rank: int, ranks: int) -> tuple[dict[str, Any], bool]:
