@@ -8,7 +8,7 @@ Deletions that depend on it happen after it, and not if it fails.
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from io import BytesIO
 from typing import Any
@@ -24,7 +24,11 @@ from boltmesh.errors import ConfigError
 from boltmesh.strategies.checkpoint.chunks import OffloadedChunk, Snapshot, own_chunks, own_part
 from boltmesh.strategies.checkpoint.file import AtomicCheckpointIO, save_into
 from boltmesh.strategies.checkpoint.shard_writer import in_stored_order, is_written_here
-from boltmesh.strategies.torch_compat.tensors import event_on_stream
+from boltmesh.strategies.torch_compat.tensors import (
+    event_on_stream,
+    tree_flatten,
+    tree_unflatten,
+)
 
 
 class AsyncSave:
@@ -82,20 +86,22 @@ class AsyncSave:
                 self._is_running = action is not None
 
 
-def take_snapshot(tensors: Mapping[str, Any], *, writes_plain: bool) -> dict[str, Any]:
+def take_snapshot(tensors: dict[str, Any], *, writes_plain: bool) -> dict[str, Any]:
     """Copy this rank's part of nested dictionaries of tensors into host memory.
 
     Args:
         tensors: As ``save_directory`` divides a checkpoint.
         writes_plain: Whether this rank writes tensors that are not shards.
     """
+    leaves, nesting = tree_flatten(tensors)
     copies = StagedCopies()
     copied = {
-        path: _copy(tensor, copies, writes_plain=writes_plain)
+        at: _copy(leaves[at], copies, writes_plain=writes_plain)
         # Offloaded tensors are read in the order in which they are stored.
-        for path, tensor in sorted(_leaves(tensors), key=lambda leaf: in_stored_order(leaf[1]))
+        for at in sorted(range(len(leaves)), key=lambda at: in_stored_order(leaves[at]))
     }
-    return _like(tensors, copied)
+    made: dict[str, Any] = tree_unflatten([copied[at] for at in range(len(leaves))], nesting)
+    return made
 
 
 def serialised(value: Mapping[str, Any]) -> bytes:
@@ -103,29 +109,6 @@ def serialised(value: Mapping[str, Any]) -> bytes:
     with BytesIO() as stream:
         save_into(dict(value), stream)
         return stream.getvalue()
-
-
-def _leaves(
-    tensors: Mapping[str, Any], path: tuple[str, ...] = ()
-) -> Iterator[tuple[tuple[str, ...], Tensor]]:
-    for name, value in tensors.items():
-        if isinstance(value, Tensor):
-            yield (*path, name), value
-        else:
-            yield from _leaves(value, (*path, name))
-
-
-def _like(
-    tensors: Mapping[str, Any],
-    copied: Mapping[tuple[str, ...], Snapshot],
-    path: tuple[str, ...] = (),
-) -> dict[str, Any]:
-    """Return the copies in the nesting and order of ``tensors``."""
-    made: dict[str, Any] = {}
-    for name, value in tensors.items():
-        at = (*path, name)
-        made[name] = copied[at] if isinstance(value, Tensor) else _like(value, copied, at)
-    return made
 
 
 STAGED_BYTES = 64 << 20

@@ -81,7 +81,7 @@ def modules_unchanged(modules: Iterable[Module]) -> Iterator[None]:
                 del now[name]
             now.update(before)
         for container, members in containers.values():
-            if not _holds(container, members):  # another thread may be reading it
+            if not holds(container, members):  # another thread may be reading it
                 _refill(container, members)
         with torch.no_grad():
             for buffer, written, memory, value in buffers:
@@ -203,7 +203,7 @@ def _add_containers(
             _add_containers(members, found, depth=depth - 1)
 
 
-def _holds(container: Any, members: Any) -> bool:
+def holds(container: Any, members: Any) -> bool:
     """Whether a container has the same objects as an earlier copy of it."""
     if len(container) != len(members):
         return False

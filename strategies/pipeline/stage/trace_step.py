@@ -20,6 +20,7 @@ from boltmesh.errors import BoltMeshError, ConfigError
 from boltmesh.strategies.dry_run.metrics import MetricCall, answer, find_metrics, metrics_replaced
 from boltmesh.strategies.dry_run.no_side_effects import (
     CONTAINERS,
+    holds,
     modules_unchanged,
     random_state_unchanged,
 )
@@ -157,19 +158,7 @@ def _different(before: dict[str, tuple[Any, Any]], now: dict[str, tuple[Any, Any
 
 
 def _is_same(one: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
-    if one[0] is not other[0]:
-        return False
-    if one[1] is None:
-        return True
-    return len(one[1]) == len(other[1]) and list(map(id, _members(one[1]))) == list(
-        map(id, _members(other[1]))
-    )
-
-
-def _members(container: Any) -> Iterator[Any]:
-    yield from container
-    if isinstance(container, dict):
-        yield from container.values()
+    return one[0] is other[0] and (one[1] is None or holds(other[1], one[1]))
 
 
 LOGGING = ("log", "log_dict")
