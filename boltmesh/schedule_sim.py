@@ -17,10 +17,9 @@ and what it needs is there when the step begins.
 import functools
 import math
 import re
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, NamedTuple
+from typing import Final, NamedTuple
 
 from typing_extensions import override
 
@@ -182,36 +181,20 @@ def _carried(rows: Sequence[Sequence[Action]]) -> frozenset[tuple[int, int]]:
 
 
 def simulate(
-    order: Order,
-    seconds: Callable[[Action], float],
-    *,
-    transfer_s: float = 0.0,
-    sends: Literal["buffered", "rendezvous"] | None = None,
+    order: Order, seconds: Callable[[Action], float], *, transfer_s: float = 0.0
 ) -> Timetable:
     """Return when each action would run.
 
     Args:
         order: The actions of each pipeline rank.
         seconds: How long a computation takes.
-        transfer_s: How long an activation or a gradient takes from one rank to another.
-        sends: None leaves communication out of the order: a value is on the next rank
-            ``transfer_s`` after it was computed. Otherwise the order has sends and receives, as
-            :func:`~boltmesh.strategies.pipeline.schedules.actions.with_communication` gives them.
-            With "buffered" a send returns at once and a receive takes the oldest message of its
-            peer, for neither NCCL nor gloo match messages by content. With "rendezvous" a send and
-            its receive each block their rank until the other one has begun, which is the least that
-            NCCL promises.
+        transfer_s: How long an activation or a gradient takes from one rank to another: a value is
+            there so long after it was computed.
 
     Raises:
-        DeadlockError: A rank waits forever, a receive would take another message than its own, or
-            a message is never received.
-        ValueError: An order with sends has an action that cannot be run.
+        DeadlockError: A rank waits forever.
     """
-    if sends is None:
-        rows = actions(order)
-    else:
-        rows = tuple(parse_actions([text for text in row if text is not None]) for row in order)
-    return _Simulation(rows, seconds, transfer_s, sends).run()
+    return Simulation(actions(order), seconds, transfer_s).run()
 
 
 _Value = tuple[str, int, int]
@@ -219,7 +202,7 @@ _Value = tuple[str, int, int]
 _COMPUTES: Final = {"F": "F", "B": "I", "I": "I"}
 
 
-class _Simulation:
+class Simulation:
     """The clock of each rank, and the values that it has."""
 
     def __init__(
@@ -227,12 +210,10 @@ class _Simulation:
         rows: Sequence[Sequence[Action]],
         seconds: Callable[[Action], float],
         transfer_s: float,
-        sends: str | None,
     ) -> None:
         self._rows = rows
         self._seconds = seconds
         self._transfer_s = transfer_s
-        self._sends = sends
         self._rank_of = {action.stage: rank for rank, row in enumerate(rows) for action in row}
         self._last_stage = max(self._rank_of, default=0)
         self._carried = _carried(rows)
@@ -240,10 +221,9 @@ class _Simulation:
         self._free = [0.0] * len(rows)
         self._there: dict[tuple[int, _Value], float] = {}
         """When a rank has a value."""
-        self._in_flight: dict[tuple[int, int], deque[tuple[Action, float]]] = {}
-        """By sender and receiver, the receives that messages are for, and when they arrive."""
 
     def run(self) -> Timetable:
+        """Do actions until no rank can."""
         is_moving = True
         while is_moving:
             is_moving = False
@@ -257,9 +237,6 @@ class _Simulation:
         ]
         if stuck:
             raise DeadlockError("; ".join(stuck))
-        for queue in self._in_flight.values():
-            for receive, _ in queue:
-                raise DeadlockError(f"the message for {receive} is never received")
         return tuple(map(tuple, self._slots))
 
     def _next(self, rank: int) -> Action | None:
@@ -269,13 +246,7 @@ class _Simulation:
     def _advance(self, rank: int) -> bool:
         """Do the next action of a rank if it can be done."""
         action = self._next(rank)
-        if action is None:
-            return False
-        if action.kind in SENDS:
-            return self._send(rank, action)
-        if action.kind in RECEIVES:
-            return self._sends == "buffered" and self._receive(rank, action)
-        return self._compute(rank, action)
+        return action is not None and self._compute(rank, action)
 
     def _compute(self, rank: int, action: Action) -> bool:
         start = self._free[rank]
@@ -290,10 +261,14 @@ class _Simulation:
         if kind is not None:
             value = (kind, action.stage, action.microbatch)
             self._there[rank, value] = end
-            peer = self._rank_of.get(action.stage + (1 if kind == "F" else -1), rank)
-            if self._sends is None and peer != rank:
-                self._there[peer, value] = end + self._transfer_s
+            self._hand_on(rank, value, end)
         return True
+
+    def _hand_on(self, rank: int, value: _Value, end: float) -> None:
+        kind, stage, _ = value
+        peer = self._rank_of.get(stage + (1 if kind == "F" else -1), rank)
+        if peer != rank:
+            self._there[peer, value] = end + self._transfer_s
 
     def _needs(self, action: Action) -> tuple[_Value, ...]:
         stage, kind, microbatch = action
@@ -306,45 +281,6 @@ class _Simulation:
             return (after,) if (stage + 1, microbatch) in self._carried else ()
         own = ("F", stage, microbatch)
         return (own,) if stage == self._last_stage else (own, after)
-
-    def _send(self, rank: int, action: Action) -> bool:
-        """Send a value; a rendezvous does the receive of the other rank too."""
-        stage, kind, microbatch = action
-        to_stage = stage + (1 if kind == "SEND_F" else -1)
-        value = ("F" if kind == "SEND_F" else "I", stage, microbatch)
-        peer = self._rank_of.get(to_stage)
-        ready = self._there.get((rank, value))
-        if peer is None or ready is None:
-            return False
-        receive = Action(to_stage, f"RECV_{kind[-1]}", microbatch)
-        start = max(self._free[rank], ready)
-        if self._sends == "buffered":
-            queue = self._in_flight.setdefault((rank, peer), deque())
-            queue.append((receive, start + self._transfer_s))
-            self._record(rank, action, start, start)
-            return True
-        if self._next(peer) != receive:
-            return False
-        start = max(start, self._free[peer])
-        end = start + self._transfer_s
-        self._record(rank, action, start, end)
-        self._record(peer, receive, start, end)
-        self._there[peer, value] = end
-        return True
-
-    def _receive(self, rank: int, action: Action) -> bool:
-        stage, kind, microbatch = action
-        from_stage = stage + (-1 if kind == "RECV_F" else 1)
-        queue = self._in_flight.get((self._rank_of.get(from_stage, -1), rank))
-        if not queue:
-            return False
-        receive, arrival = queue.popleft()
-        if receive != action:
-            raise DeadlockError(f"pipeline rank {rank} gets the message for {receive} in {action}")
-        end = max(self._free[rank], arrival)
-        self._record(rank, action, end, end)
-        self._there[rank, ("F" if kind == "RECV_F" else "I", from_stage, microbatch)] = end
-        return True
 
     def _record(self, rank: int, action: Action, start: float, end: float) -> None:
         self._slots[rank].append(Slot(action, start, end))

@@ -1,7 +1,5 @@
 """The simulator of pipeline schedules, against closed forms and against torch's own orders."""
 
-from typing import Any
-
 import pytest
 
 from boltmesh.schedule_sim import (
@@ -21,6 +19,7 @@ from boltmesh.schedule_sim import (
 from boltmesh.strategies.pipeline.schedules.actions import with_communication
 from boltmesh.strategies.pipeline.schedules.orders.gpipe_1f1b import gpipe
 from boltmesh.strategies.pipeline.schedules.registry import schedule_table
+from tests.support.message_sim import Sends, simulate_messages
 from tests.tui.recorded import recorded_pipelines
 
 SIZES = [(stages, microbatches) for stages in range(1, 7) for microbatches in (1, 2, 3, 5, 8)]
@@ -130,7 +129,7 @@ def test_an_action_that_cannot_be_run_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="cannot run the action"):
         parse_actions([text])
     with pytest.raises(ValueError, match="cannot run the action"):
-        simulate(((text,),), NOMINAL.seconds, sends="buffered")
+        simulate_messages(((text,),), NOMINAL.seconds, sends="buffered")
 
 
 def messages(*rows: str) -> Order:
@@ -142,10 +141,10 @@ def test_two_ranks_that_both_send_first_are_stuck_unless_sends_are_buffered() ->
         "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1",
         "1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1",
     )
-    simulate(order, NOMINAL.seconds, sends="buffered")
+    simulate_messages(order, NOMINAL.seconds, sends="buffered")
     stuck = "rank 0 waits forever before 0SEND_F1; pipeline rank 1 waits forever before 1SEND_B0"
     with pytest.raises(DeadlockError, match=stuck):
-        simulate(order, NOMINAL.seconds, sends="rendezvous")
+        simulate_messages(order, NOMINAL.seconds, sends="rendezvous")
 
 
 @pytest.mark.parametrize(
@@ -162,7 +161,7 @@ def test_two_ranks_that_both_send_first_are_stuck_unless_sends_are_buffered() ->
 )  # fmt: skip
 def test_actions_without_what_they_need_are_found(first: str, last: str, said: str) -> None:
     with pytest.raises(DeadlockError, match=said):
-        simulate(messages(first, last), NOMINAL.seconds, sends="buffered")
+        simulate_messages(messages(first, last), NOMINAL.seconds, sends="buffered")
 
 
 def test_every_action_of_a_schedule_is_needed() -> None:
@@ -176,15 +175,15 @@ def test_every_action_of_a_schedule_is_needed() -> None:
             broken = [list(row) for row in rows]
             del broken[rank][at]
             with pytest.raises(DeadlockError):
-                simulate(tuple(map(tuple, broken)), NOMINAL.seconds, sends="rendezvous")
+                simulate_messages(tuple(map(tuple, broken)), NOMINAL.seconds, sends="rendezvous")
 
 
 @pytest.mark.parametrize("sends", ["buffered", "rendezvous"])
-def test_a_message_arrives_when_a_value_without_messages_does(sends: Any) -> None:
+def test_a_message_arrives_when_a_value_without_messages_does(sends: Sends) -> None:
     order = messages("0F0 0SEND_F0 0RECV_B0 0B0", "1RECV_F0 1F0 1B0 1SEND_B0")
     computed = tuple(
         tuple(slot for slot in row if slot.action.kind in COMPUTATIONS)
-        for row in simulate(order, NOMINAL.seconds, transfer_s=0.25, sends=sends)
+        for row in simulate_messages(order, NOMINAL.seconds, transfer_s=0.25, sends=sends)
     )
     assert computed == simulate(order, NOMINAL.seconds, transfer_s=0.25)
     assert [slot.start for row in computed for slot in row] == [0.0, 4.5, 1.25, 2.25]

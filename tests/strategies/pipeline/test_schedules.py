@@ -13,7 +13,7 @@ import pytest
 import torch.distributed.pipelining.schedules as of_torch
 
 from boltmesh.errors import ConfigError
-from boltmesh.schedule_sim import NOMINAL, actions, simulate
+from boltmesh.schedule_sim import NOMINAL, actions
 from boltmesh.strategies.pipeline.schedules.actions import with_communication
 from boltmesh.strategies.pipeline.schedules.registry import (
     ScheduleTable,
@@ -21,6 +21,7 @@ from boltmesh.strategies.pipeline.schedules.registry import (
     schedule_table,
     schedules,
 )
+from tests.support.message_sim import simulate_messages
 
 RANKS = range(1, 7)
 MICROBATCHES = range(1, 13)
@@ -59,8 +60,8 @@ def test_every_size_is_complete_and_free_of_deadlock(name: str) -> None:
     for table in tables:
         check_order(table)
         rows = with_communication(table)
-        simulate(rows, NOMINAL.seconds, sends="buffered")
-        simulate(rows, NOMINAL.seconds, sends="rendezvous")
+        simulate_messages(rows, NOMINAL.seconds, sends="buffered")
+        simulate_messages(rows, NOMINAL.seconds, sends="rendezvous")
         computed = [[text for text in row if "_" not in text] for row in rows]
         assert computed == [list(map(str, row)) for row in actions(table.order)]
         borders = sum(here != there for here, there in itertools.pairwise(table.rank_of_stage))
