@@ -5,7 +5,7 @@ that keep sizes as integers, such as ``num_heads``, those of this rank's part.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -248,7 +248,6 @@ def apply_plan(
     group: TensorGroup,
     *,
     loss_parallel: LossParallel = "auto",
-    tell: Callable[[str], None] = lambda _: None,
     verified: Mapping[str, Iterable[tuple[Signature, bool]]] | None = None,
 ) -> AppliedPlan:
     """Let a model run on this rank's part. No communication; all ranks have to do the same.
@@ -259,7 +258,6 @@ def apply_plan(
         plan: How. Blocks that its backends name ``replicated`` stay whole.
         group: The ranks that share the model, as many as the plan is for.
         loss_parallel: What to do where code needs logits of the whole vocabulary.
-        tell: Hears once of each function that had logits gathered.
         verified: Signatures of the calls that the plan was verified with, and whether gradients
             were enabled, by name of the block. Other calls are verified when they come. None
             verifies nothing.
@@ -277,9 +275,7 @@ def apply_plan(
     application = _Application(module, kept, group, applied.changes)
     application.run(verified)
     applied.sequences = [each.parts for each in application.stacks.all]
-    divide_vocabularies(
-        module, kept, group, applied.changes, loss_parallel=loss_parallel, tell=tell
-    )
+    divide_vocabularies(module, kept, group, applied.changes, loss_parallel=loss_parallel)
     applied.guards = application.guards
     for guard in applied.guards:
         guard.originals = applied.changes.originals_of(guard.block)

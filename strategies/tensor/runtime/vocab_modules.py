@@ -69,7 +69,6 @@ def divide_vocabularies(
     changes: Changes,
     *,
     loss_parallel: LossParallel = "auto",
-    tell: Callable[[str], None] = lambda _: None,
 ) -> list[Vocabulary]:
     """Show the modules of divided vocabularies whole tables and heads.
 
@@ -79,7 +78,6 @@ def divide_vocabularies(
         group: Ranks that share them.
         changes: Collects what is done to the modules.
         loss_parallel: What to do where a function needs whole logits.
-        tell: Hears once of each function that had logits gathered.
 
     Returns:
         One per axis of the plan. They count what was gathered.
@@ -87,9 +85,7 @@ def divide_vocabularies(
     found: dict[int, Vocabulary] = {}
     owners: dict[str, dict[str, tuple[Vocabulary, int]]] = {}
     for entry in _divided(plan):
-        vocabulary = found.setdefault(
-            entry.axis, Vocabulary(group, entry.length, loss_parallel, tell)
-        )
+        vocabulary = found.setdefault(entry.axis, Vocabulary(group, entry.length, loss_parallel))
         for name in entry.names:
             owner, _, own_name = name.rpartition(".")
             owners.setdefault(owner, {})[own_name] = vocabulary, entry.dim

@@ -46,8 +46,6 @@ class Vocabulary:
     size: int
     """Tokens, on all ranks together."""
     loss_parallel: LossParallel = "auto"
-    tell: Callable[[str], None] = lambda _: None
-    """Hears once of each function that had whole logits gathered."""
     gathered_for: dict[str, int] = field(default_factory=dict)
     """By function, how often a tensor was gathered because it had no rule of its own."""
 
@@ -114,7 +112,7 @@ class Vocabulary:
         return places.masked_fill(is_others, 0), is_others
 
     def note_gather(self, function: str) -> None:
-        """Count a function that had a tensor gathered, and tell of the first time.
+        """Count a function that had a tensor gathered.
 
         Raises:
             ConfigError: The loss was to be computed on divided logits.
@@ -124,8 +122,6 @@ class Vocabulary:
                 f"loss_parallel=True, but '{function}' needs the logits of all {self.size} "
                 "tokens. Set strategy.loss_parallel=auto to have them gathered there."
             )
-        if function not in self.gathered_for:
-            self.tell(f"logits are gathered for '{function}', which has no rule for divided ones")
         self.gathered_for[function] = self.gathered_for.get(function, 0) + 1
 
     @property
