@@ -5,7 +5,7 @@
 """
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -95,8 +95,8 @@ def run_on_rank0(action: Callable[[], object], group: dist.ProcessGroup | None =
     all_or_none(action if is_first else noop, group)
 
 
-def noop() -> None:
-    """The action of ranks that only take part in a collective action."""
+def noop(*_: Any, **__: Any) -> None:
+    """Do nothing: for ranks that only take part in an action, and for hooks that are not set."""
 
 
 def _describe(error: Exception) -> tuple[type[CheckpointError], str]:

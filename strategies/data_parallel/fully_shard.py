@@ -47,6 +47,7 @@ from boltmesh.strategies.data_parallel.unsupported import (
 )
 from boltmesh.strategies.deferred_initialization.materialize import prepare_unit
 from boltmesh.strategies.engine.data_axis import AxisContext
+from boltmesh.strategies.object_collectives import noop
 from boltmesh.strategies.offload.bucket_layout import held_alone, held_unit
 from boltmesh.strategies.offload.state import Staging
 from boltmesh.strategies.parameter_access import register_units
@@ -320,7 +321,7 @@ def shard_model(
     parking = open_parking(options, context)
     successors = ParamRemap()
     owned: list[OwnedParams | BroughtParams] = []
-    follow: Callable[[Mapping[Parameter, Parameter]], None] = _nothing
+    follow: Callable[[Mapping[Parameter, Parameter]], None] = noop
     if context.owned is not None:
         rows = OwnedParams(context.owned, context.device, context.group.size())
         follow = rows.follow
@@ -501,7 +502,3 @@ def _gather_of(unit: FSDPModule, *, is_freed: bool) -> UnitGather:
             unit.reshard()
 
     return UnitGather(lambda: not is_gathered(unit), take_part)
-
-
-def _nothing(_: Mapping[Parameter, Parameter]) -> None:
-    """Follow no parameters."""

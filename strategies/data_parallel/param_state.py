@@ -43,6 +43,7 @@ from boltmesh.errors import ConfigError
 from boltmesh.strategies.deferred_initialization.recording import map_leaves, tensors_of
 from boltmesh.strategies.engine.data_axis import OwnedRows
 from boltmesh.strategies.grad_norm import OWNED_DIM
+from boltmesh.strategies.object_collectives import noop
 from boltmesh.strategies.offload.shard_tensor import GatheredSource, OffloadedShard
 from boltmesh.strategies.torch_compat.autograd import move_gradient_hooks
 from boltmesh.strategies.torch_compat.communication import broadcast_coalesced
@@ -80,7 +81,7 @@ class PlainInStep(ABC):
 
     def __init__(self, replicas: ProcessGroup, num_batches: int) -> None:
         self.replicas, self.num_batches = replicas, num_batches
-        self.note: Callable[[str], None] = _nothing
+        self.note: Callable[[str], None] = noop
         """Records what this rank does together with the others, see ``OrderCheck.record``."""
         self._names: Mapping[int, str] = {}
         """Names of the parameters that all ranks have, by ``id``."""
@@ -501,7 +502,3 @@ class EarlyZeroGrad:
         for shard, _ in unit_parameters(unit):
             if shard in self._stale:
                 shard.grad = None
-
-
-def _nothing(_: str) -> None:
-    """Replaces a note where no order is checked."""

@@ -22,6 +22,7 @@ from typing_extensions import override
 from boltmesh.lightning_import import ROOTS
 from boltmesh.strategies.dry_run.metrics import MetricCall, MetricKind, answer, metrics_replaced
 from boltmesh.strategies.lightning_compat.trainer import attributes_of_run, trainer_of
+from boltmesh.strategies.object_collectives import noop
 from boltmesh.strategies.random_state import (
     capture_random_state,
     generators_unchanged,
@@ -245,7 +246,7 @@ def no_side_effects(
     module: LightningModule, metrics: Mapping[str, MetricKind]
 ) -> AbstractContextManager[None]:
     """Context in which nothing is logged, and metrics are not updated."""
-    logs = patched_log(module, _ignore)
+    logs = patched_log(module, noop)
     # Entered for each microbatch; most models have no metrics.
     return _with_metrics_kept(logs, metrics) if metrics else logs
 
@@ -259,7 +260,3 @@ def _with_metrics_kept(
 
     with logs, metrics_replaced(metrics, act):
         yield
-
-
-def _ignore(*_: Any, **__: Any) -> None:
-    """Replaces ``self.log``."""

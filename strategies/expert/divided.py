@@ -21,6 +21,7 @@ from boltmesh.strategies.engine.data_axis import OwnedColumns, OwnedModules
 from boltmesh.strategies.expert.exchange import Compute, EqualRows, ExpertExchange, with_unused
 from boltmesh.strategies.expert.expected_traffic import ExchangeShape
 from boltmesh.strategies.expert.find import ExpertCall, Experts, Slot, arguments
+from boltmesh.strategies.object_collectives import noop
 from boltmesh.strategies.torch_compat.modules import (
     parameters_in_place,
     rewrapped,
@@ -68,7 +69,7 @@ class DividedExperts:
     ) -> None:
         self.module, self.experts, self.name = module, experts, experts.name
         self.exchange = ExpertExchange(experts.name, experts.num_experts, group)
-        self.count: Callable[[str, Tensor, int], None] = _uncounted
+        self.count: Callable[[str, Tensor, int], None] = noop
         """Called with the module's name, the experts that it has chosen, and their number."""
         self.equal_rows: EqualRows | None = None
         """Ranks that have the same rows as this one; None: there are none."""
@@ -356,7 +357,3 @@ def _taken_apart(module: Module, num_experts: int) -> Iterator[None]:
     finally:
         for owner, name, parameter in stacks:
             set_parameter(owner, name, parameter)
-
-
-def _uncounted(_: str, __: Tensor, ___: int) -> None:
-    """Count nothing."""

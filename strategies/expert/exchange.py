@@ -31,6 +31,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.functional import pad
 from typing_extensions import override
 
+from boltmesh.strategies.object_collectives import noop
 from boltmesh.strategies.torch_compat.communication import all_gather_single
 
 Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -219,9 +220,9 @@ class ExpertExchange:
         self.num_local = num_experts // group.size()
         self.capacity: int | None = None
         """Rows that this rank may send to an expert in training; None: all, sizes are exchanged."""
-        self.drop: Callable[[Tensor], None] = _drop_uncounted
+        self.drop: Callable[[Tensor], None] = noop
         """Called with the number of choices that found no place, still on the device."""
-        self.note: Callable[[str], None] = _nothing
+        self.note: Callable[[str], None] = noop
         """Called before each exchange with what this rank is about to do."""
 
     def run(self, rows: Tensor, experts: Tensor, weights: Tensor, compute: Compute) -> Tensor:
@@ -350,11 +351,3 @@ def _read_later(numbers: Tensor) -> Callable[[], Any]:
 
 _STREAMS: dict[torch.device, torch.Stream] = {}
 """By device, for copies of sizes."""
-
-
-def _drop_uncounted(_: Tensor) -> None:
-    """Count nothing."""
-
-
-def _nothing(_: str) -> None:
-    """Ignore a note."""

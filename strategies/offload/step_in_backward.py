@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn import Module
 
 from boltmesh.errors import OffloadError
+from boltmesh.strategies.object_collectives import noop
 from boltmesh.strategies.offload.buckets import Bucket, Slot
 from boltmesh.strategies.offload.stepper import BucketGradients, BucketStep, Stepper, WorkerTask
 from boltmesh.strategies.offload.update_rule import Update
@@ -137,7 +138,8 @@ class BackwardStepper:
         begun = self._begun[bucket] = BegunStep(step, step.gradients.num_arrivals)
         stepper.worker.submit(begun.weighing)
         stepper.step(bucket, step, 1.0)
-        self._waiting.append((stepper.worker.submit(WorkerTask(_nothing)), num_bytes))
+        # It ends when all that was submitted before has ended.
+        self._waiting.append((stepper.worker.submit(WorkerTask(noop)), num_bytes))
 
     def _make_room(self, num_bytes: int) -> None:
         while self._waiting:
@@ -198,7 +200,3 @@ class BackwardStepper:
     def is_half_done(self) -> bool:
         """Whether some buckets have been stepped and the optimizer has not."""
         return bool(self._begun)
-
-
-def _nothing() -> None:
-    """What ends when all that was submitted before has ended."""

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from boltmesh.strategies.grad_norm import tensor_norm
+from boltmesh.strategies.object_collectives import noop
 from boltmesh.strategies.offload.buckets import Bucket, BucketChunk, Piece, Slot
 from boltmesh.strategies.offload.memory_stores import ParameterCopies
 from boltmesh.strategies.offload.store_api import CHUNK_NUMEL
@@ -211,12 +212,12 @@ class WorkerTask:
             if stream is not None:
                 stream.synchronize()
         finally:
-            self._run = _nothing  # holds gradients
+            self._run = noop  # holds gradients
             self._is_done.set()
 
     def drop(self) -> None:
         """It will never run."""
-        self._run = _nothing
+        self._run = noop
         self.chunk = None  # holds its store, and the thread its last job
         self._is_done.set()
 
@@ -341,10 +342,6 @@ def worker_threads(device: torch.device, ranks_per_node: int) -> int:
     if device.type == "cpu":
         return torch.get_num_threads()
     return max(1, CORES.num_cores() // max(1, ranks_per_node) - 2)
-
-
-def _nothing() -> None:
-    pass
 
 
 NUMEL_AHEAD = 3 * CHUNK_NUMEL

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from boltmesh.errors import ConfigError
 from boltmesh.strategies.dry_run.metrics import find_metrics
+from boltmesh.strategies.object_collectives import noop
 from boltmesh.strategies.pipeline.expected_traffic import PipelineEstimate
 from boltmesh.strategies.pipeline.loss.loss_check import LossChecks
 from boltmesh.strategies.pipeline.loss.reduction import BatchLossError
@@ -65,7 +66,7 @@ class StagedModel:
         self.options = options
         self.placement: StagePlacement | None = None
         """None before a model was placed."""
-        self._forget_scaler: Callable[[], None] = _nothing
+        self._forget_scaler: Callable[[], None] = noop
         self._has_chosen = False
         """Whether the loss of a batch was looked at before a schedule was chosen."""
         self._has_checked_rows = False
@@ -246,7 +247,7 @@ class StagedModel:
     def close(self) -> None:
         """End what runs beside the training. Parameters stay as they are."""
         self._forget_scaler()
-        self._forget_scaler = _nothing
+        self._forget_scaler = noop
         self.signals.forget()
         self.others.close()
         if self.placement is not None:
@@ -468,7 +469,3 @@ class StagedModel:
 
     def _name_of(self, module: torch.nn.Module) -> str | None:
         return next((name for name, each in self.module.named_modules() if each is module), None)
-
-
-def _nothing() -> None:
-    """What there is to undo where nothing was done."""

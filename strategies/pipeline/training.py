@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from typing_extensions import override
 
+from boltmesh.strategies.object_collectives import noop
 from boltmesh.strategies.pipeline.loss.autograd_nodes import is_none
 from boltmesh.strategies.pipeline.loss.loss_check import StepLossCheck
 from boltmesh.strategies.pipeline.loss.reduction import BatchLossError, Form, Term
@@ -40,10 +41,6 @@ if TYPE_CHECKING:
     from boltmesh.strategies.pipeline.metrics import Given
     from boltmesh.strategies.pipeline.options import PipelineContext
     from boltmesh.strategies.pipeline.staged_model import StagedModel
-
-
-def _nothing() -> None:
-    """What follows where nobody else has to know."""
 
 
 class GradHandoff:
@@ -86,7 +83,7 @@ class GradHandoff:
         ]
 
     def sign(
-        self, loss: Tensor, total: Tensor | float = 1.0, *, then: Callable[[], None] = _nothing
+        self, loss: Tensor, total: Tensor | float = 1.0, *, then: Callable[[], None] = noop
     ) -> Tensor:
         """Return a loss with this value whose backward pass adds the gradients.
 

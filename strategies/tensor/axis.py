@@ -27,7 +27,7 @@ from boltmesh.strategies.engine.axis import FakeRuns, LayerAxis
 from boltmesh.strategies.grad_norm import NormShare, PartShare
 from boltmesh.strategies.lightning_compat.loops import step_arguments
 from boltmesh.strategies.lightning_compat.trainer import has_norm_clipping, parameter_dtype
-from boltmesh.strategies.object_collectives import broadcast_from_rank0
+from boltmesh.strategies.object_collectives import broadcast_from_rank0, noop
 from boltmesh.strategies.optimizer_probe import find_mixing
 from boltmesh.strategies.owner_exchange import PartExchange
 from boltmesh.strategies.parameter_access import forget_parts, register_shards
@@ -83,7 +83,7 @@ class TensorAxis(LayerAxis):
         """None before a model was placed."""
         self._sample: tuple[Any, tuple[Any, ...]] = None, ()
         """A batch of the run that is set up, and what a step is called with behind it."""
-        self._forget_scaler: Callable[[], None] = _nothing
+        self._forget_scaler: Callable[[], None] = noop
         self._whole_steps: list[WholeSteps] = []
         """Steps of the optimizers that need whole parameters."""
         self._is_new = True
@@ -357,7 +357,7 @@ class TensorAxis(LayerAxis):
     def _follow_scaler(self) -> None:
         """Make all ranks skip a step when gradients of one have overflown, until ``close``."""
         self._forget_scaler()
-        self._forget_scaler = _nothing
+        self._forget_scaler = noop
         if self.context.scaler is not None and self.context.group.size() > 1:
             self._forget_scaler = agree_on_overflow(
                 self.context.scaler, self.context.group, self.context.device
@@ -447,7 +447,7 @@ class TensorAxis(LayerAxis):
     def close(self) -> None:
         """Let ranks step by themselves again. The model stays divided."""
         self._forget_scaler()
-        self._forget_scaler = _nothing
+        self._forget_scaler = noop
         for each in self._whole_steps:
             each.release()
 
@@ -470,7 +470,3 @@ class _Joining:
     def cut(self, whole: Tensor) -> Tensor:
         """Return this rank's part."""
         return self.division.cut(whole)
-
-
-def _nothing() -> None:
-    """Replaces an undo function if there is nothing to undo."""

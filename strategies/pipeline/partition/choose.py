@@ -21,6 +21,7 @@ from torch.nn import Module
 
 from boltmesh.errors import ConfigError
 from boltmesh.strategies.dry_run.no_side_effects import modules_unchanged, random_state_unchanged
+from boltmesh.strategies.object_collectives import noop
 from boltmesh.strategies.pipeline.options import Split
 from boltmesh.strategies.pipeline.partition.materialize import DeferredModel
 from boltmesh.strategies.pipeline.partition.split import UnitCost, balanced_split, named_split
@@ -180,7 +181,7 @@ def measure_units(
         stack.enter_context(ReplacedForwards(units, forwards))
         for name in LOGGING:
             if hasattr(root, name):
-                vars(root)[name] = _log_nothing
+                vars(root)[name] = noop
         seed_random_state(seed)
         stack.enter_context(torch.no_grad())
         try:
@@ -286,10 +287,6 @@ def _kind(unit: Module) -> Hashable:
         )
         for each in unit.modules()
     )
-
-
-def _log_nothing(*_: Any, **__: Any) -> None:
-    """What the step logs while it is timed is nobody's."""
 
 
 COPIES_OF_TRAINED = 3
