@@ -198,11 +198,6 @@ def _new_rate(twin: Twin) -> None:
     twin.optimizer.step()
 
 
-def _other_norm(twin: Twin) -> None:
-    assert twin.engine._clipper is not None
-    twin.engine._clipper._norm(twin.optimizer, 1.0)
-
-
 def _interrupted(folder: Path, meddle: Callable[[Twin], None]) -> None:
     twin = on_disk(folder)
     twin.train(1)
@@ -220,7 +215,6 @@ def _interrupted(folder: Path, meddle: Callable[[Twin], None]) -> None:
         (_read, "is read or written"),
         (_save, "is to be read"),
         (_new_rate, "settings for .* were changed"),
-        (_other_norm, "Another norm than the 2-norm"),
     ],
 )
 def test_what_needs_the_state_before_the_step_is_refused(
