@@ -18,6 +18,7 @@
 A message is one or two sentences: what was asked, what is true, what to write instead.
 """
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 
@@ -88,3 +89,9 @@ class TelemetryError(BoltMeshError, RuntimeError):
 
 class RankError(BoltMeshError, RuntimeError):
     """A rank that failed or died and took the job with it."""
+
+
+def first_of(names: Sequence[object], most: int = 3) -> str:
+    """Return ``a, b, c and 4 more``, for messages."""
+    more = len(names) - most
+    return ", ".join(map(str, names[:most])) + (f" and {more} more" if more > 0 else "")

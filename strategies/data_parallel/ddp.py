@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from boltmesh.errors import UnsupportedError
+from boltmesh.errors import UnsupportedError, first_of
 from boltmesh.strategies.data_parallel.axis import SingleRankAxis
 from boltmesh.strategies.data_parallel.expected_memory import expected_held_memory
 from boltmesh.strategies.engine.data_axis import AxisContext, DataAxis
@@ -152,10 +152,9 @@ class DdpAxis(DataAxis):
         left_out = _LEFT_OUT.search(text)
         if left_out and not self.options.find_unused_parameters:
             names = [repr(self._trained_names[int(each)]) for each in left_out[1].split()]
-            shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if names[3:] else "")
             advice = (
-                f"{shown} took no part in the loss of the batch before, and DDP waits for the "
-                f"gradients. Use every parameter in every step, or write "
+                f"{first_of(names)} took no part in the loss of the batch before, and DDP waits "
+                f"for the gradients. Use every parameter in every step, or write "
                 f"strategy='bolt_ddp_find_unused_parameters_true' (find_unused_parameters=True, of "
                 f"DDPStrategy and TensorParallelStrategy), or zero_stage=1 for Parallel3DStrategy."
             )

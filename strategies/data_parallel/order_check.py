@@ -34,13 +34,12 @@ from torch.distributed import ProcessGroup, Work
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import Module
 
-from boltmesh.errors import BoltMeshError, DivergenceError
+from boltmesh.errors import BoltMeshError, DivergenceError, first_of
 from boltmesh.failure_board import FailureBoard
 from boltmesh.process import encodable
 from boltmesh.strategies.object_collectives import gather_objects
 from boltmesh.strategies.torch_compat.fsdp_hooks import intercept_collectives
 
-_MOST_RANKS_NAMED = 8
 _GATHER_ANSWERS_S: Final = 0.5
 """Seconds that a rank waits for further answers after the first one."""
 
@@ -72,9 +71,7 @@ def describe_mismatch(calls: Iterable[RankCall]) -> str:
 def _name_ranks(ranks: Sequence[int]) -> str:
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
-    named = ", ".join(map(str, ranks[:_MOST_RANKS_NAMED]))
-    more = len(ranks) - _MOST_RANKS_NAMED
-    return f"ranks {named}" + (f" and {more} more" if more > 0 else "")
+    return f"ranks {first_of(ranks, 8)}"
 
 
 class _Report(msgspec.Struct, frozen=True):
@@ -290,7 +287,6 @@ PATIENCE_S: Final = 10.0
 _REMEMBERED_EVENTS: Final = 1 << 16
 """On a GPU the host runs ahead of a gather that never completes, by at most a few steps."""
 
-_MOST_NAMES: Final = 3
 _EVALUATION: Final = 1
 """The place at which each evaluation batch begins."""
 
@@ -415,7 +411,7 @@ class OrderCheck:
         event = self._events.get(key)
         if event is None:
             text = f"reduced the gradients of {named}"
-            event = self._event(f"{text} without {_shorten(missing)}" if missing else text, key=key)
+            event = self._event(f"{text} without {first_of(missing)}" if missing else text, key=key)
         self._record(event)
 
     def _before_batch(self, module: Module, inputs: object) -> None:
@@ -495,8 +491,3 @@ class OrderCheck:
                 return False
             work.wait()  # it completed just now, or raises its error
         return True
-
-
-def _shorten(names: Sequence[str]) -> str:
-    more = len(names) - _MOST_NAMES
-    return ", ".join(names[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")

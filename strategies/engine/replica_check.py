@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate
 
-from boltmesh.errors import ConfigError, DivergenceError
+from boltmesh.errors import ConfigError, DivergenceError, first_of
 from boltmesh.strategies.object_collectives import gather_objects
 from boltmesh.strategies.torch_compat.tensors import local_tensor
 
@@ -100,9 +100,9 @@ class ReplicaCheck:
     def _describe(self, found: "Differing", axis: str, global_step: int) -> str:
         name, wrong, others = found
         if wrong is None:
-            who = f"ranks {_listed(others)} hold different values of {name}"
+            who = f"ranks {first_of(others, 8)} hold different values of {name}"
         else:
-            who = f"rank {wrong} holds other values of {name} than ranks {_listed(others)}"
+            who = f"rank {wrong} holds other values of {name} than ranks {first_of(others, 8)}"
         return (
             f"after step {global_step} {who}, which has to be equal on them, along the {axis} "
             f"axis. Code that changes parameters on one rank does this, and so does faulty memory "
@@ -196,8 +196,3 @@ def find_differing(hashes: dict[int, dict[_Key, int]]) -> Differing | None:
             return Differing(key.name, groups[0][0], groups[-1])
         return Differing(key.name, None, everyone)
     return None
-
-
-def _listed(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8]))
-    return f"{shown} and {len(ranks) - 8} more" if len(ranks) > 8 else shown

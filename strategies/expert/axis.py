@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from typing_extensions import override
 
-from boltmesh.errors import ConfigError, LayoutError
+from boltmesh.errors import ConfigError, LayoutError, first_of
 from boltmesh.strategies.deferred_initialization.materialize import (
     made_for_now,
     own_modules,
@@ -56,7 +56,6 @@ if TYPE_CHECKING:
     from boltmesh.strategies.expert.divided import DividedExperts, OnRows
 
 _CPU = torch.device("cpu")
-_MOST_NAMED = 3
 _FOLDED = ("data", "context", "tensor")
 
 
@@ -492,11 +491,4 @@ def _reasons(whole: dict[str, str]) -> "list[str]":
     names: dict[str, list[str]] = {}
     for name, reason in whole.items():
         names.setdefault(reason, []).append(name)
-    texts = []
-    for reason, several in names.items():
-        more = len(several) - _MOST_NAMED
-        named = ", ".join(map(repr, several[:_MOST_NAMED])) + (
-            f" and {more} more" if more > 0 else ""
-        )
-        texts.append(f"{named}: {reason}")
-    return texts
+    return [f"{first_of([*map(repr, several)])}: {reason}" for reason, several in names.items()]

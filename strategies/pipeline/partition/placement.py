@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.nn import Module
 
-from boltmesh.errors import ConfigError
+from boltmesh.errors import ConfigError, first_of
 from boltmesh.strategies.object_collectives import broadcast_from_rank0
 from boltmesh.strategies.pipeline.options import PipelineContext, Silent, Split
 from boltmesh.strategies.pipeline.partition.choose import (
@@ -292,8 +292,8 @@ def _refuse_parts(module: Module, unmade: DeferredModel) -> None:
     if absent:
         raise ConfigError(
             f"{type(module).__name__} was part of a pipeline before, and this rank does not have "
-            f"the values of {_told(absent)}. Go on with the module that was trained itself and as "
-            f"many ranks and stages, or make a new module and give the Trainer the run's "
+            f"the values of {first_of(absent)}. Go on with the module that was trained itself and "
+            f"as many ranks and stages, or make a new module and give the Trainer the run's "
             f"checkpoint as ckpt_path."
         )
 
@@ -319,7 +319,7 @@ def _check_module(
     if differing:
         raise ConfigError(
             f"{type(module).__name__} has other parameters on rank {group.rank()} of the pipeline "
-            f"than on its first rank: {_told(differing)} on one of them only. Every rank has to "
+            f"than on its first rank: {first_of(differing)} on one of them only. Every rank has to "
             f"build the same module."
         )
     lost = [
@@ -330,13 +330,9 @@ def _check_module(
     if lost:
         raise ConfigError(
             f"{type(module).__name__} was part of a pipeline before, and rank {group.rank()} does "
-            f"not have the values of {_told(lost)}. Make a new module and give the Trainer the "
+            f"not have the values of {first_of(lost)}. Make a new module and give the Trainer the "
             f"run's checkpoint as ckpt_path."
         )
-
-
-def _told(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _probe_costs(
