@@ -158,7 +158,6 @@ class RankEnd(msgspec.Struct, frozen=True, kw_only=True):
     signal: int | None = None
     exit_code: int | None = None
     time: float
-    message: str = ""
 
 
 def new_job_id() -> str:
@@ -231,23 +230,17 @@ def read_job(path: Path) -> JobInfo:
         raise TelemetryError(f"{where} cannot be read: it is damaged: {error}.") from error
 
 
-def record_end(
-    path: Path,
-    *,
-    rank: int,
-    exit_code: int | None = None,
-    signal: int | None = None,
-    message: str = "",
-) -> None:
+def record_end(path: Path, *, rank: int, exit_code: int | None) -> None:
     """Note how a rank died; for whoever started the ranks and saw it go.
 
     Call it for the rank that went first, not for those that the caller then ends itself: the
     first note of a run stays. ``exit_code`` may be negative as ``subprocess`` has it; it then
     means a signal. Never raises, for it runs while a job is being torn down.
     """
+    signal = None
     if exit_code is not None and exit_code < 0:
-        signal, exit_code = signal or -exit_code, None
-    end = RankEnd(rank=rank, signal=signal, exit_code=exit_code, time=time.time(), message=message)
+        signal, exit_code = -exit_code, None
+    end = RankEnd(rank=rank, signal=signal, exit_code=exit_code, time=time.time())
     with contextlib.suppress(OSError, TelemetryError):
         earlier = read_end(path)
         if earlier is None or earlier.time < read_job(path).started:

@@ -112,10 +112,7 @@ def test_a_job_that_vanished_whole_accuses_nobody():
     [
         (RankEnd(rank=0, signal=11, time=0.0), "was killed by SIGSEGV"),
         (RankEnd(rank=0, signal=99, time=0.0), "was killed by signal 99"),
-        (
-            RankEnd(rank=0, exit_code=3, time=0.0, message="no room"),
-            "left with exit code 3: no room",
-        ),
+        (RankEnd(rank=0, exit_code=3, time=0.0), "left with exit code 3"),
         (RankEnd(rank=0, time=0.0), "is gone"),
     ],
 )

@@ -196,19 +196,18 @@ def test_a_folder_that_others_can_fill_is_refused(tmp_path, monkeypatch):
 
 def test_the_first_death_that_is_noted_stays(tmp_path):
     job.write_job(make_info(), tmp_path)
-    record_end(tmp_path, rank=1, exit_code=-9, message="while waiting")
+    record_end(tmp_path, rank=1, exit_code=-9)
     record_end(tmp_path, rank=0, exit_code=1)
     end = job.read_end(tmp_path)
     assert end is not None
     assert (end.rank, end.signal, end.exit_code) == (1, signal.SIGKILL, None)
-    assert end.message == "while waiting"
 
 
 def test_the_death_of_an_earlier_run_under_the_same_id_is_replaced(tmp_path):
     job.write_job(make_info(), tmp_path)
     record_end(tmp_path, rank=1, exit_code=1)
     job.write_job(make_info(), tmp_path)  # starts later
-    record_end(tmp_path, rank=0, signal=15)
+    record_end(tmp_path, rank=0, exit_code=-15)
     end = job.read_end(tmp_path)
     assert end is not None
     assert (end.rank, end.signal, end.exit_code) == (0, 15, None)

@@ -98,7 +98,7 @@ def describe_death(end: RankEnd) -> str:
         how = f"left with exit code {end.exit_code}"
     else:
         how = "is gone"
-    return f"{how}: {end.message}" if end.message else how
+    return how
 
 
 def job_state(
