@@ -1,12 +1,14 @@
 """Plans of the small models of ``tensor_models``, and what they say in few words."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import cache
 
 from boltmesh.strategies.blocks import find_blocks
 from boltmesh.strategies.tensor.analysis.analyse import Analysis, analyse
 from boltmesh.strategies.tensor.plan import ShardedParameter, TensorPlan
+from boltmesh.strategies.tensor.planning import make_plan
 from tests.support.tensor_models import example
 
 
@@ -48,3 +50,26 @@ def divisions(plan: TensorPlan) -> dict[str, str]:
         text = division(each)
         assert found.setdefault(pattern(name), text) == text, name
     return found
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What plans of several models for two ranks are, by name of the model."""
+
+    divisions: Mapping[str, dict[str, str]]
+    partial: Mapping[str, set[str]] = field(default_factory=dict)
+    boundaries: Mapping[str, set[str]] = field(default_factory=dict)
+    local_dropouts: Mapping[str, set[str]] = field(default_factory=dict)
+
+    def check(self, name: str) -> None:
+        """Plan a model, and compare."""
+        analysis = analysed(name)
+        plan = make_plan(analysis, 2)
+        assert divisions(plan) == self.divisions[name]
+        assert {*plan.sharded, *(each.name for each in plan.whole)} == set(analysis.parameters)
+        assert all(each.why for each in plan.whole)
+        assert patterns(plan.partial) == self.partial.get(name, set())
+        assert patterns(plan.boundaries) == self.boundaries.get(name, set())
+        assert patterns(plan.local_dropouts) == self.local_dropouts.get(name, set())
+        assert plan.unknown == {}
+        assert not analysis.trace.guessed

@@ -16,6 +16,7 @@ from boltmesh.strategies.deferred_initialization import recording
 from boltmesh.strategies.deferred_initialization.deferred import deferred_init, is_deferred
 from boltmesh.strategies.deferred_initialization.materialize import materialize, prepare_unit
 from boltmesh.strategies.offload.host_memory import give_back_free_memory
+from tests.benchmarks.peers.resident import resident_bytes
 from tests.support.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -139,13 +140,6 @@ class Block(nn.Module):
         super().__init__()
         self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         nn.init.normal_(self.second.weight, std=0.02)
-
-
-def resident_bytes(key: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(key):
-            return int(line.split()[1]) << 10
-    raise AssertionError(key)
 
 
 def peak_of_building(rank: int, world_size: int) -> tuple[float, float, float]:

@@ -5,7 +5,7 @@ import pytest
 from boltmesh.strategies.blocks import find_blocks
 from boltmesh.strategies.tensor.analysis.analyse import analyse
 from boltmesh.strategies.tensor.planning import make_plan
-from tests.support.planned import analysed, division, divisions, patterns
+from tests.support.planned import Expected, analysed, division
 from tests.support.tensor_models import example
 
 DIVISIONS = {
@@ -141,28 +141,17 @@ DIVISIONS = {
     },
 }
 
-PARTIAL = dict[str, set[str]]()
 BOUNDARIES = {
     "gpt_one_key_head": {"blocks.*.attention.k", "blocks.*.attention.v"},
     "gpt_one_key_head_norm": {"blocks.*.attention.k_norm", "blocks.*.attention.v"},
 }
 LOCAL_DROPOUTS = {"gpt_dropout": {"blocks.*.attention.dropout"}}
+EXPECTED = Expected(DIVISIONS, boundaries=BOUNDARIES, local_dropouts=LOCAL_DROPOUTS)
 
 
 @pytest.mark.parametrize("name", sorted(DIVISIONS))
 def test_the_plan_is_the_one_that_is_expected(name):
-    analysis = analysed(name)
-
-    plan = make_plan(analysis, 2)
-
-    assert divisions(plan) == DIVISIONS[name]
-    assert {*plan.sharded, *(each.name for each in plan.whole)} == set(analysis.parameters)
-    assert all(each.why for each in plan.whole)
-    assert patterns(plan.partial) == PARTIAL.get(name, set())
-    assert patterns(plan.boundaries) == BOUNDARIES.get(name, set())
-    assert patterns(plan.local_dropouts) == LOCAL_DROPOUTS.get(name, set())
-    assert plan.unknown == {}
-    assert not analysis.trace.guessed
+    EXPECTED.check(name)
 
 
 def test_layers_without_norms_are_divided_in_turn_by_columns_and_rows():

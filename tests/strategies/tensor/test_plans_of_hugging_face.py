@@ -2,8 +2,7 @@
 
 import pytest
 
-from boltmesh.strategies.tensor.planning import make_plan
-from tests.support.planned import analysed, divisions, patterns
+from tests.support.planned import Expected
 
 DIVISIONS = {
     "llama": {
@@ -212,20 +211,9 @@ PARTIAL = {
     }
 }
 BOUNDARIES = {"gemma": {"model.layers.*.self_attn.k_proj", "model.layers.*.self_attn.v_proj"}}
-LOCAL_DROPOUTS = dict[str, set[str]]()
+EXPECTED = Expected(DIVISIONS, PARTIAL, BOUNDARIES)
 
 
 @pytest.mark.parametrize("name", sorted(DIVISIONS))
 def test_the_plan_is_the_one_that_is_expected(name):
-    analysis = analysed(name)
-
-    plan = make_plan(analysis, 2)
-
-    assert divisions(plan) == DIVISIONS[name]
-    assert {*plan.sharded, *(each.name for each in plan.whole)} == set(analysis.parameters)
-    assert all(each.why for each in plan.whole)
-    assert patterns(plan.partial) == PARTIAL.get(name, set())
-    assert patterns(plan.boundaries) == BOUNDARIES.get(name, set())
-    assert patterns(plan.local_dropouts) == LOCAL_DROPOUTS.get(name, set())
-    assert plan.unknown == {}
-    assert not analysis.trace.guessed
+    EXPECTED.check(name)

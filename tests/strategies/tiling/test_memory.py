@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from boltmesh.strategies.tiling.apply import apply_tiling
+from tests.benchmarks.peers.resident import resident_bytes
 from tests.support.ranks import run_ranks
 
 MIB = 1 << 20
@@ -18,13 +19,6 @@ WEIGHT = 4 * ROWS * COLUMNS
 TILE = 2 * MIB
 M_MMAP_THRESHOLD = -3
 """glibc's number for the size from which on memory is the system's."""
-
-
-def resident_bytes(key: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(key):
-            return int(line.split()[1]) << 10
-    raise AssertionError(key)
 
 
 def peak_of_step(rank: int, world_size: int, is_tiled: bool) -> int:
