@@ -7,7 +7,7 @@ separately on each rank, and parameters that cannot be divided.
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import CodeType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -59,6 +59,19 @@ def refuse_collective(function: Callable[..., Any], values: Iterable[object], pl
             f"up. Turn it off in the layer (as sync_codebook=False does), call self.all_gather "
             f"in the step, or train with bolt_ddp or bolt_zero3."
         )
+
+
+def refuse_derivative(place: str) -> NoReturn:
+    """Refuse derivatives through layers by code between them, where stages divide the layers.
+
+    Raises:
+        UnsupportedError: Naming the place.
+    """
+    raise UnsupportedError(
+        f"{place} computes derivatives through layers, and each rank of a pipeline has the graph "
+        f"of its own stage alone, so that what passes through other stages would be missing. "
+        f"Train with bolt_ddp, bolt_zero3 or bolt_tensor, or compute them inside of one layer."
+    )
 
 
 def refuse_local_norms(

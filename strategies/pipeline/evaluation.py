@@ -37,6 +37,7 @@ from torch.nn import Module, Parameter
 from boltmesh.errors import ConfigError, PipelineError
 from boltmesh.strategies.dry_run.metrics import metrics_replaced
 from boltmesh.strategies.dry_run.no_side_effects import modules_unchanged, no_side_effects
+from boltmesh.strategies.dry_run.unsupported import refuse_derivative
 from boltmesh.strategies.pipeline.merge import JoinedRun, join, join_run, tail_of
 from boltmesh.strategies.pipeline.microbatch_runs import Around, MicrobatchRun
 from boltmesh.strategies.pipeline.partition.placement import StagePlacement
@@ -235,6 +236,9 @@ class LayerwiseEvaluation:
         self, name: str, forward: Forward, streams: RandomStreams, *args: Any, **kwargs: Any
     ) -> Any:
         holder = self._rank_of_unit[name]
+        given = tensors_in((args, kwargs))
+        if torch.is_grad_enabled() and any(each.requires_grad for each in given):
+            refuse_derivative(f"The code that calls {name!r} in evaluation, with gradients on,")
         digest = _digest((args, kwargs))
         caches, unit = caches_in((args, kwargs)), self._units[name]
         if holder != self._group.rank():

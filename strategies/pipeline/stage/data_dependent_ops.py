@@ -28,6 +28,9 @@ SELECTIONS = frozenset({"__getitem__", "argwhere", "masked_select", "nonzero", "
 SIZES_ALONE = frozenset({"arange", "eye", "ones", "tril_indices", "triu_indices", "zeros"})
 """Functions that make the same tensor each time when they are called with sizes alone."""
 
+DERIVATIVES = frozenset({"backward", "grad"})
+"""Functions that go back through what was computed."""
+
 RANDOM = re.compile(
     r"rand|.*dropout|bernoulli|(log_)?normal_?$|multinomial|uniform_|exponential_|poisson|rrelu"
     r"|geometric_|cauchy_|scaled_dot_product_attention"

@@ -12,8 +12,9 @@ from typing_extensions import override
 
 from boltmesh.errors import ConfigError
 from boltmesh.strategies.dry_run.no_side_effects import name_of, writes_to_first
-from boltmesh.strategies.dry_run.unsupported import refuse_collective
+from boltmesh.strategies.dry_run.unsupported import refuse_collective, refuse_derivative
 from boltmesh.strategies.pipeline.stage.data_dependent_ops import (
+    DERIVATIVES,
     RANDOM,
     READS,
     SELECTIONS,
@@ -120,6 +121,8 @@ class BetweenUnitsTracer(TorchFunctionMode):
             return self._read(name, func, args, kwargs, given)
         if name == "__format__" and has_fakes:
             return "0"  # printed, not decided by
+        if name in DERIVATIVES and has_fakes:
+            self._refuse_through_units(args, kwargs)
         if args and writes_to_first(name) and (parameter := self._parameter_behind(args[0])):
             return self._note_parameter_write(name, parameter, args[0], given)
         before = [(each, _version(each)) for each in given]
@@ -239,6 +242,19 @@ class BetweenUnitsTracer(TorchFunctionMode):
         except NEEDS_DATA:
             self._note_reading(name, tensors_in((args, kwargs)))
             return select(name, args, kwargs, answer=self.answer)
+
+    def _refuse_through_units(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Refuse derivatives by what a unit has used: a stage has a part of their graph."""
+        by = tensors_in(args[1] if len(args) > 1 else kwargs.get("inputs"))
+        last = self.trace.unit_events()[-1]
+        first_uses = [
+            min(self._value_of(each).uses, default=last + 1)
+            if is_fake(each)
+            else self.made.get(id(each), (NO_EVENT, 0))[0]  # whatever uses it comes later
+            for each in by
+        ]
+        if min(first_uses, default=NO_EVENT) <= last:
+            refuse_derivative(f"The step ({line_of_step()})")
 
     def _set_data(self, tensor: Tensor, value: Tensor) -> None:
         """Count ``tensor.data = value`` as a write: ``value`` has no memory to be set to."""

@@ -1,5 +1,6 @@
 """What the stages of a pipeline would do apart is refused by name; clipping by hand is right."""
 
+import re
 from typing import Any
 
 import pytest
@@ -347,3 +348,72 @@ def test_gradients_are_clipped_by_part_where_all_ranks_name_the_same_part() -> N
     for norms, said in reuse_ranks(clips_parts, 2):
         assert norms == pytest.approx(alone, rel=1e-4, abs=1e-7)
         assert "with other parameters on other stages" in said
+
+
+class Slopes(Stack):
+    """Computes derivatives in a step, as force fields do: by what every block gets, or by logits.
+
+    The graph of each stage leads to ``places``, and holds a part of their derivative.
+    """
+
+    def __init__(self, where: str) -> None:
+        super().__init__(depth=4, optimizer="sgd")
+        self.where = where
+
+    def slope(self, tokens: Tensor) -> Tensor:
+        places = 0.1 * tokens[..., None].float()
+        with torch.enable_grad():
+            x = self.embedding(tokens)
+            for block in self.blocks:
+                x = block(x + places.requires_grad_())
+            logits = self.head(self.norm(x))
+            by = logits if self.where == "logits" else places
+            (slope,) = torch.autograd.grad(logits.square().sum(), by, create_graph=True)
+        return slope.square().mean()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss if self.where == "validation" else loss + self.slope(batch[0])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if self.where == "validation":
+            self.log("val_loss", self.slope(batch[0]))
+
+
+def sloped(rank: int, world_size: int, where: str) -> dict[str, Tensor] | str:
+    strategy: Any = PipelineParallelStrategy(telemetry=False, microbatches=2)
+    seed_everything(1, verbose=False)
+    module = Slopes(where)
+    trainer = quiet_trainer(
+        world_size, strategy if world_size > 1 else "auto", max_steps=2, inference_mode=False
+    )
+    try:
+        trainer.fit(module, token_data(16, 8), token_data(8, 8))
+    except ConfigError as error:
+        return str(error)
+    return {
+        name: each.detach() for name, each in module.named_parameters() if not each.isnan().any()
+    }
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("where", "said"),
+    [
+        ("training", r"The step \(.*test_refusals.py:\d+\) computes derivatives through layers"),
+        ("validation", "calls 'blocks.0' in evaluation, with gradients on, computes"),
+    ],
+)
+def test_derivatives_through_stages_are_refused(where: str, said: str) -> None:
+    for found in reuse_ranks(sloped, 2, where):
+        assert isinstance(found, str)
+        assert re.search(said, found)
+
+
+@pytest.mark.full
+@pytest.mark.ranks
+def test_derivatives_by_what_the_last_layer_gives_are_those_of_one_process() -> None:
+    (alone,) = reuse_ranks(sloped, 1, "logits")
+    for held in reuse_ranks(sloped, 2, "logits"):
+        for name, each in held.items():
+            torch.testing.assert_close(each, alone[name], rtol=1e-5, atol=1e-6)
