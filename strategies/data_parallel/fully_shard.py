@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn import Module, ModuleList, Parameter
@@ -44,8 +44,10 @@ from boltmesh.strategies.data_parallel.unsupported import (
     refuse_lost_write,
     refuse_mixed_types,
     refuse_parameters,
+    refuse_write_to_copy,
 )
 from boltmesh.strategies.deferred_initialization.materialize import prepare_unit
+from boltmesh.strategies.dry_run.no_side_effects import writes_to_first
 from boltmesh.strategies.engine.data_axis import AxisContext
 from boltmesh.strategies.object_collectives import noop
 from boltmesh.strategies.offload.bucket_layout import held_alone, held_unit
@@ -59,7 +61,7 @@ from boltmesh.strategies.torch_compat.fsdp_hooks import (
     keep_for_derivatives,
 )
 from boltmesh.strategies.torch_compat.gathered_writes import GatheredWrites
-from boltmesh.strategies.torch_compat.tensors import write_through_data
+from boltmesh.strategies.torch_compat.tensors import check_writes_to_copies, write_through_data
 
 
 class RootModule(Module):
@@ -440,6 +442,7 @@ def build_mesh(options: ZeroOptions, context: AxisContext) -> ShardMesh:
 def as_units(modules: Iterable[tuple[str, Module]]) -> dict[str, FSDPModule]:
     """Return modules of ``fully_shard``, which changes their class, as what they are now."""
     write_through_data()
+    check_writes_to_copies(filter(writes_to_first, dir(Tensor)), refuse_write_to_copy)
     units: dict[str, FSDPModule] = {}
     for name, unit in modules:
         assert isinstance(unit, FSDPModule)

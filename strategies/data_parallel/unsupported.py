@@ -5,8 +5,10 @@ parameters, and the module that was called without its block. torch's error says
 two kinds of tensor. Both are looked up after it: in the variables of the functions that it passed.
 """
 
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +33,7 @@ from boltmesh.strategies.optimizer_probe import (
     needs_all_ranks,
 )
 from boltmesh.strategies.owner_exchange import is_shard_of
+from boltmesh.strategies.source_line import OF_TORCH, line_outside
 from boltmesh.strategies.torch_compat.autograd import has_accumulation_hooks
 from boltmesh.strategies.torch_compat.optimizers import lacks_shard_rules
 
@@ -194,6 +197,21 @@ def refuse_lost_write(name: str) -> None:
     )
 
 
+def refuse_write_to_copy() -> None:
+    """Refuse a write to a part of a shard that torch has gathered, such as some rows of it.
+
+    Raises:
+        UnsupportedError: Naming the line.
+    """
+    raise UnsupportedError(
+        f"A part of a tensor is written to ({line_outside(_MACHINERY)}), such as some of its rows, "
+        f"and each rank has a shard of the tensor: the part is a copy, and the write would be "
+        f"lost. Write to weights inside of boltmesh.strategies.gathered_parameters(module, "
+        f"writes=True), and multiply a gradient by a mask in a hook of its parameter: "
+        f"weight.register_hook(lambda gradient: gradient * mask)."
+    )
+
+
 def refuse_mixed_types(unit_name: str, unit: Module) -> None:
     """Refuse a unit whose trained parameters are of several types: one collective has one.
 
@@ -212,6 +230,7 @@ def refuse_mixed_types(unit_name: str, unit: Module) -> None:
         )
 
 
+_MACHINERY = (*OF_TORCH, str(Path(__file__).parents[1]) + os.sep)
 _SIGNS = ("mixed torch.Tensor and DTensor", "is offloaded and cannot be viewed")
 _ADDED = "The error was:"
 _TILE_FUNCTIONS = {"LinearFunctionBackward", "EmbeddingFunctionBackward"}

@@ -4,8 +4,9 @@
 Torch's own two operators write into memory, and have no version for fake tensors.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import wraps
 from typing import Any
 from weakref import WeakMethod
 
@@ -148,6 +149,35 @@ def check_number_reads(check: Callable[[DTensor], None]) -> None:
         return op_call(tensor._local_tensor)
 
     DTensor._op_dispatcher._custom_op_handlers[torch.ops.aten._local_scalar_dense.default] = read
+
+
+def check_writes_to_copies(names: Iterable[str], check: Callable[[], None]) -> None:
+    """Call a check before a write to a view of a DTensor that has not the memory of its base.
+
+    torch gathers what it views along a dim that is divided, and what is written there is lost.
+
+    Args:
+        names: Methods of tensors that write to them.
+        check: Raises.
+    """
+    for name in names:
+        setattr(DTensor, name, _checked(getattr(Tensor, name), check))
+
+
+def _checked(write: Callable[..., Any], check: Callable[[], None]) -> Callable[..., Any]:
+    sets_item = write.__name__ == "__setitem__"
+
+    @wraps(write)
+    def checked(tensor: DTensor, *args: Any, **kwargs: Any) -> Any:
+        view = tensor[args[0]] if sets_item else tensor
+        base = view._base
+        if isinstance(base, DTensor):
+            memory, base_memory = (storage_key(local_tensor(each)) for each in (view, base))
+            if memory != base_memory:
+                check()
+        return write(tensor, *args, **kwargs)
+
+    return checked
 
 
 def compare_over_meshes() -> None:

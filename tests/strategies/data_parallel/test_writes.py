@@ -101,6 +101,32 @@ class SharpenedGathered(Sharpened):
     is_gathered = True
 
 
+class RowsOfWeight(Written):
+    """Clears a row of its table, as of the padding."""
+
+    @torch.no_grad()
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.embedding.weight[0].fill_(0.0)
+
+
+class RowsOfGradient(Written):
+    """Trains the last rows of its table alone, as those of new words."""
+
+    def on_after_backward(self) -> None:
+        gradient: Any = self.embedding.weight.grad
+        gradient[:9].zero_()
+
+
+class RowsByHook(Written):
+    """The same, as the error of the other says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        weight = self.embedding.weight
+        mask = (torch.arange(len(weight)) >= 9).float()[:, None]
+        weight.register_hook(lambda gradient: gradient * mask)
+
+
 def fit(rank: int, world_size: int, kind: type[LightningModule], stage: int) -> Any:
     seed_everything(1)
     module = kind()
@@ -119,7 +145,7 @@ def train(module: LightningModule, world_size: int, stage: int) -> None:
 
 
 @pytest.mark.sample("Shards")
-@pytest.mark.parametrize("kind", [Shards, Gathered, BetweenBatches, SharpenedGathered])
+@pytest.mark.parametrize("kind", [Shards, Gathered, BetweenBatches, SharpenedGathered, RowsByHook])
 def test_what_is_written_is_what_is_computed_with(kind: type[LightningModule]) -> None:
     (wanted,) = run_ranks(fit, 1, kind, 0)
     for results in run_ranks(in_turn, 2, fit, [(kind, 1), (kind, 2), (kind, 3)]):
@@ -155,6 +181,17 @@ def test_a_write_that_would_be_lost_is_refused(kind: type[LightningModule], stag
         assert found
         assert name.strip("'") in dict(nn.Module.named_parameters(Stack()))
         assert "gathered_parameters(module, writes=True)" in advice
+
+
+@pytest.mark.sample("RowsOfGradient-1")
+@pytest.mark.parametrize(("kind", "stage"), [(RowsOfGradient, 1), (RowsOfWeight, 3)])
+def test_a_write_to_some_rows_of_a_shard_is_refused(
+    kind: type[LightningModule], stage: int
+) -> None:
+    for message in run_ranks(refused, 2, kind, stage):
+        assert "A part of a tensor is written to (" in message
+        assert "test_writes.py:" in message
+        assert "register_hook" in message
 
 
 def failed(rank: int, world_size: int, stage: int) -> None:
