@@ -31,6 +31,9 @@ SIZES_ALONE = frozenset({"arange", "eye", "ones", "tril_indices", "triu_indices"
 DERIVATIVES = frozenset({"backward", "grad"})
 """Functions that go back through what was computed."""
 
+GRADIENT_HOOKS = frozenset({"register_hook", "retain_grad"})
+"""Functions that put something on the gradient of a tensor."""
+
 RANDOM = re.compile(
     r"rand|.*dropout|bernoulli|(log_)?normal_?$|multinomial|uniform_|exponential_|poisson|rrelu"
     r"|geometric_|cauchy_|scaled_dot_product_attention"

@@ -10,11 +10,12 @@ from torch.nn import Module, Parameter
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
-from boltmesh.errors import ConfigError
+from boltmesh.errors import ConfigError, UnsupportedError
 from boltmesh.strategies.dry_run.no_side_effects import name_of, writes_to_first
 from boltmesh.strategies.dry_run.unsupported import refuse_collective, refuse_derivative
 from boltmesh.strategies.pipeline.stage.data_dependent_ops import (
     DERIVATIVES,
+    GRADIENT_HOOKS,
     RANDOM,
     READS,
     SELECTIONS,
@@ -123,6 +124,12 @@ class BetweenUnitsTracer(TorchFunctionMode):
             return "0"  # printed, not decided by
         if name in DERIVATIVES and has_fakes:
             self._refuse_through_units(args, kwargs)
+        if name in GRADIENT_HOOKS and has_fakes:
+            raise UnsupportedError(
+                f"The step ({line_of_step()}) calls {name} of what layers give, and several stages "
+                f"of a pipeline run the code between two layers: each would change the gradient. "
+                f"Do it inside of a layer, or train with bolt_ddp, bolt_zero3 or bolt_tensor."
+            )
         if args and writes_to_first(name) and (parameter := self._parameter_behind(args[0])):
             return self._note_parameter_write(name, parameter, args[0], given)
         before = [(each, _version(each)) for each in given]

@@ -351,7 +351,8 @@ def test_gradients_are_clipped_by_part_where_all_ranks_name_the_same_part() -> N
 
 
 class Slopes(Stack):
-    """Computes derivatives in a step, as force fields do: by what every block gets, or by logits.
+    """Computes derivatives in a step, as force fields do: by what every block gets, or by logits;
+    or changes gradients between its blocks.
 
     The graph of each stage leads to ``places``, and holds a part of their derivative.
     """
@@ -371,9 +372,17 @@ class Slopes(Stack):
             (slope,) = torch.autograd.grad(logits.square().sum(), by, create_graph=True)
         return slope.square().mean()
 
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+            if self.where == "hook" and x.requires_grad:  # as MuZero scales gradients of states
+                x.register_hook(lambda gradient: gradient * 0.5)
+        return self.head(self.norm(x))
+
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
-        return loss if self.where == "validation" else loss + self.slope(batch[0])
+        return loss if self.where in ("validation", "hook") else loss + self.slope(batch[0])
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         if self.where == "validation":
@@ -402,9 +411,10 @@ def sloped(rank: int, world_size: int, where: str) -> dict[str, Tensor] | str:
     [
         ("training", r"The step \(.*test_refusals.py:\d+\) computes derivatives through layers"),
         ("validation", "calls 'blocks.0' in evaluation, with gradients on, computes"),
+        ("hook", r"The step \(.*test_refusals.py:\d+\) calls register_hook of what layers give"),
     ],
 )
-def test_derivatives_through_stages_are_refused(where: str, said: str) -> None:
+def test_derivatives_and_gradient_hooks_between_stages_are_refused(where: str, said: str) -> None:
     for found in reuse_ranks(sloped, 2, where):
         assert isinstance(found, str)
         assert re.search(said, found)
