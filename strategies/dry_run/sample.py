@@ -15,7 +15,11 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import DataLoader, IterableDataset
 
 from boltmesh.errors import ConfigError
-from boltmesh.strategies.lightning_compat.loops import requested_loader, transferred_to_host
+from boltmesh.strategies.lightning_compat.loops import (
+    requested_loader,
+    show_loader,
+    transferred_to_host,
+)
 from boltmesh.strategies.random_state import capture_random_state, restore_random_state
 
 
@@ -30,12 +34,15 @@ class Sample(NamedTuple):
 def sample_batch(trainer: Trainer) -> Sample:
     """Return a batch of the loop that is about to run, on the CPU, after the module's hooks.
 
+    Steps that run on it find the loader in the Trainer, up to the end of the set-up.
+
     Raises:
         ConfigError: If the loaders have none.
     """
     state = capture_random_state()
     try:
         loader = requested_loader(trainer)
+        show_loader(trainer, loader)
         batch = _first_batch(loader)
         return Sample(transferred_to_host(trainer, batch), batch_sizes(loader))
     finally:

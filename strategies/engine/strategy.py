@@ -44,7 +44,7 @@ from boltmesh.strategies.engine.replica_check import ReplicaCheck
 from boltmesh.strategies.engine.resume import ResumeManager
 from boltmesh.strategies.engine.weight_averaging import average_shards, gather_for_averages
 from boltmesh.strategies.float8 import Float8Products, Recipe
-from boltmesh.strategies.lightning_compat.loops import average_monitored
+from boltmesh.strategies.lightning_compat.loops import average_monitored, without_shown_loader
 from boltmesh.strategies.lightning_compat.trainer import (
     callbacks_of,
     forbid_inference_mode,
@@ -203,7 +203,7 @@ class MeshStrategy(LoopStrategy):
             if self.world_size > 1:
                 refuse_lone_saves(callbacks_of(trainer))
         self.follow_generation()
-        self._place(trainer)
+        without_shown_loader(self._place, trainer)
         is_sharded = self.data_axis.is_sharded
         self.accelerator.setup(trainer)
         if self.is_fitting:

@@ -14,9 +14,11 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.trainer.connectors.data_connector import (
     _get_distributed_sampler,
+    _parse_num_batches,
     _request_dataloader,
 )
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.data import _update_dataloader
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.utils.data import DataLoader
@@ -201,6 +203,39 @@ def requested_loader(trainer: Trainer) -> Any:
     loaders = _request_dataloader(loop._data_source)
     # Evaluations run one loader after the other.
     return loaders[0] if isinstance(loaders, list | tuple) else loaders
+
+
+def show_loader(trainer: Trainer, loader: Any) -> None:
+    """Let steps that run before the fit loop has loaders find one, and a number of batches.
+
+    A step would otherwise set up the loop, on this rank alone, to estimate the steps of a run.
+    """
+    loop = trainer.fit_loop
+    if trainer.state.fn != TrainerFn.FITTING or loop._combined_loader is not None:
+        return
+    combined = (
+        loader
+        if isinstance(loader, CombinedLoader)
+        else CombinedLoader(loader, mode="max_size_cycle")
+    )
+    lengths = [sized_len(each) for each in combined.flattened]
+    if None not in lengths:
+        counts = [
+            _parse_num_batches(RunningStage.TRAINING, each or 0, trainer.limit_train_batches)
+            for each in lengths
+        ]
+        loop.max_batches = min(counts) if combined._mode == "min_size" else max(counts)
+    loop._combined_loader = combined
+
+
+def without_shown_loader(function: Callable[[Trainer], None], trainer: Trainer) -> None:
+    """Call a function of a Trainer, and take away what ``show_loader`` has put there meanwhile."""
+    loop = trainer.fit_loop
+    before = loop._combined_loader, loop.max_batches
+    try:
+        function(trainer)
+    finally:
+        loop._combined_loader, loop.max_batches = before
 
 
 def transferred_to_host(trainer: Trainer, batch: Any) -> Any:

@@ -5,13 +5,18 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from boltmesh.errors import ConfigError
+from boltmesh.strategies import TensorParallelStrategy, gathered_parameters
 from boltmesh.strategies.dry_run import sample
 from boltmesh.strategies.dry_run.sample import sample_batch
+from tests.support.pipelines import pipeline, quiet_trainer
+from tests.support.ranks import run_ranks
+from tests.support.stack import Stack, token_data
 
 
 def sampled(monkeypatch: pytest.MonkeyPatch, loader: Any) -> Any:
@@ -115,3 +120,42 @@ def test_a_list_of_numbers_is_a_loader_of_numbers(monkeypatch: pytest.MonkeyPatc
     loaders = {"a": [0, 1, 2], "b": {3, 4}, "c": [DataLoader(Some()), DataLoader(Some())]}
     found = sampled(monkeypatch, CombinedLoader(loaders, "max_size_cycle"))
     assert found == {"a": 0, "b": 3, "c": [torch.tensor([0]), torch.tensor([0])]}
+
+
+class Annealed(Stack):
+    """Weighs a term by how much of the run is done, as variational models do."""
+
+    def __init__(self) -> None:
+        super().__init__(optimizer="sgd")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        trainer = self.trainer
+        share = (batch_idx + 1) / (trainer.num_training_batches + len(trainer.train_dataloader))
+        share += self.global_step / trainer.estimated_stepping_batches
+        return self.loss(batch) + share * self(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        assert self.trainer.estimated_stepping_batches == 2
+        return super().configure_optimizers()
+
+
+def annealed(rank: int, world_size: int) -> list[dict[str, Tensor]]:
+    strategies: list[Any] = ["auto"]
+    if world_size > 1:
+        strategies = [pipeline(), TensorParallelStrategy(telemetry=False)]
+    found = []
+    for each in strategies:
+        seed_everything(1, verbose=False)
+        module = Annealed()
+        quiet_trainer(world_size, each).fit(module, token_data(16, 8))
+        with gathered_parameters(module) as whole:
+            found.append({name: value.detach().clone() for name, value in whole.items()})
+    return found
+
+
+@pytest.mark.ranks
+def test_a_step_finds_how_many_batches_the_run_has_before_it_begins() -> None:
+    ((wanted,),) = run_ranks(annealed, 1)
+    for found in run_ranks(annealed, 2):
+        for each in found:
+            torch.testing.assert_close(each, wanted, rtol=1e-4, atol=1e-6)
