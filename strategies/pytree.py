@@ -6,7 +6,7 @@
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -83,6 +83,38 @@ def replace_tensors(value: Any, replace: Callable[[Tensor], Any]) -> Any:
     leaves, build = take_apart(value)
     made = [replace(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     return value if all(a is b for a, b in zip(leaves, made, strict=True)) else build(made)
+
+
+def own_arguments(arguments: Any, written: Collection[int] | None = None) -> Any:
+    """Return arguments of a step that one run of it may change: others do not see that.
+
+    Containers are new, and objects of other classes shallow copies.
+
+    Args:
+        arguments: Nested values.
+        written: Which leaves are copied if they are tensors, in the order of :func:`take_apart`;
+            None copies all.
+    """
+    leaves, build = take_apart(arguments)
+    copies: dict[int, Tensor] = {}
+    made = []
+    for at, leaf in enumerate(leaves):
+        if not isinstance(leaf, Tensor):
+            made.append(leaf if is_constant(leaf) else _copy(leaf))
+        elif written is None or at in written:
+            if id(leaf) not in copies:
+                copies[id(leaf)] = leaf.detach().clone().requires_grad_(leaf.requires_grad)
+            made.append(copies[id(leaf)])
+        else:
+            made.append(leaf)
+    return build(made)
+
+
+def _copy(value: Any) -> Any:
+    try:
+        return copy.copy(value)
+    except TypeError:  # a lock or a generator, of which there is one
+        return value
 
 
 def is_constant(value: Any) -> bool:

@@ -288,3 +288,50 @@ def test_numpy_and_python_draw_the_same_on_all_stages(schedule: str) -> None:
     held = {name: each for _, _, own in ranks for name, each in own.items()}
     assert held.keys() == reference.keys()
     torch.testing.assert_close(held, reference, rtol=1e-5, atol=1e-6)
+
+
+class Changes(Layers):
+    """Takes an entry out of its batch, scales in place, marks values to be left out."""
+
+    def loss(self, batch: Any) -> Tensor:
+        y = batch.pop("y")
+        batch["x"] /= 2
+        y -= 1
+        y[y < -3] = 0
+        return functional.mse_loss(self(batch["x"]), y)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch))
+
+    on_train_batch_start = LightningModule.on_train_batch_start
+
+
+def named(samples: list[Any]) -> dict[str, Tensor]:
+    x, y = zip(*samples, strict=True)
+    return {"x": torch.stack(x), "y": torch.stack(y)}
+
+
+def change(rank: int, world_size: int) -> list[Any]:
+    strategies: list[Any] = ["auto"]
+    if world_size > 1:
+        names = ("1f1b", "gpipe", "interleaved_1f1b")
+        strategies = [pipeline(schedule=each) for each in names] + [pipeline(microbatches=1)]
+    found = []
+    for each in strategies:
+        seed_everything(3, verbose=False)
+        module = Changes()
+        trainer = quiet_trainer(world_size, each)
+        loader = DataLoader(rows(24), 8, collate_fn=named)
+        trainer.fit(module, loader, loader)
+        found.append([*module.losses, float(trainer.callback_metrics["val_loss"])])
+    return found
+
+
+def test_a_step_may_change_its_batch() -> None:
+    (wanted,) = run_ranks(change, 1)[0]
+    for found in run_ranks(change, 2):
+        for numbers in found:
+            assert numbers == pytest.approx(wanted, rel=1e-5)

@@ -115,6 +115,8 @@ class StagePlan:
     changed_buffers: Mapping[str, int] = field(default_factory=dict)
     """Buffers outside of units that the step changes, with the stage that has what it puts into
     them; ANY_STAGE where that depends on no unit."""
+    written_arguments: frozenset[int] = frozenset()
+    """Leaves of what the step is called with that it writes to."""
     changed_attributes: frozenset[tuple[str, str]] = frozenset()
     """Attributes that the step changes on modules outside of units: module and name."""
     attributes_of_last: frozenset[tuple[str, str]] = frozenset()
@@ -417,6 +419,7 @@ class _StagePlanner:
                 name: ANY_STAGE if event == NO_EVENT else self.cut.stage_of_event(event)
                 for name, event in self.trace.changed_buffers.items()
             },
+            written_arguments=self.trace.written_arguments,
             changed_attributes=self.trace.changed_attributes,
             attributes_of_last=(
                 frozenset()

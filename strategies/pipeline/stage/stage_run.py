@@ -36,7 +36,7 @@ from boltmesh.strategies.pipeline.stage.data_dependent_ops import (
 from boltmesh.strategies.pipeline.stage.rng import RandomStreams
 from boltmesh.strategies.pipeline.stage.trace import Argument, TensorSpec, line_of_step
 from boltmesh.strategies.pipeline.stage.units import ReplacedForwards, is_absent
-from boltmesh.strategies.pytree import is_immutable, take_apart
+from boltmesh.strategies.pytree import is_immutable, own_arguments, take_apart
 from boltmesh.strategies.torch_compat.modules import distributions_unchecked
 
 
@@ -266,6 +266,7 @@ class StageRun:
             DivergenceError: When the step calls other units than its probe did, or in another
                 order.
         """
+        args, kwargs = own_arguments((args, dict(kwargs or {})), self.plan.written_arguments)
         self.received = list(map(self._prepare_received, range(len(received)), received))
         self.kept = dict(zip(self.plan.received_numbers, self.received, strict=True))
         self.remaining: Iterator[_UnitCall] = iter(self.calls)
@@ -283,7 +284,7 @@ class StageRun:
                 self._forwards,
                 NOT_DRAWING if self.streams is None else self.streams,
             ):
-                result = self._run_step(args, kwargs or {})
+                result = self._run_step(args, kwargs)
             return self._finish(self.borders.whole(result))
         except _NextStage:
             return self._sent()

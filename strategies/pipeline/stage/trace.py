@@ -188,6 +188,8 @@ class StepTrace:
     changed_buffers: dict[str, int] = field(default_factory=dict)
     """Buffers outside of units that the step writes or replaces, with the last event that put into
     them what a unit gave; NO_EVENT where none did."""
+    written_arguments: frozenset[int] = frozenset()
+    """Leaves of what the step is called with that it writes to."""
     changed_attributes: frozenset[tuple[str, str]] = frozenset()
     """Attributes that the step sets or fills on modules outside of units: module and name."""
     attributes_of_units: frozenset[tuple[str, str]] = frozenset()

@@ -132,9 +132,9 @@ class BetweenUnitsTracer(TorchFunctionMode):
             )
         if args and writes_to_first(name) and (parameter := self._parameter_behind(args[0])):
             return self._note_parameter_write(name, parameter, args[0], given)
-        before = [(each, _version(each)) for each in given]
+        before = [(each, version_of(each)) for each in given]
         result = self._execute(name, func, args, kwargs, has_fakes=has_fakes)
-        self._refuse_writes(each for each, version in before if _version(each) != version)
+        self._refuse_writes(each for each, version in before if version_of(each) != version)
         if is_event(result):
             parameters = self._parameters_of(given)
             used = parameters if has_fakes else frozenset()
@@ -158,7 +158,7 @@ class BetweenUnitsTracer(TorchFunctionMode):
         for each in given:
             if is_fake(each):
                 self._value_of(each)  # the unit may have left it behind, and does so again
-        self.unit_before = [(each, _version(each)) for each in given]
+        self.unit_before = [(each, version_of(each)) for each in given]
         self.unit_event = TraceEvent(name, True, self._parameters_of(given), line_of_step())
         return arguments
 
@@ -368,7 +368,7 @@ class BetweenUnitsTracer(TorchFunctionMode):
         has_values = event.is_unit or any(map(is_fake, given))
         follows_batch = self._follows_batch(given)
         for each, version in before:
-            if _version(each) == version:
+            if version_of(each) == version:
                 continue
             self.from_sizes.discard(self._storage_of(each))
             if follows_batch:
@@ -468,5 +468,6 @@ class BetweenUnitsTracer(TorchFunctionMode):
         return "a tensor that no layer returned"
 
 
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else times_written(tensor)
+def version_of(value: Any) -> int:
+    """Return how often a tensor was written to, 0 where torch does not count."""
+    return times_written(value) if isinstance(value, Tensor) and not value.is_inference() else 0

@@ -33,7 +33,7 @@ from boltmesh.strategies.pipeline.stage.trace import (
     StepTrace,
     UnitOutput,
 )
-from boltmesh.strategies.pipeline.stage.trace_mode import BetweenUnitsTracer
+from boltmesh.strategies.pipeline.stage.trace_mode import BetweenUnitsTracer, version_of
 from boltmesh.strategies.pipeline.stage.unit_outputs import (
     FirstCall,
     Key,
@@ -43,7 +43,7 @@ from boltmesh.strategies.pipeline.stage.unit_outputs import (
     versions,
 )
 from boltmesh.strategies.pipeline.stage.units import ReplacedForwards, with_records
-from boltmesh.strategies.pytree import replace_tensors, take_apart, tensors_in
+from boltmesh.strategies.pytree import own_arguments, replace_tensors, take_apart, tensors_in
 from boltmesh.strategies.random_state import (
     generator_states,
     held_generators,
@@ -319,6 +319,8 @@ class _StepTracer:
                 seed_random_state(self.seed)
             state = StateWatch(around)
             held = held_generators(around.values())
+            args, kwargs = own_arguments((args, dict(kwargs)))
+            given = [(each, version_of(each)) for each in take_apart((args, kwargs))[0]]
             before = host_random_state(), generator_states(held)
             self.glue.follow((args, kwargs))
             if self.keeping is not None:
@@ -330,6 +332,9 @@ class _StepTracer:
                 self.trace.draws_host_random = host_random_state() != self.host_random
             if (host_random_state(), generator_states(held)) != before:
                 self.trace.draws.append(NO_EVENT)
+            self.trace.written_arguments = frozenset(
+                at for at, (each, version) in enumerate(given) if version_of(each) != version
+            )
             with self.glue.paused():
                 self.trace.changed_attributes = state.changed_attributes()
                 self.trace.attributes_of_units = frozenset(
@@ -471,6 +476,7 @@ def _merge(trace: StepTrace, other: StepTrace) -> None:
             f"runs, and other stages do not see it. Decide inside a layer, or by the batch alone."
         )
     trace.draws_host_random |= other.draws_host_random
+    trace.written_arguments |= other.written_arguments
     by_making = {(each.made_at, each.leaf): each for each in other.values}
     end = len(trace.events)
     for value in trace.values:
