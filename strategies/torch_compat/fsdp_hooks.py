@@ -30,7 +30,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
 )
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
+from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from boltmesh.errors import UnsupportedError
@@ -218,9 +219,12 @@ def instrument(unit: FSDPModule) -> list[InstrumentedParamGroup]:
     """Return the parameter groups of a unit with phases, which they have from the first call on.
 
     Hooks on the gradients of the unit's parameters run from then on, and the unsharded parameters
-    have the attributes of the shards.
+    have the attributes of the shards. Views that the unit returns may be written to in place.
     """
     groups = parameter_groups(unit)
+    if groups and not isinstance(groups[0], InstrumentedParamGroup):
+        assert isinstance(unit, Module)
+        unit.register_forward_hook(_hook_bases, with_kwargs=True)
     for group in groups:
         if not isinstance(group, InstrumentedParamGroup):
             group.__class__ = InstrumentedParamGroup
@@ -239,6 +243,26 @@ def _share_hooks(group: InstrumentedParamGroup) -> None:
             vars(unsharded).update(vars(shard))
         share_gradient_hooks(shard, unsharded)
     group.has_gathered = True
+
+
+def _hook_bases(unit: Any, args: Any, kwargs: Any, output: Any) -> None:
+    """Gather a unit also where the backward pass comes to what its outputs are views of.
+
+    FSDP2 hooks the outputs. A view, as that of ``Linear`` with a bias, has another node in the
+    graph once it was written to in place, and the backward pass goes around the one with the hook.
+    """
+    outer = {id(base) for base in _bases((args, kwargs))}
+    for base in {id(each): each for each in _bases(output)}.values():
+        if base.grad_fn is not None and id(base) not in outer:
+            base.register_hook(unit._get_fsdp_state()._pre_backward)
+
+
+def _bases(value: Any) -> list[Any]:
+    return [
+        leaf._base
+        for leaf in tree_leaves(value)
+        if isinstance(leaf, Tensor) and leaf._base is not None
+    ]
 
 
 def end_every_backward(root: FSDPModule) -> None:

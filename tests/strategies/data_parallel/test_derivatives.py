@@ -1,4 +1,7 @@
-"""Steps that differentiate by themselves: by their inputs, by a weight, within a block, twice."""
+"""Steps that differentiate by themselves: by their inputs, by a weight, within a block, twice.
+
+And a step that writes in place to what blocks give.
+"""
 
 from typing import Any
 
@@ -101,6 +104,32 @@ class Forced(Differentiated):
         self.blocks = torch.nn.ModuleList(Force(7, 11) for _ in range(2))
 
 
+class Projection(Block):
+    """Returns a view, as a layer with a bias gives of more than two dims."""
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(self.up(self.norm(x)).tanh())
+        return out
+
+
+class WrittenTo(Differentiated):
+    """Adds in place to what blocks return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(Projection(7, 11) for _ in range(3))
+
+    @override
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            more = block(x)
+            more += x
+            x = more
+        return self.head(self.norm(x))
+
+
 class Checkpointed(Differentiated):
     """All that is trained has a backward pass of its own, within the step's."""
 
@@ -132,8 +161,11 @@ def fit(rank: int, world_size: int, kind: type[LightningModule], options: Any) -
     return whole_parameters(module)
 
 
+KINDS = [Penalised, Attacked, CalledTwice, ByHand, Forced, WrittenTo, Checkpointed]
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("kind", [Penalised, Attacked, CalledTwice, ByHand, Forced, Checkpointed])
+@pytest.mark.parametrize("kind", KINDS)
 def test_it_trains_as_in_one_process(kind: type[LightningModule]) -> None:
     (wanted,) = run_ranks(fit, 1, kind, None)
     for results in run_ranks(in_turn, 2, fit, [(kind, each) for each in LAYOUTS]):
