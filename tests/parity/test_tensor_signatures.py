@@ -26,6 +26,13 @@ ONE_KEY_HEAD: Settings = {
 TWO_KEY_HEADS: Settings = {**ONE_KEY_HEAD, "kind": "Llama", "num_key_value_heads": 2}
 """Right with and without a mask."""
 
+STATE_SPACES: Settings = {
+    **TWO_KEY_HEADS, "kind": "Jamba", "num_hidden_layers": 3, "num_experts": 1,
+    "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 4, "mamba_d_conv": 3,
+    "mamba_dt_rank": 2, "use_mamba_kernels": False,
+}  # fmt: skip
+"""Layers 0 and 2 have no keys, whose length could tell whether the cache is in use."""
+
 MODELS = {"one": ONE_KEY_HEAD, "two": TWO_KEY_HEADS}
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -66,3 +73,9 @@ def test_a_mask_behind_a_batch_without_one(key_heads: str, layout: str) -> None:
         assert "attention_mask" in told[0]
     else:
         assert not told
+
+
+def test_a_mask_behind_a_batch_without_one_in_layers_without_keys() -> None:
+    wanted = by_a_plain_loop(STATE_SPACES)
+    for losses, _ in run_ranks(train, 2, STATE_SPACES, "tensor"):
+        assert losses == pytest.approx(wanted, rel=1e-5)

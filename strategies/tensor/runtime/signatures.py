@@ -251,15 +251,18 @@ class SignatureGuard:
         if divided or (self.stack is not None and self.stack.parts.is_of_context):
             return "its sequence is divided over a context axis while it runs"
         for each in (*args, *kwargs.values()):
-            length = getattr(each, "get_seq_length", None)
-            if callable(length) and self._is_in_use(length):
+            if callable(getattr(each, "get_seq_length", None)) and self._is_in_use(each):
                 return "its cache holds divided keys and values"
         return None
 
-    def _is_in_use(self, length: Callable[[int], int]) -> bool:
-        """Whether a cache of transformers holds keys of earlier tokens of this block."""
+    def _is_in_use(self, cache: Any) -> bool:
+        """Whether a cache of transformers holds keys or a state of earlier tokens of this block."""
         indices = (getattr(each, "layer_idx", None) for each in self.block.modules())
-        return bool(length(next((each for each in indices if each is not None), 0)))
+        index = next((each for each in indices if each is not None), 0)
+        try:
+            return bool(cache.get_seq_length(index))
+        except ValueError:  # of state spaces and linear attention, which have no length
+            return bool(cache.has_previous_state(index))
 
     def _own(self, name: str) -> Tensor:
         owner, _, attribute = name.rpartition(".")
