@@ -228,18 +228,28 @@ def probe(
                 return trace
         return run(answer=answer, repeats=False, **options)
 
+    def is_of_guess(error: Exception) -> bool:  # as in ``if loss.isnan(): raise``
+        return not isinstance(error, BoltMeshError) and bool(tried[-1].trace.readings)
+
     try:
-        trace = run_kinds(known=known or {}, remembered=remembered or {}, **counts)
-        if tried[-1].has_recalled:  # nothing known fits: what units leave behind counts as well now
-            trace = run_kinds(**counts)
+        for answer in (False, True):
+            try:
+                trace = run_kinds(answer=answer, known=known, remembered=remembered, **counts)
+                if tried[-1].has_recalled:  # nothing known fits: what units leave behind counts now
+                    trace = run_kinds(answer=answer, **counts)
+                break
+            except Exception as error:
+                if answer or not is_of_guess(error):
+                    raise
         learned = tried[-1].learned
         if trace.readings:
             try:
-                _merge(trace, run_kinds(answer=True))
+                _merge(trace, run_kinds(answer=not answer))
             except Exception as error:
-                # The answer ends the run, as in ``if loss.isnan(): raise``.
-                if isinstance(error, BoltMeshError) or not tried[-1].trace.readings:
+                if not is_of_guess(error):
                     raise
+                if answer:  # what followed the guess before the one that ended the run
+                    _merge(trace, tried[-1].trace, is_cut=True)
         if remembered is not None:
             remembered.update(learned)
     except _KnownReads as found:
@@ -462,14 +472,14 @@ class _StepTracer:
             raise _KnownReads(trace)
 
 
-def _merge(trace: StepTrace, other: StepTrace) -> None:
+def _merge(trace: StepTrace, other: StepTrace, *, is_cut: bool = False) -> None:
     """Add the uses that a step has when what it read of its layers was something else.
 
     Raises:
         ConfigError: When it then calls other units, or in another order.
     """
     called, otherwise = ([run.events[i].name for i in run.unit_events()] for run in (trace, other))
-    if called != otherwise:
+    if (called[: len(otherwise)] if is_cut else called) != otherwise:
         reading = trace.readings[0]
         raise ConfigError(
             f"{reading.name}() of {reading.origin} ({reading.place}) decides which layers the step "
@@ -478,13 +488,12 @@ def _merge(trace: StepTrace, other: StepTrace) -> None:
     trace.draws_host_random |= other.draws_host_random
     trace.written_arguments |= other.written_arguments
     by_making = {(each.made_at, each.leaf): each for each in other.values}
-    end = len(trace.events)
     for value in trace.values:
         twin = by_making.get((value.made_at, value.leaf))
         first_reading = trace.readings[0].event
         if twin is not None and value.made_at < first_reading:
             late = [use for use in twin.uses if use >= first_reading]
-            value.uses += [end] if late else []
+            value.uses += [len(trace.events)] if late else []
 
 
 def _with_data(tensor: Tensor) -> Tensor:

@@ -43,6 +43,8 @@ CASES: list[tuple[type[Module], list[Any]]] = [
     (models.Checkpointed, TOKENS),
     (models.CheckpointInBlock, TOKENS),
     (models.Extra, TOKENS),
+    (models.MappedMask, TOKENS),
+    (models.Asserts, TOKENS),
     (models.Encoder, [(each, each.flip(1)) for each in TOKENS]),
     (models.UNet, IMAGES),
     (models.Convolutions, IMAGES),
@@ -51,6 +53,8 @@ CASES: list[tuple[type[Module], list[Any]]] = [
 
 @pytest.mark.sample(
     "HeadInGlue",
+    "MappedMask",
+    "Asserts",
     "InPlaceResidual",
     "ChangedArgument",
     "Checkpointed",
