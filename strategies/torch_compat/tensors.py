@@ -128,7 +128,20 @@ def count_write(tensor: Tensor) -> None:
 
 def storage_key(tensor: Tensor) -> int:
     """Return what tell storages apart that have no address, as those of fake tensors."""
-    return int(tensor.untyped_storage()._cdata)
+    return int(under_transforms(tensor).untyped_storage()._cdata)
+
+
+def as_no_view(view: Tensor) -> Tensor:
+    """Return the memory of a view that has no other user as a tensor that is no view."""
+    made: Tensor = torch.ops.aten._unsafe_view(view, view.shape)
+    return made
+
+
+def under_transforms(tensor: Tensor) -> Tensor:
+    """Return the tensor that ``torch.vmap`` or another transform of torch.func has wrapped."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
 
 
 def set_local_tensor(parameter: Tensor, local: Tensor) -> None:

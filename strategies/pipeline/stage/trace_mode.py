@@ -53,6 +53,7 @@ from boltmesh.strategies.torch_compat.tensors import (
     make_fake,
     storage_key,
     times_written,
+    under_transforms,
 )
 
 
@@ -118,6 +119,12 @@ class BetweenUnitsTracer(TorchFunctionMode):
         name = name_of(func)
         given = tensors_in((args, kwargs))
         has_fakes = any(map(is_fake, given))
+        if not has_fakes and any(is_fake(under_transforms(each)) for each in given):
+            raise ConfigError(
+                f"{name} at {line_of_step()} is called within torch.vmap or another transform of "
+                f"torch.func, on the output of a layer, which later stages could not be given. Do "
+                f"it inside a layer, or write it without the transform."
+            )
         if name in READS:
             return self._read(name, func, args, kwargs, given)
         if name == "__format__" and has_fakes:

@@ -269,6 +269,12 @@ class SkipsByData(Words):
         return x
 
 
+class MapsOutput(Words):
+    def loss(self, x: Tensor, tokens: Tensor) -> Tensor:
+        weights = torch.vmap(lambda row: row.softmax(-1))(x)
+        return super().loss(weights * x, tokens)
+
+
 class LeavesBehind(Block):
     def forward(self, x: Tensor) -> Tensor:
         self.penalty = x.square().mean()
@@ -362,6 +368,7 @@ REFUSED = [
     (CalledAgain, r"'blocks.0' is on stage 0 and the step calls it after 'blocks.5' of stage"),
     (ReadBetween, r"item\(\) of mean at .* of stage 0 that later stages do not have.*inside a la"),
     (SkipsByData, r"__bool__\(\) of gt at .* decides which layers the step runs"),
+    (MapsOutput, r"softmax at .* is called within torch.vmap .* output of a layer.*inside a layer"),
     (SideEffect, r"uses blocks.0.penalty on stage .* did not return.*Return it from the layer"),
     (Untraceable, r"'blocks.0' \(CustomBlock\) cannot be run on .*test_stage_run.py"),
     (BufferWrite, r"add_ at .* writes what a layer computes into a buffer.*inside a layer"),
