@@ -50,6 +50,7 @@ from boltmesh.strategies.torch_compat.communication import (
     compiled_reduce_scatter,
     reduce_scatter_single,
 )
+from boltmesh.strategies.torch_compat.tensors import as_no_view
 
 
 @dataclass(frozen=True)
@@ -81,9 +82,13 @@ class TensorGroup:
 
     @cached_property
     def mesh(self) -> DeviceMesh:
-        """What DTensors between column and row stand on. Made without communication."""
+        """What DTensors between column and row stand on. Made without communication.
+
+        DTensor takes meshes of equal ranks and names for one: without a name of its own the mesh of
+        a proof, whose group is destroyed, would come out of its caches in the run.
+        """
         return DeviceMesh.from_group(
-            self.process_group, self.device.type, mesh_dim_names=("tensor",)
+            self.process_group, self.device.type, mesh_dim_names=(self.name,)
         )
 
     @contextmanager

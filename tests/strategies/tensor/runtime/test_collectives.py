@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.flop_counter import FlopCounterMode
 
 from boltmesh.strategies.pipeline.runtime.backward import StageGraph, backward_inputs
@@ -230,3 +231,40 @@ def _halves(rank: int, size: int) -> tuple[int, int, bool]:
 def test_halves_of_a_backward_pass_compute_each_product_once() -> None:
     one = 2 * 2 * 3 * 8 * 4
     assert run_ranks(_halves, 2) == [(one, one, True)] * 2
+
+
+def _written_products(rank: int, size: int) -> list[tuple[Tensor, ...]]:
+    found = []
+    for is_beside in (False, True):
+        layer = nn.Linear(6, 5, dtype=torch.float64)
+        nn.init.constant_(layer.weight, 0.1 * (rank + 1))
+        nn.init.constant_(layer.bias, 0.2)
+        value = _input(7, (2, 3, 6)).requires_grad_()
+        both = collectives.reduce_gradient_beside(value, layer.weight, layer.bias, world())
+        assert both is not None
+        product = both[1] if is_beside else layer(collectives.reduce_gradient(value, world()))
+        product *= 2
+        product[product > 0.5] = 0.0
+        product.square().sum().backward()
+        found.append((product.detach(), value.grad, layer.weight.grad, layer.bias.grad))
+    return found
+
+
+def test_a_product_may_be_written_to_in_place() -> None:
+    for alone, beside in run_ranks(_written_products, 2):
+        torch.testing.assert_close(beside, alone)
+
+
+def _gather_by_two_groups(rank: int, size: int) -> Tensor:
+    for _ in range(2):  # of a proof, and of the run
+        group = dist.new_group(range(size))
+        mesh = collectives.TensorGroup(group, torch.device("cpu")).mesh
+        doubled = 2 * DTensor.from_local(_input(rank), mesh, [Shard(0)])
+        whole = doubled.redistribute(placements=[Replicate()]).to_local()
+        dist.destroy_process_group(group)
+    return whole
+
+
+def test_a_mesh_is_not_that_of_a_group_that_is_gone() -> None:
+    for whole in run_ranks(_gather_by_two_groups, 2):
+        torch.testing.assert_close(whole, 2 * torch.cat([_input(0), _input(1)]))
