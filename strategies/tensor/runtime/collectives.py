@@ -229,7 +229,8 @@ class _InputGradient(Function):
     ) -> Tensor:
         ctx.save_for_backward(value, weight)
         ctx.beside = beside
-        return F.linear(value, weight, bias)
+        # With more than two dims and a bias it is a view, which could not be written to in place.
+        return as_no_view(F.linear(value, weight, bias))
 
     @staticmethod
     @override
