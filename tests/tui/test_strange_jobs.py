@@ -1,4 +1,4 @@
-"""Whatever a snapshot holds, overview, ranks, mesh and plan are drawn within their place."""
+"""Whatever a snapshot holds, overview, ranks, mesh, plan and events are drawn in their place."""
 
 import math
 import random
@@ -11,6 +11,7 @@ from boltmesh.telemetry.snapshot import JobSnapshot, PhaseTime, RankSnapshot
 from boltmesh.tui.devices import DeviceReading
 from boltmesh.tui.metrics.heat import HEAT_FIGURES
 from boltmesh.tui.panels.diagnosis import diagnosis_lines, draw_diagnosis
+from boltmesh.tui.panels.events import draw_event_table
 from boltmesh.tui.panels.heatmap import draw_heatmap, draw_places, heatmap_lines, rank_at
 from boltmesh.tui.panels.mesh_map import draw_map
 from boltmesh.tui.panels.peers import draw_axes
@@ -98,6 +99,7 @@ def _drawings(
         draw_places(shown, width, height, look, figure=figure),
         draw_axes(shown, width, height, look, selected=draw.choice((None, 0, 3))),
         draw_plan(shown, width, height, look, table=table),
+        draw_event_table(shown, width, height, look, table=table),
     )
     for lines in drawn:
         assert len(lines) <= max(0, height)

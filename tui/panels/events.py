@@ -329,12 +329,15 @@ def who(ranks: tuple[int, ...], world_size: int) -> str:
 
 def clock(moment: float, now: float) -> str:
     """Return the time of day, with the date where that is not today's."""
+    is_today = _calendar(moment, "%Y %j") == _calendar(now, "%Y %j")
+    return _calendar(moment, "%H:%M:%S" if is_today else "%b %d %H:%M")
+
+
+def _calendar(moment: float, words: str) -> str:
     try:
-        at, today = time.localtime(moment), time.localtime(now)
+        return time.strftime(words, time.localtime(moment))
     except (OverflowError, ValueError, OSError):  # no moment that a calendar knows
         return units.UNKNOWN
-    is_today = (at.tm_year, at.tm_yday) == (today.tm_year, today.tm_yday)
-    return time.strftime("%H:%M:%S" if is_today else "%b %d %H:%M", at)
 
 
 _COLUMNS = (
@@ -368,7 +371,7 @@ def _cells(row: EventRow, state: State) -> list[Cell]:
 
 
 def _in_full(row: EventRow, state: State, width: int, look: Style) -> list[Line]:
-    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row.time))
+    when = _calendar(row.time, "%Y-%m-%d %H:%M:%S")
     names = units.ranks(row.ranks, most=12) if row.ranks else "the job"
     title = Line(when, "strong").add(f"  {names}  ", "muted")
     title.add(row.kind, KIND_ROLES.get(row.kind, "muted"))
