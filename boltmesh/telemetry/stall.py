@@ -17,6 +17,14 @@ RECENT_STEPS = 20
 """Steps whose mean is the typical step."""
 
 
+def whole_steps(num_batches: int, batches_per_step: int) -> int:
+    """Return the least number of batches from ``num_batches`` on that makes whole optimizer steps.
+
+    Wherever so many batches begin, their mean has its share of those in which the optimizer steps.
+    """
+    return -(-num_batches // batches_per_step) * batches_per_step
+
+
 def stalled_seconds(job: JobSnapshot, now: float) -> float | None:
     """Return the seconds since any rank recorded progress; None if the job is not stalled.
 

@@ -181,6 +181,19 @@ def test_under_accumulation_a_step_is_an_optimizer_step():
     file.close()
 
 
+@pytest.mark.parametrize("batches", [1, 8, 64])
+def test_rates_are_those_of_whole_accumulated_steps(batches):
+    file = make_rank(make_job())
+    with open_job() as job:
+        for number in range(4 * batches + 20):
+            is_last = (number + 1) % batches == 0
+            write_step(file, number, ms=500 if is_last else 10, global_step=(number + 1) // batches)
+            if number >= 4 * batches:
+                rate = job.snapshot().samples_per_second
+                assert rate == pytest.approx(8 * batches / (0.01 * batches + 0.49))
+    file.close()
+
+
 def test_a_collective_that_was_seen_in_flight_is_later_seen_done():
     file = make_rank(make_job())
     data, reduce = file.group_number("1", "data"), file.operator_number("allreduce")

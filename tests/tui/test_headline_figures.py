@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from boltmesh.telemetry.snapshot import JobSnapshot
+from boltmesh.telemetry.snapshot import JobSnapshot, PhaseTime
 from boltmesh.tui import units
 from boltmesh.tui.commands.top import job_json, job_text
 from boltmesh.tui.devices import DeviceReading
@@ -25,7 +25,7 @@ from boltmesh.tui.render.style import UNICODE, Style
 from boltmesh.tui.sources.live import Observation
 from boltmesh.tui.state import fold
 from tests.tui.loads import HEALTHY, records, steady, team, worker
-from tests.tui.samples import NOW, demo, job, state
+from tests.tui.samples import NOW, demo, job, rank, state, step
 
 LOOK = Style(UNICODE)
 STEP_S = sum(HEALTHY.values())
@@ -112,6 +112,33 @@ def test_accumulated_batches_are_one_step() -> None:
     assert "batch time, 4 a step" in detail
     assert f"mean {units.seconds(STEP_S)}" in detail
     assert "a typical batch" in detail
+
+
+@pytest.mark.parametrize("batches", [3, 8, 64])
+def test_the_figures_of_accumulated_steps_are_the_same_at_each_of_their_batches(
+    batches: int,
+) -> None:
+    work_s, wait_s = 0.01 * (batches - 1) + 0.35, 0.15
+    for first in range(256, 256 + batches):
+        steps = []
+        for index in range(first, first + 256):
+            is_last = (index + 1) % batches == 0
+            phases = [PhaseTime("forward", 0.01)]
+            if is_last:
+                phases = [PhaseTime("optimizer", 0.35), PhaseTime("communication", wait_s)]
+            steps.append(
+                step(
+                    index,
+                    global_step=(index + 1) // batches,
+                    seconds=0.5 if is_last else 0.01,
+                    phases=tuple(phases),
+                )
+            )
+        busy = rank(0, steps=tuple(steps), flops_per_batch=1e9, peak_flops_per_second=1e12)
+        found = figures(state(job(ranks=(busy,))))
+        assert found.step_s.value == pytest.approx(work_s + wait_s)
+        assert found.exposed_communication.value == pytest.approx(wait_s / (work_s + wait_s))
+        assert found.mfu.value == pytest.approx(batches * 1e-3 / (work_s + wait_s))
 
 
 RATES = ("mfu", "model_tflops", "samples_per_s", "tokens_per_s")

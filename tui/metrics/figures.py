@@ -97,8 +97,8 @@ def figures(state: State) -> Figures:
         tokens_per_s=_rate(state, job.tokens_per_second, _definition("tokens")),
         step_s=DefinedFigure(
             None if split is None else split.seconds * batches_per_step(job),
-            "seconds of an optimizer step, mean over the ranks' newest 20 steps without the first "
-            "3 and without those that validate or write a checkpoint",
+            "seconds of an optimizer step, mean over the ranks' newest 20 batches, or more that "
+            "make whole steps, without the first 3 and those that validate or write a checkpoint",
         ),
         exposed_communication=DefinedFigure(
             None if split is None else exposed_s / split.seconds,

@@ -18,7 +18,7 @@ from statistics import fmean, median
 import msgspec
 
 from boltmesh.telemetry.snapshot import PHASES, JobSnapshot, PhaseTime, RankSnapshot, StepRecord
-from boltmesh.telemetry.stall import RECENT_STEPS, recent_step_seconds
+from boltmesh.telemetry.stall import RECENT_STEPS, recent_step_seconds, whole_steps
 from boltmesh.tui.metrics.memo import remember_last
 from boltmesh.tui.metrics.pipelines import pipelines
 
@@ -62,6 +62,7 @@ def judged_times(job: JobSnapshot) -> dict[int, RecentTimes]:
 
 def _times(job: JobSnapshot, num_steps: int) -> dict[int, RecentTimes]:
     num_steps = min(num_steps, max(LEAST_STEPS, RECORDS // max(1, len(job.ranks))))
+    num_steps = whole_steps(num_steps, batches_per_step(job))
     chunks = _chunk_times(job, num_steps)
     return {
         rank.rank: times

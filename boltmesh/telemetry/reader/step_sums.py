@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from boltmesh.telemetry import layout
-from boltmesh.telemetry.stall import RECENT_STEPS
+from boltmesh.telemetry.stall import RECENT_STEPS, whole_steps
 from boltmesh.telemetry.writer.file_records import StepRow, Traffic
 from boltmesh.telemetry.writer.phases import CHECKPOINT, VALIDATION
 
@@ -24,7 +24,7 @@ Key = tuple[int, int, int]
 
 
 class StepRates:
-    """Items a second over the recent batches, validation and checkpoints left out.
+    """Items a second over the recent optimizer steps, validation and checkpoints left out.
 
     Without the first batch of the run as soon as there are others, for it warms up.
     """
@@ -34,6 +34,10 @@ class StepRates:
         self._sums = [0, 0, 0]
         self._num_unknown = [0, 0]
         self._is_first = False
+        self._global_step: int | None = None
+        self._num_batches = 0
+        """Since the newest end of an optimizer step."""
+        self._batches_per_step = 1
 
     def push(self, step: StepRow) -> None:
         """Add the newest batch."""
@@ -43,7 +47,11 @@ class StepRates:
         busy = step.total_ns - step.phases_ns[VALIDATION] - step.phases_ns[CHECKPOINT]
         self._change((busy, step.samples, step.tokens), 1)
         self._recent.append((busy, step.samples, step.tokens))
-        if len(self._recent) > RECENT_STEPS:
+        self._num_batches += 1
+        if self._global_step is not None and step.global_step > self._global_step:
+            self._batches_per_step, self._num_batches = self._num_batches, 0
+        self._global_step = step.global_step
+        while len(self._recent) > whole_steps(RECENT_STEPS, self._batches_per_step):
             self._pop()
 
     def _pop(self) -> None:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from boltmesh.telemetry import layout
+from boltmesh.telemetry.stall import whole_steps
 from boltmesh.telemetry.writer.device import CudaTimeline, DeviceLoad, ScalarMailbox, StepMarks
 from boltmesh.telemetry.writer.memory import MemorySampler
 from boltmesh.telemetry.writer.phases import CHECKPOINT, VALIDATION, StepTime
@@ -111,6 +112,10 @@ class StepQueue:
         self._ordinary: list[tuple[int, int | None]] = []
         """Nanoseconds and tokens of ordinary batches since the last mean."""
         self._accumulation = _Accumulation()
+        self._num_batches = 0
+        """Since the last mean."""
+        self._due = LOSS_EVERY_STEPS
+        """Batches of the next mean."""
         self._told: dict[str, float] = {}
         """The newest values of trends that others measure."""
         self._sent: tuple[float, int] | None = None
@@ -192,20 +197,24 @@ class StepQueue:
         )
         if loss is not None and sequence % LOSS_EVERY_STEPS == 1:
             self._file.point("loss", step.global_step, loss)
-        self._add_trends(step, time, is_due=sequence % LOSS_EVERY_STEPS == 0)
+        self._add_trends(step, time)
 
-    def _add_trends(self, step: EndedStep, time: StepTime, *, is_due: bool) -> None:
-        """Add means of the last batches to the series of the run, ordinary ones alone."""
+    def _add_trends(self, step: EndedStep, time: StepTime) -> None:
+        """Add means of the last steps to the series of the run, ordinary batches alone."""
         self._accumulation.add(step.global_step)
+        self._num_batches += 1
         if not (time.phases_ns[VALIDATION] or time.phases_ns[CHECKPOINT]):
             self._ordinary.append((time.total_ns, step.tokens))
-        if not is_due or not self._ordinary:
+        if self._num_batches < self._due or not self._ordinary:
             return
+        num_batches, self._num_batches = self._num_batches, 0
         ordinary, self._ordinary = self._ordinary, []
         seconds = sum(total_ns for total_ns, _ in ordinary) / 1e9
         values: dict[str, float] = {}
         if (batches := self._accumulation.batches_per_step()) is not None:
-            values["step_s"] = batches * seconds / len(ordinary)
+            self._due = whole_steps(LOSS_EVERY_STEPS, max(1, round(batches)))
+            if batches <= num_batches:
+                values["step_s"] = batches * seconds / len(ordinary)
         tokens = [number for _, number in ordinary if number is not None]
         if len(tokens) == len(ordinary) and seconds > 0:
             values["tokens_per_s"] = sum(tokens) / seconds
