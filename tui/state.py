@@ -4,6 +4,7 @@ The rings of a job forget; the state remembers each metric for as long as somebo
 so that its size stays bounded however long that is.
 """
 
+import math
 from collections.abc import Mapping
 
 import msgspec
@@ -80,9 +81,10 @@ def metric_names(state: State) -> tuple[str, ...]:
 
 def _extend(known: Mapping[str, Series], history: tuple[MetricPoint, ...]) -> Mapping[str, Series]:
     fresh: dict[str, list[MetricPoint]] = {}
+    newest: dict[str, float] = {name: series.steps[-1] for name, series in known.items()}
     for point in history:
-        series = known.get(point.name)
-        if series is None or point.global_step > series.steps[-1]:
+        if point.global_step > newest.get(point.name, -math.inf):
+            newest[point.name] = point.global_step
             fresh.setdefault(point.name, []).append(point)
     extended = dict(known)
     for name, points in fresh.items():

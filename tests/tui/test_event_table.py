@@ -4,6 +4,7 @@ import msgspec
 import pytest
 
 from boltmesh.telemetry.snapshot import Event, JobSnapshot, PhaseTime
+from boltmesh.tui.pages.registry import PAGES
 from boltmesh.tui.panels.events import (
     COLUMNS,
     EventRow,
@@ -16,7 +17,8 @@ from boltmesh.tui.panels.events import (
 from boltmesh.tui.render.style import UNICODE, Style
 from boltmesh.tui.view import TableView
 from tests.tui.meshes import SEQUENCE, change_group, change_rank, mesh_job
-from tests.tui.samples import NOW, job, rank, state, step
+from tests.tui.samples import NOW, demo, job, rank, state, step
+from tests.tui.screens import job_screen, open_app
 
 LOOK = Style(UNICODE)
 
@@ -164,3 +166,12 @@ def test_the_overview_has_the_newest_at_the_bottom() -> None:
     lines = [line.plain for line in draw_events(state(job(events=events)), 80, 4, LOOK)]
     assert [line.split()[-1] for line in lines[1:]] == ["2", "1", "0"]
     assert "no events yet" in draw_events(state(), 80, 4, LOOK)[1].plain
+
+
+async def test_keys_work_on_a_table_that_cannot_be_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = PAGES["events"]
+    broken = msgspec.structs.replace(page.tables[0], draw=lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(type(page), "tables", (broken,))
+    async with open_app(demo()) as pilot:
+        await pilot.press("7", "down", "end")
+        assert job_screen(pilot).page is page

@@ -1,11 +1,13 @@
 """Charts of the run: their data, the grid, zoom, smoothing, and a second series."""
 
+from collections.abc import Sequence
+
 import msgspec
 import pytest
 
 from boltmesh.telemetry.snapshot import MetricPoint
 from boltmesh.tui.panels.chart import Curve, draw_plot, seen_through, value_at
-from boltmesh.tui.panels.history import charts, draw_trends
+from boltmesh.tui.panels.history import charts, draw_history, draw_trends
 from boltmesh.tui.render.line import Line
 from boltmesh.tui.render.style import UNICODE, Style
 from boltmesh.tui.sources.live import Observation
@@ -123,6 +125,27 @@ def test_seconds_of_steps_lie_between_those_that_are_known() -> None:
     )
     (chart, *_) = charts(fold(None, Observation(NOW, seen)), is_time=True)
     assert chart.series.steps == pytest.approx((-10, 10, 30, 70))
+
+
+def _timed_look(steps: Sequence[int], clock: Sequence[float]) -> Observation:
+    """A look at a job whose clock was read after these steps."""
+    trends = tuple(MetricPoint("wall_s", *at) for at in zip(steps, clock, strict=True))
+    history = tuple(MetricPoint("loss", step, 2.0) for step in steps)
+    return Observation(NOW, job(started=0.0, history=history, trends=trends))
+
+
+async def test_several_points_of_a_step_that_accumulates_many_batches_have_times() -> None:
+    seen = _timed_look((0, 0, 0, 1, 2, 2), (10.0, 20.0, 30.0, 40.0, 50.0, 60.0))
+    async with open_app(seen, size=(120, 35)) as pilot:
+        await pilot.press("h", "x", "left")
+        assert "30s" in screen_text(pilot.app)
+
+
+def test_a_clock_that_is_set_back_lets_time_stand_still_in_the_charts() -> None:
+    seen = fold(None, _timed_look((8, 16, 24, 32), (100.0, 200.0, 50.0, 300.0)))
+    (loss, *_) = charts(seen, is_time=True)
+    assert loss.series.steps == (100.0, 200.0, 200.0, 300.0)
+    draw_history(seen, 80, 20, LOOK, view=View(is_time=True, is_log=True))
 
 
 def test_a_cursor_reads_the_nearest_point_and_nothing_far_beyond_the_ends() -> None:

@@ -88,6 +88,13 @@ def test_memory_stays_bounded_and_the_newest_points_stay_whole() -> None:
     assert steps[-500:] == tuple(range(round(steps[-1]) - 499, round(steps[-1]) + 1))
 
 
+def test_of_several_points_of_one_step_the_first_is_kept_at_every_look() -> None:
+    points = tuple(MetricPoint("loss", 1 + at // 4, float(at)) for at in range(12))
+    whole = _fold_all(points)
+    grown = _fold_all(*(points[:end] for end in range(1, 13)))
+    assert whole.series == grown.series == {"loss": Series((1, 2, 3), (0.0, 4.0, 8.0))}
+
+
 def test_a_lost_source_keeps_the_last_data_until_it_is_back() -> None:
     state = fold_loss_of_source(_fold_all(losses(5.0)), "gone")
     assert state.lost == "gone"

@@ -11,6 +11,7 @@ from boltmesh.telemetry.snapshot import JobSnapshot, PhaseTime, RankSnapshot
 from boltmesh.tui.devices import DeviceReading
 from boltmesh.tui.metrics.heat import HEAT_FIGURES
 from boltmesh.tui.panels.diagnosis import diagnosis_lines, draw_diagnosis
+from boltmesh.tui.panels.differences import draw_differences
 from boltmesh.tui.panels.events import draw_event_table
 from boltmesh.tui.panels.heatmap import draw_heatmap, draw_places, heatmap_lines, rank_at
 from boltmesh.tui.panels.mesh_map import draw_map
@@ -100,6 +101,7 @@ def _drawings(
         draw_axes(shown, width, height, look, selected=draw.choice((None, 0, 3))),
         draw_plan(shown, width, height, look, table=table),
         draw_event_table(shown, width, height, look, table=table),
+        draw_differences(msgspec.structs.replace(shown, other=shown), width, height, look),
     )
     for lines in drawn:
         assert len(lines) <= max(0, height)

@@ -1,7 +1,6 @@
 """Differences between two runs: figures, bytes by axis, settings."""
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator
 
 import msgspec
@@ -77,17 +76,19 @@ def _numbers(state: State, other: State) -> Iterator[Difference]:
         if values != [None, None]:
             yield _number(title, write, *values)
     this, theirs = _bytes(state), _bytes(other)
-    for what in sorted(set(this) | set(theirs), key=lambda key: -max(this[key], theirs[key])):
-        pair = [each.get(what) for each in (this, theirs)]
-        yield _number(f"{what} per step and rank", units.traffic, *pair)
+    pairs = {what: [each.get(what) for each in (this, theirs)] for what in {**this, **theirs}}
+    most = {what: max(filter(None, pair), default=0.0) for what, pair in pairs.items()}
+    for what in sorted(most, key=most.__getitem__, reverse=True):
+        yield _number(f"{what} per step and rank", units.traffic, *pairs[what])
 
 
-def _bytes(state: State) -> Counter[str]:
+def _bytes(state: State) -> dict[str, float]:
     """Return payload bytes of a step by axis and operator."""
-    found: Counter[str] = Counter()
+    found: dict[str, float] = {}
     for row in traffic_rows(state.job):
         if row.payload_bytes is not None:
-            found[f"{row.axis} {operator_name(row.operator)}"] += round(row.payload_bytes)
+            what = f"{row.axis} {operator_name(row.operator)}"
+            found[what] = found.get(what, 0.0) + row.payload_bytes
     return found
 
 

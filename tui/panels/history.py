@@ -2,6 +2,7 @@
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import msgspec
@@ -101,6 +102,8 @@ def _timed(series: Series, state: State) -> Series | None:
     clock = state.trends.get(CLOCK)
     if clock is None or len(clock.steps) < 2:
         return None
+    # A clock that was set back while the job ran lets time stand still.
+    clock = Series(clock.steps, tuple(accumulate(clock.values, max)))
     return Series(
         tuple(_clock_at(clock, step) - state.job.started for step in series.steps), series.values
     )

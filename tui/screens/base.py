@@ -77,7 +77,7 @@ class Canvas(Widget):
         self.drawn = []
         for panel in panels:
             region = panel.region
-            lines = _draw(panel)
+            lines = draw_lines(panel)
             self.drawn.append(Drawn(panel, [line.plain for line in lines]))
             for y, line in enumerate(lines, start=region.y):
                 if y < height:
@@ -142,7 +142,7 @@ class _Painter:
         return Strip(segments).adjust_cell_length(width, self._base)
 
 
-def _draw(panel: Panel) -> list[Line]:
+def draw_lines(panel: Panel) -> list[Line]:
     """Return a panel's lines; where its drawing fails, say so there, and keep the rest.
 
     What is drawn may come from a recording or from another host, and be impossible.

@@ -1,5 +1,8 @@
 """The keys that change how a job is looked at: rows, columns, metrics, figures."""
 
+from collections.abc import Sequence
+from functools import partial
+
 import msgspec
 from textual import events
 from typing_extensions import override
@@ -7,6 +10,7 @@ from typing_extensions import override
 from boltmesh.tui.layout.page import (
     DrawView,
     Page,
+    Panel,
     RankMap,
     Table,
     WindowOf,
@@ -18,6 +22,8 @@ from boltmesh.tui.pages.ranks import RANK
 from boltmesh.tui.pages.registry import PAGES
 from boltmesh.tui.panels.chart import chosen_metric
 from boltmesh.tui.panels.history import has_clock
+from boltmesh.tui.render.line import Line
+from boltmesh.tui.screens.base import draw_lines
 from boltmesh.tui.screens.live import LiveScreen
 from boltmesh.tui.state import metric_names
 from boltmesh.tui.view import TableView
@@ -109,8 +115,13 @@ class NavigationScreen(LiveScreen):
         scene, drawn = self.scene, self.canvas.drawn_panel(table.name)
         if scene is None or drawn is None:
             return None
-        _, _, width, height = drawn.panel.region
-        return lambda view: table.draw(scene.state, width, height, scene.look, table=view)
+        region, state, look = drawn.panel.region, scene.state, scene.look
+
+        def draw(view: TableView) -> Sequence[Line]:
+            draw_table = partial(table.draw, state, look=look, table=view)
+            return draw_lines(Panel(table.name, region, draw_table))
+
+        return draw
 
     @override
     def on_key(self, event: events.Key) -> None:
