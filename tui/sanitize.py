@@ -6,12 +6,8 @@ cursor, set a title, change a colour or reorder what the reader sees.
 
 import re
 
-_ESCAPE_SEQUENCE = re.compile(
-    r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]"  # control sequences: colours, cursor, modes
-    r"|(?:\x1b[\]PX^_]|[\x90\x98\x9d-\x9f]).*?(?:\x07|\x9c|\x1b\\|$)"  # titles, clipboard, devices
-    r"|\x1b[ -/]*[0-~]",  # two-character escapes
-    re.DOTALL,
-)
+from boltmesh.telemetry.sanitize import ESCAPE_SEQUENCE
+
 _UNSAFE_IN_JSON = re.compile(r"[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 
 MAX_LENGTH = 500
@@ -23,7 +19,7 @@ def clean(text: str) -> str:
     text = text[:MAX_LENGTH]
     if text.isprintable():
         return text
-    text = _ESCAPE_SEQUENCE.sub("", text)
+    text = ESCAPE_SEQUENCE.sub("", text)
     return "".join(map(_printable, text))
 
 

@@ -3,6 +3,12 @@
 import re
 from collections.abc import Mapping
 
+ESCAPE_SEQUENCE = re.compile(
+    r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]"  # control sequences: colours, cursor, modes
+    r"|(?:\x1b[\]PX^_]|[\x90\x98\x9d-\x9f]).*?(?:\x07|\x9c|\x1b\\|$)"  # titles, clipboard, devices
+    r"|\x1b[ -/]*[0-~]",  # two-character escapes
+    re.DOTALL,
+)
 _UNSAFE = re.compile(
     "[\x00-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff]+"
 )
@@ -14,9 +20,9 @@ MAX_ENTRIES = 200
 
 
 def clean(value: object, limit: int = MAX_TEXT) -> str:
-    """Return one line of visible text, at most ``limit`` characters long."""
+    """Return one line of visible text, at most ``limit`` characters long; colours are left out."""
     text = value if isinstance(value, str) else str(value)
-    text = _UNSAFE.sub(" ", text[: 4 * limit]).strip()
+    text = _UNSAFE.sub(" ", ESCAPE_SEQUENCE.sub("", text[: 4 * limit])).strip()
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 

@@ -39,7 +39,7 @@ def test_a_run_tells_its_flops_its_recipe_and_its_thresholds():
     for rank, seen in enumerate(run_ranks(counted_worker, 2)):
         assert seen.ranks[rank].flops_per_batch == 1234.0
         assert seen.ranks[rank].peak_flops_per_second is None  # a CPU has no data sheet
-        assert seen.recipe == "gpt [31m"
+        assert seen.recipe == "gpt"
         assert seen.hyperparameters["data.init_args.batch_size"] == "16"
         assert seen.alerts == AlertThresholds(stall_s=7.0)
 

@@ -373,7 +373,7 @@ def test_text_from_elsewhere_is_cleaned(nodes, clock):
         ),
     )
     rank = nodes[0].snapshot().ranks[2]
-    assert (rank.host, rank.device, rank.error) == ("a [2Jb", "x", "e f")
+    assert (rank.host, rank.device, rank.error) == ("ab", "x", "e f")
 
 
 def test_the_file_is_private_and_written_whole(nodes, clock):

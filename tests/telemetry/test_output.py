@@ -49,6 +49,15 @@ def test_of_a_bar_below_another_one_the_last_state_is_kept(tmp_path: Path) -> No
     ]  # fmt: skip
 
 
+def test_lines_are_read_without_their_colours(tmp_path: Path) -> None:
+    keeper = OutputKeeper(tmp_path / "rank-0.log")
+    keeper.add(
+        "\x1b[32m12:00\x1b[0m | \x1b[1m\x1b[38;5;196mINFO\x1b[0m | \x1b]8;;http://x\x1b\\link\n"
+    )
+    keeper.close()
+    assert _texts(tmp_path / "rank-0.log") == ["12:00 | INFO | link"]
+
+
 def test_a_file_is_bounded_and_the_newest_lines_stay(tmp_path: Path) -> None:
     path = tmp_path / "rank-0.log"
     keeper = OutputKeeper(path)
