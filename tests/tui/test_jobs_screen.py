@@ -1,8 +1,11 @@
 """The list of jobs: choosing, filtering, sorting, and what happens when one goes away."""
 
+import time
+
 import msgspec
 
 from boltmesh.errors import TelemetryError
+from boltmesh.telemetry.reader.reader import JobSummary
 from boltmesh.tui.app import DashboardApp
 from boltmesh.tui.panels.jobs import COLUMNS, draw_jobs, shown_jobs
 from boltmesh.tui.render.style import UNICODE, Style
@@ -11,7 +14,7 @@ from boltmesh.tui.screens.jobs import JobsScreen
 from boltmesh.tui.sources.live import Observation
 from boltmesh.tui.view import TableView
 from tests.tui.samples import NOW, FakeSource, demo, summary
-from tests.tui.screens import run_app, screen_text
+from tests.tui.screens import run_app, screen_text, wait_until
 
 
 def _chooser(*, ids: int = 3) -> tuple[DashboardApp, list[str], list[FakeSource]]:
@@ -95,6 +98,51 @@ async def test_the_cursor_stays_on_its_job_when_the_list_changes() -> None:
         await app.screen.list_again()
         await pilot.press("j", "enter", "s", "S", "end")
         assert "none" in screen_text(app)
+
+
+async def test_a_list_that_cannot_be_had_is_said_and_comes_back() -> None:
+    lists: list[Exception | list[JobSummary]] = [
+        TelemetryError("node1 cannot be reached."),
+        [summary(1)],
+        PermissionError("no"),
+        [summary(2)],
+    ]
+
+    def list_jobs() -> list[JobSummary]:
+        found = lists.pop(0)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    app = DashboardApp(FakeSource(demo()), list_jobs=list_jobs, interval_s=None)
+    async with run_app(app) as pilot:
+        await pilot.press("0")
+        screen = app.screen
+        assert isinstance(screen, JobsScreen)
+        assert "node1 cannot be reached." in screen_text(app)
+        for job_id, trouble in (("job1", ""), ("job1", "no"), ("job2", "")):
+            await screen.list_again()
+            await pilot.pause()
+            assert job_id in screen_text(app)
+            assert screen._trouble == trouble
+
+
+async def test_a_slow_list_is_read_by_one_thread_at_a_time_and_shown() -> None:
+    running, most = [], []
+
+    def list_jobs() -> list[JobSummary]:
+        running.append(1)
+        most.append(len(running))
+        time.sleep(0.2)
+        running.pop()
+        return [summary(len(most))]
+
+    app = DashboardApp(FakeSource(demo()), list_jobs=list_jobs, interval_s=0.02)
+    async with run_app(app, first_look_s=0.01) as pilot:
+        await pilot.press("0")
+        assert "reading the list of jobs" in screen_text(app)
+        await wait_until(pilot, lambda: "job2" in screen_text(app))
+    assert max(most) == 1
 
 
 async def test_jobs_are_filtered_and_sorted_by_keys() -> None:

@@ -1,6 +1,7 @@
 """The choice of a job, where more than one could be meant."""
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, ClassVar, Final
 
@@ -9,12 +10,14 @@ from textual import events
 from textual.binding import Binding, BindingType
 from typing_extensions import override
 
+from boltmesh.errors import BoltMeshError
 from boltmesh.tui.layout.page import Panel, hold_window, row_at, title_at
 from boltmesh.tui.layout.region import Region
 from boltmesh.tui.panels.help import PageHelp
 from boltmesh.tui.panels.jobs import COLUMNS, draw_jobs, shown_jobs
 from boltmesh.tui.render.line import Line, fit
 from boltmesh.tui.render.tabs import draw_keys
+from boltmesh.tui.screens import live
 from boltmesh.tui.screens.base import PanelScreen, Prompt
 from boltmesh.tui.view import TableView
 
@@ -57,10 +60,16 @@ class JobsScreen(PanelScreen):
         super().__init__()
         self._list_jobs = list_jobs
         self._interval_s = interval_s
-        self._jobs = list_jobs()
+        self._jobs: Sequence[JobSummary] = ()
         self._view = TableView()
         self._chosen: str | None = None
         self._note = ""
+        self._trouble = "reading the list of jobs"
+        """Why the list is not of now, while nothing else is said."""
+        self._is_listing = False
+        self._listed = float("-inf")
+        self._cost_s = 0.0
+        """CPU time of the last list."""
 
     @property
     def shown(self) -> Sequence["JobSummary"]:
@@ -79,14 +88,26 @@ class JobsScreen(PanelScreen):
             return [Panel("jobs", page, self._draw)]
         return [Panel("jobs", page, self._draw), Panel("keys", keys, self._draw_bottom)]
 
-    def on_mount(self) -> None:
-        """Keep the list up to date."""
+    async def on_mount(self) -> None:
+        """List the jobs, which the first paint waits for unless they are many or far away."""
+        first = asyncio.ensure_future(self.list_again())
+        await asyncio.wait({first}, timeout=live.FIRST_LOOK_S)
+        if not first.done():
+            self.run_worker(asyncio.wait({first}), group="list")
         if self._interval_s is not None:
             self.set_interval(self._interval_s, self._start_listing)
 
     async def list_again(self) -> None:
-        """Read the list in a thread, then draw it."""
-        self._jobs = await asyncio.to_thread(self._list_jobs)
+        """Read the list in a thread, then draw it; what cannot be read stays, with the reason."""
+        self._is_listing, begun_s = True, time.process_time()
+        try:
+            self._jobs = await asyncio.to_thread(self._list_jobs)
+            self._trouble = ""
+        except (BoltMeshError, OSError) as error:
+            self._trouble = str(error)
+        finally:
+            self._is_listing, self._listed = False, self.dashboard.clock()
+        self._cost_s = time.process_time() - begun_s
         self.paint()
 
     def say(self, note: str) -> None:
@@ -175,7 +196,9 @@ class JobsScreen(PanelScreen):
         self._look(filter=message.words)
 
     def _start_listing(self) -> None:
-        self.run_worker(self.list_again(), group="list", exclusive=True)
+        waited = self.dashboard.clock() - self._listed
+        if not self._is_listing and waited * live.MAX_SHARE >= self._cost_s:
+            self.run_worker(self.list_again(), group="list")
 
     def _place(self) -> int:
         """Return the row of the chosen job; the first where none is chosen or it is gone."""
@@ -211,8 +234,8 @@ class JobsScreen(PanelScreen):
         return draw_jobs(self._jobs, region.width, region.height, self.look, table=view)
 
     def _draw_bottom(self, width: int, height: int) -> list[Line]:
-        if self._note:
-            return [Line(fit(self._note, width, ellipsis=self.look.glyphs.ellipsis), "warn")]
+        if note := self._note or self._trouble:
+            return [Line(fit(note, width, ellipsis=self.look.glyphs.ellipsis), "warn")]
         line = Line()
         if self._view.filter:
             line.add("/ ", "accent").add(self._view.filter, "strong").add("   ")
