@@ -192,6 +192,20 @@ def test_a_host_that_does_not_answer(sshd: Sshd) -> None:
         source.read()
 
 
+def test_a_program_around_ssh_ends_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrapper = tmp_path / "around"
+    wrapper.write_text("#!/bin/sh\nsleep 60\ntrue\n", encoding="utf-8")
+    wrapper.chmod(0o700)
+    monkeypatch.setenv(SSH_VARIABLE, str(wrapper))
+    began = time.monotonic()
+    source = SshSource(NODE, answer_s=0.5)
+    with contextlib.closing(source), pytest.raises(TelemetryError, match="within 0 s"):
+        source.read()
+    with attached():  # one that is closed before it answers
+        time.sleep(0.2)
+    assert time.monotonic() - began < 30
+
+
 def test_no_ssh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SSH_VARIABLE, "/nowhere/ssh -v")
     assert "Install OpenSSH's client" in refusal()

@@ -12,6 +12,7 @@ import contextlib
 import os
 import re
 import shlex
+import signal
 import subprocess
 import threading
 from collections.abc import Iterator, Sequence
@@ -342,7 +343,7 @@ class Connection:
 
     def end(self) -> None:
         """End ssh, which ends the thread that reads from it; from any thread."""
-        self._process.terminate()
+        self._signal(signal.SIGTERM)
 
     def close(self) -> None:
         """End ssh and let go of it; for the thread that reads."""
@@ -351,7 +352,7 @@ class Connection:
             self._stdin.close()  # by which the other side ends
         self.end()
         if self._wait(_END_S) is None:
-            self._process.kill()
+            self._signal(signal.SIGKILL)
             self._process.wait()
         self._stdout.close()
         # See _failure: the pipe belongs to the listener as long as that may read.
@@ -386,7 +387,12 @@ class Connection:
 
     def _give_up(self) -> None:
         self._is_late = True
-        self._process.kill()
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, number: signal.Signals) -> None:
+        """Signal the command's session: a program around ssh leaves it behind with the pipes."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, number)
 
     def _wait(self, seconds: float) -> int | None:
         try:
