@@ -41,8 +41,10 @@ PAGE: Final = 4096
 
 MAX_GROUPS: Final = 64
 MAX_OPERATORS: Final = 32
-MAX_METRICS: Final = 48
 """Names beyond these share the last number, which is then called ``(others)``."""
+MAX_METRICS: Final = 48
+OWN_METRICS: Final = 16
+"""Kept of them for the loss, the learning rate and the recorder's own series."""
 
 MAX_PEERS: Final = 1024
 """Operators to or from a peer in a group that are told apart; what comes later is in no table."""

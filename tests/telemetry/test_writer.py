@@ -223,13 +223,33 @@ def test_names_beyond_the_limit_share_one_number_that_says_so(path):
     file = open_file(path)
     for number in range(layout.MAX_GROUPS + 5):
         file.enqueue(0, file.group_number(f"group {number}", "data"), 0, 0, 0, 1)
-    for number in range(layout.MAX_METRICS + 5):
-        file.point(f"metric {number}", 0, 1.0)
     facts = read(path).facts
     assert len(facts.groups) == layout.MAX_GROUPS
-    assert facts.groups[-1].name == facts.metrics[-1] == OTHERS
+    assert facts.groups[-1].name == OTHERS
     assert facts.groups[-1].axis == "other"
-    assert len(facts.metrics) == layout.MAX_METRICS
+    file.close()
+
+
+def test_metrics_beyond_the_limit_are_left_out_and_named_and_the_loss_has_room(path):
+    file = open_file(path)
+    for step in range(2):
+        for number in range(1000):
+            file.point(f"metric {number}", step, 1000.0 * step + number)
+        file.point("loss", step, 0.5)
+        file.point("lr", step, 0.1)
+        file.point(layout.TREND + "step_s", step, 0.25)
+    reader = read(path)
+    reader.read_series()
+    found = {
+        name: [value for *_, value in points] for name, points in reader.series.points().items()
+    }
+    most = layout.MAX_METRICS - layout.OWN_METRICS
+    own = {"loss": [0.5, 0.5], "lr": [0.1, 0.1], layout.TREND + "step_s": [0.25, 0.25]}
+    assert found == {f"metric {at}": [at, 1000.0 + at] for at in range(most)} | own
+    ((_, kind, message),) = reader.events.records.values()
+    assert kind == "warning"
+    assert f"first {most} metrics" in message
+    assert f"'metric {most}'" in message
     file.close()
 
 

@@ -196,6 +196,7 @@ class RankFile(TrafficRecords):
         self._numbers: dict[str, dict[str, int]] = {"operators": {}, "metrics": {}}
         self._groups: dict[str, int] = {}
         self._num_runs = 0
+        self._lacks_room = False
         self._series_counts = [0] * layout.MAX_METRICS
         self._series_strides = [1] * layout.MAX_METRICS
         self.offloaded: tuple[int, ...] = (0,) * (3 * len(layout.OFFLOAD_WAYS))
@@ -301,6 +302,22 @@ class RankFile(TrafficRecords):
         self._write_names()
         return number
 
+    def _metric_number(self, name: str) -> int | None:
+        """Return the number of a series; None where there is no room for another of the user's."""
+        known = self._numbers["metrics"]
+        if name not in known and not _is_own(name):
+            most = layout.MAX_METRICS - layout.OWN_METRICS
+            if self._lacks_room or sum(not _is_own(each) for each in known) >= most:
+                if not self._lacks_room:
+                    self._lacks_room = True
+                    self.event(
+                        "warning",
+                        f"telemetry keeps the first {most} metrics that are logged; '{name}' and "
+                        f"later ones are in the logger alone",
+                    )
+                return None
+        return self._number("metrics", name, layout.MAX_METRICS)
+
     def _write_names(self) -> None:
         if self._map is None:
             return
@@ -363,8 +380,8 @@ class RankFile(TrafficRecords):
     def point(self, name: str, global_step: int, value: float) -> None:
         """Add a value to a metric's series, see ``layout.series_stride``."""
         with self._lock:
-            number = self._number("metrics", name, layout.MAX_METRICS)
-            if self._map is None:
+            number = self._metric_number(name)
+            if self._map is None or number is None:
                 return
             section = SECTIONS["series"]
             size = section.record_bytes
@@ -447,6 +464,10 @@ class RankFile(TrafficRecords):
             if point := layout.POINT.unpack(content, at):
                 self._series_counts[number] = point[0]
                 self._series_strides[number] = layout.series_stride(point[0])
+
+
+def _is_own(name: str) -> bool:
+    return name in {"loss", "lr"} or name.startswith("boltmesh/")
 
 
 def _drop_in_child() -> None:
