@@ -181,6 +181,22 @@ def test_under_accumulation_a_step_is_an_optimizer_step():
     file.close()
 
 
+def test_a_short_step_at_the_end_of_an_epoch_is_in_no_mean_of_a_step():
+    file = make_rank(make_job())
+    data, reduce = file.group_number("1", "data"), file.operator_number("allreduce")
+    number = 0
+    for step, batches in enumerate((4, 4, 4, 1, 4, 4, 4, 1, 2, 2, 2)):
+        for batch in range(batches):
+            file.enqueue(number + 1, data, reduce, 2, 0, 100)
+            write_step(file, number, global_step=step + (batch == batches - 1))
+            number += 1
+        total = snapshot().ranks[0].collectives[0]
+        if 4 <= step <= 7:
+            assert (total.calls_per_step, total.bytes_per_step) == (4.0, 400.0)
+    assert total.bytes_per_step == pytest.approx((4 * 400 + 3 * 200) / 7)  # two warm up
+    file.close()
+
+
 @pytest.mark.parametrize("batches", [1, 8, 64])
 def test_rates_are_those_of_whole_accumulated_steps(batches):
     file = make_rank(make_job())

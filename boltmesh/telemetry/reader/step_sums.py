@@ -85,7 +85,8 @@ class TrafficSums:
     """Calls, bytes and time by operator over the recent optimizer steps.
 
     Steps that validate or write a checkpoint are left out: what is called before and after, such as
-    a gather of parameters or the reduction of a metric, is part of no other step.
+    a gather of parameters or the reduction of a metric, is part of no other step. So are steps of
+    fewer batches than the one before, as at the end of an epoch, which move less.
 
     Args:
         num_recent: How many steps those are.
@@ -101,9 +102,11 @@ class TrafficSums:
         self._global_step: int | None = None
         self._batches: list[int] = []
         """Those of the current optimizer step, so far."""
+        self._batches_before = 0
+        """Of the step before, if that is not left out for another reason."""
         self._is_ordinary = True
         self._left_out: set[int] = set()
-        """Batches of optimizer steps that validate or write a checkpoint."""
+        """Batches of optimizer steps that are in no mean."""
         self._by_step: dict[int, dict[Key, list[int]]] = {}
         self._complete_from = 0
         self._window = (0, 0)
@@ -130,6 +133,10 @@ class TrafficSums:
                 self._num_skipped -= 1
             else:
                 self._ends.append(step.sequence)
+            if self._is_ordinary:
+                if len(self._batches) < self._batches_before:
+                    self._left_out.update(self._batches)
+                self._batches_before = len(self._batches)
             self._batches.clear()
             self._is_ordinary = True
         self._global_step = step.global_step
