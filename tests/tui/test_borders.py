@@ -16,7 +16,7 @@ from boltmesh.tui.panels.bubble import borders, draw_borders, draw_bubble
 from boltmesh.tui.panels.gantt import draw_gantt, gantt
 from boltmesh.tui.render.style import ASCII, UNICODE, Style
 from tests.tui.recorded import pipeline_job
-from tests.tui.samples import NOW, state
+from tests.tui.samples import NOW, state, step
 
 LOOK = Style(UNICODE)
 
@@ -66,6 +66,14 @@ def test_a_difference_is_a_word_and_no_colour(look: Style) -> None:
         assert word in lines[-1].plain
         assert "0 - 1" in lines[-1].plain
         assert all(line.width <= 80 for line in lines)
+
+
+def test_bytes_of_smaller_batches_vary() -> None:
+    seen = interleaved({(0, 1): 66.0, (1, 0): 50.0})
+    steps = tuple(step(index, samples=2 if index == 5 else 4) for index in range(9))
+    ranks = tuple(msgspec.structs.replace(rank, steps=steps) for rank in seen.ranks)
+    seen = msgspec.structs.replace(seen, ranks=ranks)
+    assert "varies" in draw_borders(state(seen), 80, 6, LOOK)[-1].plain
 
 
 def test_early_in_a_run_nothing_is_judged() -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from boltmesh.telemetry.snapshot import GroupProgress, JobSnapshot
 from boltmesh.telemetry.traffic import ExpectedTraffic
+from boltmesh.tui.metrics.findings.limits import find_traffic
 from boltmesh.tui.metrics.traffic import TrafficRow, axis_totals, traffic_rows
 from boltmesh.tui.panels.traffic import COLUMNS, draw_communication, draw_traffic, shown_traffic
 from boltmesh.tui.render.style import ASCII, UNICODE, Style
@@ -110,6 +111,26 @@ def test_a_difference_has_its_reason(measured: float, batches: int, reason: str)
     row = _row(job(ranks=ranks, expected=(_expect(2000.0),)))
     assert (row.verdict, row.reason) == ("differs", reason)
     assert row.is_wrong
+
+
+@pytest.mark.parametrize(
+    ("axis", "last", "verdict"),
+    [
+        ("pipeline", {"samples": 2}, "varies"),
+        ("tensor", {"tokens": 500}, "varies"),
+        ("pipeline", {}, "differs"),
+        ("data", {"samples": 2}, "differs"),
+    ],
+)
+def test_activations_of_smaller_batches_are_no_difference(
+    axis: str, last: dict[str, int], verdict: str
+) -> None:
+    steps = (*(step(index) for index in range(9)), step(9, **last))
+    ranks = (rank(0, steps=steps, collectives=(total(axis, bytes_per_step=1950.0),)),)
+    snapshot = job(ranks=ranks, expected=(_expect(2000.0, axis),))
+    row = _row(snapshot)
+    assert (row.verdict, row.is_wrong) == (verdict, verdict == "differs")
+    assert (find_traffic(state(snapshot)) is None) == (verdict == "varies")
 
 
 def test_other_calls_than_expected_are_a_reason() -> None:

@@ -11,6 +11,7 @@ from typing import Literal
 import msgspec
 
 from boltmesh.telemetry.snapshot import CollectiveTotal, JobSnapshot, RankSnapshot
+from boltmesh.telemetry.stall import RECENT_STEPS
 from boltmesh.telemetry.traffic import ExpectedTraffic
 from boltmesh.tui.metrics.memo import remember_last
 from boltmesh.tui.metrics.step_time import batches_per_step, optimizer_step_seconds
@@ -63,7 +64,11 @@ def wire_factor(operator: str, size: int) -> float:
 
 Verdict = Literal["equal", "differs", "missing", "unstated", "pending", "varies"]
 """``missing``: expected, but never seen. ``unstated``: seen, and the strategy says nothing about
-it. ``pending``: too few steps to tell. ``varies``: the model decides how much each batch moves."""
+it. ``pending``: too few steps to tell. ``varies``: the model decides how much each batch moves, or
+batches of other sizes than the expected one move other activations."""
+
+OF_ACTIVATIONS = ("pipeline", "tensor", "context")
+"""Axes whose bytes follow the size of a batch."""
 
 TOLERANCE = 0.005
 """Counting is exact, but a mean over steps may hold a part of another one, such as a validation."""
@@ -86,7 +91,18 @@ def judge(
     if expected.is_mean:
         return "varies"
     difference = abs((payload or 0) - expected.payload_bytes)
-    return "equal" if difference <= TOLERANCE * expected.payload_bytes else "differs"
+    if difference <= TOLERANCE * expected.payload_bytes:
+        return "equal"
+    is_of_batches = expected.axis in OF_ACTIVATIONS and has_batches_of_several_sizes(job)
+    return "varies" if is_of_batches else "differs"
+
+
+@remember_last
+def has_batches_of_several_sizes(job: JobSnapshot) -> bool:
+    """Say whether recent batches differ, as the last of an epoch or those of padded texts do."""
+    steps = next((rank.steps for rank in job.ranks if rank.steps), ())
+    recent = steps[-(RECENT_STEPS + 1) * batches_per_step(job) :]
+    return len({(step.samples, step.tokens) for step in recent}) > 1
 
 
 def explain(

@@ -28,7 +28,11 @@ from boltmesh.tui.metrics.pipelines import (
     bubble,
     slowest_whole_step,
 )
-from boltmesh.tui.metrics.traffic import STEPS_BEFORE_A_VERDICT, TOLERANCE
+from boltmesh.tui.metrics.traffic import (
+    STEPS_BEFORE_A_VERDICT,
+    TOLERANCE,
+    has_batches_of_several_sizes,
+)
 from boltmesh.tui.panels.peers import rank_pairs
 from boltmesh.tui.render.line import Line, Role
 from boltmesh.tui.render.ranks import fit_rows, nothing_to_show, row_names, where_text
@@ -278,6 +282,8 @@ class Border(msgspec.Struct, frozen=True):
     there: Flow
     """From the first rank to the second."""
     back: Flow
+    is_of_several_sizes: bool = False
+    """Whether recent batches differ in size, so that bytes differ from those of the first."""
 
 
 @remember_last
@@ -300,6 +306,7 @@ def borders(job: JobSnapshot) -> tuple[Border, ...]:
             stages=stages,
             there=flow(first, second),
             back=flow(second, first),
+            is_of_several_sizes=has_batches_of_several_sizes(job),
         )
         for (first, second), stages in sorted(between.items())
     )
@@ -363,13 +370,16 @@ def _border_cells(border: Border, look: Style) -> list[Cell]:
         Line(units.traffic(border.there.expected), "muted"),
         units.traffic(border.back.measured),
         Line(units.traffic(border.back.expected), "muted"),
-        _verdict(border.there, border.back, look),
+        _verdict(border, look),
     ]
 
 
-def _verdict(there: Flow, back: Flow, look: Style) -> Line:
+def _verdict(border: Border, look: Style) -> Line:
+    there, back = border.there, border.back
     if there.is_equal is None or back.is_equal is None:
         return Line("counting", "muted")
     if there.is_equal and back.is_equal:
         return Line(look.sign(look.glyphs.equal) + "as expected", "good")
+    if border.is_of_several_sizes:
+        return Line("varies", "muted")
     return Line(look.sign(look.glyphs.differs) + "differs", "bad")

@@ -103,7 +103,7 @@ class TrafficSums:
         self._batches: list[int] = []
         """Those of the current optimizer step, so far."""
         self._batches_before = 0
-        """Of the step before, if that is not left out for another reason."""
+        """How many the newest step without an interruption had."""
         self._is_ordinary = True
         self._left_out: set[int] = set()
         """Batches of optimizer steps that are in no mean."""
