@@ -8,7 +8,8 @@ file is Lightning's own, so plain Lightning reads it and ignores the entry.
 there again. A resumed loader replays its epoch: the random state in which the epoch's iterator was
 made is put back, so that the shuffle and the worker seeds are the same; batches that training has
 used are passed over (by index where nothing but the index is lost, else by loading them); then the
-random state of the moment of the checkpoint is put back, and training goes on.
+random state of the moment of the checkpoint is put back, and training goes on. Several loaders of
+one training are replayed together, before the first of them gives a batch.
 """
 
 import warnings
@@ -19,20 +20,25 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 from typing_extensions import Self, override
 
 from boltmesh.errors import CheckpointError
 from boltmesh.strategies.checkpoint.optimizer_state import refuse_own_form
 from boltmesh.strategies.lightning_compat.loops import (
     batches_to_skip,
+    call_before_fetch,
+    ended_loaders,
     is_epoch_over,
+    own_generators,
     prefetched_batches,
     restart_fetching,
+    set_sampler_epochs,
     training_loaders,
 )
 from boltmesh.strategies.mesh import MeshLayout
@@ -56,6 +62,16 @@ class LoaderState:
     """Before the batch was loaded that is fetched and not yet used, where there is one."""
     sampler_seed: int | None = None
     """By which a distributed sampler shuffles each epoch."""
+    generators: list[Tensor] | None = None
+    """States of the generators of the loader and its samplers, of the moment of ``epoch_start``;
+    the present ones where a new epoch begins."""
+    has_ended: bool = False
+    """Whether an earlier pass of this epoch has ended, as of a loader beside a longer one."""
+
+    @property
+    def is_new_epoch(self) -> bool:
+        """Whether the next pass begins an epoch, at the moment of the checkpoint."""
+        return self.epoch_start is None and self.position == 0
 
     def to_dict(self) -> dict[str, Any]:
         """As plain containers."""
@@ -80,9 +96,12 @@ class ResumePoint:
         self.device = device
         self.is_resuming = False
         """From the start of a resumed fit until its first batch is about to be used."""
+        self.fetches_ahead = False
+        """Whether a training loader has no length, so that batches are fetched before their use."""
         self._now: RandomState | None = None
         self._is_applied = False
         self._aside: RandomState | None = None
+        self._waiting: list[_Epoch] = []
 
     def current(self) -> RandomState:
         """The state of training, also while validation runs."""
@@ -104,6 +123,35 @@ class ResumePoint:
         self.is_resuming = True
         self._now = state
         self._is_applied = False
+        self._waiting = []
+
+    def add_pass(self, epoch: "_Epoch", *, instead_of: "_Epoch | None") -> None:
+        """Let a pass over a loader wait until the first batch of any is asked for."""
+        self._waiting = [each for each in self._waiting if each is not instead_of]
+        self._waiting.append(epoch)
+
+    def resume_passes(self) -> None:
+        """Put the passes that wait where they were, and then the state.
+
+        All at once, in the order in which the loop began them: what a loader draws for its next
+        batch comes after what the others drew when they were begun.
+        """
+        waiting, self._waiting = self._waiting, []
+        starts = [each.start for each in waiting if each.start is not None]
+        if all(each.is_new_epoch for each in starts):
+            self.apply()
+            for epoch in waiting:
+                epoch.resume()
+            return
+        outside = capture_random_state(self.device)
+        for epoch in waiting:
+            epoch.resume()
+        restore_random_state(outside, self.device)
+        fetched = [each.before_prefetch for each in starts if each.before_prefetch is not None]
+        if fetched:
+            restore_random_state(fetched[0], self.device)
+        else:
+            self.apply()
 
     def apply(self) -> None:
         """Put the state back now, again if need be: Lightning may ask for an iterator twice."""
@@ -133,6 +181,8 @@ class _LoaderPosition:
     is_for_training: bool
     start: LoaderState | None = None
     """Where the next pass begins, when a run was resumed."""
+    is_resumed: bool = False
+    """Whether a pass of it begins or has begun where a state says."""
     epoch: "_Epoch | None" = None
     """The pass that was begun last."""
 
@@ -158,9 +208,15 @@ def _iterate(loader: Any) -> Iterator[Any]:
         place.point.set_aside()
         return make()
     start, place.start = place.start, None
-    if start is None and place.epoch is not None and place.point.is_resuming:
-        start = place.epoch.start  # Lightning asked twice before it used a batch
+    last = place.epoch
+    if last is not None and last.goes_on:
+        last.go_on()
+        return last
+    if start is None and last is not None and place.point.is_resuming:
+        start = last.start  # Lightning asked twice before it used a batch
     place.epoch = _Epoch(loader, make, place.point, start)
+    if start is not None:
+        place.point.add_pass(place.epoch, instead_of=last)
     return place.epoch
 
 
@@ -177,11 +233,17 @@ class _Epoch(Iterator[Any]):
         self.position = 0
         self.epoch_start: RandomState | None = None
         self.before_last: RandomState | None = None
+        self.generators = own_generators(loader)
+        self.generators_at_start: list[Tensor] = []
         self._make = make_iterator
         self._point = point
         self.start = start
+        self.goes_on = False
+        """Whether it ended so that the loop knows of an earlier end, and goes on when asked again."""
+        self._has_given = self._has_gone_on = False
+        self._ends_first = start is not None and start.has_ended
         # Only these batches are made in this process and fetched ahead of their use.
-        self._keeps_last = isinstance(loader.dataset, IterableDataset) and loader.num_workers == 0
+        self._keeps_last = point.fetches_ahead and loader.num_workers == 0
         self.inner: Iterator[Any] | None = None
         if start is None:
             self._begin()
@@ -191,42 +253,53 @@ class _Epoch(Iterator[Any]):
         # A restarting fit loop may have iterated over a validation loader that it does not run.
         self._point.take_back()
         if self.inner is None:
-            self._resume()
-        else:
+            self._point.resume_passes()
+        elif self._has_given:  # else loaders before it give their part of the same first batch
             self._point.apply_once()
         assert self.inner is not None
+        if self._ends_first:
+            self._ends_first, self.goes_on = False, True
+            raise StopIteration
         if self._keeps_last:
             self.before_last = capture_random_state(self._point.device)
-        batch = next(self.inner)
+        try:
+            batch = next(self.inner)
+        except StopIteration:
+            self.start = None  # the next pass is another one, which may be of the same epoch
+            if self._has_given or not self._has_gone_on:
+                raise
+            self._begin()  # the loop has seen the end of a pass already, and this one was over too
+            self.position = 0
+            batch = next(self.inner)
         self.position += 1
+        self._has_given = True
         return batch
+
+    def go_on(self) -> None:
+        """Give the batches of the pass that has only seemed to end."""
+        self.goes_on, self._has_gone_on = False, True
+        if self.start is not None and self.start.before_prefetch is not None:
+            restore_random_state(self.start.before_prefetch, self._point.device)
 
     def _begin(self) -> None:
         self.epoch_start = capture_random_state(self._point.device)
+        self.generators_at_start = [each.get_state() for each in self.generators]
         self.inner = self._make()
 
-    def _resume(self) -> None:
+    def resume(self) -> None:
         """Make the iterator only now: Lightning tells the sampler its epoch after ``iter()``."""
         start = self.start
         assert start is not None
-        if start.epoch_start is None and start.position == 0:
-            self._point.apply()
-            self._begin()
-            return
-        outside = capture_random_state(self._point.device)
         if start.epoch_start is not None:
             restore_random_state(start.epoch_start, self._point.device)
+        for generator, state in zip(self.generators, start.generators or (), strict=False):
+            generator.set_state(state)
         self._begin()
         assert self.inner is not None
         if not skip_indices(self.inner, start.position):
             for _ in range(start.position):
                 next(self.inner)
         self.position = start.position
-        restore_random_state(outside, self._point.device)
-        if start.before_prefetch is not None:
-            restore_random_state(start.before_prefetch, self._point.device)
-        else:
-            self._point.apply()
 
 
 def make_resumable(loader: object, point: ResumePoint, *, is_for_training: bool) -> bool:
@@ -248,6 +321,7 @@ def make_resumable(loader: object, point: ResumePoint, *, is_for_training: bool)
         names = {"__iter__": _iterate, "plain_iter": kind.__iter__}
         loader.__class__ = type(kind.__name__, (kind, _ResumableLoader), names)
     loader.place = _LoaderPosition(point, is_for_training)
+    point.fetches_ahead |= is_for_training and sized_len(loader) is None
     return True
 
 
@@ -256,27 +330,26 @@ def is_resumable(loader: object) -> bool:
     return isinstance(loader, _ResumableLoader)
 
 
-def loader_state(loader: Any, *, prefetched: int, is_epoch_over: bool) -> LoaderState:
+def loader_state(
+    loader: Any, *, prefetched: int, is_epoch_over: bool, has_ended: bool
+) -> LoaderState:
     """Where this rank stands in a resumable loader."""
     epoch: _Epoch | None = loader.place.epoch
     seed = getattr(loader.sampler, "seed", None)
     if epoch is None or is_epoch_over:
-        return LoaderState(position=0, epoch_start=None, sampler_seed=seed)
+        now = [each.get_state() for each in own_generators(loader)]
+        return LoaderState(position=0, epoch_start=None, sampler_seed=seed, generators=now)
     before = epoch.before_last if prefetched else None
-    return LoaderState(epoch.position - prefetched, epoch.epoch_start, before, seed)
+    position, then = epoch.position - prefetched, epoch.generators_at_start
+    return LoaderState(position, epoch.epoch_start, before, seed, then, has_ended)
 
 
 def resume_loader(loader: Any, state: LoaderState) -> None:
     """Let the next pass over the loader begin where ``state`` says."""
     loader.place.start = state
+    loader.place.is_resumed = True
     if state.sampler_seed is not None and hasattr(loader.sampler, "seed"):
         loader.sampler.seed = state.sampler_seed
-
-
-def is_resumed(loader: Any) -> bool:
-    """Whether the pass that was begun last, or else the next one, begins where a state says."""
-    place: _LoaderPosition = loader.place
-    return place.start is not None or (place.epoch is not None and place.epoch.start is not None)
 
 
 KEY = "boltmesh"
@@ -334,8 +407,10 @@ class ResumeManager:
         mine = {
             "random": self.point.current(),
             "loaders": [
-                loader_state(each, prefetched=prefetched, is_epoch_over=is_over).to_dict()
-                for each in loaders
+                loader_state(
+                    each, prefetched=prefetched, is_epoch_over=is_over, has_ended=has_ended
+                ).to_dict()
+                for each, has_ended in zip(loaders, ended_loaders(trainer), strict=True)
                 if is_resumable(each)
             ],
         }
@@ -399,7 +474,9 @@ class ResumeManager:
         if mine is None and written is not None and not entry["is_mid_epoch"]:
             # A new epoch is shuffled alike on all ranks, whatever seed this process has.
             self._states = [
-                LoaderState(0, None, sampler_seed=each["sampler_seed"])
+                LoaderState(
+                    0, None, sampler_seed=each["sampler_seed"], generators=each.get("generators")
+                )
                 for each in written["loaders"]
             ]
         self.point.begin(mine["random"] if mine else None)
@@ -422,15 +499,20 @@ class ResumeManager:
         if not self._is_loaded:
             return
         loaders = [each for each in training_loaders(trainer) if is_resumable(each)]
-        early = [each for each in loaders if not is_resumed(each)]
+        early = [each for each in loaders if not each.place.is_resumed]
         if early and self._states:
             # They were iterated over before the checkpoint was loaded, as a module causes that
             # asks for ``estimated_stepping_batches``.
             for loader in early:
                 resume_loader(loader, self._next_state(trainer))
+        are_all_ours = len(loaders) == len(training_loaders(trainer))
+        if (early and self._states) or (are_all_ours and prefetched_batches(trainer)):
+            set_sampler_epochs(trainer)  # what is fetched ahead is shuffled by it
             restart_fetching(trainer)
+        if not are_all_ours and not prefetched_batches(trainer):
+            call_before_fetch(trainer, self.point.resume_passes)
         self._is_loaded, self._states = False, None
-        if len(loaders) == len(training_loaders(trainer)):
+        if are_all_ours:
             # Lightning knows of loaders with a ``state_dict`` alone.
             warnings.filterwarnings(
                 "ignore", message="You're resuming from a checkpoint that ended before the epoch"

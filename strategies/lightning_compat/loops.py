@@ -7,7 +7,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.data import sized_len
+from lightning.fabric.utilities.data import _set_sampler_epoch, sized_len
+from lightning.fabric.utilities.distributed import _DatasetSamplerWrapper
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import Logger
@@ -21,7 +22,7 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.data import _update_dataloader
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Sampler
 
 
 def training_loaders(trainer: Trainer) -> list[Any]:
@@ -33,6 +34,63 @@ def training_loaders(trainer: Trainer) -> list[Any]:
 def prefetched_batches(trainer: Trainer) -> int:
     """How many batches the fit loop has fetched and not yet used (loaders without a length)."""
     return len(getattr(trainer.fit_loop._data_fetcher, "batches", ()))
+
+
+def ended_loaders(trainer: Trainer) -> list[bool]:
+    """Whether each training loader has ended in this epoch and was begun again, or gives no more.
+
+    Shorter loaders do so beside longer ones; the epoch is over when all have ended.
+    """
+    iterator = getattr(trainer.fit_loop._combined_loader, "_iterator", None)
+    ended = list(getattr(iterator, "_consumed", ()))
+    return ended or [False] * len(training_loaders(trainer))
+
+
+class _Announced:
+    """An iterator over batches that calls before its first one."""
+
+    def __init__(self, batches: Iterator[Any], call: Callable[[], None]) -> None:
+        self._batches = batches
+        self._call: Callable[[], None] | None = call
+
+    def __iter__(self) -> "_Announced":
+        return self
+
+    def __next__(self) -> Any:
+        if self._call is not None:
+            self._call()
+            self._call = None
+        return next(self._batches)
+
+
+def call_before_fetch(trainer: Trainer, call: Callable[[], None]) -> None:
+    """Call once before the fit loop fetches its next batch."""
+    fetcher = trainer.fit_loop._data_fetcher
+    if fetcher is not None and fetcher.iterator is not None:
+        fetcher.iterator = _Announced(fetcher.iterator, call)
+
+
+def set_sampler_epochs(trainer: Trainer) -> None:
+    """Tell the samplers of training loaders which epoch this is, as the fit loop is about to."""
+    progress: Any = trainer.fit_loop.epoch_progress.current
+    for loader in training_loaders(trainer):
+        _set_sampler_epoch(loader, progress.processed)
+
+
+_SAMPLERS = (Sampler, _DatasetSamplerWrapper)
+
+
+def own_generators(loader: Any) -> list[torch.Generator]:
+    """Return the generators of a loader and its samplers, which no state of the process has."""
+    generators: list[torch.Generator] = []
+    holders = [loader]
+    for holder in holders:
+        for value in getattr(holder, "__dict__", {}).values():
+            if isinstance(value, torch.Generator) and all(value is not each for each in generators):
+                generators.append(value)
+            elif isinstance(value, _SAMPLERS) and all(value is not each for each in holders):
+                holders.append(value)
+    return generators
 
 
 def is_epoch_over(trainer: Trainer) -> bool:

@@ -42,9 +42,51 @@ class Stream(IterableDataset[Any]):
         return (Augmented(37)[index] for index in range(37))
 
 
-def loader(kind: str) -> DataLoader[Any]:
+class Mixed(Regression):
+    """Takes a batch of each of several loaders."""
+
+    def loss(self, batch: Any, *, uses_side: bool = True) -> Tensor:
+        if not isinstance(batch, dict):
+            return super().loss(batch, uses_side=uses_side)
+        losses = [super(Mixed, self).loss(each) for each in batch.values()]
+        return torch.stack(losses).mean()
+
+
+class Own:
+    """A loader that keeps its place itself."""
+
+    def __init__(self) -> None:
+        self.place = 0
+
+    def __len__(self) -> int:
+        return 11
+
+    def __iter__(self) -> Any:
+        while self.place < len(self):
+            self.place += 1
+            rows = [Augmented(43)[(self.place * 4 + at) % 43] for at in range(4)]
+            yield torch.utils.data.default_collate(rows)
+        self.place = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place % len(self)}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place = state["place"]
+
+
+def loader(kind: str) -> Any:
     if kind == "stream":
         return DataLoader(Stream(), batch_size=4)
+    if kind in {"several", "several streams"}:
+        # The shorter one ends at a step that is saved, and begins again.
+        short = DataLoader(Augmented(16), batch_size=4, shuffle=True)
+        return {"long": loader("stream" if "streams" in kind else "plain"), "short": short}
+    if kind == "generator":
+        own = torch.Generator().manual_seed(3)
+        return DataLoader(Augmented(43), batch_size=4, shuffle=True, generator=own)
+    if kind == "own":
+        return Own()
     workers = 1 if kind == "workers" else 0
     return DataLoader(Augmented(43), batch_size=4, shuffle=True, num_workers=workers)
 
@@ -59,7 +101,7 @@ def fit(
     **arguments: Any,
 ) -> dict[str, Tensor]:
     seed_everything(11)
-    module = Regression(dropout=0.3)
+    module = Mixed(dropout=0.3)
     callbacks = []
     if folder is not None:
         saver = ModelCheckpoint(folder, "{step}", every_n_train_steps=2, save_top_k=-1)
@@ -110,6 +152,14 @@ def test_every_checkpoint_continues_to_the_bit(
     for saved, apart in results:
         assert saved >= 4
         assert apart == {}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("kind", ["several", "several streams", "generator", "own"])
+def test_loaders_of_every_kind_continue_to_the_bit(tmp_path: Path, kind: str) -> None:
+    ((saved, apart),) = run_ranks(stop_and_resume, 1, tmp_path, kind, 2)
+    assert saved >= 4
+    assert apart == {}
 
 
 def save_in_two(rank: int, world_size: int, folder: Path) -> None:
