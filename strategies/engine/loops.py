@@ -244,7 +244,7 @@ class LoopStrategy(RankMeshStrategy):
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self.resume is not None:
-            self.resume.point.settle()
+            self.resume.settle(self.trainer)
         if self.replica_check is not None:
             self.replica_check.after_step(self.trainer.global_step)
         if self.memory_checkpoints is not None:

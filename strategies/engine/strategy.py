@@ -223,7 +223,7 @@ class MeshStrategy(LoopStrategy):
         if is_sharded:
             forbid_inference_mode(trainer)
         if self.is_fitting:
-            average_monitored(trainer, self.reduce)
+            average_monitored(trainer, self.reduce, getattr(self.resume, "monitored", None))
             telemetry_module.record_expectations(self)
             if self.seed is not None:
                 seed_random_state(self.seed + self.coordinates["data"])

@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -143,7 +143,9 @@ def log_step(trainer: Trainer, logger: Logger) -> None:
         trainer.loggers = loggers
 
 
-def average_monitored(trainer: Trainer, average: Callable[[Any], Any]) -> None:
+def average_monitored(
+    trainer: Trainer, average: Callable[[Any], Any], kept: Mapping[str, float] | None
+) -> None:
     """Let ``ReduceLROnPlateau`` see the mean over ranks of the metric that it monitors.
 
     A metric that was logged without ``sync_dist`` is another one on each rank, and so would be the
@@ -152,15 +154,52 @@ def average_monitored(trainer: Trainer, average: Callable[[Any], Any]) -> None:
     Args:
         trainer: The Trainer of a run that fits.
         average: Averages a tensor over ranks, in place. Collective.
+        kept: The last values of metrics in the run that is resumed, for this rank.
     """
     loop = trainer.fit_loop.epoch_loop
     own = partial(type(loop)._get_monitor_value, loop)
-    setattr(loop, "_get_monitor_value", partial(_averaged, own, average))  # noqa: B010
+    setattr(loop, "_get_monitor_value", partial(_averaged, own, average, kept))  # noqa: B010
 
 
-def _averaged(own: Callable[[str], Any], average: Callable[[Any], Any], key: str) -> Any:
+def _averaged(
+    own: Callable[[str], Any],
+    average: Callable[[Any], Any],
+    kept: Mapping[str, float] | None,
+    key: str,
+) -> Any:
     value = own(key)
+    if value is None and kept and key in kept:
+        value = torch.tensor(kept[key])
     return average(value.detach().clone()) if isinstance(value, torch.Tensor) else value
+
+
+def monitored_values(trainer: Trainer) -> dict[str, float]:
+    """Return what this rank has logged last of the metrics that ``ReduceLROnPlateau`` monitors."""
+    keys = {config.monitor for config in trainer.lr_scheduler_configs if config.reduce_on_plateau}
+    metrics = trainer.callback_metrics
+    return {key: float(metrics[key]) for key in keys if key in metrics}
+
+
+def begin_restart(trainer: Trainer) -> None:
+    """Let a run that resumes behind the last batch of a stream count batches from 0.
+
+    Lightning finds the end of an epoch by its length, which a stream does not have.
+    """
+    loop = trainer.fit_loop
+    progress = loop.epoch_loop.batch_progress
+    if math.isinf(loop.max_batches) and progress.is_last_batch:
+        loop.max_batches = progress.current.ready
+
+
+def end_restart(trainer: Trainer) -> None:
+    """Let the epoch in which a run resumes end like any other.
+
+    Lightning steps no ``ReduceLROnPlateau`` at its end, because it may lack the metric.
+    """
+    loop = trainer.fit_loop
+    loop._restarting = False
+    if loop._combined_loader is not None and sized_len(loop._combined_loader) is None:
+        loop.max_batches = math.inf
 
 
 def _evaluating_loop(trainer: Trainer) -> Any:

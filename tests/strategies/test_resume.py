@@ -98,10 +98,11 @@ def fit(
     resume: Path | None = None,
     *,
     epochs: int = 3,
+    kind_of_module: type[Mixed] = Mixed,
     **arguments: Any,
 ) -> dict[str, Tensor]:
     seed_everything(11)
-    module = Mixed(dropout=0.3)
+    module = kind_of_module(dropout=0.3)
     callbacks = []
     if folder is not None:
         saver = ModelCheckpoint(folder, "{step}", every_n_train_steps=2, save_top_k=-1)
@@ -155,11 +156,50 @@ def test_every_checkpoint_continues_to_the_bit(
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("kind", ["several", "several streams", "generator", "own"])
-def test_loaders_of_every_kind_continue_to_the_bit(tmp_path: Path, kind: str) -> None:
-    ((saved, apart),) = run_ranks(stop_and_resume, 1, tmp_path, kind, 2)
+@pytest.mark.parametrize(
+    ("kind", "accumulate"),
+    [("several", 2), ("several streams", 2), ("several streams", 3), ("generator", 2), ("own", 2)],
+)
+def test_loaders_of_every_kind_continue_to_the_bit(
+    tmp_path: Path, kind: str, accumulate: int
+) -> None:
+    ((saved, apart),) = run_ranks(stop_and_resume, 1, tmp_path, kind, accumulate)
     assert saved >= 4
     assert apart == {}
+
+
+class Plateau(Mixed):
+    """Halves its learning rate after each epoch but the first."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(
+            optimizer, factor=0.5, patience=0, threshold=0.99
+        )
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"},
+        }
+
+
+def stop_behind_a_validation(rank: int, world_size: int, folder: Path) -> Any:
+    """Validation is after batches 4 and 8 of 11; saved are batches 2, 4, ..., but for the last."""
+    arguments: dict[str, Any] = {"val_check_interval": 4, "kind_of_module": Plateau, "epochs": 3}
+    whole = fit(world_size, "plain", folder, **arguments)
+    rates = {}
+    for path in folder.glob("*.ckpt"):
+        if int(path.stem.split("=")[1]) % 11 == 0:
+            continue  # Lightning goes on behind the end of that epoch
+        again = fit(world_size, "plain", None, path, **arguments)
+        rates[path.name] = [name for name in whole if not torch.equal(whole[name], again[name])]
+    return rates
+
+
+@pytest.mark.ranks
+def test_a_plateau_is_seen_at_the_end_of_the_epoch_that_was_resumed(tmp_path: Path) -> None:
+    (apart,) = run_ranks(stop_behind_a_validation, 1, tmp_path)
+    assert len(apart) > 6
+    assert not any(apart.values()), apart
 
 
 def save_in_two(rank: int, world_size: int, folder: Path) -> None:
