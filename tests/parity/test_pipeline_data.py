@@ -306,7 +306,7 @@ class Changes(Layers):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val_loss", self.loss(batch))
 
-    on_train_batch_start = LightningModule.on_train_batch_start
+    on_train_batch_start = LightningModule.on_train_batch_start  # type: ignore[assignment]
 
 
 def named(samples: list[Any]) -> dict[str, Tensor]:

@@ -130,7 +130,8 @@ class Annealed(Stack):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         trainer = self.trainer
-        share = (batch_idx + 1) / (trainer.num_training_batches + len(trainer.train_dataloader))
+        loader: Any = trainer.train_dataloader
+        share = (batch_idx + 1) / (trainer.num_training_batches + len(loader))
         share += self.global_step / trainer.estimated_stepping_batches
         return self.loss(batch) + share * self(batch[0]).square().mean()
 

@@ -233,8 +233,8 @@ def test_halves_of_a_backward_pass_compute_each_product_once() -> None:
     assert run_ranks(_halves, 2) == [(one, one, True)] * 2
 
 
-def _written_products(rank: int, size: int) -> list[tuple[Tensor, ...]]:
-    found = []
+def _written_products(rank: int, size: int) -> list[tuple[Tensor | None, ...]]:
+    found: list[tuple[Tensor | None, ...]] = []
     for is_beside in (False, True):
         layer = nn.Linear(6, 5, dtype=torch.float64)
         nn.init.constant_(layer.weight, 0.1 * (rank + 1))
@@ -259,7 +259,7 @@ def _gather_by_two_groups(rank: int, size: int) -> Tensor:
     for _ in range(2):  # of a proof, and of the run
         group = dist.new_group(range(size))
         mesh = collectives.TensorGroup(group, torch.device("cpu")).mesh
-        doubled = 2 * DTensor.from_local(_input(rank), mesh, [Shard(0)])
+        doubled: Any = 2 * DTensor.from_local(_input(rank), mesh, [Shard(0)])
         whole = doubled.redistribute(placements=[Replicate()]).to_local()
         dist.destroy_process_group(group)
     return whole
