@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import yaml  # type: ignore[import-untyped]
 from omegaconf import OmegaConf
 
+from boltmesh.axes import divisors
 from boltmesh.configs.advice import name_choices, nearest
 from boltmesh.configs.load import RECIPE_FOLDER, find, load
 from boltmesh.errors import ConfigError
@@ -230,9 +231,10 @@ def _job_of(
         is_on_host=trainer.accelerator == "cpu",
     )
     if job.num_ranks % job.num_shards:
+        nearest_fit = min(divisors(job.num_ranks), key=lambda each: abs(each - job.num_shards))
         raise ConfigError(
             f"{source}: strategy.shard_size={job.num_shards} does not divide {job.num_ranks} "
-            f"ranks. Set strategy.shard_size={_divisor(job.num_ranks, job.num_shards)}."
+            f"ranks. Set strategy.shard_size={nearest_fit}."
         )
     return job
 
@@ -342,11 +344,6 @@ def ranks_per_node(config: "DictConfig", devices: int | None, source: str) -> in
         f"{source}: trainer.devices={asked} depends on the machine that the plan is for. "
         f"Add --devices 8, or as many as one node of it has."
     )
-
-
-def _divisor(number: int, near: int) -> int:
-    return min((each for each in range(1, number + 1) if number % each == 0),
-               key=lambda each: abs(each - near))  # fmt: skip
 
 
 def _read_machine(path: Path | None) -> Machine:

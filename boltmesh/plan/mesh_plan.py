@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from boltmesh.axes import divisors
 from boltmesh.errors import BoltMeshError, LayoutError
 from boltmesh.plan.stage_plan import StagePlanSummary, bubble_text, plan_of, stage_table
 from boltmesh.plan.strategy_options import (
@@ -298,7 +299,7 @@ def _expert_size(asked: int | str | None, layout: MeshLayout, ranks_per_host: in
     if stage % size:
         raise LayoutError(
             f"expert={size} does not divide the {stage} ranks of a stage, data x context x tensor. "
-            f"Use {' or '.join(str(n) for n in range(1, stage + 1) if stage % n == 0)}."
+            f"Use {' or '.join(map(str, divisors(stage)))}."
         )
     return size
 

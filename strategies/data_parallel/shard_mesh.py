@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from boltmesh.axes import divisors
 from boltmesh.errors import LayoutError
 from boltmesh.telemetry.writer.null_recorder import NullRecorder
 from boltmesh.telemetry.writer.recorder import Recorder
@@ -85,10 +86,9 @@ def choose_shard_size(ranks: list[int], asked: int | str | None, ranks_per_node:
         return count
     if asked != "node":
         if count % int(asked):
-            fitting = [size for size in range(1, count + 1) if count % size == 0]
             raise LayoutError(
                 f"shard_size={asked} cuts the {count} ranks of the data axis into groups of "
-                f"unequal size. Use {' or '.join(map(str, fitting))}."
+                f"unequal size. Use {' or '.join(map(str, divisors(count)))}."
             )
         return int(asked)
     nodes: dict[int, int] = {}

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from typing_extensions import override
 
+from boltmesh.axes import divisors
 from boltmesh.errors import ConfigError, LayoutError, first_of
 from boltmesh.strategies.deferred_initialization.materialize import (
     made_for_now,
@@ -124,7 +125,7 @@ class ExpertAxis(Axis):
         sizes = {name: layout.size(name) for name in self._folded}
         num_ranks = math.prod(sizes.values())
         if num_ranks % size:
-            fitting = [each for each in range(1, num_ranks + 1) if num_ranks % each == 0]
+            fitting = divisors(num_ranks)
             several = {n: s for n, s in sizes.items() if s > 1 or n == "data"}
             named = " x ".join(f"{name}={each}" for name, each in several.items())
             of_axes = f" ({named})" * (len(several) > 1)
@@ -296,11 +297,8 @@ class ExpertAxis(Axis):
             )
         for each in experts:
             if each.num_experts % self.size:
-                fitting = [
-                    n
-                    for n in range(2, each.num_experts + 1)
-                    if each.num_experts % n == 0 and len(self._stages()[0]) % n == 0
-                ]
+                num_ranks = len(self._stages()[0])
+                fitting = [n for n in divisors(each.num_experts)[1:] if num_ranks % n == 0]
                 instead = f"Use {' or '.join(map(str, fitting))}" if fitting else "Leave it out"
                 raise ConfigError(
                     f"expert={self.size} does not divide the {each.num_experts} experts of "

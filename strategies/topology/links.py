@@ -10,6 +10,7 @@ and the alternative. Sizes that no order of ranks can place inside a host are re
 links.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -279,7 +280,7 @@ def _on_hosts(topology: Topology, kind: str, groups: Groups) -> str | None:
         )
     if kind != "tensor":
         return None  # the data axis has to cross hosts somewhere
-    size = _largest_within([len(ranks) for ranks in by_host], len(first))
+    size = math.gcd(len(first), *map(len, by_host))
     if size == 1:
         return f"{said} Start a multiple of {len(first)} ranks on each host."
     return f"{said} Use tensor={size}, whose groups stay within a host."
@@ -335,15 +336,6 @@ def _order(topology: Topology, ranks: Sequence[int]) -> str:
         gpus = ", ".join(str(topology.places[rank].device) for rank in ranks)
         return f"give its ranks the GPUs {gpus}"
     return f"devices={indices}"
-
-
-def _largest_within(num_ranks: Sequence[int], size: int) -> int:
-    """Return the largest divisor of ``size`` that divides the number of ranks of each host."""
-    return next(
-        each
-        for each in range(size, 0, -1)
-        if not size % each and not any(n % each for n in num_ranks)
-    )
 
 
 def _group(kind: str, ranks: Sequence[int]) -> str:
