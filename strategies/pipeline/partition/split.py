@@ -8,6 +8,7 @@ programming over the places where a stage may end.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from boltmesh.errors import ConfigError
 
@@ -50,10 +51,11 @@ def balanced_split(
             "bolt_ddp or one process."
         )
     refuse_too_few([each.name for each in units], num_stages)
-    seconds = _prefix_sums([each.seconds for each in units])
+    seconds = [*accumulate((each.seconds for each in units), initial=0.0)]
     live = [0] * num_stages if live is None else live
     memory = [
-        _prefix_sums([each.num_bytes + count * each.kept_bytes for each in units]) for count in live
+        [*accumulate((each.num_bytes + count * each.kept_bytes for each in units), initial=0.0)]
+        for count in live
     ]
     ends = _best_ends(seconds, memory, max_bytes)
     if ends is None:
@@ -134,13 +136,6 @@ def named_split(names: Sequence[str], units: Sequence[str]) -> list[list[str]]:
         )
     starts = [0, *ends]
     return [list(units[start:end]) for start, end in zip(starts, [*ends, len(units)], strict=True)]
-
-
-def _prefix_sums(values: Sequence[float]) -> list[float]:
-    sums = [0.0]
-    for value in values:
-        sums.append(sums[-1] + value)
-    return sums
 
 
 def refuse_too_few(units: Sequence[str], num_stages: int) -> None:
