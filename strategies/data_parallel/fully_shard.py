@@ -35,6 +35,7 @@ from boltmesh.strategies.data_parallel.param_state import (
     ParamRemap,
     PlainInStep,
     ScalarParams,
+    has_no_rows,
     scalars_of,
 )
 from boltmesh.strategies.data_parallel.shard_mesh import ShardMesh
@@ -112,7 +113,7 @@ class OwnParameters(Module):
     def __init__(self, owner: Module) -> None:
         super().__init__()
         for name, parameter in owner.named_parameters(recurse=False):
-            if parameter.dim() and not isinstance(parameter, DTensor):
+            if not (has_no_rows(parameter) or isinstance(parameter, DTensor)):
                 self.register_parameter(name, parameter)
 
 

@@ -63,8 +63,13 @@ if TYPE_CHECKING:
 
 
 def scalars_of(module: Module) -> set[Parameter]:
-    """Return the parameters below a module that have no rows."""
-    return {param for param in module.parameters() if param.dim() == 0}
+    """Return the parameters below a module that cannot be sharded."""
+    return {param for param in module.parameters() if has_no_rows(param)}
+
+
+def has_no_rows(parameter: Tensor) -> bool:
+    """Whether there is nothing to shard: a number, or a tensor without elements."""
+    return parameter.dim() == 0 or not parameter.numel()
 
 
 class PlainInStep(ABC):

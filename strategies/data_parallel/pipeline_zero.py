@@ -53,6 +53,7 @@ from boltmesh.strategies.data_parallel.param_state import (
     ParamRemap,
     PlainInStep,
     ScalarParams,
+    has_no_rows,
     local_values,
 )
 from boltmesh.strategies.data_parallel.pipeline_ddp import agree_on_gradients, share_state
@@ -164,7 +165,7 @@ def shard_late(module: LightningModule, options: ZeroOptions, context: AxisConte
     mesh = build_mesh(options, context)
     absent = frozenset(each for each in module.parameters() if each not in held)
     # What the holders outside of one are not to shard.
-    taken: set[Parameter] = {*absent, *(each for each in held if each.dim() == 0)}
+    taken: set[Parameter] = {*absent, *(each for each in held if has_no_rows(each))}
     owned: list[LateOwnedParams] = []
     if context.owned is not None:
         owned.append(LateOwnedParams(context.owned, context.device, context.group.size()))

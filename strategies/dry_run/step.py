@@ -324,7 +324,8 @@ def difference(
     if whole.gradients.keys() != planned.gradients.keys():
         name = min(whole.gradients.keys() ^ planned.gradients.keys())
         return f"gives {'no' if name in whole.gradients else 'a'} gradient of {name}"
-    largest = max((float(each.abs().max()) for each in whole.gradients.values()), default=0.0)
+    sizes = (float(each.abs().max()) for each in whole.gradients.values() if each.numel())
+    largest = max(sizes, default=0.0)
     for name, one in whole.gradients.items():
         expected = divided[name].cut(one) if name in divided else one
         apart = _apart(expected, planned.gradients[name], _SMALL * largest)

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, seed_everything
+from torch import Tensor, nn
 
 from tests.support.ranks import run_ranks
 from tests.support.shard_runs import trainer, whole_parameters
@@ -85,3 +86,34 @@ def test_a_run_with_a_scalar_goes_on_from_a_checkpoint(tmp_path: Any) -> None:
 def test_a_scalar_is_saved_in_the_middle_of_a_window_and_loaded(tmp_path: Any) -> None:
     for saved, loaded in run_ranks(fit_scalars, 2, tmp_path):
         assert saved == loaded != 1.5
+
+
+class Registers(Stack):
+    """Has room for tokens in front of each text, of which there are none."""
+
+    def __init__(self) -> None:
+        super().__init__(optimizer="sgd")
+        self.tokens = nn.Parameter(torch.zeros(0, 7))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        x = torch.cat([self.tokens.expand(len(x), 0, 7), x], dim=1)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def fit_registers(rank: int, world_size: int, stage: int) -> dict[str, Tensor]:
+    seed_everything(1)
+    module = Registers()
+    run = trainer(world_size, stage, max_epochs=1, accumulate_grad_batches=2 // world_size)
+    run.fit(module, token_data(16, 4))
+    return whole_parameters(module)
+
+
+@pytest.mark.sample("3")
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_parameter_without_elements_is_no_obstacle(stage: int) -> None:
+    (wanted,) = run_ranks(fit_registers, 1, stage)
+    for found in run_ranks(fit_registers, 2, stage):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)

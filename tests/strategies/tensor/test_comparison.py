@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from boltmesh.strategies.dry_run import step
-from boltmesh.strategies.dry_run.step import _apart
+from boltmesh.strategies.dry_run.step import DryRunOutcome, _apart, difference
 
 
 @pytest.mark.parametrize("part", [1, 7, 2**24])
@@ -22,3 +22,8 @@ def test_the_largest_difference_is_found_in_any_part(
     one[0, 0] = other[0, 0] = math.nan
     other[1, 1] = math.inf
     assert math.isnan(_apart(one, other, 0.0)) or _apart(one, other, 0.0) == math.inf
+
+
+def test_a_gradient_without_elements_is_compared() -> None:
+    outcome = DryRunOutcome(gradients={"tokens": torch.zeros(0, 7), "weight": torch.ones(2)})
+    assert difference(outcome, outcome, {}) is None
