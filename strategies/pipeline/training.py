@@ -47,7 +47,7 @@ class GradHandoff:
     """The gradients that one schedule made, until the backward pass asks for them."""
 
     def __init__(self, parameters: Iterable[Parameter]) -> None:
-        self._parameters = [each for each in parameters if each.requires_grad]
+        self._parameters = list(parameters)  # the step may unfreeze some
         self._made: list[Tensor | None] = []
 
     @contextmanager

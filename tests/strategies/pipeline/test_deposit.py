@@ -26,6 +26,19 @@ def test_gradients_come_with_the_backward_pass_and_are_scaled() -> None:
     assert frozen.grad is None
 
 
+def test_parameters_that_a_step_unfreezes_have_their_gradients() -> None:
+    layer = nn.Linear(3, 1).requires_grad_(False)
+    inputs = torch.randn(4, 3)
+    deposit = GradHandoff(layer.parameters())
+    with deposit.taking():
+        layer.requires_grad_(True)  # as the prototypes of SwaV do in their forward pass
+        loss = layer(inputs).mean() * 2
+        loss.backward()
+    layer.zero_grad()
+    deposit.sign(loss, 2.0).backward()
+    torch.testing.assert_close(layer.weight.grad, inputs.mean(0, keepdim=True))
+
+
 def test_gradients_are_added_to_those_of_earlier_batches() -> None:
     layer = nn.Linear(3, 1)
     earlier = [torch.randn_like(each) for each in layer.parameters()]
