@@ -231,6 +231,7 @@ def probe(
     def is_of_guess(error: Exception) -> bool:  # as in ``if loss.isnan(): raise``
         return not isinstance(error, BoltMeshError) and bool(tried[-1].trace.readings)
 
+    cut: StepTrace | None = None
     try:
         for answer in (False, True):
             try:
@@ -241,15 +242,16 @@ def probe(
             except Exception as error:
                 if answer or not is_of_guess(error):
                     raise
+                cut = tried[-1].trace
         learned = tried[-1].learned
-        if trace.readings:
+        if cut is not None:
+            _merge(trace, cut, is_cut=True)
+        elif trace.readings:
             try:
-                _merge(trace, run_kinds(answer=not answer))
+                _merge(trace, run_kinds(answer=True))
             except Exception as error:
                 if not is_of_guess(error):
                     raise
-                if answer:  # what followed the guess before the one that ended the run
-                    _merge(trace, tried[-1].trace, is_cut=True)
         if remembered is not None:
             remembered.update(learned)
     except _KnownReads as found:
@@ -497,11 +499,9 @@ def _merge(trace: StepTrace, other: StepTrace, *, is_cut: bool = False) -> None:
 
 
 def _with_data(tensor: Tensor) -> Tensor:
-    return (
-        torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-        if is_fake(tensor)
-        else tensor
-    )
+    if not is_fake(tensor):
+        return tensor
+    return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
 @contextmanager
