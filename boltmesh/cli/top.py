@@ -32,7 +32,7 @@ REMOTE_COMMAND = click.option(
 @click.option(
     "--at",
     "at_s",
-    type=click.FloatRange(min=0.0),
+    type=NumberRange(min=0.0),
     help="Moment of the recording, in seconds from its beginning.",
 )
 @click.option("--on-alert", metavar="COMMAND", help="Run a command for each alert.")
@@ -174,7 +174,7 @@ def report(job: str | None, output: Path | None, replay: Path | None, run_dir: P
 @click.option(
     "--at",
     "at_s",
-    type=click.FloatRange(min=0.0),
+    type=NumberRange(min=0.0),
     help="Moment of the recording, in seconds from its beginning. [its end]",
 )
 @RUN_DIR

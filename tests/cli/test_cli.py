@@ -93,7 +93,7 @@ def test_what_a_user_can_mend_is_one_line_and_exit_2(workplace, capfd, arguments
     [
         "top --once --interval", "record a.rec --interval", "record a.rec --for",
         "export-metrics --every", "stream --interval", "schedule 1f1b --forward",
-        "schedule 1f1b --backward", "tune ddp --memory",
+        "schedule 1f1b --backward", "tune ddp --memory", "top --once --replay a.rec --at",
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("number", ["nan", "inf", "1e999"])
