@@ -304,12 +304,14 @@ class RunBuilder:
         else:
             resumed = checkpoint if self.verb == "fit" else None
             folder = self.rank.continued or make_run_folder(self.config, resumed)
-            self.rank.run_lock = lock = RunLock.take(folder)
+            lock = None
             try:
+                self.rank.run_lock = lock = RunLock.take(folder)
                 yield folder
                 store_config(self.config, folder)
             except BaseException:
-                lock.release()
+                if lock is not None:
+                    lock.release()
                 with contextlib.suppress(OSError):  # it is not empty: an older run goes on in it
                     folder.rmdir()
                 raise

@@ -190,8 +190,8 @@ def _create(path: Path, own: LockHolder) -> bool:
     """Create the file with its content; False if there is one."""
     content = msgspec.json.encode(own)
     draft = path.with_name(f".{LOCK}-{own.id}")
-    draft.write_bytes(content)
     try:
+        draft.write_bytes(content)
         os.link(draft, path)
     except FileExistsError:
         # NFS may have done it and lost the answer.
@@ -205,7 +205,7 @@ def _create(path: Path, own: LockHolder) -> bool:
         except FileExistsError:
             return False
     finally:
-        draft.unlink()
+        draft.unlink(missing_ok=True)
     return True
 
 

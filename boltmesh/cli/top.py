@@ -7,7 +7,9 @@ import click
 from boltmesh.cli.config import NumberRange
 
 RUN_DIR = click.option(
-    "--run-dir", type=click.Path(path_type=Path), help="Where jobs keep telemetry."
+    "--run-dir",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Where jobs keep telemetry.",
 )
 
 REMOTE_COMMAND = click.option(

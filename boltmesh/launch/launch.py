@@ -276,6 +276,8 @@ class Supervisor:
             SUPERVISOR_VARIABLE: f"{os.getpid()}:{self._folder}",
             **self._variables,
         }
+        # A rank that fails before the ranks have met would leave a C++ trace of each other one.
+        environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         # Every rank would otherwise start one thread per core of the machine.
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         environment.setdefault("OMP_NUM_THREADS", str(max(1, (cores or 1) // self.num_ranks)))

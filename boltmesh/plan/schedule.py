@@ -25,6 +25,8 @@ from boltmesh.tui.render.style import Style, sentence
 MOST_CELLS = 12
 """Of the shortest block: more would be no clearer."""
 LEAST_CELLS_OF_TICK = 6
+MOST_ACTIONS = 2**18
+"""In one step: about a minute of computing."""
 
 
 class _Scale(NamedTuple):
@@ -213,6 +215,7 @@ def schedule(
     Raises:
         ConfigError: There is no such schedule, or not in this size.
     """
+    _refuse_large(stages, microbatches, stages_per_rank)
     table = schedule_table(
         name,
         num_ranks=stages,
@@ -228,6 +231,19 @@ def schedule(
         look = terminal_look(ascii_only=ascii_only)
         print_line("\n".join(draw_schedule(ideal, times, advice, width(), look)))
     return 0
+
+
+def _refuse_large(stages: int, microbatches: int | None, stages_per_rank: int | None) -> None:
+    asked = 2 * stages if microbatches is None else microbatches
+    per_rank = stages_per_rank or 1
+    count = 2 * stages * asked * per_rank
+    if count > MOST_ACTIONS:
+        fitting = max(1, min(stages, math.isqrt(MOST_ACTIONS // (4 * per_rank))))
+        raise ConfigError(
+            f"--stages {stages} and --microbatches {asked} make a step of {count:,} actions, and "
+            f"at most {MOST_ACTIONS:,} are simulated. A smaller step of the same ratio has nearly "
+            f"the same bubble: write for example --stages {fitting} --microbatches {2 * fitting}."
+        )
 
 
 def next_to_try(ideal: Ideal, times: StageTimes) -> str:

@@ -116,6 +116,23 @@ def test_a_file_system_without_links_has_locks(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_run_that_finds_no_room_for_its_lock_leaves_no_folder(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch, capfd
+) -> None:
+    write = Path.write_bytes
+
+    def refuse(path: Path, data: bytes) -> int:
+        if LOCK not in path.name:
+            return write(path, data)
+        path.touch()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_bytes", refuse)
+    assert run_command(["fit", str(TINY), "devices=1", "max_steps=1"]) == 2
+    assert "0 cannot be locked for this run: No space left on device" in capfd.readouterr().err
+    assert list(Path("runs/tiny").iterdir()) == []
+
+
 def test_a_run_whose_lock_was_taken_saves_no_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

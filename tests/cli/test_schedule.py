@@ -199,3 +199,10 @@ def test_1f1b_is_drawn_without_a_training_library():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[] 0", done.stderr
+
+
+def test_a_step_that_would_take_minutes_is_refused_with_a_smaller_one(capsys):
+    code, error = refusal(capsys, "gpipe", "--stages", "1000", "--microbatches", "1000")
+    assert code == 2
+    assert "make a step of 2,000,000 actions, and at most 262,144 are simulated" in error
+    assert "--stages 256 --microbatches 512." in error
