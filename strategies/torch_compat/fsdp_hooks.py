@@ -14,6 +14,7 @@ parameter groups and runs callbacks, those of one phase in the order in which th
 Where a callback of a phase in brackets returns true, the rest of the line is left out.
 """
 
+import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -224,6 +225,7 @@ def instrument(unit: FSDPModule) -> list[InstrumentedParamGroup]:
     groups = parameter_groups(unit)
     if groups and not isinstance(groups[0], InstrumentedParamGroup):
         assert isinstance(unit, Module)
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
         unit.register_forward_hook(_hook_bases, with_kwargs=True)
     for group in groups:
         if not isinstance(group, InstrumentedParamGroup):
