@@ -223,7 +223,9 @@ def place(
         size=group.size,
         rank=group.rank,
     )
-    applied = apply_plan(module, plan, group, verified=recorder.seen)
+    applied = apply_plan(
+        module, plan, group, loss_parallel=options.loss_parallel, verified=recorder.seen
+    )
     divisions = divisions_of(applied.plan, group.rank)
     placed = TensorPlacement(module, step, applied, divisions, tuple(applied.sharded), counted)
     return placed, plan.notes[known:]

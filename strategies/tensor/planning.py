@@ -349,7 +349,13 @@ def make_plan(
     """
     with_heads = loss_parallel is not False
     choice = _choose(analysis, size, wanted or {}, with_heads=with_heads)
-    if loss_parallel is True and not any(each.is_vocabulary for each in choice.chosen):
+    products = Roles(analysis).products
+    heads = [
+        each
+        for each in choice.chosen
+        if each.is_vocabulary and not each.parameters.isdisjoint(products)
+    ]
+    if loss_parallel is True and not heads:
         why = next(iter(choice.refused.values()), "no loss over tokens was found")
         raise ConfigError(
             f"loss_parallel=True, but no logits can be divided over {size} ranks: {why}. "

@@ -111,13 +111,17 @@ class Vocabulary:
         is_others = (places < 0) | (places >= self.length)
         return places.masked_fill(is_others, 0), is_others
 
-    def note_gather(self, function: str) -> None:
+    def note_gather(self, function: str, *, needs_grad: bool) -> None:
         """Count a function that had a tensor gathered.
+
+        Args:
+            function: Its name.
+            needs_grad: Whether a loss may be computed of it.
 
         Raises:
             ConfigError: The loss was to be computed on divided logits.
         """
-        if self.loss_parallel is True:
+        if self.loss_parallel is True and needs_grad:
             raise ConfigError(
                 f"loss_parallel=True, but '{function}' needs the logits of all {self.size} "
                 "tokens. Set strategy.loss_parallel=auto to have them gathered there."
@@ -322,9 +326,10 @@ def apply_rule(
 
 def note(args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str) -> None:
     """Tell the first vocabulary among the arguments that a function has it gathered."""
-    found: list[Vocabulary] = []
-    tree_map_only(VocabularyTensor, lambda each: found.append(each.vocabulary), (args, kwargs))
-    found[0].note_gather(name)
+    found: list[VocabularyTensor] = []
+    tree_map_only(VocabularyTensor, found.append, (args, kwargs))
+    needs_grad = torch.is_grad_enabled() and any(each.requires_grad for each in found)
+    found[0].vocabulary.note_gather(name, needs_grad=needs_grad)
 
 
 def _write(

@@ -410,6 +410,28 @@ def test_loss_parallel_that_is_not_possible_is_refused_with_the_reason():
         make_plan(analysed("vit_by_hand"), 2, loss_parallel=True)
 
 
+class Ranked(nn.Module):
+    """Its loss needs logits of all tokens in order; its table can be divided by tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.norm, self.head = nn.Embedding(64, 8), nn.LayerNorm(8), nn.Linear(8, 64)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits = self.head(self.norm(self.table(tokens)))
+        largest = logits.sort().values[..., -3:].mean()
+        return F.cross_entropy(logits.flatten(0, 1), tokens.flatten()) + largest
+
+
+def test_loss_parallel_needs_a_head_that_is_divided():
+    tokens = torch.zeros(2, 4, dtype=torch.long)
+    plan = plan_of(Ranked(), tokens)
+    assert plan.sharded["table.weight"].style == "vocabulary"
+    assert "head.weight" not in plan.sharded
+    with pytest.raises(ConfigError, match="loss_parallel=True, but no logits can be divided"):
+        plan_of(Ranked(), tokens, loss_parallel=True)
+
+
 def test_without_loss_parallel_heads_are_whole():
     plan = make_plan(analysed("gpt_separate"), 2, loss_parallel=False)
 
