@@ -15,7 +15,9 @@ from torch.utils.data import DataLoader
 from boltmesh.strategies.pipeline_parallel import PipelineParallelStrategy
 from tests.support.ranks import run_ranks
 
-FORMS = ("data_add", "data_copy", "data_assigned", "data_rows", "in_place", "numpy", "vq")
+FORMS = (
+    "data_add", "data_copy", "data_assigned", "data_rows", "in_place", "numpy", "behind", "vq"
+)  # fmt: skip
 MICROBATCHES = 2
 
 
@@ -48,9 +50,9 @@ class Codebook(nn.Module):
         elif self.form == "vq":  # VectorQuantize passes gradients on where its input needs them
             mean.data.mul_(0.9).add_(new, alpha=0.1)
             return x + (mean - x).detach() if x.requires_grad else mean.expand_as(x)
-        else:
+        elif self.form == "numpy":
             self.seen.numpy()[...] += 1
-        return x * mean + self.seen
+        return x * mean + (0 if self.form == "behind" else self.seen)
 
 
 class Quantized(LightningModule):
@@ -64,7 +66,10 @@ class Quantized(LightningModule):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         x = self.second(self.codebook(self.first(batch)))
-        return self.third(x * self.codebook.mean).square().mean()
+        loss = self.third(x * self.codebook.mean).square().mean()
+        if self.codebook.form == "behind":  # as the pointer of a queue of MoCo
+            self.codebook.seen += 1
+        return loss
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.01)

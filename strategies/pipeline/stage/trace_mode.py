@@ -89,6 +89,8 @@ class BetweenUnitsTracer(TorchFunctionMode):
         self.made: dict[int, tuple[int, int]] = {}
         self.twins: dict[int, Tensor] = {}
         self.tainted: set[int] = set()
+        self.data_writes: dict[int, int] = {}
+        """By storage, the last event that wrote into it, whatever it was."""
         self.storage_behind: dict[int, int] = {}
         """The storage with data that a storage without data stands for."""
         self.from_batch: set[int] = set()
@@ -202,10 +204,16 @@ class BetweenUnitsTracer(TorchFunctionMode):
         self.trace.parameters_out |= self._parameters_of(found)
 
     def last_change(self, tensor: Tensor) -> int:
-        """Return the last event that put into a tensor what a unit gave; NO_EVENT if none did."""
+        """Return the last event that put into a tensor what a unit gave, or something behind one.
+
+        NO_EVENT if none did: every stage runs what precedes all units.
+        """
         made_at = self.values[id(tensor)].made_at if id(tensor) in self.values else NO_EVENT
         writes = self.trace.writes.get(self._storage_of(tensor), [])
-        return max(made_at, *writes[-1:]) if writes else made_at
+        other = self.made.get(id(tensor), (NO_EVENT, 0))[0]
+        other = max(other, self.data_writes.get(storage_key(tensor), NO_EVENT))
+        is_behind = other > next(iter(self.trace.outputs), len(self.trace.events))
+        return max(made_at, *writes[-1:], other if is_behind else NO_EVENT)
 
     def is_written(self, tensor: Tensor) -> bool:
         """Whether the step put into a tensor with data what a unit gave, in whatever way."""
@@ -378,6 +386,7 @@ class BetweenUnitsTracer(TorchFunctionMode):
             if version_of(each) == version:
                 continue
             self.from_sizes.discard(self._storage_of(each))
+            self.data_writes[storage_key(each)] = index
             if follows_batch:
                 self.from_batch.add(self._storage_of(each))
             if is_fake(each):
