@@ -11,6 +11,7 @@ from torch.nn import functional
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from boltmesh.strategies import ContextParallelStrategy, TensorParallelStrategy
 from boltmesh.telemetry.snapshot import PHASES
 from boltmesh.telemetry.writer.phases import PhaseClock
 from boltmesh.telemetry.writer.throughput import FlopCounter
@@ -39,6 +40,24 @@ def test_a_linear_layer_takes_one_product_forward_and_two_backward():
         assert counted(lambda: layer(x)) == FORWARD
     # What nobody wants the gradient of is not computed.
     assert counted(lambda: layer(x.detach()).sum().backward()) == 2 * FORWARD
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, a, b):
+        ctx.save_for_backward(a, b)
+        return a @ b
+
+    @staticmethod
+    def backward(ctx, gradient):
+        a, b = ctx.saved_tensors
+        return gradient @ b.mT, a.mT @ gradient
+
+
+def test_products_of_a_gradient_written_in_python_count():
+    a = torch.randn(ROWS, WIDTH, requires_grad=True)
+    b = torch.randn(WIDTH, HIDDEN, requires_grad=True)
+    assert counted(lambda: _Product.apply(a, b).sum().backward()) == 3 * FORWARD
 
 
 def _run_backward():
@@ -216,3 +235,20 @@ def test_a_pipeline_tells_recomputation_apart():
         assert full[0] == model
         assert 0 < full[1] < model / 2
         assert selective == (model, 0)
+
+
+def divided_worker(rank, world_size):
+    found = []
+    for strategy in (TensorParallelStrategy(), ContextParallelStrategy()):
+        model = Stack(depth=2, width=32, hidden=64)
+        quiet_trainer(world_size, strategy, max_steps=3).fit(model, token_data(32, 8))
+        found.append(look().ranks[rank].flops_per_batch)
+    return found
+
+
+@pytest.mark.ranks
+def test_ranks_that_divide_layers_or_sequences_count_their_part():
+    tokens, blocks, head = 8 * 5, 2 * 2 * 32 * 64, 32 * 13
+    by_layers, by_sequence = zip(*run_ranks(divided_worker, 2), strict=True)
+    assert sum(by_layers) == 6 * tokens * (blocks + 2 * head)  # it is whole on both
+    assert sum(by_sequence) == 6 * tokens * (blocks + head)

@@ -80,10 +80,13 @@ class FunctionFlops(TorchFunctionMode):
         if formula is not None and self._is_counted():
             # Not of the tensors that the formula is about: not counted.
             with suppress(AttributeError, IndexError, TypeError, ValueError):
-                forward, backward = formula(made, *args, **(kwargs or {}))
+                whole, backward = formula(made, *args, **(kwargs or {}))
+                forward = int(whole * _share(made))
                 if torch._C._current_graph_task_id() == -1:
                     self.total += forward + int(backward * forward)
-                elif torch.is_grad_enabled() and not _is_kept():
+                elif not torch.is_grad_enabled():  # by a ``Function``, whose forward had none
+                    self.total += forward
+                elif not _is_kept():
                     self.recomputed += forward
         return made
 
@@ -100,6 +103,12 @@ def can_count(module: Module) -> bool:
         part._compiled_call_impl is None and not hasattr(part, "_orig_mod")
         for part in module.modules()
     )
+
+
+def _share(made: Any) -> float:
+    """Return the share of a result that this rank computes, where its sequence is divided."""
+    local = getattr(made, "local", None)
+    return prod(local.shape) / prod(made.shape) if isinstance(local, Tensor) else 1.0
 
 
 def _shape(tensor: Any) -> tuple[int, ...]:
