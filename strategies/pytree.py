@@ -136,6 +136,10 @@ def close_mapping(like: Mapping[Any, Any], members: Sequence[Any]) -> Any:
         whole = copy.copy(like)
         vars(whole)["data"] = changed
         return whole
+    if isinstance(like, dict):  # with its attributes, whatever its class is made of
+        whole = copy.copy(like)
+        dict.update(whole, changed)
+        return whole
     try:
         return type(like)(changed)  # type: ignore[call-arg]
     except TypeError:

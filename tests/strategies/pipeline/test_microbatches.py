@@ -12,6 +12,7 @@ from torch.nn.utils.rnn import pack_sequence
 
 from boltmesh.errors import ConfigError
 from boltmesh.strategies.pipeline.microbatch import MicrobatchSplitter, even_sizes
+from boltmesh.strategies.pytree import own_arguments
 
 Pair = namedtuple("Pair", ["inputs", "targets"])
 
@@ -200,3 +201,23 @@ def test_a_microbatch_has_enough_rows_where_the_batch_has(rows: int, sizes: list
 def test_what_cannot_be_cut_is_refused(batch: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         MicrobatchSplitter().rows(batch)
+
+
+class Named(dict[str, Any]):
+    """A batch class of an author's: a dict with more arguments and an attribute."""
+
+    def __init__(self, x: Tensor, source: str) -> None:
+        super().__init__(x=x)
+        self.source = source
+
+
+def test_a_run_of_a_step_gets_a_batch_of_its_own() -> None:
+    batch = Named(torch.ones(2), "file")
+    own, rest = own_arguments((batch, [1]), written={0})
+    assert type(own) is Named
+    assert own.source == "file"
+    own.pop("x").add_(1)
+    rest.append(2)
+    assert batch["x"].tolist() == [1.0, 1.0]
+    (same,) = own_arguments((batch,), written=())
+    assert same["x"] is batch["x"]
