@@ -239,6 +239,7 @@ def load_state(
         )
     names = parameter_names(module, optimizer)
     _check_groups(names, saved, type(optimizer).__name__)
+    _check_settings(optimizer, saved)
     stored = _by_name(names, saved)
     for settings, group in zip(optimizer.param_groups, saved["param_groups"], strict=True):
         _update(settings, {key: value for key, value in group.items() if key != PARAMS})
@@ -364,6 +365,19 @@ def _check_groups(names: Sequence[Sequence[str]], saved: Mapping[str, Any], opti
             raise CheckpointError(
                 f"Parameter group {number} of {optimizer} holds {different[0]}, and the "
                 f"checkpoint's does not. {advice}"
+            )
+
+
+def _check_settings(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+    """Refuse the groups of another optimizer: each has settings that the other does not know."""
+    for settings, group in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+        unknown = sorted(group.keys() - settings.keys())
+        missing = sorted(optimizer.defaults.keys() - group.keys())
+        if unknown and missing:
+            raise CheckpointError(
+                f"The checkpoint holds the state of another optimizer: it has {unknown[0]!r}, and "
+                f"{type(optimizer).__name__} has {missing[0]!r}. Make the same optimizer, or load "
+                f"the weights alone into a new run."
             )
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import Linear
-from torch.optim import AdamW, Optimizer
+from torch.optim import SGD, AdamW, Optimizer
 from typing_extensions import override
 
 from boltmesh.errors import CheckpointError
@@ -86,3 +86,16 @@ def test_a_file_with_more_than_a_state_is_refused() -> None:
     saved = optimizer.state_dict()
     with pytest.raises(CheckpointError, match="holds 'inner' beside the state of Beside"):
         load_state(model, optimizer, saved)
+
+
+@pytest.mark.parametrize("makes_adam", [True, False])
+def test_the_state_of_another_optimizer_is_refused(makes_adam: bool) -> None:
+    model = Linear(3, 2)
+    optimizers: list[Optimizer] = [AdamW(model.parameters()), SGD(model.parameters(), lr=0.1)]
+    saved = named_state(model, stepped(optimizers[makes_adam]))
+    optimizer = optimizers[not makes_adam]
+    rate = optimizer.param_groups[0]["lr"]
+    with pytest.raises(CheckpointError, match=f"another optimizer: .*{type(optimizer).__name__}"):
+        load_state(model, optimizer, saved)
+    assert optimizer.param_groups[0]["lr"] == rate
+    assert not optimizer.state
