@@ -75,7 +75,10 @@ def test_a_mask_behind_a_batch_without_one(key_heads: str, layout: str) -> None:
         assert not told
 
 
-def test_a_mask_behind_a_batch_without_one_in_layers_without_keys() -> None:
-    wanted = by_a_plain_loop(STATE_SPACES)
-    for losses, _ in run_ranks(train, 2, STATE_SPACES, "tensor"):
+@pytest.mark.parametrize(
+    "settings", [STATE_SPACES, {**ONE_KEY_HEAD, "recomputes": True}], ids=["states", "recomputed"]
+)
+def test_a_mask_behind_a_batch_without_one_by_other_layers(settings: Settings) -> None:
+    wanted = by_a_plain_loop(settings)
+    for losses, _ in run_ranks(train, 2, settings, "tensor"):
         assert losses == pytest.approx(wanted, rel=1e-5)

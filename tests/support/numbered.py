@@ -48,8 +48,11 @@ class Numbered(LightningModule):
         kind = known.pop("kind")
         known.pop("padded", None)
         known.pop("length", None)
+        recomputes = known.pop("recomputes", False)
         config = getattr(transformers, f"{kind}Config")(**known)
         self.net = getattr(transformers, f"{kind}ForCausalLM")(config).train()
+        if recomputes:
+            self.net.activation_checkpointing_enable()
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         loss: Tensor = self.net(**batch, labels=batch["input_ids"]).loss

@@ -300,6 +300,11 @@ class SignatureGuard:
                 views.setdefault(owner, {})[attribute] = view
             for owner, several in views.items():
                 context.enter_context(in_place_of(self.block.get_submodule(owner), several))
+            # Checkpoints of Hugging Face in it would be run again when its parts are back.
+            for each in self.block.modules():
+                if vars(each).get("gradient_checkpointing"):
+                    context.callback(setattr, each, "gradient_checkpointing", True)
+                    vars(each)["gradient_checkpointing"] = False
             output = self.block.forward(*args, **kwargs)
         return output if self.stack is None else self.stack.with_own_part(output)
 
