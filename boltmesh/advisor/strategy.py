@@ -40,6 +40,7 @@ from boltmesh.strategies.dry_run.no_side_effects import (
 )
 from boltmesh.strategies.dry_run.sample import sample_batch
 from boltmesh.strategies.engine import MeshStrategy
+from boltmesh.strategies.lightning_compat.loops import without_shown_loader
 from boltmesh.strategies.lightning_compat.trainer import (
     module_keeps_gradients,
     module_reads_gradients,
@@ -214,7 +215,7 @@ def _describe(trainer: Trainer, module: LightningModule) -> tuple[ModelShape, st
     measured, mode = DryStep(), fake_tensors()
     complaint: str | None
     try:
-        batch = sample_batch(trainer).batch
+        batch = without_shown_loader(sample_batch, trainer).batch
         with ExitStack() as stack:
             stack.enter_context(random_state_unchanged(torch.device("cpu")))
             stack.enter_context(modules_unchanged(module.modules()))

@@ -4,7 +4,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from lightning.fabric.utilities.data import _set_sampler_epoch, sized_len
@@ -23,6 +23,8 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.data import _update_dataloader
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.utils.data import DataLoader, Sampler
+
+Result = TypeVar("Result")
 
 
 def training_loaders(trainer: Trainer) -> list[Any]:
@@ -325,12 +327,12 @@ def show_loader(trainer: Trainer, loader: Any) -> None:
     loop._combined_loader = combined
 
 
-def without_shown_loader(function: Callable[[Trainer], None], trainer: Trainer) -> None:
+def without_shown_loader(function: Callable[[Trainer], Result], trainer: Trainer) -> Result:
     """Call a function of a Trainer, and take away what ``show_loader`` has put there meanwhile."""
     loop = trainer.fit_loop
     before = loop._combined_loader, loop.max_batches
     try:
-        function(trainer)
+        return function(trainer)
     finally:
         loop._combined_loader, loop.max_batches = before
 

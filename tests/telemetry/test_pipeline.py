@@ -120,7 +120,7 @@ def test_a_plan_comes_back_clean_and_a_new_run_forgets_it():
     recorder = Recorder.open(make_info(), rank=0, local_rank=0, device=CPU, coordinates={})
     recorder.schedule(plan)
     recorder.close()
-    assert snapshot().pipeline == PipelinePlan("1f1b [31m", 2, 2, plan.order)
+    assert snapshot().pipeline == PipelinePlan("1f1b", 2, 2, plan.order)
     again = Recorder.open(make_info(), rank=0, local_rank=0, device=CPU, coordinates={})
     again.close()
     assert snapshot().pipeline is not None  # this very process goes on

@@ -91,6 +91,8 @@ class StagePlan:
     outputs: dict[int, UnitOutput]
     written_outputs: frozenset[tuple[int, int]]
     """Event and leaf of what units give and the step changes in place."""
+    grad_queries: frozenset[tuple[int, int]]
+    """Of what units give and the step reads ``requires_grad`` of."""
     handling: dict[int, EventPlan]
     last_watched: int
     """The last event between units that has to be found by its number; -1 where there is none."""
@@ -403,6 +405,7 @@ class _StagePlanner:
             stage_of_call=self.cut.stage_of_call,
             outputs=self.trace.outputs,
             written_outputs=self._written_outputs(),
+            grad_queries=frozenset(self.trace.grad_queries),
             handling=self.handling,
             last_watched=self.watched,
             copies=frozenset(self.copies),

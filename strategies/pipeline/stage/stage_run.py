@@ -335,8 +335,8 @@ class StageRun:
             return made
         is_written = (event, leaf) in self.plan.written_outputs
         stand_in = placeholder(made, is_written=is_written)
-        if output.needs_grad[leaf] and not is_written:
-            stand_in.requires_grad_()  # code between units may branch on it, as VectorQuantize does
+        if output.needs_grad[leaf] and (event, leaf) in self.plan.grad_queries and not is_written:
+            stand_in.requires_grad_()  # code between units branches on it, as VectorQuantize does
         return stand_in
 
     def _prepare_received(self, slot: int, tensor: Tensor) -> Tensor:

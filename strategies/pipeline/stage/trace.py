@@ -166,6 +166,8 @@ class StepTrace:
     """What units give, by event."""
     writes: dict[int, list[int]] = field(default_factory=dict)
     """The events that wrote into a storage, by :attr:`Value.storage`."""
+    grad_queries: set[tuple[int, int]] = field(default_factory=set)
+    """Tensors of which the step reads ``requires_grad``, by the event that made them and leaf."""
     readings: list[ValueRead] = field(default_factory=list)
     answers: list[Hashable] = field(default_factory=list)
     """What Python read out of the batch, in order: with other answers the run may differ."""

@@ -129,6 +129,8 @@ class BetweenUnitsTracer(TorchFunctionMode):
             )
         if name in READS:
             return self._read(name, func, args, kwargs, given)
+        if name == "requires_grad.__get__" and (asked := self.values.get(id(args[0]))):
+            self.trace.grad_queries.add((asked.made_at, asked.leaf))
         if name == "__format__" and has_fakes:
             return "0"  # printed, not decided by
         if name in DERIVATIVES and has_fakes:

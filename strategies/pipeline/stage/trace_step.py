@@ -489,6 +489,7 @@ def _merge(trace: StepTrace, other: StepTrace, *, is_cut: bool = False) -> None:
         )
     trace.draws_host_random |= other.draws_host_random
     trace.written_arguments |= other.written_arguments
+    trace.grad_queries |= other.grad_queries
     by_making = {(each.made_at, each.leaf): each for each in other.values}
     for value in trace.values:
         twin = by_making.get((value.made_at, value.leaf))

@@ -41,6 +41,8 @@ class FunctionFlops(TorchFunctionMode):
         """FLOPs of all calls that count, with those of their backward passes."""
         self.recomputed = 0
         """FLOPs of activations that are computed again."""
+        self._counted: list[range] = []
+        """Numbers of the autograd nodes of calls that counted their backward pass."""
 
     @override
     def __enter__(self) -> "FunctionFlops":
@@ -75,8 +77,9 @@ class FunctionFlops(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        made = func(*args, **(kwargs or {}))
         formula = _FORMULAS.get(func)
+        first = _AUTOGRAD._get_sequence_nr()
+        made = func(*args, **(kwargs or {}))
         if formula is not None and self._is_counted():
             # Not of the tensors that the formula is about: not counted.
             with suppress(AttributeError, IndexError, TypeError, ValueError):
@@ -84,11 +87,21 @@ class FunctionFlops(TorchFunctionMode):
                 forward = int(whole * _share(made))
                 if torch._C._current_graph_task_id() == -1:
                     self.total += forward + int(backward * forward)
-                elif not torch.is_grad_enabled():  # by a ``Function``, whose forward had none
+                    if backward:
+                        self._counted.append(range(first, _AUTOGRAD._get_sequence_nr()))
+                elif torch.is_grad_enabled():
+                    self.recomputed += 0 if _is_kept() else forward
+                elif not self._is_of_counted_call():
                     self.total += forward
-                elif not _is_kept():
-                    self.recomputed += forward
         return made
+
+    def _is_of_counted_call(self) -> bool:
+        """Whether a ``Function`` whose backward pass runs now was applied by a call of a formula.
+
+        That call has counted the products of its backward pass.
+        """
+        node: Any = torch._C._current_autograd_node()
+        return node is not None and any(node._sequence_nr() in nodes for nodes in self._counted)
 
 
 def _is_kept() -> bool:
