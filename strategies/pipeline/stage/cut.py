@@ -92,7 +92,7 @@ class StagePlan:
     written_outputs: frozenset[tuple[int, int]]
     """Event and leaf of what units give and the step changes in place."""
     grad_queries: frozenset[tuple[int, int]]
-    """Of what units give and the step reads ``requires_grad`` of."""
+    """Event and leaf of what units give and the step reads ``requires_grad`` of."""
     handling: dict[int, EventPlan]
     last_watched: int
     """The last event between units that has to be found by its number; -1 where there is none."""
