@@ -65,8 +65,7 @@ def share_random_state(group: ProcessGroup, device: torch.device) -> None:
         restore_random_state(state, device)
 
 
-_GENERATORS = (
-    torch.Generator,
+_HOST_GENERATORS = (
     np.random.Generator,
     np.random.RandomState,
     random.Random,  # noqa: S311 - the class, of which a module may hold one
@@ -78,13 +77,21 @@ def held_generators(modules: Iterable[Module]) -> list[Any]:
     found: dict[int, Any] = {}
     for module in modules:
         for value in vars(module).values():
+            kind = type(value)
             members: Iterable[Any] = (value,)
-            if type(value) in {list, tuple}:
-                members = value
-            elif type(value) is dict:
+            if kind is dict:
                 members = value.values()
-            found |= {id(each): each for each in members if isinstance(each, _GENERATORS)}
+            elif kind is list or kind is tuple:
+                members = value
+            for each in members:
+                if _is_generator(each):
+                    found[id(each)] = each
     return list(found.values())
+
+
+def _is_generator(value: object) -> bool:
+    # isinstance of torch.Generator runs Python code for each value.
+    return type(value) is torch.Generator or isinstance(value, _HOST_GENERATORS)
 
 
 @contextmanager
