@@ -241,7 +241,7 @@ def _prepare(environment: Mapping[str, str], python: str) -> None:
     # As of any training process on Linux: loader workers are forks.
     multiprocessing.set_start_method("fork", force=True)
     for module in [*sys.modules.values()]:
-        if getattr(module, "Popen", None) is _TruePopen:  # torchrun has imported it by name
+        if getattr(module, "__dict__", {}).get("Popen") is _TruePopen:  # as torchrun imports it
             module.Popen = ForkingPopen  # type: ignore[attr-defined]
 
 
