@@ -213,7 +213,7 @@ class _Epoch(Iterator[Any]):
         self._point = point
         self.start = start
         self.goes_on = False
-        """Whether it told the loop of an earlier pass's end, and goes on when asked again."""
+        """Whether it has repeated the end of an earlier pass, and continues in the next one."""
         self._has_given = self._has_gone_on = False
         self._ends_first = start is not None and start.has_ended
         # Only these batches are made in this process and fetched ahead of their use.
@@ -279,8 +279,8 @@ class _Epoch(Iterator[Any]):
 def make_resumable(loader: object, point: ResumePoint, *, is_for_training: bool) -> bool:
     """Teach a ``DataLoader`` its place. Anything else, and what is stateful already, is left alone.
 
-    The object keeps its identity and its class stays a subclass of what it was, so that whoever
-    holds it or asks ``isinstance`` sees no difference.
+    The object keeps its identity and its class stays a subclass of what it was, so that references
+    to it and ``isinstance`` stay valid.
 
     Returns:
         Whether this loader can be resumed now.

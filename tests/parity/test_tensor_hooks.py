@@ -66,17 +66,17 @@ def monitor(
 ) -> tuple[dict[str, list[float]], list[str]]:
     seed_everything(1, verbose=False)
     batches: Any = DataLoader([torch.randn(3, 4, WIDTH) for _ in range(2)], batch_size=None)  # type: ignore[arg-type]
-    told = Monitor(names)
+    callback = Monitor(names)
     strategy: Any = TensorParallelStrategy(telemetry=False, **options) if world_size > 1 else "auto"
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         Trainer(
             accelerator="cpu", devices=world_size, strategy=strategy, max_epochs=1, logger=False,
             enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-            callbacks=[told],
+            callbacks=[callback],
         ).fit(Stack(), batches)  # fmt: skip
     texts = [str(each.message) for each in caught]
-    return told.means, [each for each in texts if "sees this rank's part" in each]
+    return callback.means, [each for each in texts if "sees this rank's part" in each]
 
 
 PARTS = {
