@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -73,7 +74,8 @@ class LossChecks:
     """Knows the forms of losses and the rules of logged keys, and proves new ones."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
+        """Where steps are tried."""
         self._forms: list[Form] = []
         self._tries = 0
         """Of the form's doubtful divisors."""
@@ -96,7 +98,7 @@ class LossChecks:
         """
         return StepLossCheck(self, trial)
 
-    def read(self, loss: Tensor, trial: Callable[[], Trial]) -> tuple[Form, list[Term]] | None:
+    def read(self, loss: Tensor, step: "StepLossCheck") -> tuple[Form, list[Term]] | None:
         """Return the form of a loss and its terms; None where nothing could be proved by a batch.
 
         Raises:
@@ -104,19 +106,19 @@ class LossChecks:
         """
         known = self._known(loss)
         if known is None:
-            self._prove(trial())
+            self._prove(step)
             known = self._known(loss)
         return known
 
     def find_problem(self, trial: Callable[[], Trial]) -> BatchLossError | None:
         """Try a batch; return why no weights put its loss together, if that is so."""
         try:
-            self._prove(trial())
+            self._prove(self.of_step(trial))
         except BatchLossError as error:
             return error
         return None
 
-    def resolve_doubts(self, trial: Callable[[], Trial]) -> None:
+    def resolve_doubts(self, step: "StepLossCheck") -> None:
         """Try a batch where the ones before have left open what a divisor is.
 
         A batch that has the first rows of zeros in a tensor, or the first others, is tried as well:
@@ -128,25 +130,21 @@ class LossChecks:
         """
         if self._tries < MOST_TRIES and any(each.doubtful for each in self._forms):
             self._tries += 1
-            self._prove(trial())
-        elif self._device.type == "cpu" or self._looks < MOST_TRIES:
+            self._prove(step)
+        elif self.device.type == "cpu" or self._looks < MOST_TRIES:
             self._looks += 1
-            tried = trial()
-            if not kinds_of_rows(tried) <= self._kinds_of_rows:
-                self._prove(tried)
+            if not kinds_of_rows(step.trial) <= self._kinds_of_rows:
+                self._prove(step)
 
-    def prove_empty(
-        self, trial: Callable[[], Trial], rows: Sequence[int], empty: Sequence[int]
-    ) -> None:
+    def prove_empty(self, step: "StepLossCheck", rows: Sequence[int], empty: Sequence[int]) -> None:
         """Try a batch of which a microbatch had nothing to learn, until one shows what it is worth.
 
         Raises:
             ConfigError: When such rows count in the loss of others.
         """
         if not self._has_proved_empty:
-            tried = trial()
             self._has_proved_empty = any(
-                prove_empty(form, tried, rows, empty, self._device) for form in self._forms
+                prove_empty(form, step.trial, rows, empty, self.device) for form in self._forms
             )
 
     def rule_of(
@@ -154,23 +152,19 @@ class LossChecks:
         key: Key,
         noted: list[Noted],
         weights: MicrobatchWeights,
-        trial: Callable[[], Trial],
+        step: "StepLossCheck",
     ) -> LogRule:
         """Return how the values of a key are put together."""
-        tried = proof = None
         if key not in self._rules:
-            tried = trial()
-            proof = self._prove(tried)
+            self._prove(step)
             self._rules.setdefault(key, _CheckedRule(list(dict.fromkeys(rules(noted)))))
         known = self._rules[key]
         if known.is_open(noted, weights):
-            if tried is None:
-                tried = trial()
-                proof = self._prove(tried)
+            proof = self._prove(step)
             known.tries += 1
             if proof is not None and not known.is_of_one_fold and known.is_open(noted, weights):
-                rows = _rows_to_look_at(noted, weights, tried.num_rows)
-                self._learn_rule(key, prove_key(proof.form, tried, key, rows, self._device))
+                rows = _rows_to_look_at(noted, weights, step.trial.num_rows)
+                self._learn_rule(key, prove_key(proof.form, step.trial, key, rows, self.device))
             if known.tries == MOST_TRIES and len(known.fitting) > 1:
                 self._warn_open(key, known.fitting[0])
         return known.fitting[0]
@@ -185,9 +179,9 @@ class LossChecks:
                 return form, read(loss, form)
         return None
 
-    def _prove(self, trial: Trial) -> LossProof | None:
-        proof = prove(trial, self._device)
-        self._kinds_of_rows |= kinds_of_rows(trial)
+    def _prove(self, step: "StepLossCheck") -> LossProof | None:
+        proof = step.proof
+        self._kinds_of_rows |= kinds_of_rows(step.trial)
         if proof is not None:
             self._learn_form(proof.form)
             for key in proof.cuts[0].whole.outcome.logged:
@@ -253,28 +247,38 @@ class LossChecks:
 
 
 class StepLossCheck:
-    """What is known, while one step runs."""
+    """What is known, while one step runs. The step's end is tried once, and where it is needed."""
 
-    def __init__(self, proofs: LossChecks, trial: Callable[[], Trial]) -> None:
-        self._proofs = proofs
-        self._trial = trial
-        self.is_size_of_batch = proofs.is_size_of_batch
+    def __init__(self, checks: LossChecks, trial: Callable[[], Trial]) -> None:
+        self._checks = checks
+        self._make_trial = trial
+        self.is_size_of_batch = checks.is_size_of_batch
         self._is_begun = False
+
+    @cached_property
+    def trial(self) -> Trial:
+        """The end of the step."""
+        return self._make_trial()
+
+    @cached_property
+    def proof(self) -> LossProof | None:
+        """What it proves of the loss, as :func:`prove` returns it."""
+        return prove(self.trial, self._checks.device)
 
     def read(self, loss: Tensor) -> tuple[Form, list[Term]] | None:
         """Return the form and the terms of a microbatch's loss, as :meth:`LossChecks.read` does."""
         if not self._is_begun:
             self._is_begun = True
-            self._proofs.resolve_doubts(self._trial)
-        return self._proofs.read(loss, self._trial)
+            self._checks.resolve_doubts(self)
+        return self._checks.read(loss, self)
 
     def prove_empty(self, rows: Sequence[int], empty: Sequence[int]) -> None:
         """Prove what rows with nothing to learn are worth, as ``LossChecks.prove_empty`` does."""
-        self._proofs.prove_empty(self._trial, rows, empty)
+        self._checks.prove_empty(self, rows, empty)
 
     def rules(self, weights: MicrobatchWeights) -> Callable[[Key, list[Noted]], LogRule]:
         """Return what tells how the values of a key are put together."""
-        return lambda key, noted: self._proofs.rule_of(key, noted, weights, self._trial)
+        return lambda key, noted: self._checks.rule_of(key, noted, weights, self)
 
 
 _FOLD_NAMES = {"mean": "mean", "sum": "sum", "max": "maximum", "min": "minimum"}

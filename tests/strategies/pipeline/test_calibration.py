@@ -81,7 +81,7 @@ def rule(proofs: LossChecks, name: str, trial: FunctionTrial) -> LogRule:
     noted = [
         trial.run(trial.rows(range(2)), values(trial, 2), nullcontext()).logged[name, None]
     ] * 2
-    return proofs.rule_of((name, None), noted, WEIGHTS, lambda: trial)
+    return proofs.of_step(lambda: trial).rules(WEIGHTS)((name, None), noted)
 
 
 def values(trial: FunctionTrial, rows: int) -> list[Tensor]:
@@ -124,7 +124,7 @@ def shown(
     found = {}
     for key, each in whole.logged.items():
         noted = [replace(one.logged[key], microbatch=at) for at, one in enumerate(outcomes)]
-        rule = proofs.rule_of(key, noted, weights, lambda: trial)
+        rule = proofs.of_step(lambda: trial).rules(weights)(key, noted)
         found[key[0]] = float(combine(rule, noted, weights)), float(each.value)
     return found
 

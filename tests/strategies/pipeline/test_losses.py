@@ -444,7 +444,8 @@ def test_a_batch_that_tells_nothing_makes_no_count_forgotten() -> None:
             trial = partial(FunctionTrial, loss, data, lambda x, _: {"late": x.mean()})
             weights = MicrobatchWeights({0: 1.0, 1: 1.0}, {0: 1.0, 1: 1.0})
             noted = [note(number, torch.tensor(1.0), {}) for number in range(2)]
-            assert proofs.rule_of((name, None), noted, weights, trial).fold == "mean"
+            rule = proofs.of_step(trial).rules(weights)((name, None), noted)
+            assert rule.fold == "mean"
 
 
 def test_a_step_may_refuse_rows_that_are_alike() -> None:
