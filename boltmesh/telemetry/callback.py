@@ -47,7 +47,7 @@ class TelemetryCallback(Callback):
             self._seen = {}
             recorder.begin_loop(epoch=trainer.current_epoch, global_step=trainer.global_step)
             self._peak_flops = peak_flops(trainer)
-            self._record_compute(recorder, pl_module)
+            self._record_compute(recorder, trainer, pl_module)
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -87,12 +87,12 @@ class TelemetryCallback(Callback):
             samples, tokens = count(batch)
             if self._index == COUNTED_BATCH:
                 self._batch_flops = recorder.counted_flops()
-                self._record_compute(recorder, pl_module)
+                self._record_compute(recorder, trainer, pl_module)
             if global_step != self._logged_step and _is_log_step(trainer, global_step):
                 self._logged_step = global_step
                 self._record_metrics(recorder, global_step, trainer.callback_metrics)
                 recorder.metrics(global_step, _learning_rates(trainer) | _gradient_norms(trainer))
-                self._record_compute(recorder, pl_module)
+                self._record_compute(recorder, trainer, pl_module)
         except Exception as error:  # noqa: BLE001 - telemetry never stops training
             recorder.turn_off(error)
             return
@@ -163,12 +163,18 @@ class TelemetryCallback(Callback):
             self._is_validating = False
             recorder.phase("validation").__exit__(None, None, None)
 
-    def _record_compute(self, recorder: "Recorder", pl_module: LightningModule) -> None:
-        """Record the FLOPs of a batch; a module may learn them only while it runs."""
+    def _record_compute(
+        self, recorder: "Recorder", trainer: Trainer, pl_module: LightningModule
+    ) -> None:
+        """Record the FLOPs of a batch; a module may learn them only while it runs.
+
+        A rank counts its own. A module states those of the whole model, of which each of the
+        ranks that share a batch is taken to compute the same part.
+        """
         counted, stated = self._batch_flops, flops_per_batch(pl_module)
         model = None if counted is None else counted.model
         recorder.compute(
-            flops_per_batch=model if stated is None else stated,
+            flops_per_batch=model if stated is None else stated / _ranks_per_batch(trainer),
             recomputed_flops_per_batch=None if counted is None else counted.recomputed,
             peak_flops_per_second=self._peak_flops,
         )
@@ -189,6 +195,12 @@ class TelemetryCallback(Callback):
 def _recorder_of(trainer: Trainer) -> "Recorder | None":
     recorder = getattr(trainer.strategy, "recorder", None)
     return recorder if getattr(recorder, "is_on", False) else None
+
+
+def _ranks_per_batch(trainer: Trainer) -> int:
+    """Return how many ranks share each batch: all axes but the data axis do."""
+    sampling = trainer.distributed_sampler_kwargs
+    return 1 if sampling is None else trainer.world_size // sampling["num_replicas"]
 
 
 def _loss(outputs: Any) -> Tensor | None:

@@ -316,7 +316,7 @@ class RankSnapshot(msgspec.Struct, frozen=True):
     """One for each stage of this rank; empty until a batch has trained in a pipeline."""
     flops_per_batch: float | None = None
     """Model FLOPs of one batch on this rank, forward and backward: ``flops_per_batch`` of the
-    LightningModule, else counted in its second batch."""
+    LightningModule over the ranks that share the batch, else counted in its second batch."""
     recomputed_flops_per_batch: float | None = None
     """FLOPs of activations that the backward pass of the second batch computed again, which
     hardware FLOPs have beside the model's; None where they were not counted."""

@@ -252,3 +252,15 @@ def test_ranks_that_divide_layers_or_sequences_count_their_part():
     by_layers, by_sequence = zip(*run_ranks(divided_worker, 2), strict=True)
     assert sum(by_layers) == 6 * tokens * (blocks + 2 * head)  # it is whole on both
     assert sum(by_sequence) == 6 * tokens * (blocks + head)
+
+
+def stated_worker(rank, world_size):
+    model = Stack(depth=2, width=32, hidden=64)
+    model.flops_per_batch = 1000.0
+    quiet_trainer(world_size, TensorParallelStrategy(), max_steps=3).fit(model, token_data(32, 8))
+    return look().ranks[rank].flops_per_batch
+
+
+@pytest.mark.ranks
+def test_the_flops_that_a_module_states_are_divided_over_the_ranks_of_a_batch():
+    assert run_ranks(stated_worker, 2) == [500.0, 500.0]
