@@ -23,6 +23,7 @@ used around another one (torch 2.13).
 """
 
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,22 +87,18 @@ class _SplitGroup:
         ]
         if not edges:
             return
-        handles = []
-        try:
-            if self.is_shared:
-                for place in self.places:
-                    if place.is_on_path:
-                        kept = tuple(place.grads)
-                        handles.append(place.node.register_prehook(lambda _, kept=kept: kept))
+        with ExitStack() as stack:
+            for place in self.places:
+                if self.is_shared and place.is_on_path:
+                    kept = tuple(place.grads)
+                    handle = place.node.register_prehook(lambda _, kept=kept: kept)
+                    stack.callback(handle.remove)
             torch.autograd.backward(
                 [edge for edge, _ in edges],
                 [grad for _, grad in edges],
                 retain_graph=self.is_shared,
                 inputs=self.leaves,
             )
-        finally:
-            for handle in handles:
-                handle.remove()
 
 
 class WeightsHalf:
@@ -130,14 +127,7 @@ class _WholeLater:
             backward(graph, grads)
 
 
-class _EmptyWeightsHalf:
-    """A second half of which nothing is left."""
-
-    def run(self) -> None:
-        pass
-
-
-Later = WeightsHalf | _WholeLater | _EmptyWeightsHalf
+Later = WeightsHalf | _WholeLater
 
 
 def backward(graph: StageGraph, grads: Grads) -> Grads:
@@ -153,10 +143,7 @@ def backward(graph: StageGraph, grads: Grads) -> Grads:
     edges, known = _with_grads(graph.edges, grads)
     if edges:
         torch.autograd.backward(edges, known)
-    found = tuple(each.grad if each.requires_grad else None for each in graph.inputs)
-    for each in graph.inputs:
-        each.grad = None
-    return found
+    return _take_gradients(graph.inputs)
 
 
 def backward_inputs(graph: StageGraph, grads: Grads) -> tuple[Grads, Later]:
@@ -168,18 +155,18 @@ def backward_inputs(graph: StageGraph, grads: Grads) -> tuple[Grads, Later]:
         The gradient of each input, as of ``backward``, and what is left to be done.
     """
     edges, known = _with_grads(graph.edges, grads)
-    leaves = {index: each for index, each in enumerate(graph.inputs) if each.requires_grad}
+    leaves = [each for each in graph.inputs if each.requires_grad]
     if not edges:
-        return (None,) * len(graph.inputs), _EmptyWeightsHalf()
+        return (None,) * len(graph.inputs), WeightsHalf([])
     if not leaves:
         return (None,) * len(graph.inputs), _WholeLater(graph, grads)
     walk = _StageWalk(
-        [edge.node for edge in edges], [get_gradient_edge(each).node for each in leaves.values()]
+        [edge.node for edge in edges], [get_gradient_edge(each).node for each in leaves]
     )
     if not walk.path:
         return (None,) * len(graph.inputs), _WholeLater(graph, grads)
     if any(node.name() == _REENTRANT_CHECKPOINT for node in walk.following):
-        return backward(graph, grads), _EmptyWeightsHalf()
+        return backward(graph, grads), WeightsHalf([])
 
     apart = [
         _SplitPoint(edge.node, is_on_path=False, grads=[None] * edge.output_nr + [grad])
@@ -188,24 +175,27 @@ def backward_inputs(graph: StageGraph, grads: Grads) -> tuple[Grads, Later]:
     ]
     now, later = _in_halves(_group(walk, apart))
     places = [each for group in later for each in group.places if each.is_on_path]
-    handles = [each.node.register_prehook(each.hold) for each in places]
     on_path = [
         (edge, grad) for edge, grad in zip(edges, known, strict=True) if edge.node in walk.path
     ]
-    try:
+    with ExitStack() as stack:
+        for each in places:
+            stack.callback(each.node.register_prehook(each.hold).remove)
         torch.autograd.backward(
             [edge for edge, _ in on_path],
             [grad for _, grad in on_path],
             retain_graph=True,
-            inputs=[*leaves.values(), *(leaf for group in now for leaf in group.leaves)],
+            inputs=[*leaves, *(leaf for group in now for leaf in group.leaves)],
         )
-    finally:
-        for handle in handles:
-            handle.remove()
-    found = tuple(each.grad if each.requires_grad else None for each in graph.inputs)
-    for each in graph.inputs:
+    return _take_gradients(graph.inputs), WeightsHalf(_in_few_calls(walk, later))
+
+
+def _take_gradients(inputs: Sequence[Tensor]) -> Grads:
+    """Return the gradients of a stage's inputs, which no longer hold them."""
+    found = tuple(each.grad if each.requires_grad else None for each in inputs)
+    for each in inputs:
         each.grad = None
-    return found, WeightsHalf(_in_few_calls(walk, later))
+    return found
 
 
 def _with_grads(

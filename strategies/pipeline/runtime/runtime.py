@@ -255,7 +255,9 @@ class PipelineRuntime:
                 action = None
                 began_s = time.monotonic()
                 handshake.wait()
-                self._keep(program, step.finish())
+                left = step.finish()
+                if program.has_backward:
+                    self._carried = left
                 return None
             error: BaseException = PipelineError(board.cause)
         except DisagreementError as caught:
@@ -279,10 +281,6 @@ class PipelineRuntime:
         step.drain_after_failure(actions[done:], handshake.deadline)
         return error
 
-    def _keep(self, program: RankProgram, left: Carried | None) -> None:
-        if program.has_backward:
-            self._carried = left
-
     def drop_carried(self) -> None:
         """Let go of what was left to a next step, which will not come."""
         self._carried = None
@@ -293,10 +291,8 @@ class PipelineRuntime:
         self._explain(error)  # while what is known of the wait is new
         batch = ""
         if action is not None and program is not None and action.microbatch < 0:
-            action, batch = (
-                action._replace(microbatch=program.number(action)),
-                " of the batch before",
-            )
+            action = action._replace(microbatch=program.number(action))
+            batch = " of the batch before"
         text = describe_failure(
             error, action, rank=self._global_rank, name_of=self._name_of, batch=batch
         )

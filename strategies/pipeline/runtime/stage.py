@@ -1,5 +1,6 @@
 """What the executor asks of a stage of the model, and what crosses a border between stages."""
 
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -25,10 +26,7 @@ class ValueSpec:
     @property
     def num_bytes(self) -> int:
         """Bytes that it takes on the wire, one way."""
-        elements = 1
-        for size in self.shape:
-            elements *= size
-        return elements * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 class PipelineStage(Protocol):
