@@ -1,10 +1,10 @@
 """What batches of training will do on a pipeline: their order, their traffic and their memory.
 
-``expected_traffic`` counts what an optimizer step moves over the borders of a rank's stages,
-``expected_collectives`` what it moves beside that. ``StageRehearsal`` runs the stages of this rank
-once with a batch, on tensors without data; nothing is sent or received, and what crosses borders
-has the shapes that are planned. ``PipelineForecast`` has what is known of batches before any is
-run, from a sample; ``PipelineEstimate`` makes the numbers for the engine and for telemetry.
+``expected_traffic`` counts what an optimizer step moves over the borders of a rank's stages.
+``StageRehearsal`` runs the stages of this rank once with a batch, on tensors without data; nothing
+is sent or received, and what crosses borders has the shapes that are planned. ``PipelineForecast``
+has what is known of batches before any is run, from a sample; ``PipelineEstimate`` makes the
+numbers for the engine and for telemetry.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -56,7 +56,7 @@ def expected_traffic(
         values_at: What crosses a border.
         accumulated: Runs in an optimizer step.
     """
-    expected = []
+    expected: list[ExpectedTraffic] = []
     for operator, kinds in (("send", SENDS), ("recv", RECEIVES)):
         num_bytes = num_messages = 0
         for action in program.actions:
@@ -68,85 +68,35 @@ def expected_traffic(
                 specs = tuple(spec for spec in specs if spec.needs_grad)
             num_bytes += sum(spec.num_bytes for spec in specs)
             num_messages += sum(spec.num_bytes > 0 for spec in specs)
-        if num_messages:
-            expected.append(
-                ExpectedTraffic(
-                    axis="pipeline",
-                    operator=operator,
-                    payload_bytes=float(num_bytes * accumulated),
-                    calls=float(num_messages * accumulated),
-                    why="each microbatch: values over a border, gradients back",
-                )
-            )
+        size = num_bytes * accumulated, num_messages * accumulated
+        why = "each microbatch: values over a border, gradients back"
+        expected += _in_sum("pipeline", operator, {why: size})
     return expected
 
 
-def expected_collectives(
-    *,
-    agreements: tuple[int, int],
-    shared: tuple[int, int],
-    told: tuple[int, int],
-    evened: tuple[int, int] = (0, 0),
-    accumulated: int,
-    num_norms: int,
-    agrees_on_overflow: bool = False,
+def _in_sum(
+    axis: str, operator: str, sizes: Mapping[str, tuple[int, int]]
 ) -> list[ExpectedTraffic]:
-    """Return the collectives of one optimizer step on one rank; each pair is bytes and calls.
+    """Return the traffic of one operator; nothing where there is none.
 
     Args:
-        agreements: Of a batch, on whether ranks await the same and nobody has failed, with what
-            they tell each other beside: what a rank sends, and receives.
-        shared: Of a batch, for gradients of parameters that several stages hold.
-        told: Of a batch, from the last stage, beside that: the loss and what was logged.
-        evened: Of an optimizer step, for gradients of shared parameters that were averaged over
-            pipelines.
-        accumulated: Batches in an optimizer step.
-        num_norms: Norms over all stages in an optimizer step.
-        agrees_on_overflow: Whether stages tell each other before a step if gradients overflowed.
+        axis: Ranks that communicate.
+        operator: By which they do.
+        sizes: Bytes and calls in an optimizer step, by what they are for.
     """
-    reduced = {
-        "gradients of parameters that stages share": (
-            shared[0] * accumulated,
-            shared[1] * accumulated,
-        ),
-        "the norm for clipping": (NORM_BYTES * num_norms, num_norms),
-        "whether fp16 has overflown": (
-            OVERFLOW_BYTES * agrees_on_overflow,
-            int(agrees_on_overflow),
-        ),
-    }
-    named = {why: each for why, each in reduced.items() if each[1]}
-    sizes, calls = zip(*named.values(), strict=True) if named else ((), ())
-    over_stages = ExpectedTraffic(
-        axis="pipeline",
-        operator="allreduce",
-        payload_bytes=float(sum(sizes)),
-        calls=float(sum(calls)),
-        why=", ".join(named),
-    )
-    agreed = [
+    named = {why: each for why, each in sizes.items() if each[1]}
+    if not named:
+        return []
+    num_bytes, calls = map(sum, zip(*named.values(), strict=True))
+    return [
         ExpectedTraffic(
-            axis=CONTROL,
+            axis=axis,
             operator=operator,
-            payload_bytes=float(agreements[0] * accumulated),
-            calls=float(agreements[1] * accumulated),
-            why="agreements of the ranks at both ends of a batch, and its loss",
+            payload_bytes=float(num_bytes),
+            calls=float(calls),
+            why=", ".join(named),
         )
-        for operator in ("send", "recv")
     ]
-    broadcasts = {
-        "the last stage tells the loss and what was logged": told[1] * accumulated,
-        "averaged gradients of parameters that stages share": evened[1],
-    }
-    over_ranks = ExpectedTraffic(
-        axis="pipeline",
-        operator="broadcast",
-        payload_bytes=float(told[0] * accumulated + evened[0]),
-        calls=float(sum(broadcasts.values())),
-        why=", ".join(why for why, calls in broadcasts.items() if calls),
-    )
-    found = [each for each in (over_stages, over_ranks) if each.calls]
-    return [*found, *agreed]
 
 
 def with_second_version(
@@ -247,7 +197,7 @@ Crossing = Sequence[Sequence[tuple[ValueSpec, ...]]]
 
 
 class PipelineForecast:
-    """What is told of a model's batches before they run.
+    """Order, traffic and memory of a model's batches, before they run.
 
     Args:
         programs: The actions of this rank.
@@ -294,8 +244,9 @@ class PipelineForecast:
         Args:
             accumulated: Batches in it.
             num_norms: Norms over all stages in it.
-            shared: Bytes and calls of a batch, for parameters that several stages hold.
-            told: Bytes and calls of a batch, from the last stage.
+            shared: Bytes and calls of a batch, for gradients of parameters that several stages
+                hold.
+            told: Bytes and calls of a batch, from the last stage: the loss and what was logged.
             num_told: Numbers that ranks tell each other at the end of a batch.
             evened: Bytes and calls of a step, for shared parameters' averages over pipelines.
             agrees_on_overflow: Whether stages tell each other before it if gradients overflowed.
@@ -307,20 +258,39 @@ class PipelineForecast:
         def values_at(border: int, microbatch: int) -> tuple[ValueSpec, ...]:
             return crossing[microbatch][border]
 
-        over_borders = expected_traffic(
+        expected = expected_traffic(
             self._programs.of(len(crossing)), values_at, accumulated=accumulated
         )
         if self._group.size() == 1:
-            return over_borders
-        return over_borders + expected_collectives(
-            agreements=handshake_size(self._programs.num_stages, self._group.size(), num_told),
-            shared=shared,
-            told=told,
-            evened=evened,
-            accumulated=accumulated,
-            num_norms=num_norms,
-            agrees_on_overflow=agrees_on_overflow,
-        )
+            return expected
+
+        def in_step(of_batch: tuple[int, int]) -> tuple[int, int]:
+            return of_batch[0] * accumulated, of_batch[1] * accumulated
+
+        agreements = {
+            "agreements of the ranks at both ends of a batch, and its loss": in_step(
+                handshake_size(self._programs.num_stages, self._group.size(), num_told)
+            )
+        }
+        reduced = {
+            "gradients of parameters that stages share": in_step(shared),
+            "the norm for clipping": (NORM_BYTES * num_norms, num_norms),
+            "whether fp16 has overflown": (
+                OVERFLOW_BYTES * agrees_on_overflow,
+                int(agrees_on_overflow),
+            ),
+        }
+        broadcast = {
+            "the last stage tells the loss and what was logged": in_step(told),
+            "averaged gradients of parameters that stages share": evened,
+        }
+        return [
+            *expected,
+            *_in_sum("pipeline", "allreduce", reduced),
+            *_in_sum("pipeline", "broadcast", broadcast),
+            *_in_sum(CONTROL, "send", agreements),
+            *_in_sum(CONTROL, "recv", agreements),
+        ]
 
     def activations(self, kept_bytes: Sequence[int], place: MemoryPlace) -> MemoryKind:
         """What this rank keeps for its backward passes at most.
@@ -367,7 +337,7 @@ class PipelineEstimate:
         self._programs = programs
         self._sharing = sharing
         self._cut = cut
-        self._forecast = PipelineForecast(programs, num_microbatches, context.group)
+        self.forecast = PipelineForecast(programs, num_microbatches, context.group)
 
     def look_at(self, batch: Any, rest: tuple[Any, ...], around: Around) -> None:
         """Work out what one batch of training moves, where that is not known yet.
@@ -377,9 +347,9 @@ class PipelineEstimate:
             rest: What ``training_step`` is called with behind it.
             around: Precision.
         """
-        if self._forecast.crossing is None:
+        if self.forecast.crossing is None:
             _, runs = self._runs(batch, rest, around)
-            self._forecast.crossing = [[each.plan.values_in for each in stages] for stages in runs]
+            self.forecast.crossing = [[each.plan.values_in for each in stages] for stages in runs]
 
     def rehearsed(self, batch: Any, rest: tuple[Any, ...], around: Around) -> StageRehearsal:
         """Return a run of this rank's stages without the others.
@@ -409,15 +379,6 @@ class PipelineEstimate:
         with around():
             return parts, [plans.stages(TRAINING, part, *rest, seed=seed) for part in parts]
 
-    def plan(self, schedule: str, accumulated: int) -> PipelinePlan:
-        """Return what will be run.
-
-        Args:
-            schedule: As the user calls it.
-            accumulated: Batches in an optimizer step.
-        """
-        return self._forecast.plan(schedule, accumulated)
-
     def traffic(self, accumulated: int, *, num_norms: int) -> list[ExpectedTraffic]:
         """What one optimizer step should move on this rank; nothing where that is unknown.
 
@@ -426,7 +387,7 @@ class PipelineEstimate:
             num_norms: Norms over all stages in it.
         """
         shared, context = self._holdings.shared, self.context
-        return self._forecast.traffic(
+        return self.forecast.traffic(
             accumulated=accumulated,
             num_norms=num_norms,
             shared=shared.size_per_batch(),
@@ -442,4 +403,4 @@ class PipelineEstimate:
         if kept is None:
             return []
         place: MemoryPlace = "host" if self.context.device.type == "cpu" else "device"
-        return [self._forecast.activations(kept, place)]
+        return [self.forecast.activations(kept, place)]

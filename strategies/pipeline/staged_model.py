@@ -232,7 +232,7 @@ class StagedModel:
             recorder.name_group(self._executor.control_group, CONTROL)
         if self._executor.gradient_group is not None:
             recorder.name_group(self._executor.gradient_group, "pipeline")
-        recorder.schedule(self.expectations.plan(self.programs.schedule, accumulated))
+        recorder.schedule(self.expectations.forecast.plan(self.programs.schedule, accumulated))
 
     def follow_scaler(self) -> None:
         """Make all stages skip a step when gradients of one have overflown.
