@@ -110,18 +110,15 @@ class DryStep:
     @contextlib.contextmanager
     def attributing(self, modules: Mapping[str, Module]) -> Iterator[None]:
         """Within, note which of these modules saves what; none holds another one."""
-        handles = []
         self._attributed = modules
-        for name, module in modules.items():
-            handles += [
-                module.register_forward_pre_hook(lambda *_, name=name: self._inside.append(name)),
-                module.register_forward_hook(lambda *_: self._leave()),
-            ]
-        try:
+        with contextlib.ExitStack() as stack:
+            for name, module in modules.items():
+                before = module.register_forward_pre_hook(
+                    lambda *_, name=name: self._inside.append(name)
+                )
+                stack.enter_context(before)
+                stack.enter_context(module.register_forward_hook(lambda *_: self._leave()))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _leave(self) -> None:
         self._inside.pop()

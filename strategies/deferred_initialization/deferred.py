@@ -414,17 +414,16 @@ def deferred_init(*, min_bytes: int = MIN_BYTES) -> Iterator[None]:
         return
     mode = DeferredInitMode(Recording(), min_bytes)
     token = _active.set(mode)
-    hooks = [
-        register_module_parameter_registration_hook(mode.see_parameter),
-        register_module_module_registration_hook(mode.see_module),
-        register_module_buffer_registration_hook(mode.make_buffer),
-    ]
     try:
-        with mode, Appearance(mode):
+        with (
+            register_module_parameter_registration_hook(mode.see_parameter),
+            register_module_module_registration_hook(mode.see_module),
+            register_module_buffer_registration_hook(mode.make_buffer),
+            mode,
+            Appearance(mode),
+        ):
             yield
     finally:
-        for hook in hooks:
-            hook.remove()
         _active.reset(token)
     for parameter in mode.parameters():
         view = mode.recording.view(parameter)

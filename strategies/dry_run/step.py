@@ -167,15 +167,11 @@ class DryRun:
 
     @contextmanager
     def _probed(self, outcome: DryRunOutcome) -> Iterator[None]:
-        handles = [
-            each.register_forward_hook(partial(_keep_output, outcome.probed.setdefault(name, [])))
-            for name, each in self.probes.items()
-        ]
-        try:
+        with ExitStack() as stack:
+            for name, each in self.probes.items():
+                keep = partial(_keep_output, outcome.probed.setdefault(name, []))
+                stack.enter_context(each.register_forward_hook(keep))
             yield
-        finally:
-            for each in handles:
-                each.remove()
 
 
 @contextmanager

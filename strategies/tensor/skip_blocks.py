@@ -5,7 +5,7 @@ their kind and their own settings, so that interactions between blocks are those
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -101,15 +101,11 @@ class BlockShapes:
     @contextmanager
     def watching(self, blocks: Mapping[str, Module]) -> Iterator[None]:
         """Context in which calls of blocks are recorded."""
-        handles = [
-            each.register_forward_hook(self._hook(name), with_kwargs=True)
-            for name, each in blocks.items()
-        ]
-        try:
+        with ExitStack() as stack:
+            for name, each in blocks.items():
+                hook = each.register_forward_hook(self._hook(name), with_kwargs=True)
+                stack.enter_context(hook)
             yield
-        finally:
-            for each in handles:
-                each.remove()
 
     def _hook(self, name: str) -> Callable[..., None]:
         def note(module: Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -164,22 +160,21 @@ def blocks_passed(blocks: Mapping[str, Module], firsts: Mapping[str, str]) -> It
         firsts: First of its kind, by block that is skipped; it runs before it.
     """
     given: dict[str, Any] = {}
-    handles = [
-        blocks[first].register_forward_hook(_keep(given, first)) for first in set(firsts.values())
-    ]
-    before = {name: vars(blocks[name]).get("forward") for name in firsts}
-    for name, first in firsts.items():
-        vars(blocks[name])["forward"] = _Passing(given, first)
-    try:
+    with ExitStack() as stack:
+        for first in set(firsts.values()):
+            stack.enter_context(blocks[first].register_forward_hook(_keep(given, first)))
+        for name, first in firsts.items():
+            stack.callback(_put_forward, blocks[name], vars(blocks[name]).get("forward"))
+            _put_forward(blocks[name], _Passing(given, first))
         yield
-    finally:
-        for each in handles:
-            each.remove()
-        for name, forward in before.items():
-            if forward is None:
-                vars(blocks[name]).pop("forward", None)
-            else:
-                vars(blocks[name])["forward"] = forward
+
+
+def _put_forward(block: Module, forward: Any) -> None:
+    """Set a block's own ``forward``, or with None the one of its class."""
+    if forward is None:
+        vars(block).pop("forward", None)
+    else:
+        vars(block)["forward"] = forward
 
 
 def _keep(given: dict[str, Any], name: str) -> Callable[..., None]:

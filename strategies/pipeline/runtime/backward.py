@@ -91,8 +91,7 @@ class _SplitGroup:
             for place in self.places:
                 if self.is_shared and place.is_on_path:
                     kept = tuple(place.grads)
-                    handle = place.node.register_prehook(lambda _, kept=kept: kept)
-                    stack.callback(handle.remove)
+                    stack.enter_context(place.node.register_prehook(lambda _, kept=kept: kept))
             torch.autograd.backward(
                 [edge for edge, _ in edges],
                 [grad for _, grad in edges],
@@ -180,7 +179,7 @@ def backward_inputs(graph: StageGraph, grads: Grads) -> tuple[Grads, Later]:
     ]
     with ExitStack() as stack:
         for each in places:
-            stack.callback(each.node.register_prehook(each.hold).remove)
+            stack.enter_context(each.node.register_prehook(each.hold))
         torch.autograd.backward(
             [edge for edge, _ in on_path],
             [grad for _, grad in on_path],

@@ -51,11 +51,8 @@ def no_module_runs() -> Iterator[None]:
             f"schedule='1f1b'."
         )
 
-    handle = register_module_forward_pre_hook(refuse)
-    try:
+    with register_module_forward_pre_hook(refuse):
         yield
-    finally:
-        handle.remove()
 
 
 Chunk = tuple[int, int]

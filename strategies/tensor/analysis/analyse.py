@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -152,19 +152,13 @@ def _named(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[
 @contextmanager
 def modules_watched(root: Module, trace: DimTrace) -> Iterator[None]:
     """Within it, a trace knows in which modules' forward an operator runs."""
-    handles = []
-    for name, module in root.named_modules():
-        before, after = _hooks(name, trace)
-        handles += [
-            module.register_forward_pre_hook(before, with_kwargs=True),
-            module.register_forward_hook(after, always_call=True),
-        ]
-    try:
+    with ExitStack() as stack:
+        for name, module in root.named_modules():
+            before, after = _hooks(name, trace)
+            stack.enter_context(module.register_forward_pre_hook(before, with_kwargs=True))
+            stack.enter_context(module.register_forward_hook(after, always_call=True))
+        stack.callback(trace.stack.clear)
         yield
-    finally:
-        trace.stack.clear()
-        for each in handles:
-            each.remove()
 
 
 def _hooks(name: str, trace: DimTrace) -> tuple[Any, Any]:

@@ -139,15 +139,11 @@ class SignatureRecorder:
     @contextmanager
     def watching(self, blocks: Mapping[str, Module]) -> Iterator[None]:
         """Context in which calls of blocks are recorded."""
-        handles = [
-            each.register_forward_pre_hook(self._hook(name), with_kwargs=True)
-            for name, each in blocks.items()
-        ]
-        try:
+        with ExitStack() as stack:
+            for name, each in blocks.items():
+                hook = each.register_forward_pre_hook(self._hook(name), with_kwargs=True)
+                stack.enter_context(hook)
             yield
-        finally:
-            for each in handles:
-                each.remove()
 
     def _hook(self, name: str) -> Callable[..., None]:
         def note(module: Module, args: Any, kwargs: Any) -> None:
