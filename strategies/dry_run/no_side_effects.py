@@ -83,7 +83,7 @@ def modules_unchanged(modules: Iterable[Module]) -> Iterator[None]:
             now.update(before)
         for container, members in containers.values():
             if not holds(container, members):  # another thread may be reading it
-                _refill(container, members)
+                refill(container, members)
         with torch.no_grad():
             for buffer, written, memory, value in buffers:
                 if buffer.data_ptr() != memory.data_ptr():
@@ -216,7 +216,8 @@ def _contents(container: Any) -> Iterable[Any]:
     return chain.from_iterable(container.items()) if isinstance(container, dict) else container
 
 
-def _refill(container: Any, members: Any) -> None:
+def refill(container: Any, members: Any) -> None:
+    """Give a container the members of an earlier copy of it."""
     container.clear()
     if isinstance(container, list | deque):
         container.extend(members)

@@ -23,7 +23,7 @@ from torch.nn import Module, Parameter
 
 from boltmesh.strategies.checkpoint.optimizer_state import PARAMS, PENDING
 from boltmesh.strategies.checkpoint.state_dict_guard import StateGuard
-from boltmesh.strategies.dry_run.no_side_effects import CONTAINERS
+from boltmesh.strategies.dry_run.no_side_effects import CONTAINERS, refill
 from boltmesh.strategies.grad_norm import HeldShare
 from boltmesh.strategies.parameter_access import register_stages
 from boltmesh.strategies.pipeline.microbatch_runs import During
@@ -461,10 +461,5 @@ def _put_back(
         attributes.pop(key, None)
         return
     attributes[key] = value
-    if members is None:
-        return
-    value.clear()
-    if isinstance(value, list):
-        value.extend(members)
-    else:
-        value.update(members)
+    if members is not None:
+        refill(value, members)

@@ -41,7 +41,8 @@ def tensors_of(module: LightningModule, stores: Callable[[str], bool]) -> dict[s
 def extra_of(module: LightningModule) -> dict[str, Any]:
     if not isinstance(module, Stateful):
         return {}
-    return {"rows": int(module.rows), "batches": module.batches, "seen": module.seen}
+    lists = {"seen": module.seen, "recent": [*module.recent]}
+    return {"rows": int(module.rows), "batches": module.batches, **lists}
 
 
 def accumulate(rank: int, world_size: int, kind: Any, data: Any) -> Any:

@@ -1,5 +1,6 @@
 """Models that keep more than parameters: running statistics, counters, extra state."""
 
+from collections import deque
 from typing import Any
 
 import torch
@@ -106,12 +107,14 @@ class Stateful(LightningModule):
         self.register_buffer("noise", torch.randn(WIDTH), persistent=False)
         self.batches = 0
         self.seen: list[int] = []
+        self.recent: deque[int] = deque(maxlen=2)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, target = batch
         self.rows += len(x)
         self.batches += 1
         self.seen.append(len(x))
+        self.recent.append(len(x))
         x = x + self.noise
         for number, block in enumerate(self.blocks):
             x = block(x)
