@@ -248,7 +248,7 @@ class LayerwiseEvaluation:
             result = forward(*args, **kwargs)
         forms = changed(before, forms_of(caches, unit))
         tensors = [each.contiguous() for each in tensors_in(result)]
-        blank = tree_map_only(Tensor, _Blank, result)
+        blank = tree_map_only(Tensor, _TensorForm, result)
         self._send(holder, pickle.dumps((digest, blank, forms)))
         for each in tensors:
             self._broadcast(each, holder)
@@ -275,9 +275,9 @@ class LayerwiseEvaluation:
                 f"them, such as a key-value cache, leave it on their own rank: set use_cache=False."
             )
         put_forms(caches, forms)
-        return tree_map_only(_Blank, lambda each: self._filled(each, holder), blank)
+        return tree_map_only(_TensorForm, lambda each: self._filled(each, holder), blank)
 
-    def _filled(self, blank: "_Blank", holder: int) -> Tensor:
+    def _filled(self, blank: _TensorForm, holder: int) -> Tensor:
         made = torch.empty(blank.shape, dtype=blank.dtype, device=self._device)
         self._broadcast(made, holder)
         return made
@@ -306,8 +306,8 @@ def relay_of(
     root: Module, placement: StagePlacement, group: ProcessGroup, device: torch.device
 ) -> LayerwiseEvaluation:
     """Return the relay of a model that is divided into stages."""
-    plans, ranks_of_parameter = placement.plans, placement.ranks_of_parameter
-    rank_of_stage = placement.division.rank_of_stage
+    plans, division = placement.plans, placement.division
+    rank_of_stage = division.rank_of_stage
     rank_of_unit = {unit: rank_of_stage[stage] for unit, stage in plans.stage_of_unit.items()}
     called_on: dict[str, set[int]] = {}
     for unit, names in plans.parameters_of_unit.items():
@@ -316,18 +316,10 @@ def relay_of(
     # What is on more ranks than those of its units, or in none of them, is used between units.
     between = {
         root.get_parameter(name): ranks[0]
-        for name, ranks in ranks_of_parameter.items()
+        for name, ranks in division.ranks_of_parameter.items()
         if called_on.get(name) != set(ranks) and len(ranks) < group.size()
     }
     return LayerwiseEvaluation(plans.units, rank_of_unit, between, group, device)
-
-
-class _Blank:
-    """Stands for a tensor that follows."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.shape = tuple(tensor.shape)
-        self.dtype = tensor.dtype
 
 
 def _digest(value: Any) -> tuple[Any, ...]:
@@ -406,22 +398,20 @@ class Evaluation:
         values = self._values(run, joined, specs, around)
         values = [self._broadcast(each, spec) for each, spec in zip(values, specs, strict=True)]
         lent = self._lent(tail)
-        with ExitStack() as stack:
-            stack.enter_context(around())
-            stack.enter_context(host_random_kept())
-            stack.enter_context(metrics_replaced(model.metrics, lambda call: call.do()))
-            if lent:
-                stack.enter_context(swapped_state(model.module, lent))
+        with self._of_step(around), swapped_state(model.module, lent) if lent else nullcontext():
             return tail.end.forward(values, args, kwargs, seed=whole.seeds[0])
 
     def _relay(self, whole: MicrobatchRun, around: Around) -> Any:
         """Run a step that stages cannot hand on, each layer on its rank. See ``relay_of``."""
-        model = self._model
-        with ExitStack() as stack:
-            stack.enter_context(around())
-            stack.enter_context(host_random_kept())
-            stack.enter_context(metrics_replaced(model.metrics, lambda call: call.do()))
-            return model.runner.relay(whole)
+        with self._of_step(around):
+            return self._model.runner.relay(whole)
+
+    @contextmanager
+    def _of_step(self, around: Around) -> Iterator[None]:
+        """Within, code that one process would run runs on every rank, and updates metrics."""
+        metrics = metrics_replaced(self._model.metrics, lambda call: call.do())
+        with around(), host_random_kept(), metrics:
+            yield
 
     def _divided(self, whole: MicrobatchRun, ordinal: int) -> tuple[MicrobatchRun, JoinedRun]:
         """Return the batch's microbatches, and how what they give is joined."""
@@ -471,28 +461,22 @@ class Evaluation:
         dist.broadcast(whole.reshape(-1).view(torch.uint8), model.last, group=model.context.group)
         return value if model.holds_last_stage else whole
 
-    def _parameters(self, tail: Tail) -> dict[str, Tensor]:
-        """Return the parameters that the tail uses and not every rank has."""
-        placement = self._model.placement
-        assert placement is not None
-        everywhere = self._model.context.group.size()
-        return {
-            name: self._model.module.get_parameter(name)
-            for name in sorted(tail.end.plan.parameters)
-            if len(placement.ranks_of_parameter[name]) < everywhere
-        }
-
     def _lent(self, tail: Tail) -> dict[str, Tensor]:
-        """Return values of these on ranks that have none."""
-        model = self._model
+        """Return values of the parameters that the tail uses and this rank does not have.
+
+        Collective over the pipeline.
+        """
+        model, group = self._model, self._model.context.group
         assert model.placement is not None
         lent = {}
-        for name, each in self._parameters(tail).items():
-            holders = model.placement.ranks_of_parameter[name]
-            is_holder = model.context.group.rank() in holders
-            value = each.detach() if is_holder else torch.empty_like(each).contiguous()
-            source = dist.get_global_rank(model.context.group, holders[0])
-            dist.broadcast(value, source, group=model.context.group)
+        for name in sorted(tail.end.plan.parameters):
+            holders = model.placement.division.ranks_of_parameter[name]
+            if len(holders) == group.size():
+                continue
+            own = model.module.get_parameter(name)
+            is_holder = group.rank() in holders
+            value = own.detach() if is_holder else torch.empty_like(own).contiguous()
+            dist.broadcast(value, dist.get_global_rank(group, holders[0]), group=group)
             if not is_holder:
                 lent[name] = value
         return lent

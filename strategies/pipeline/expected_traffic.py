@@ -399,7 +399,7 @@ class PipelineEstimate:
 
     def activations(self) -> list[MemoryKind]:
         """What this rank keeps for its backward passes at most; nothing where that is unknown."""
-        kept = self._placement.kept_bytes
+        kept = self._placement.division.kept_bytes
         if kept is None:
             return []
         place: MemoryPlace = "host" if self.context.device.type == "cpu" else "device"

@@ -84,21 +84,6 @@ class StagePlacement:
     plans: StagePlans
     division: StageAssignment
 
-    @property
-    def stages(self) -> tuple[tuple[UnitCost, ...], ...]:
-        """The units of each stage, in the order of their calls."""
-        return self.division.stages
-
-    @property
-    def ranks_of_parameter(self) -> Mapping[str, tuple[int, ...]]:
-        """By the parameter's first name, the ranks that hold it; the first one counts it."""
-        return self.division.ranks_of_parameter
-
-    @property
-    def kept_bytes(self) -> tuple[int, ...] | None:
-        """What each stage keeps of a microbatch for its backward pass; None where unknown."""
-        return self.division.kept_bytes
-
 
 def place(
     module: Module,

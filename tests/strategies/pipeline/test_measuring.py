@@ -136,7 +136,7 @@ def stages(rank: int, world_size: int, split: Any) -> list[list[str]]:
     trainer.fit(Net((1, 1, 60, 1, 1, 1)), DataLoader(data, batch_size=64))
     placement = strategy.pipeline_axis.staged.placement
     assert placement is not None
-    return [[each.name for each in stage] for stage in placement.stages]
+    return [[each.name for each in stage] for stage in placement.division.stages]
 
 
 @pytest.mark.ranks
