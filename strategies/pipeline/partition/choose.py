@@ -9,7 +9,7 @@ import time
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,7 @@ from boltmesh.strategies.pipeline.options import Split
 from boltmesh.strategies.pipeline.partition.materialize import DeferredModel
 from boltmesh.strategies.pipeline.partition.split import UnitCost, balanced_split, named_split
 from boltmesh.strategies.pipeline.stage.event_stages import EventStages
-from boltmesh.strategies.pipeline.stage.trace import StepTrace, TensorSpec, place_of
+from boltmesh.strategies.pipeline.stage.trace import StepTrace, place_of
 from boltmesh.strategies.pipeline.stage.trace_step import LOGGING, without_weight_cache
 from boltmesh.strategies.pipeline.stage.unit_outputs import key_of
 from boltmesh.strategies.pipeline.stage.units import ReplacedForwards
@@ -71,12 +71,8 @@ def units_in_call_order(trace: StepTrace, units: Mapping[str, Module]) -> tuple[
             order.insert(0 if previous is None else order.index(previous) + 1, name)
         previous = name
     return tuple(
-        UnitUse(
-            name=name,
-            num_parameters=sum(each.numel() for each in units[name].parameters()),
-            parameter_bytes=sum(
-                each.numel() * each.element_size() for each in units[name].parameters()
-            ),
+        replace(
+            _whole_use(name, units[name]),
             flops=trace.flops.get(name, 0),
             is_called=name in called,
             trained_bytes=sum(
@@ -114,28 +110,24 @@ def kept_by_stage(
         first = stages.of_value(value) + 1
         last = max(map(stages.of, value.uses), default=0)
         for stage in range(first, last + 1):
-            kept[stage].setdefault(value.storage, _bytes(value.spec))
+            kept[stage].setdefault(value.storage, value.spec.num_bytes)
     return tuple(sum(each.values()) for each in kept)
 
 
 def units_in_model_order(units: Mapping[str, Module]) -> tuple[UnitUse, ...]:
     """Return all units as the model has them, where no step can tell how it calls them."""
-    return tuple(
-        UnitUse(
-            name=name,
-            num_parameters=sum(each.numel() for each in unit.parameters()),
-            parameter_bytes=sum(each.numel() * each.element_size() for each in unit.parameters()),
-            flops=0,
-            is_called=True,
-        )
-        for name, unit in units.items()
+    return tuple(_whole_use(name, unit) for name, unit in units.items())
+
+
+def _whole_use(name: str, unit: Module) -> UnitUse:
+    """Return what is known of a unit without a step."""
+    return UnitUse(
+        name=name,
+        num_parameters=sum(each.numel() for each in unit.parameters()),
+        parameter_bytes=sum(each.nbytes for each in unit.parameters()),
+        flops=0,
+        is_called=True,
     )
-
-
-def _bytes(leaf: object) -> int:
-    if not isinstance(leaf, TensorSpec):
-        return 0
-    return math.prod(leaf.shape) * leaf.dtype.itemsize
 
 
 WARMED, TIMED = 2, 5

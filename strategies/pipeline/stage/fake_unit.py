@@ -1,6 +1,7 @@
 """Finds what a unit would give, without its parameters' values and without computing."""
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,27 +81,21 @@ def run_on_fakes(
     for answer in (False, True):
         watch = _Watch(f"{name!r} ({type(unit).__name__})", answer=answer)
         counter = FlopCounterMode(display=False) if counts_flops else None
+        counted: AbstractContextManager[Any] = counter or nullcontext()
         state = {
             each: _fake_state(tensor, mode)
             for each, tensor in (*unit.named_parameters(), *unit.named_buffers())
         }
         try:
-            with swapped_state(unit, state), watch:
-                if counter is None:
-                    result = call(*arguments[0], **arguments[1])
-                else:
-                    with counter:
-                        result = call(*arguments[0], **arguments[1])
+            with swapped_state(unit, state), watch, counted:
+                result = call(*arguments[0], **arguments[1])
         except UnsupportedError:
             raise
         except Exception as error:  # noqa: BLE001  # whatever the user's layer raises
             errors.append(error)
         else:
             flops = 0 if counter is None else counter.get_total_flops()
-            made = _describe(name, unit, result, arguments, mode, watch.answers, flops)
-            made.sees_one_value = watch.sees_one_value
-            made.borrowed = watch.borrowed
-            found.append(made)
+            found.append(_describe(name, unit, result, arguments, mode, watch, flops))
         if not watch.has_guessed:
             break
     if not found:
@@ -190,7 +185,7 @@ def _describe(
     result: Any,
     arguments: Any,
     mode: FakeTensorMode,
-    answers: list[Any],
+    watch: _Watch,
     flops: int,
 ) -> FakeCall:
     given = take_apart(arguments)[0]
@@ -204,7 +199,7 @@ def _describe(
             described.append(Argument(same[0]))
         elif isinstance(leaf, Tensor):
             made = leaf if is_fake(leaf) else make_fake(leaf, mode)
-            described.append(TensorSpec(tuple(made.shape), made.stride(), made.dtype, made.device))
+            described.append(TensorSpec.of(made))
         elif is_constant(leaf):
             described.append(leaf)
         else:
@@ -216,7 +211,7 @@ def _describe(
         kept.append(made)
     needs = tuple(isinstance(each, Tensor) and each.requires_grad for each in kept)
     output = UnitOutput(tuple(described), build, needs)
-    return FakeCall(build(kept), output, answers, flops)
+    return FakeCall(build(kept), output, watch.answers, flops, watch.sees_one_value, watch.borrowed)
 
 
 def _shapes(call: FakeCall) -> list[object]:

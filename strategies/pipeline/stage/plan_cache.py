@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from types import CodeType
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -19,17 +19,13 @@ from torch.nn import Module, Parameter
 from boltmesh.errors import ConfigError
 from boltmesh.lightning_import import ROOTS
 from boltmesh.strategies.dry_run.unsupported import with_inner
-from boltmesh.strategies.pipeline.stage.cut import StageBorders, plan_stages, plan_tail
+from boltmesh.strategies.pipeline.stage.cut import StageBorders, StagePlan, plan_stages, plan_tail
 from boltmesh.strategies.pipeline.stage.stage_run import ParameterWrites, StageRun, Tail
 from boltmesh.strategies.pipeline.stage.trace import StepTrace, UnitOutput, refuse_writes
 from boltmesh.strategies.pipeline.stage.trace_step import probe
 from boltmesh.strategies.pipeline.stage.units import unit_parameters
 from boltmesh.strategies.pytree import hidden_members, is_constant, take_apart
 from boltmesh.strategies.torch_compat.modules import ParametersInPlace
-
-if TYPE_CHECKING:
-    from boltmesh.strategies.pipeline.stage.cut import StagePlan
-
 
 TRAINING: Final = "training_step"
 """The step that has to be cut into stages; the others run layer by layer where they cannot."""
@@ -350,5 +346,5 @@ class StagePlans:
             self.check(plans)
         return tuple(self._run(step, each) for each in plans)
 
-    def _run(self, step: str, plan: "StagePlan") -> StageRun:
+    def _run(self, step: str, plan: StagePlan) -> StageRun:
         return StageRun(self.root, self.units, step, plan, self.borders, self.writes)

@@ -30,9 +30,7 @@ from typing_extensions import override
 from boltmesh.errors import DivergenceError
 from boltmesh.strategies.dry_run.no_side_effects import name_of
 from boltmesh.strategies.pipeline.stage.cut import EventPlan, StageBorders, StagePlan
-from boltmesh.strategies.pipeline.stage.data_dependent_ops import (
-    is_event,
-)
+from boltmesh.strategies.pipeline.stage.data_dependent_ops import is_event
 from boltmesh.strategies.pipeline.stage.rng import RandomStreams
 from boltmesh.strategies.pipeline.stage.trace import Argument, TensorSpec, line_of_step
 from boltmesh.strategies.pipeline.stage.units import ReplacedForwards, is_absent

@@ -4,6 +4,7 @@
 pass. ``place_of`` says which line of the user's code is running, for messages.
 """
 
+import math
 import os
 import traceback
 from collections.abc import Hashable, Iterable, Sequence, Set
@@ -58,6 +59,16 @@ class TensorSpec:
     stride: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "TensorSpec":
+        """Return the layout of a tensor."""
+        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its elements."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)

@@ -194,8 +194,8 @@ class BetweenUnitsTracer(TorchFunctionMode):
             self.kept.append(each)
             made_at = len(self.trace.events)
             self.made[id(each)] = (made_at, number)
-            spec = TensorSpec(tuple(each.shape), each.stride(), each.dtype, each.device)
-            value = Value(made_at, number, origin, spec, self._storage_of(each), True, True)
+            storage = self._storage_of(each)
+            value = Value(made_at, number, origin, TensorSpec.of(each), storage, True, True)
             value.needs_grad.append((NO_EVENT, each.requires_grad))
             self._keep_value(each, value)
 
@@ -458,10 +458,9 @@ class BetweenUnitsTracer(TorchFunctionMode):
 
     def _add_value(self, tensor: Tensor, origin: str, *, of: Tensor) -> Value:
         made_at, leaf = self.made.get(id(tensor), (NO_EVENT, 0))
-        spec = TensorSpec(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
         if made_at != NO_EVENT and not self.trace.events[made_at].is_unit:
             origin = f"{self.trace.events[made_at].name} at {self.trace.events[made_at].place}"
-        value = Value(made_at, leaf, origin, spec, self._storage_of(tensor))
+        value = Value(made_at, leaf, origin, TensorSpec.of(tensor), self._storage_of(tensor))
         value.needs_grad.append((made_at, tensor.requires_grad))
         self._keep_value(of, value)
         return value
