@@ -68,6 +68,10 @@ class FunctionTrial:
     def num_rows(self) -> int:
         return len(self.batch.labels)
 
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
     def rows(self, numbers: Sequence[int]) -> Batch:
         return Batch(self.batch.labels[list(numbers)], self.batch.targets[list(numbers)])
 

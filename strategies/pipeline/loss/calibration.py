@@ -83,12 +83,11 @@ class LossProof:
     cuts: list[TrialRows]
 
 
-def prove(trial: Trial, device: torch.device) -> LossProof | None:
+def prove(trial: Trial) -> LossProof | None:
     """Find the form of a step's loss, and prove that its microbatches give the batch's loss.
 
     Args:
         trial: The end of the step.
-        device: Where it runs.
 
     Returns:
         None where the step gave no loss for these rows, or one that is not a number.
@@ -103,21 +102,21 @@ def prove(trial: Trial, device: torch.device) -> LossProof | None:
         tried = [*windows(trial), *unlike_rows(trial), repeated_rows(trial)]
         for number, numbers in enumerate(tried):
             try:
-                cuts = run_cuts(trial, numbers, device, attempt)
+                cuts = run_cuts(trial, numbers, attempt)
             except ConfigError:
                 raise
             except Exception as error:  # noqa: BLE001 - the step may refuse such values
                 cause = cause or error
                 break
             is_run = True
-            proof = _proof(cuts, trial, device, attempt) if cuts else None
+            proof = _proof(cuts, trial, attempt) if cuts else None
             if proof is not None and trial.largest(_is_zero(proof)):
                 zero = zero or proof  # other rows may have a loss
             elif proof is not None:
                 others = tried[number + 1 :]
                 return replace(
                     proof,
-                    cuts=[*proof.cuts, *_more_cuts(proof.form, trial, others, device, attempt)],
+                    cuts=[*proof.cuts, *_more_cuts(proof.form, trial, others, attempt)],
                 )
     if cause is not None and not is_run:
         raise BatchLossError(
@@ -183,17 +182,13 @@ def _is_zero(proof: LossProof) -> bool:
 
 
 def _more_cuts(
-    form: Form,
-    trial: Trial,
-    tried: Sequence[Sequence[int]],
-    device: torch.device,
-    attempt: Attempt,
+    form: Form, trial: Trial, tried: Sequence[Sequence[int]], attempt: Attempt
 ) -> list[TrialRows]:
     """Prove the form on other rows too: what is logged for these may tell a sum from a maximum."""
     found: list[TrialRows] = []
     for numbers in tried:
         try:
-            cuts = run_cuts(trial, numbers, device, attempt)
+            cuts = run_cuts(trial, numbers, attempt)
             compared = [_compare(form, each, trial) for each in cuts]  # which weighs their parts
         except ConfigError:
             raise
@@ -203,29 +198,23 @@ def _more_cuts(
     return found
 
 
-def _telling_cuts(
-    form: Form, trial: Trial, count: int, device: torch.device, attempt: Attempt
-) -> list[TrialRows]:
+def _telling_cuts(form: Form, trial: Trial, count: int, attempt: Attempt) -> list[TrialRows]:
     """Run rows for which a doubtful divisor is another one, among those for which it is not."""
-    rows = _rows_by(
-        lambda whole: _tells(form, whole), trial, range(trial.num_rows), device, attempt
-    )
+    rows = _rows_by(lambda whole: _tells(form, whole), trial, range(trial.num_rows), attempt)
     if True not in rows:
         return []
     telling = rows[True]
     other = rows.get(False, telling)
     numbers = [telling, telling, other, telling, other][:count]
     try:
-        return run_cuts(trial, numbers, device, attempt)
+        return run_cuts(trial, numbers, attempt)
     except ConfigError:
         raise
     except Exception:  # noqa: BLE001 - the step may refuse rows that are alike
         return []
 
 
-def prove_empty(
-    form: Form, trial: Trial, rows: Sequence[int], empty: Sequence[int], device: torch.device
-) -> bool:
+def prove_empty(form: Form, trial: Trial, rows: Sequence[int], empty: Sequence[int]) -> bool:
     """Prove that rows with nothing to learn count for nothing beside others.
 
     Args:
@@ -233,7 +222,6 @@ def prove_empty(
         trial: The end of the step.
         rows: Those of a microbatch that has a loss.
         empty: Those of one that has none.
-        device: Where it runs.
 
     Returns:
         Whether a part of the rows had nothing to learn, to be compared.
@@ -242,13 +230,11 @@ def prove_empty(
         ConfigError: When they count, as in a sum that is divided by all rows.
     """
     numbers = [rows[0], rows[len(rows) // 2], rows[-1], empty[0], empty[-1]]
-    cuts = [cut for each in ATTEMPTS for cut in _more_cuts(form, trial, [numbers], device, each)]
+    cuts = [cut for each in ATTEMPTS for cut in _more_cuts(form, trial, [numbers], each)]
     return any(not _is_differentiated(part) for cut in cuts for part in cut.parts)
 
 
-def prove_key(
-    form: Form, trial: Trial, key: Key, numbers: Sequence[int], device: torch.device
-) -> list[TrialRows]:
+def prove_key(form: Form, trial: Trial, key: Key, numbers: Sequence[int]) -> list[TrialRows]:
     """Run the step on two rows, several times over, of which a logged value differs.
 
     Args:
@@ -256,20 +242,19 @@ def prove_key(
         trial: The end of the step.
         key: Key of the value.
         numbers: Rows to look among, in this order.
-        device: Where it runs.
 
     Returns:
         What was run; nothing where all rows give one value, or no loss.
     """
     for attempt in ATTEMPTS:
-        rows = _rows_by(lambda whole: _value(key, whole), trial, numbers, device, attempt)
+        rows = _rows_by(lambda whole: _value(key, whole), trial, numbers, attempt)
         if len(rows) < 2:
             continue
         larger, other = (rows[each] for each in sorted(rows, key=abs, reverse=True))
         count = max(len(windows(trial)[0]), 3)
         # In one cut a part holds both rows, by which a sum is no maximum, in the other none does.
         chosen = ([larger] * (count // 2 + 1) + [other] * count)[:count]
-        cuts = _more_cuts(form, trial, [chosen], device, attempt)
+        cuts = _more_cuts(form, trial, [chosen], attempt)
         if cuts:
             return cuts
     return []
@@ -283,17 +268,13 @@ Label = TypeVar("Label")
 
 
 def _rows_by(
-    label: Callable[[TrialPart], Label],
-    trial: Trial,
-    numbers: Sequence[int],
-    device: torch.device,
-    attempt: Attempt,
+    label: Callable[[TrialPart], Label], trial: Trial, numbers: Sequence[int], attempt: Attempt
 ) -> dict[Label, int]:
     """Return the first rows, each several times over, to which two different labels are given."""
     rows: dict[Label, int] = {}
     for number in numbers:
         try:
-            whole = run_whole(trial, [number] * REPEATED, device, attempt)
+            whole = run_whole(trial, [number] * REPEATED, attempt)
             if whole is not None:
                 rows.setdefault(label(whole), number)
         except Exception:  # noqa: BLE001, S112 - the step may refuse such values
@@ -314,12 +295,10 @@ def _tells(form: Form, whole: TrialPart) -> bool:
 # The form.
 
 
-def _proof(
-    cuts: list[TrialRows], trial: Trial, device: torch.device, attempt: Attempt
-) -> LossProof | None:
+def _proof(cuts: list[TrialRows], trial: Trial, attempt: Attempt) -> LossProof | None:
     form = _form(cuts)
     if form is not None and form.doubtful:
-        more = _telling_cuts(form, trial, max(cuts[0].whole.count, 3), device, attempt)
+        more = _telling_cuts(form, trial, max(cuts[0].whole.count, 3), attempt)
         cuts = [*cuts, *more]
         form = _form(cuts) if more else form
     if form is None:

@@ -74,8 +74,7 @@ class LossChecks:
     """Knows the forms of losses and the rules of logged keys, and proves new ones."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
-        """Where steps are tried."""
+        self._device = device
         self._forms: list[Form] = []
         self._tries = 0
         """Of the form's doubtful divisors."""
@@ -131,7 +130,7 @@ class LossChecks:
         if self._tries < MOST_TRIES and any(each.doubtful for each in self._forms):
             self._tries += 1
             self._prove(step)
-        elif self.device.type == "cpu" or self._looks < MOST_TRIES:
+        elif self._device.type == "cpu" or self._looks < MOST_TRIES:
             self._looks += 1
             if not kinds_of_rows(step.trial) <= self._kinds_of_rows:
                 self._prove(step)
@@ -144,7 +143,7 @@ class LossChecks:
         """
         if not self._has_proved_empty:
             self._has_proved_empty = any(
-                prove_empty(form, step.trial, rows, empty, self.device) for form in self._forms
+                prove_empty(form, step.trial, rows, empty) for form in self._forms
             )
 
     def rule_of(
@@ -164,7 +163,7 @@ class LossChecks:
             known.tries += 1
             if proof is not None and not known.is_of_one_fold and known.is_open(noted, weights):
                 rows = _rows_to_look_at(noted, weights, step.trial.num_rows)
-                self._learn_rule(key, prove_key(proof.form, step.trial, key, rows, self.device))
+                self._learn_rule(key, prove_key(proof.form, step.trial, key, rows))
             if known.tries == MOST_TRIES and len(known.fitting) > 1:
                 self._warn_open(key, known.fitting[0])
         return known.fitting[0]
@@ -263,7 +262,7 @@ class StepLossCheck:
     @cached_property
     def proof(self) -> LossProof | None:
         """What it proves of the loss, as :func:`prove` returns it."""
-        return prove(self.trial, self._checks.device)
+        return prove(self.trial)
 
     def read(self, loss: Tensor) -> tuple[Form, list[Term]] | None:
         """Return the form and the terms of a microbatch's loss, as :meth:`LossChecks.read` does."""

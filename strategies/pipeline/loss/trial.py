@@ -248,7 +248,7 @@ def sharpened(values: Sequence[LiveValue], gradients: Sequence[Tensor | None]) -
             largest = gradient.abs().amax(-1, keepdim=True)
             step = gradient / torch.where(largest == 0, 1, largest)
             tensor = tensor - 8 * step * chosen.to(tensor.device)
-        made.append(LiveValue(tensor, value.dim, value.needs_grad, value.depends_on_batch))
+        made.append(replace(value, tensor=tensor))
     return made
 
 
@@ -269,6 +269,10 @@ class Trial(Protocol):
     @property
     def num_rows(self) -> int:
         """Of the batch."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where it runs."""
 
     def rows(self, numbers: Sequence[int]) -> Any:
         """Return some rows of the batch, in any order and each as often as it is named."""
@@ -320,7 +324,7 @@ class TailTrial:
         self._kwargs = kwargs
         self._around = around
         self._seed = seed
-        self._device = device
+        self.device = device
         self.largest = plans.borders.largest
 
     def rows(self, numbers: Sequence[int]) -> Any:
@@ -357,7 +361,7 @@ class TailTrial:
     @contextmanager
     def _untraced(self) -> Iterator[None]:
         with ExitStack() as stack:
-            stack.enter_context(random_state_unchanged(self._device))
+            stack.enter_context(random_state_unchanged(self.device))
             stack.enter_context(modules_unchanged(self._module.modules()))
             stack.enter_context(self._around())
             yield
@@ -433,21 +437,17 @@ def windows(trial: Trial) -> list[Sequence[int]]:
     return [range(start, start + count) for start in sorted({0, trial.num_rows - count})]
 
 
-def run_whole(
-    trial: Trial, numbers: Sequence[int], device: torch.device, attempt: Attempt
-) -> TrialPart | None:
+def run_whole(trial: Trial, numbers: Sequence[int], attempt: Attempt) -> TrialPart | None:
     """Run the step on some rows; None where it gives no loss."""
-    whole = _run(trial, _made_up(trial, numbers, device, attempt), numbers, (0, len(numbers)))
+    whole = _run(trial, _made_up(trial, numbers, attempt), numbers, (0, len(numbers)))
     return whole if _has_loss(whole) else None
 
 
-def run_cuts(
-    trial: Trial, numbers: Sequence[int], device: torch.device, attempt: Attempt
-) -> list[TrialRows]:
+def run_cuts(trial: Trial, numbers: Sequence[int], attempt: Attempt) -> list[TrialRows]:
     """Run the step on some rows and on parts of them; nothing where it gives no loss."""
     count, first = len(numbers), _first_part(numbers)
     is_between = attempt[1]
-    live = _made_up(trial, numbers, device, attempt)
+    live = _made_up(trial, numbers, attempt)
     whole = _run(trial, live, numbers, (0, count))
     if not _has_loss(whole):
         return []
@@ -475,16 +475,14 @@ def _first_part(numbers: Sequence[int]) -> int:
     return len(numbers) // 2 + 1 if len(numbers) > 2 else 1
 
 
-def _made_up(
-    trial: Trial, numbers: Sequence[int], device: torch.device, attempt: Attempt
-) -> list[LiveValue]:
+def _made_up(trial: Trial, numbers: Sequence[int], attempt: Attempt) -> list[LiveValue]:
     count, first = len(numbers), _first_part(numbers)
     is_double, is_between = attempt
     return made_up(
         trial.values_in(trial.rows(numbers)),
         trial.values_in(trial.rows(numbers[:first])),
         (count, first),
-        device=device,
+        device=trial.device,
         is_double=is_double,
         is_between_0_and_1=is_between,
     )

@@ -209,7 +209,7 @@ def test_noise_and_permutations_of_rows_are_no_batch_statistics() -> None:
             1 - share
         ) * F.cross_entropy(F.dropout(noisy, 0.5).transpose(1, 2), b.known[order])
 
-    proof = prove(FunctionTrial(mixup, batch()), CPU)
+    proof = prove(FunctionTrial(mixup, batch()))
     assert proof is not None
     assert set(proof.form.kinds.values()) == {"mean"}
 
@@ -231,13 +231,13 @@ def test_probabilities_are_tried_where_random_numbers_are_refused() -> None:
     def binary(x: Tensor, b: Batch) -> Tensor:
         return F.binary_cross_entropy(x, b.targets.to(x.dtype))
 
-    proof = prove(FunctionTrial(binary, batch()), CPU)
+    proof = prove(FunctionTrial(binary, batch()))
     assert proof is not None
     assert proof.form.kinds == {(): "mean"}
 
 
 def test_a_step_without_a_loss_proves_nothing() -> None:
-    assert prove(FunctionTrial(lambda *_: None, batch()), CPU) is None
+    assert prove(FunctionTrial(lambda *_: None, batch())) is None
 
 
 def with_scalar(given: Any, b: Batch) -> Tensor:
@@ -265,7 +265,7 @@ def test_a_scalar_beside_tokens_that_count_is_refused_where_they_differ() -> Non
         return token_loss(given[0], b) + given[1]
 
     with pytest.raises(ConfigError, match=r"over different things \(NllLoss over .*a layer over"):
-        prove(FunctionTrial(loss, batch(), scalars=1), CPU)
+        prove(FunctionTrial(loss, batch(), scalars=1))
 
 
 SPEC = ValueSpec((), torch.float32, True, "the output of blocks.1")
@@ -356,7 +356,7 @@ def test_a_module_is_as_it_was_after_a_trial() -> None:
     module, trial = traced()
     module.recent.append(torch.ones(()))
     states = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()  # type: ignore[index]
-    proof = prove(trial, CPU)
+    proof = prove(trial)
     assert proof is not None
     assert sorted(proof.form.kinds.values()) == ["mean", "penalty"]
     assert (module.count, float(module.steps), module.losses) == (0, 0.0, [])
@@ -394,7 +394,7 @@ def test_a_batch_size_counts_once_for_all_microbatches_or_is_that_of_each(sizes:
 
 def test_numbers_beside_the_loss_are_proved_as_logs_are() -> None:
     _, trial = traced()
-    proof = prove(trial, CPU)
+    proof = prove(trial)
     assert proof is not None
     logged = proof.cuts[0].whole.outcome.logged
     assert ("training_step's result", "right") in logged
@@ -412,4 +412,4 @@ def near_pairs(x: Tensor, b: Batch) -> Tensor:
 def test_rows_without_a_loss_prove_nothing() -> None:
     """Normal numbers are apart, and those between 0 and 1 are near, which are tried later."""
     with pytest.raises(ConfigError, match=r"form for|neither a mean nor a sum"):
-        prove(FunctionTrial(near_pairs, batch()), CPU)
+        prove(FunctionTrial(near_pairs, batch()))
