@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from itertools import combinations
 from typing import Literal, get_args
 
 from lightning.pytorch import LightningModule
@@ -135,7 +136,7 @@ class Overrides:
     """Reasons why axes are left whole."""
 
 
-def read_wishes(
+def read_overrides(
     analysis: Analysis, possible: Sequence[ShardableDim], size: int, mapping: Mapping[str, str]
 ) -> Overrides:
     """Find the axes that a user's mapping refers to.
@@ -149,7 +150,7 @@ def read_wishes(
     Raises:
         ConfigError: If a pattern matches nothing, or something that cannot be divided that way.
     """
-    wishes = Overrides()
+    overrides = Overrides()
     for pattern, style in mapping.items():
         if style not in STYLES:
             raise ConfigError(
@@ -157,7 +158,7 @@ def read_wishes(
             )
         for names in _matched(analysis, pattern, is_deep=style == WHOLE):
             if style == WHOLE:
-                wishes.whole.update(
+                overrides.whole.update(
                     {
                         each.atom: f"the plan that was given says {WHOLE!r} for {pattern!r}"
                         for each in possible
@@ -171,10 +172,10 @@ def read_wishes(
                     f"plan says {style!r} for {pattern!r}, but {names[0]} cannot be divided so: "
                     f"{found}. Take {pattern!r} out of plan."
                 )
-            if all(each.atom is not found.atom for each in wishes.forced):
-                wishes.forced.append(found)
-    _refuse_both(wishes)
-    return wishes
+            if all(each.atom is not found.atom for each in overrides.forced):
+                overrides.forced.append(found)
+    _refuse_both(overrides)
+    return overrides
 
 
 def _matched(analysis: Analysis, pattern: str, *, is_deep: bool) -> list[list[str]]:
@@ -242,23 +243,17 @@ def _is_outermost(found: Sequence[DimPosition]) -> bool:
     return all(at == 0 for each in found for at in each.at)
 
 
-def _refuse_both(wishes: Overrides) -> None:
-    for one, other in _pairs(wishes.forced):
+def _refuse_both(overrides: Overrides) -> None:
+    for one, other in combinations(overrides.forced, 2):
         both = sorted(one.parameters & other.parameters)
         if both:
             raise ConfigError(
                 f"plan divides {both[0]} in two dimensions. Take one of the patterns that match it "
                 f"or what it is divided together with out of plan."
             )
-    for each in wishes.forced:
-        if each.atom in wishes.whole:
+    for each in overrides.forced:
+        if each.atom in overrides.whole:
             raise ConfigError(
                 f"plan divides {min(each.parameters)} and leaves something whole that is divided "
                 f"together with it: {', '.join(sorted(each.parameters))}. Give them all one style."
             )
-
-
-def _pairs(items: Sequence[ShardableDim]) -> Iterator[tuple[ShardableDim, ShardableDim]]:
-    for number, one in enumerate(items):
-        for other in items[number + 1 :]:
-            yield one, other

@@ -180,7 +180,7 @@ def place(
         ConfigError: If the step cannot be run, or an option is not possible.
     """
     blocks = find_blocks(module)
-    on_host = DryRun(module, step, args, torch.device("cpu"))
+    on_host = DryRun(module, step, args, _CPU)
     shapes = BlockShapes()
     with shapes.watching(blocks):
         plan, made_elements = _planned(on_host, blocks, options, context, group.size)

@@ -24,7 +24,7 @@ from boltmesh.strategies.tensor.candidates import (
     vocabularies,
     why_not,
 )
-from boltmesh.strategies.tensor.options import read_wishes
+from boltmesh.strategies.tensor.options import read_overrides
 from boltmesh.strategies.tensor.plan import (
     OUTSIDE,
     LossParallel,
@@ -409,9 +409,9 @@ def _choose(
     tokens, refused = vocabularies(analysis, size, with_heads=with_heads)
     taken = {each.atom for each in tokens} | set(refused)
     axes = [each for each in candidates(analysis, size) if each.atom not in taken]
-    wishes = read_wishes(analysis, [*axes, *tokens], size, wanted)
-    refused.update(wishes.whole)
-    forced = {each.atom: each for each in wishes.forced}
+    overrides = read_overrides(analysis, [*axes, *tokens], size, wanted)
+    refused.update(overrides.whole)
+    forced = {each.atom: each for each in overrides.forced}
     others = [each for each in (*axes, *tokens) if each.atom not in forced]
     fixed = {name for each in forced.values() for name in each.parameters}
     order = {name: number for number, name in enumerate(analysis.parameters)}

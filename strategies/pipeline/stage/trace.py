@@ -219,7 +219,7 @@ class StepTrace:
 
 
 class SavedTensorWatch:
-    """Fills :attr:`Trace.kept`: storages that operators save, by the unit during or after which.
+    """Fills ``StepTrace.kept``: storages that operators save, by the unit during or after which.
 
     Tensors that exist in a probe (the batch, what is made of it alone) and parameters are there
     anyway, and left out. What a unit gets counts as kept by it: its first operators save it, and a

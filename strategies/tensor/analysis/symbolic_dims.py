@@ -31,7 +31,7 @@ class Reason:
 
 @dataclass(eq=False)
 class SymbolicDim:
-    """One logical axis. Two that turn out to be the same are united: see ``find``."""
+    """One logical axis. Two that turn out to be the same are united: see ``representative``."""
 
     size: int
     reasons: list[Reason] = field(default_factory=list)

@@ -107,8 +107,8 @@ class ReplicatedBoundary(BlockBoundary):
 class SequenceBoundary(ReplicatedBoundary):
     """Outside, each rank has a part of the sequence.
 
-    What enters from elsewhere, such as an encoder's states, is alike on all ranks; see `Fed` for
-    what was gathered.
+    What enters from elsewhere, such as an encoder's states, is alike on all ranks; see
+    `GradSummedUpstream` for what was gathered.
     """
 
     def __init__(self, group: TensorGroup, parts: SequenceParts) -> None:

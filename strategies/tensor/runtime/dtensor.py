@@ -210,14 +210,11 @@ class Table:
 class RegionRow(Row):
     """Around a module that takes this rank's part out of a DTensor, and whose output is whole."""
 
-    dim = -1
-    """Of the input, which is divided."""
-
     @override
     def enter(self, value: Tensor) -> Tensor:
         if not isinstance(value, DTensor):
             return value
-        return value.redistribute(placements=[Shard(self.dim % value.dim())]).to_local()
+        return value.redistribute(placements=[Shard(value.dim() - 1)]).to_local()
 
 
 class AlongParameters:

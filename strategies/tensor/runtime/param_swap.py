@@ -72,12 +72,8 @@ class Changes:
 
     def undo(self) -> None:
         """Put everything back. What others put on modules since then has to be off."""
-        while self._before:
-            module, name, before = self._before.pop()
-            if before is _ABSENT:
-                del vars(module)[name]
-            else:
-                vars(module)[name] = before
+        _restore(reversed(self._before))
+        self._before.clear()
 
 
 @contextmanager
@@ -195,9 +191,6 @@ def shard_parameters(
         parameter.grad = None
 
 
-_MISSING = object()
-
-
 @contextmanager
 def in_place_of(module: Module, views: Mapping[str, Tensor | None]) -> Iterator[None]:
     """Let a module find views under the names of its parameters.
@@ -205,13 +198,13 @@ def in_place_of(module: Module, views: Mapping[str, Tensor | None]) -> Iterator[
     Attributes of an instance are found before ``Module.__getattr__`` looks for parameters.
     """
     attributes = vars(module)
-    before = {name: attributes.get(name, _MISSING) for name in views}
+    before = {name: attributes.get(name, _ABSENT) for name in views}
     attributes.update(views)
     try:
         yield
     finally:
         for name, value in before.items():
-            if value is _MISSING:
+            if value is _ABSENT:
                 del attributes[name]
             else:
                 attributes[name] = value

@@ -331,11 +331,7 @@ def argmax(
     func: Callable[..., Any], divided: Any, dim: int | None = None, keepdim: bool = False
 ) -> Any:
     """Return the token with the highest score; of several the first, as torch does."""
-    if (
-        not isinstance(divided, VocabularyTensor)
-        or dim is None
-        or dim % divided.dim() != divided.divided_dim
-    ):
+    if not _is_over_tokens(divided, dim):
         return NO_RULE
     return _best_token(divided, keepdim=keepdim)
 
@@ -345,11 +341,7 @@ def maximum(
     func: Callable[..., Any], divided: Any, dim: int | Tensor | None = None, keepdim: bool = False
 ) -> Any:
     """Return the highest score and its token."""
-    if (
-        not isinstance(divided, VocabularyTensor)
-        or not isinstance(dim, int)
-        or dim % divided.dim() != divided.divided_dim
-    ):
+    if not _is_over_tokens(divided, dim):
         return NO_RULE
     tokens = _best_token(divided, keepdim=False)
     last = unwrap(divided).movedim(divided.divided_dim, -1)
@@ -367,12 +359,7 @@ def gather_tokens(
     """Return the scores of one token per position, such as the log-probabilities of targets."""
     if func.__name__ == "take_along_dim":
         dim, index = index, dim
-    if (
-        not isinstance(divided, VocabularyTensor)
-        or not isinstance(index, Tensor)
-        or not isinstance(dim, int)
-        or dim % divided.dim() != divided.divided_dim
-    ):
+    if not isinstance(index, Tensor) or not _is_over_tokens(divided, dim):
         return NO_RULE
     of_one = [1 if d == divided.divided_dim else size for d, size in enumerate(divided.shape)]
     if list(index.shape) != of_one:
@@ -391,6 +378,15 @@ def _best_token(divided: VocabularyTensor, *, keepdim: bool) -> Tensor:
     all_tokens = all_gather((places + vocabulary.start).unsqueeze(0), vocabulary.group, 0)
     tokens = all_tokens.gather(0, all_values.argmax(0, keepdim=True)).squeeze(0)
     return tokens.unsqueeze(divided.divided_dim) if keepdim else tokens
+
+
+def _is_over_tokens(divided: Any, dim: Any) -> bool:
+    """Whether a function of one dim goes along the divided one."""
+    return (
+        isinstance(divided, VocabularyTensor)
+        and isinstance(dim, int)
+        and dim % divided.dim() == divided.divided_dim
+    )
 
 
 def _dims(divided: VocabularyTensor, dim: _Dims) -> tuple[int, ...]:

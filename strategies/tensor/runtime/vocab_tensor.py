@@ -152,7 +152,7 @@ NO_RULE = object()
 """What a rule returns for arguments that it has no answer for."""
 
 RULES: dict[str, Rule] = {}
-"""By name of a function. Complete when `rules` is imported."""
+"""By name of a function. Complete when `vocab_modules` is imported."""
 
 _ABOUT = frozenset(
     name
