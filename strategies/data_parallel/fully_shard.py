@@ -323,16 +323,16 @@ def shard_model(
     tiled: list[TiledWeight] = []
     parking = open_parking(options, context)
     successors = ParamRemap()
-    owned: list[OwnedParams | BroughtParams] = []
-    follow: Callable[[Mapping[Parameter, Parameter]], None] = noop
-    if context.owned is not None:
-        rows = OwnedParams(context.owned, context.device, context.group.size())
-        follow = rows.follow
-        owned.append(rows)
-        owned += [
-            brought_params(each, context.owned, context.group.size(), rows.cut_one)
-            for each in context.owned.brought
-        ]
+    owned, follow = _owned_params(context)
+
+    def ignored(owner: Module) -> set[Parameter]:
+        """Return the parameters below a module that no unit of FSDP2 is to gather."""
+        return {
+            *(weight.parameter for weight in tiled),
+            *scalars_of(owner),
+            *(p for each in owned for p in each.whole_in(owner)),
+        }
+
     for name, unit in reversed(units.items()):  # from the inside out
         refuse_mixed_types(name, unit)
         follow(prepare_unit(unit, device=context.device, group=context.group, name=name))
@@ -350,12 +350,9 @@ def shard_model(
                 mesh=mesh.mesh,
                 reshard_after_forward=is_freed,
                 mp_policy=precision_policy(context.compute_dtype, is_cast=name in cast),
-                ignored_params={
-                    *(p for owner in left_out for p in owner.parameters(recurse=False)),
-                    *(weight.parameter for weight in tiled),
-                    *scalars_of(unit),
-                    *(p for each in owned for p in each.whole_in(unit)),
-                },
+                ignored_params=ignored(unit).union(
+                    p for owner in left_out for p in owner.parameters(recurse=False)
+                ),
             )
             for each in owned:
                 each.cut(unit)
@@ -372,11 +369,7 @@ def shard_model(
             # None: the root stays gathered from its forward on, as it is needed again at once.
             reshard_after_forward=None if is_freed else False,
             mp_policy=precision_policy(context.compute_dtype, is_cast=False),
-            ignored_params={
-                *(weight.parameter for weight in tiled),
-                *scalars_of(module),
-                *(p for each in owned for p in each.whole_in(module)),
-            },
+            ignored_params=ignored(module),
         )
         for each in owned:
             each.cut(module)
@@ -427,6 +420,20 @@ def shard_model(
         ),
         owned=owned,
     )
+
+
+def _owned_params(
+    context: AxisContext,
+) -> tuple[list[OwnedParams | BroughtParams], Callable[[Mapping[Parameter, Parameter]], None]]:
+    """Return this rank's part of divided experts, and what follows parameters that are replaced."""
+    if context.owned is None:
+        return [], noop
+    size = context.group.size()
+    rows = OwnedParams(context.owned, context.device, size)
+    brought = [
+        brought_params(each, context.owned, size, rows.cut_one) for each in context.owned.brought
+    ]
+    return [rows, *brought], rows.follow
 
 
 def build_mesh(options: ZeroOptions, context: AxisContext) -> ShardMesh:

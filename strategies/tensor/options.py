@@ -227,16 +227,11 @@ def _divided(
         here = [each for each in found if each.parameter in names]
         if not any(roles.style(each.parameter, each.dim, atom) == style for each in here):
             continue
-        why = why_not(atom, found, roles, size, trusted=_strange(analysis))
+        why = why_not(atom, found, roles, size, trusted=analysis.trace.without_rule)
         if not why and _is_outermost(here):
             return candidate_of(analysis, atom, found, roles)
         whys.setdefault(why or "it lies inside of something else")
     return "; ".join(whys) or "the step does not use it so"
-
-
-def _strange(analysis: Analysis) -> frozenset[str]:
-    """Names of operators without a rule: a user who overrides the plan is responsible for them."""
-    return frozenset(name.split(".")[1] for name in analysis.trace.unknown)
 
 
 def _is_outermost(found: Sequence[DimPosition]) -> bool:

@@ -95,12 +95,7 @@ class _Follower:
         self.order = {atom: number for number, atom in enumerate(followed)}
         self.chosen = set(followed)
         self.made = {out.key: step for step in self.trace.steps for out in step.outputs}
-        self.consumers: dict[int, list[OperatorRecord]] = {}
-        for step in self.trace.steps:
-            for each in step.inputs:
-                self.consumers.setdefault(each.key, []).append(step)
-        self.strange = {name.split(".")[1] for name in self.trace.unknown}
-        """Operators without a rule: divided only if a user is responsible for them."""
+        self.consumers = self.trace.consumers()
         self.entered = _entered_as_one(styles) - self.trace.attentions
         self.flow = Propagation()
 
@@ -138,7 +133,7 @@ class _Follower:
         Those sum the gradients of their inputs themselves.
         """
         given: set[SymbolicDim] = set()
-        if step.operator in self.strange:
+        if step.operator in self.trace.without_rule:
             return
         for each in step.outputs:
             given |= axes_of(each.dims, self.chosen)

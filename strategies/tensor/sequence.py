@@ -69,10 +69,7 @@ class Walk:
         self.stack = stack
         self.tokens = {representative(each) for each in leaves(stack.entry.dims[stack.dim])}
         self.divided = {stack.entry.key}
-        self.consumers: dict[int, list[OperatorRecord]] = {}
-        for step in self.trace.steps:
-            for each in step.inputs:
-                self.consumers.setdefault(each.key, []).append(step)
+        self.consumers = self.trace.consumers()
         self.gathers: list[GatherPoint] = []
         self.partial: set[str] = set()
         self.fed: list[str] = []

@@ -202,6 +202,19 @@ class DimTrace:
             key = self.bases[key]
         return key
 
+    def consumers(self) -> dict[int, list[OperatorRecord]]:
+        """The operators that took a tensor, by its key."""
+        found: dict[int, list[OperatorRecord]] = {}
+        for step in self.steps:
+            for each in step.inputs:
+                found.setdefault(each.key, []).append(step)
+        return found
+
+    @property
+    def without_rule(self) -> frozenset[str]:
+        """Operators without a rule: divided only where a user's plan is responsible for them."""
+        return frozenset(name.split(".")[1] for name in self.unknown)
+
     def forget_labels(self) -> None:
         """Let go of the tensors; what was recorded stays."""
         self._labels.clear()
