@@ -85,14 +85,10 @@ def _of_blocks(
         seen.add(parent)
         argument, operand = next(iter(taken.items()))
         dims = [dim for dim, row in enumerate(operand.dims) if any(a in axes for a in _tops(row))]
-        dim = dims[0] if len(dims) == 1 else _usual_dim(analysis, block, len(operand.dims))
-        if dim is not None:
-            yield SequenceEntry(block, argument, dim)
-
-
-def _usual_dim(analysis: Analysis, block: str, ndim: int) -> int | None:
-    """The dim of positions of ``(batch, length, channels)``."""
-    return 1 if ndim == 3 else None
+        if len(dims) == 1:
+            yield SequenceEntry(block, argument, dims[0])
+        elif len(operand.dims) == 3:  # (batch, length, channels)
+            yield SequenceEntry(block, argument, 1)
 
 
 def find_sequences(

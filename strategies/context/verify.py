@@ -30,8 +30,6 @@ from boltmesh.strategies.dry_run.step import (
     difference,
     floats_in,
     full_float32,
-    nudge,
-    parameters_kept,
 )
 from boltmesh.strategies.object_collectives import gather_objects
 from boltmesh.strategies.pytree import replace_tensors
@@ -95,8 +93,7 @@ class ContextProof:
                 _LOG.warning("boltmesh: the step with a divided sequence %s", fault)
             fault = self._first(fault)
             if fault is not None and not fault.startswith("raises"):
-                nudged = self._run_nudged(run)
-                fault = self._first(difference(whole, cut, {}, nudged))
+                fault = self._first(difference(whole, cut, {}, run.run_nudged()))
         if fault is not None:
             raise ConfigError(
                 f"{type(module).__name__}.{run.step} with its sequence divided over "
@@ -129,11 +126,7 @@ class ContextProof:
     def _lengths(self, run: DryRun) -> set[int]:
         """Return the lengths of the sequences of a step; raise its error on all ranks."""
         lengths: set[int] = set()
-
-        def keep(length: int) -> None:
-            lengths.add(length)
-
-        entries = Entries(run.module, self.entries, self.state, on_length=keep)
+        entries = Entries(run.module, self.entries, self.state, on_length=lengths.add)
         cause: Exception | None = None
         try:
             run.run(has_backward=not run.module.automatic_optimization)
@@ -174,11 +167,6 @@ class ContextProof:
             dist.all_reduce(gradient, group=self.state.group.process_group)
             outcome.gradients[name] = gradient / self.state.group.size
         return outcome
-
-    def _run_nudged(self, run: DryRun) -> DryRunOutcome:
-        with parameters_kept(run.module):
-            nudge(run.module.parameters())
-            return run.run()
 
     def _first(self, text: str | None) -> str | None:
         """Return the text of the first rank that has one. Collective over all ranks."""

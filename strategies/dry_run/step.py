@@ -141,6 +141,12 @@ class DryRun:
                 each.grad = before[name]
         return outcome
 
+    def run_nudged(self, *, has_backward: bool = True) -> DryRunOutcome:
+        """Run the step with parameters that differ by little more than roundings."""
+        with parameters_kept(self.module):
+            nudge(self.module.parameters())
+            return self.run(has_backward=has_backward)
+
     def _call(self) -> tuple[Any, dict[int, Tensor]]:
         step = getattr(self.module, self.step)
         args = copy.deepcopy(self.args)  # which steps may change in place

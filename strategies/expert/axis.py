@@ -35,7 +35,7 @@ from boltmesh.strategies.dry_run.sample import sample_batch
 from boltmesh.strategies.dry_run.step import DryRun
 from boltmesh.strategies.engine.axis import Axis
 from boltmesh.strategies.engine.data_axis import OwnedRows
-from boltmesh.strategies.expert.divided import by_rows
+from boltmesh.strategies.expert.divided import DividedExperts, OnRows, by_rows
 from boltmesh.strategies.expert.exchange import EqualRows
 from boltmesh.strategies.expert.expected_traffic import ExchangeShape, expected_bytes
 from boltmesh.strategies.expert.find import Experts, Findings, find_experts
@@ -53,8 +53,6 @@ from boltmesh.telemetry.traffic import CONTROL, ExpectedTraffic
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.utils.hooks import RemovableHandle
-
-    from boltmesh.strategies.expert.divided import DividedExperts, OnRows
 
 _CPU = torch.device("cpu")
 _FOLDED = ("data", "context", "tensor")
@@ -82,7 +80,7 @@ class ExpertAxis(Axis):
         asked: int | str,
         capacity: float | None = None,
         bias_rate: float | None = None,
-        on_rows: "OnRows | None" = None,
+        on_rows: OnRows | None = None,
         *,
         divides_layers: bool = False,
     ) -> None:
@@ -375,14 +373,14 @@ class ExpertAxis(Axis):
             f"{one.exchange.num_local} of {one.experts.num_experts} experts on each rank."
         )
 
-    def _places(self, divided: "DividedExperts") -> int:
+    def _places(self, divided: DividedExperts) -> int:
         """Return the rows that an expert takes of each rank's batch. Collective."""
         assert self.capacity is not None
         shape = self._part(divided).part(self._sharing)
         of_ranks = gather_objects(math.ceil(shape.num_rows) * shape.num_choices)
         return max(1, math.ceil(self.capacity * max(of_ranks) / shape.num_experts))
 
-    def _part(self, divided: "DividedExperts") -> ExchangeShape:
+    def _part(self, divided: DividedExperts) -> ExchangeShape:
         """Return the sizes of an exchange of rows that this rank and its tensor group have."""
         part = divided.shape.part(self.strategy.layout.size("context"))
         return part.part(self._parts_per_batch)
@@ -397,7 +395,7 @@ class ExpertAxis(Axis):
         return math.prod(axis.parts_per_batch for axis in self.strategy.axes)
 
     @property
-    def _held(self) -> list["DividedExperts"]:
+    def _held(self) -> list[DividedExperts]:
         """Return the experts that this rank's stages have."""
         held = set(map(id, self.strategy.held_parameters()))
         return [

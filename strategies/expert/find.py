@@ -136,9 +136,9 @@ def find_experts(model: Module, step: Callable[[], object]) -> Findings:
         for module, name in names.items():
             if name and next(module.parameters(), None) is not None:
                 hook = partial(_keep_call, seen, name)
-                stack.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
-                stack.callback(module.register_forward_pre_hook(trained.note).remove)
-                stack.callback(module.register_forward_hook(trained.note).remove)
+                stack.enter_context(module.register_forward_hook(hook, with_kwargs=True))
+                stack.enter_context(module.register_forward_pre_hook(trained.note))
+                stack.enter_context(module.register_forward_hook(trained.note))
         for each in lists.values():
             each.watch(stack)
         stack.enter_context(mode)
@@ -388,11 +388,9 @@ class _List:
     def watch(self, stack: ExitStack) -> None:
         """Look at calls until the stack is closed."""
         for each in self.experts.values():
-            keep = each.register_forward_hook(self._keep, with_kwargs=True)
-            stack.callback(keep.remove)
+            stack.enter_context(each.register_forward_hook(self._keep, with_kwargs=True))
         if self.name:
-            end = self.caller.register_forward_hook(self._end, with_kwargs=True)
-            stack.callback(end.remove)
+            stack.enter_context(self.caller.register_forward_hook(self._end, with_kwargs=True))
 
     def _keep(self, expert: Module, args: Any, kwargs: Any, output: Any) -> None:
         given = (*args, *kwargs.values())

@@ -152,8 +152,7 @@ class RowCheck:
 
         with ExitStack() as stack:
             for name in sorted(names):
-                hook = planned.units[name].register_forward_hook(partial(keep, name))
-                stack.callback(hook.remove)
+                stack.enter_context(planned.units[name].register_forward_hook(partial(keep, name)))
             given = tuple(each.clone() for each in values)
             sent = planned.forward(given, (part, *run.rest), run.kwargs, seed=run.seeds[0])
         return found + [

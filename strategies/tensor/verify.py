@@ -33,7 +33,6 @@ from boltmesh.strategies.dry_run.step import (
     difference,
     floats_in,
     full_float32,
-    nudge,
     parameters_kept,
 )
 from boltmesh.strategies.object_collectives import gather_objects
@@ -347,9 +346,8 @@ class _Proof:
     def _nudged(self, run: _Run) -> DryRunOutcome:
         """Return the outcome of the whole model with nudged parameters."""
         if run not in self.nudged:
-            with self._passed(run), parameters_kept(self.root):
-                nudge(self.root.parameters())
-                self.nudged[run] = self.rehearsal.run(has_backward=run.has_backward)
+            with self._passed(run):
+                self.nudged[run] = self.rehearsal.run_nudged(has_backward=run.has_backward)
         return self.nudged[run]
 
     def _passed(self, run: _Run) -> AbstractContextManager[None]:

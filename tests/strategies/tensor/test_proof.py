@@ -301,7 +301,7 @@ def decide(rank: int, world_size: int) -> tuple[list[str], tuple[str, ...], int]
     seed_everything(1, verbose=False)
     nudges: list[object] = []
     nudge = dry_run_step.nudge
-    vars(verify)["nudge"] = lambda each: nudges.append(nudge(each))
+    vars(dry_run_step)["nudge"] = lambda each: nudges.append(nudge(each))
     strategy = TensorParallelStrategy(telemetry=False)
     Trainer(
         accelerator="cpu", devices=world_size, strategy=strategy, max_steps=1, logger=False,
