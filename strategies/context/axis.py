@@ -125,8 +125,7 @@ class ContextAxis(LayerAxis):
         strategy.recorder.name_group(strategy.gradient_group, "data")
         if self.size == 1:
             return
-        module, step = strategy.lightning_module, strategy.step_name
-        assert module is not None
+        module, step = self.module, strategy.step_name
         self.state = self._new_state(strategy.groups[self.name])
         self.state.take_batch(self._sample)
         if step not in self._steps:
@@ -156,10 +155,9 @@ class ContextAxis(LayerAxis):
         Raises:
             ConfigError: When there is no sequence.
         """
-        module, step = self.strategy.lightning_module, self.strategy.step_name
         if self.size == 1:
             return
-        assert module is not None
+        module, step = self.module, self.strategy.step_name
         if module is not self._module:
             self._forget()
             self._module = module
@@ -299,8 +297,7 @@ class ContextAxis(LayerAxis):
     @override
     def before_wrap(self) -> None:
         """Count what a step moves while parameters are plain tensors, before they are shards."""
-        module, self._counted = self.strategy.lightning_module, None
-        assert module is not None
+        module, self._counted = self.module, None
         if self.strategy.divides_modules:
             return  # stages run the end of a step once for all microbatches
         if self.size == 1 or not self.strategy.is_fitting or not module.automatic_optimization:

@@ -97,6 +97,13 @@ class Axis:
         """Ranks along the axis in this job."""
         return self.strategy.layout.size(self.name)
 
+    @property
+    def module(self) -> LightningModule:
+        """The module of this run."""
+        module = self.strategy.lightning_module
+        assert module is not None
+        return module
+
     # Set-up, in this order.
 
     def attach(self, strategy: "MeshStrategy") -> None:

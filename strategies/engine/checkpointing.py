@@ -97,6 +97,12 @@ class Checkpointing:
 
     # What this rank has.
 
+    @property
+    def _module(self) -> LightningModule:
+        module = self._strategy.lightning_module
+        assert module is not None
+        return module
+
     def stores(self, name: str) -> bool:
         """Whether this rank writes what it has of it into checkpoints."""
         return all(axis.stores(name) for axis in self._strategy.axes)
@@ -126,11 +132,10 @@ class Checkpointing:
             return {}  # it will not be written, and what failed may be what is asked here
         self._refuse_unplaced()
         strategy.drain()
-        assert strategy.lightning_module is not None
         with self._opened():
             strategy.data_axis.synchronize()
             # The parameters themselves: tied ones are known by being one object.
-            state: dict[str, Any] = strategy.lightning_module.state_dict(keep_vars=True)
+            state: dict[str, Any] = self._module.state_dict(keep_vars=True)
             stored = {name: each for name, each in state.items() if self.stores(name)}
             return self._as_parts(stored)
 
@@ -153,8 +158,7 @@ class Checkpointing:
         """The module's state of this rank, also of a module that is not placed yet."""
         if self._strategy.stores_shards:
             return self.model_state()
-        assert self._strategy.lightning_module is not None
-        return self._strategy.lightning_module.state_dict()
+        return self._module.state_dict()
 
     def _opened(self) -> ExitStack:
         """Within it, ``state_dict`` gives what this rank has, parts of the model among it."""
@@ -201,11 +205,9 @@ class Checkpointing:
         """Return what this rank stores of an optimizer's state. Collective over all ranks."""
         if self._obstacle:
             return {}
-        strategy = self._strategy
-        assert strategy.lightning_module is not None
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
-        module = strategy.lightning_module
+        module = self._module
         state = named_state(
             module, optimizer, divide=self.division, keeps_whole=self.keeps_whole_state
         )
@@ -215,7 +217,7 @@ class Checkpointing:
         }
         if any(each is not None for each in owned.values()):  # on all ranks
             state = joined_state(state, lambda name: owned.get(name) is not False)
-        for axis in strategy.axes:
+        for axis in self._strategy.axes:
             state = axis.join_optimizer_state(state)
         return state
 
@@ -438,13 +440,11 @@ class Checkpointing:
         Raises:
             CheckpointError: It leaves out the base of the model, and the module has another one.
         """
-        module = self._strategy.lightning_module
-        assert module is not None
         state = checkpoint[MODEL]
         if TRAINABLE_ONLY in checkpoint:
             self._check_base(checkpoint[TRAINABLE_ONLY], state, checks_names=strict)
             strict = False
-        all_or_none(partial(self._load_model_state, module, state, strict=strict))
+        all_or_none(partial(self._load_model_state, state, strict=strict))
         self._strategy.data_axis.parameters_loaded()
 
     def _check_base(
@@ -455,19 +455,15 @@ class Checkpointing:
         def check() -> None:
             if not self._strategy.stores_shards and not self._strategy.is_global_zero:
                 return  # the other ranks get the first one's weights before training
-            module = self._strategy.lightning_module
-            assert module is not None
             if checks_names:
                 with self._opened():
-                    refuse_other_names(base, state, module.state_dict(keep_vars=True))
+                    refuse_other_names(base, state, self._module.state_dict(keep_vars=True))
             refuse_other_base(base, found)
 
         all_or_none(check)
 
-    def _load_model_state(
-        self, module: LightningModule, state: Mapping[str, Any], *, strict: bool
-    ) -> None:
-        module.load_state_dict(
+    def _load_model_state(self, state: Mapping[str, Any], *, strict: bool) -> None:
+        self._module.load_state_dict(
             {key: self._own_part(key, each) for key, each in state.items()}, strict=strict
         )
 
@@ -479,14 +475,12 @@ class Checkpointing:
     def load_optimizer_states(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Load what this rank holds of all optimizers' states. Collective over all ranks."""
         strategy = self._strategy
-        module = strategy.lightning_module
-        assert module is not None
         for optimizer in strategy.optimizers:
             strategy.data_axis.prepare_state(optimizer)
         pending = (axis.take_pending() for axis in strategy.axes)
         load = partial(
             load_states,
-            module,
+            self._module,
             strategy.optimizers,
             states,
             holds=strategy.holds,

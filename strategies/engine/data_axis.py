@@ -231,7 +231,6 @@ class DataAxis(Axis, ABC):
     def context(self, trainer: Trainer) -> AxisContext:
         """Return where the axis finds itself in a run that is set up."""
         strategy = self.strategy
-        assert strategy.lightning_module is not None
         return AxisContext(
             group=strategy.gradient_group,
             device=strategy.root_device,
@@ -239,7 +238,7 @@ class DataAxis(Axis, ABC):
             ranks_per_node=strategy.num_processes,
             num_microbatches=trainer.accumulate_grad_batches,
             has_norm_clipping=has_norm_clipping(trainer),
-            reads_gradients=reads_gradients(trainer, strategy.lightning_module),
+            reads_gradients=reads_gradients(trainer, self.module),
             cut_group=self._cut_group,
             norm_shares=strategy.norm_shares(),
             scaler=strategy.scaler,

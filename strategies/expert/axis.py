@@ -199,8 +199,7 @@ class ExpertAxis(Axis):
     @override
     def look_at_whole(self, trainer: Trainer) -> None:
         strategy = self.strategy
-        module = strategy.lightning_module
-        assert module is not None
+        module = self.module
         if self.size == 1 or self._module is module:
             return
         step = strategy.step_name
@@ -242,8 +241,7 @@ class ExpertAxis(Axis):
     @override
     def place(self, trainer: Trainer) -> None:
         strategy = self.strategy
-        module = strategy.lightning_module
-        assert module is not None
+        module = self.module
         assert self._replicas is not None
         strategy.recorder.name_group(self._replicas, "data")
         if self.coupled is not None:

@@ -158,9 +158,7 @@ class PipelineAxis(Axis):
 
     @override
     def place(self, trainer: Trainer) -> None:
-        strategy, staged = self.strategy, self.staged
-        module = strategy.lightning_module
-        assert module is not None
+        strategy, staged, module = self.strategy, self.staged, self.module
         if strategy.is_fitting:
             strategy.compilation.put_on(module, strategy.root_device)
             rank, recorder = strategy.global_rank, strategy.recorder

@@ -92,6 +92,12 @@ class TensorAxis(LayerAxis):
         """What a batch of training moves, by operator; None where that is unknown."""
 
     @property
+    def _placed(self) -> TensorPlacement:
+        """The placement of a model that was placed."""
+        assert self.placement is not None
+        return self.placement
+
+    @property
     def plan(self) -> TensorPlan | None:
         """What is divided and how it is run; None before ``setup``."""
         return None if self.placement is None else self.placement.plan
@@ -106,9 +112,7 @@ class TensorAxis(LayerAxis):
 
     @override
     def place(self, trainer: Trainer) -> None:
-        strategy = self.strategy
-        module = strategy.lightning_module
-        assert module is not None
+        strategy, module = self.strategy, self.module
         super().place(trainer)
         self.begin(self._context())
         if self.size == 1:
@@ -233,8 +237,7 @@ class TensorAxis(LayerAxis):
 
     def _joinings(self) -> dict[Parameter, "_Joining"]:
         """Return how divided parameters are joined."""
-        assert self.placement is not None
-        applied, divisions = self.placement.applied, self.placement.divisions
+        applied, divisions = self._placed.applied, self._placed.divisions
         return {
             each: _Joining(entry, applied.group, divisions[entry.name])
             for each, entry in applied.sharded.items()
@@ -243,8 +246,7 @@ class TensorAxis(LayerAxis):
     @override
     def cut_into_stages(self, units: Mapping[str, Module]) -> None:
         if self.size > 1:
-            assert self.placement is not None
-            self.placement.applied.cut_into_stages(units)
+            self._placed.applied.cut_into_stages(units)
 
     @override
     def silenced(self) -> AbstractContextManager[None]:
@@ -255,14 +257,11 @@ class TensorAxis(LayerAxis):
     @override
     def before_wrap(self) -> None:
         """Find out what a step moves while parameters are plain tensors, before they are shards."""
-        strategy = self.strategy
-        module = strategy.lightning_module
-        assert module is not None
+        strategy, module = self.strategy, self.module
         if self.size == 1 or not strategy.is_fitting or not module.automatic_optimization:
             return
         if self._was_counted:
-            assert self.placement is not None
-            self._counted = self.placement.counted
+            self._counted = self._placed.counted
             return
         runs = (axis.dry_batch() for axis in strategy.axes)
         self._count(*next(found for found in runs if found is not None))
@@ -270,11 +269,10 @@ class TensorAxis(LayerAxis):
     @property
     def _was_counted(self) -> bool:
         """Whether verification has counted what a batch of this run moves."""
-        assert self.placement is not None
         strategy = self.strategy
         is_alike = not strategy.divides_modules and strategy.recomputation.kind is None
         is_alike = is_alike and len(strategy.gradient_axes) == 1  # a context axis divides the batch
-        return self._is_new and is_alike and self.placement.counted is not None
+        return self._is_new and is_alike and self._placed.counted is not None
 
     def _count(self, runs: FakeRuns, device: torch.device) -> None:
         """Find out what a batch of training moves; called for every fit.
@@ -283,8 +281,7 @@ class TensorAxis(LayerAxis):
             runs: What this rank runs of it.
             device: Where tensors of the batch are.
         """
-        assert self.placement is not None
-        module = self.placement.module
+        module = self._placed.module
         if any(isinstance(each, DTensor) for each in module.parameters()):
             # Of a run before this one, whose shards only gathers make whole: its batches may have
             # been others.
@@ -308,11 +305,10 @@ class TensorAxis(LayerAxis):
 
     def _couple_blocks(self) -> None:
         """Tell blocks with experts that other replicas take part in each of their calls."""
-        assert self.placement is not None
         owned = [each for axis in self.strategy.axes if (each := axis.owned_rows()) is not None]
         exchanging = {exchange.module for each in owned for exchange in each.exchanges}
-        divided = set(self.placement.applied.sharded)
-        for guard in self.placement.applied.guards:
+        divided = set(self._placed.applied.sharded)
+        for guard in self._placed.applied.guards:
             if found := exchanging.intersection(guard.block.modules()):
                 parts = {part for each in found for part in each.parameters()}
                 guard.couple(divides_experts=not divided.isdisjoint(parts))
@@ -404,8 +400,7 @@ class TensorAxis(LayerAxis):
             name: Any name of a divided parameter.
             part: That parameter, or a tensor of its shape.
         """
-        assert self.placement is not None
-        applied = self.placement.applied
+        applied = self._placed.applied
         first = next(each.name for each in applied.plan.sharded.values() if name in each.names)
         return applied.join(first, part)
 
