@@ -284,10 +284,10 @@ class StepTimeModel:
             context = (3 + again) * self.links.ring(groups["context"], keys)
             if layout.has_context_overlap:
                 context = max(0.0, context - 0.5 * 3.5 * attention)
-        expert = (2 + again) * self._exchange(layout, groups, tokens / whole)
+        expert = (2 + again) * self._exchange(groups, tokens / whole)
         return Passes(forward, backward, recompute, tensor, context, expert)
 
-    def _exchange(self, layout: Layout, groups: dict[str, AxisGroup], tokens: float) -> float:
+    def _exchange(self, groups: dict[str, AxisGroup], tokens: float) -> float:
         """Return the seconds in which rows go to their experts and come back, in one pass.
 
         A row goes to a rank once, however many of its experts are there; each expert is as likely.

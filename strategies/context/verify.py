@@ -155,7 +155,7 @@ class ContextProof:
         )
         try:
             with entries.on(), functions_watched(), step_ended(self.state):
-                outcome = _run_with_whole_results(run, self.state)
+                outcome = _run_with_whole_results(run)
         finally:
             modules.remove()
             entries.remove()
@@ -174,7 +174,7 @@ class ContextProof:
         return next((each for each in of_ranks if each is not None), None)
 
 
-def _run_with_whole_results(run: DryRun, state: ContextState) -> DryRunOutcome:
+def _run_with_whole_results(run: DryRun) -> DryRunOutcome:
     """Run a step and return its outcome with every tensor whole. Collective over the group."""
     with results_whole(run.module, run.step):
         outcome = run.run()
