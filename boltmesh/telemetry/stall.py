@@ -5,13 +5,15 @@ from collections.abc import Iterable
 from boltmesh.telemetry.snapshot import JobSnapshot, RankSnapshot
 
 STALL_AT_LEAST_S = 15.0
-STALL_IN_STEPS = 10.0
-"""A job is stalled when no rank has recorded anything for this many of its steps, and this long."""
+STALL_IN_BATCHES = 10.0
+STALL_IN_LONGEST = 3.0
+"""A job is stalled when no rank has recorded anything for this many of its batches, for this many
+times its longest recent one, in which the optimizer may step, and at least this long."""
 
 LONG_PHASES = frozenset({"validation", "checkpoint"})
 LONG_LIMIT_S = 600.0
 """The limit while ranks are in these phases, the others waiting for them in a collective; and
-before the first step is complete, when kernels are compiled and data is loaded."""
+before the first optimizer step is seen, when kernels are compiled and data is loaded."""
 
 RECENT_STEPS = 20
 """Steps whose mean is the typical step."""
@@ -63,9 +65,27 @@ def stall_limit_s(ranks: Iterable[RankSnapshot]) -> float:
 
 
 def typical_limit_s(ranks: Iterable[RankSnapshot]) -> float | None:
-    """Return the limit outside of long phases; None before the first step."""
-    steps = [step_s for rank in ranks if (step_s := recent_step_seconds(rank)) is not None]
-    return max(STALL_AT_LEAST_S, STALL_IN_STEPS * max(steps)) if steps else None
+    """Return the limit outside of long phases; None before an optimizer step is seen."""
+    limits = [limit_s for rank in ranks if (limit_s := _limit_s(rank)) is not None]
+    return max(STALL_AT_LEAST_S, *limits) if limits else None
+
+
+def _limit_s(rank: RankSnapshot) -> float | None:
+    """Return the limit by the newest batches of a rank, as far back as its optimizer stepped."""
+    batch_s = recent_step_seconds(rank)
+    longest_s = 0.0
+    has_stepped = False
+    for at in range(len(rank.steps) - 1, 0, -1):
+        batch = rank.steps[at]
+        if batch.seconds > longest_s:
+            long_s = sum(phase.seconds for phase in batch.phases if phase.name in LONG_PHASES)
+            longest_s = max(longest_s, batch.seconds - long_s)
+        has_stepped = has_stepped or batch.global_step != rank.steps[at - 1].global_step
+        if has_stepped and len(rank.steps) - at >= RECENT_STEPS:
+            break
+    if batch_s is None or not has_stepped:
+        return None
+    return max(STALL_IN_BATCHES * batch_s, STALL_IN_LONGEST * longest_s)
 
 
 def recent_step_seconds(rank: RankSnapshot) -> float | None:

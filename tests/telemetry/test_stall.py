@@ -22,6 +22,11 @@ from tests.telemetry.test_reader import (
 from tests.tui.samples import NOW, job, rank, step
 
 LONG_STEPS = tuple(step(index, seconds=6.0) for index in range(4))
+SLOW_OPTIMIZER = tuple(
+    step(index, global_step=(index + 1) // 24, seconds=20.0 if index % 24 == 23 else 0.5)
+    for index in range(47)
+)
+"""The optimizer steps every 24 batches, and takes 20 s."""
 
 
 @pytest.mark.parametrize(
@@ -31,6 +36,10 @@ LONG_STEPS = tuple(step(index, seconds=6.0) for index in range(4))
         ({}, 16.0, True),
         ({"steps": LONG_STEPS}, 59.0, False),
         ({"steps": LONG_STEPS}, 61.0, True),
+        ({"steps": SLOW_OPTIMIZER}, 59.0, False),
+        ({"steps": SLOW_OPTIMIZER}, 61.0, True),
+        ({"steps": SLOW_OPTIMIZER[:24]}, 61.0, True),
+        ({"steps": SLOW_OPTIMIZER[:23]}, 61.0, False),  # the first step is not yet complete
         ({"phase": "validation"}, 599.0, False),
         ({"phase": "checkpoint"}, 601.0, True),
         ({"steps": (), "state": "starting"}, 599.0, False),
@@ -88,7 +97,8 @@ def test_a_clock_that_is_set_back_hides_no_stall(monkeypatch):
         file.enqueue(1, data, reduce, 3, 0, 100)
         assert stalled_seconds(job.snapshot(), time.time()) is None
         write_step(file, 0)
-        write_status(file, RUNNING, 1)
+        write_step(file, 1)
+        write_status(file, RUNNING, 2)
         monkeypatch.setattr(time, "time", lambda: clock() + 40)
         assert stalled_seconds(job.snapshot(), time.time()) == pytest.approx(40, abs=10)
     assert list_jobs()[0].stalled_s == pytest.approx(40, abs=10)
