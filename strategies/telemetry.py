@@ -59,6 +59,7 @@ def open_recorder_of(strategy: "MeshStrategy") -> Recorder | NullRecorder:
         local_rank=strategy.local_rank,
         device=strategy.root_device,
         coordinates=strategy.coordinates,
+        is_fit=strategy.is_fitting,
     )
     for axis, group in strategy.groups.items():
         recorder.name_group(group, axis)

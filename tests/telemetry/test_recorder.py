@@ -346,6 +346,24 @@ def test_a_second_recorder_of_the_process_goes_on_in_the_same_job(recorder):
     assert seen.state == "finished"
 
 
+def test_a_second_fit_of_the_process_replaces_the_first_in_the_same_job(recorder):
+    recorder.begin_loop(epoch=0, global_step=0)
+    for number in range(3):
+        run_step(recorder, number, loss=1.0)
+    recorder.close()
+    again = Recorder.open(
+        make_info(), rank=0, local_rank=0, device=CPU, coordinates={}, is_fit=True
+    )
+    again.begin_loop(epoch=0, global_step=0)
+    run_step(again, 0, loss=2.0)
+    again.close()
+    Recorder.open(make_info(), rank=0, local_rank=0, device=CPU, coordinates={}).close()
+    seen = snapshot()  # the evaluation belongs to the second fit
+    assert (seen.state, seen.global_step) == ("finished", 1)
+    assert [step.loss for step in seen.ranks[0].steps] == [2.0]
+    assert [(point.global_step, point.value) for point in seen.history] == [(1, 2.0)]
+
+
 def test_the_death_of_another_rank_is_noted(recorder):
     recorder.rank_died(0, -9)
     assert snapshot().state == "running"  # rank 0 lives: the note is of nobody who is dead

@@ -47,7 +47,14 @@ class OpenFile(NamedTuple):
     """Made just now; else this very process has written into it before."""
 
 
-def open_rank_file(path: Path, ours: tuple[int, int, int], rank: int, world_size: int) -> OpenFile:
+def open_rank_file(
+    path: Path,
+    ours: tuple[int, int, int],
+    *,
+    rank: int,
+    world_size: int,
+    continues_earlier: bool = True,
+) -> OpenFile:
     """Continue this process's own file, or make a new one in the place of a dead process's.
 
     Args:
@@ -55,6 +62,7 @@ def open_rank_file(path: Path, ours: tuple[int, int, int], rank: int, world_size
         ours: Pid, start time and pid namespace of this process, as in the header.
         rank: Global rank.
         world_size: Ranks of the job.
+        continues_earlier: As of ``RankFile``.
 
     Raises:
         TelemetryError: Another process writes it, or there is no room for it.
@@ -62,8 +70,11 @@ def open_rank_file(path: Path, ours: tuple[int, int, int], rank: int, world_size
     """
     if os.path.lexists(path):
         earlier = _open_earlier(path, ours)
-        if earlier is not None:
+        if earlier is not None and continues_earlier:
             return earlier
+        if earlier is not None:
+            earlier.mapping.close()
+            os.close(earlier.descriptor)
     descriptor = _create(path)
     try:
         mapping = mmap.mmap(descriptor, layout.FILE_BYTES)
@@ -177,13 +188,19 @@ class RankFile(TrafficRecords):
             process wrote (fit, then test, under one job id) is continued.
         rank: Global rank.
         world_size: Ranks of the job.
+        continues_earlier: False: what this process wrote is replaced too, for steps of two fits
+            are no series.
     """
 
-    def __init__(self, path: Path, *, rank: int, world_size: int) -> None:
+    def __init__(
+        self, path: Path, *, rank: int, world_size: int, continues_earlier: bool = True
+    ) -> None:
         self.path = path
         self._pid = os.getpid()
         ours = (self._pid, process_start_ticks(self._pid), pid_namespace())
-        opened = open_rank_file(path, ours, rank, world_size)
+        opened = open_rank_file(
+            path, ours, rank=rank, world_size=world_size, continues_earlier=continues_earlier
+        )
         super().__init__(opened.mapping)
         self._descriptor = opened.descriptor
         self.header = opened.header

@@ -72,13 +72,19 @@ def open_recorder(
     local_rank: int,
     device: torch.device,
     coordinates: dict[str, int],
+    is_fit: bool = False,
 ) -> "Recorder | NullRecorder":
     """Open this rank's recorder. Never raises: what prevents it is said in one warning."""
     if is_switched_off():
         return NullRecorder()
     try:
         return Recorder.open(
-            job, rank=rank, local_rank=local_rank, device=device, coordinates=coordinates
+            job,
+            rank=rank,
+            local_rank=local_rank,
+            device=device,
+            coordinates=coordinates,
+            is_fit=is_fit,
         )
     except Exception as error:  # noqa: BLE001 - telemetry never stops training
         warn_off(error)
@@ -130,14 +136,17 @@ class Recorder:
         local_rank: int,
         device: torch.device,
         coordinates: dict[str, int],
+        is_fit: bool = False,
     ) -> "Recorder":
         """Create this rank's file in the job's folder and begin to count collectives.
+
+        What this process recorded under the same id is continued, but for a fit.
 
         Raises:
             TelemetryError: The folder or the file cannot be had.
             OSError: As the system says it.
         """
-        file = open_file(job, rank)
+        file = open_file(job, rank, is_fit=is_fit)
         recorder = None
         try:
             recorder = cls(file, local_rank=local_rank, device=device)

@@ -22,8 +22,10 @@ from boltmesh.telemetry.writer.rank_file import RankFile
 from boltmesh.torch_compat import job_store
 
 
-def open_file(job: JobInfo, rank: int) -> RankFile:
+def open_file(job: JobInfo, rank: int, *, is_fit: bool) -> RankFile:
     """Create a rank's file in the job's folder, or continue it.
+
+    A fit begins a new one, also where this process has trained under the same id before.
 
     Raises:
         TelemetryError: The folder or the file cannot be had.
@@ -32,7 +34,8 @@ def open_file(job: JobInfo, rank: int) -> RankFile:
     make_private_folder(run_dir())
     folder = job_path(job.id)
     make_private_folder(folder)
-    return RankFile(rank_file(folder, rank), rank=rank, world_size=job.world_size)
+    path = rank_file(folder, rank)
+    return RankFile(path, rank=rank, world_size=job.world_size, continues_earlier=not is_fit)
 
 
 def open_host(job: JobInfo, file: RankFile) -> NodeExchange:
