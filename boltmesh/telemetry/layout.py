@@ -4,7 +4,7 @@ Everything here is ``struct`` and ``zlib``, so that a reader needs nothing but t
 library. A file is a header page and twelve sections:
 
 ======== ============================================================================
-header   who wrote the file, its clocks, where each section lies, and the present phase
+header   who wrote the file, its clocks, where each section lies, the present phase and step
 status   step, epoch, memory and state of the rank, in two slots
 memory   bytes by kind and place, in two slots
 groups   the newest collective of each group, for when ``traffic`` has forgotten it
@@ -100,6 +100,11 @@ _SEQUENCE: Final = struct.Struct("<Q")
 PHASE_OFFSET: Final = 2048
 """Where, in the header page, one byte holds the phase that the rank is in. It changes many times
 a step, and one byte is never torn."""
+
+NEWEST_STEP_OFFSET: Final = PHASE_OFFSET + 8
+NEWEST_STEP: Final = Record("")
+"""The global step, in the place of the sequence number, as soon as a batch has ended: ``status`` is
+a tenth of a second behind, and who is killed has no time for it."""
 
 STATUS: Final = Record("BBHiqqdqqqqQ")
 """state, 0, 0, epoch, global step, batch index, seconds on the wall clock, host resident bytes,

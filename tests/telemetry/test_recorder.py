@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 from boltmesh.errors import TelemetryError
 from boltmesh.telemetry.job import JobInfo, run_dir
-from boltmesh.telemetry.reader.reader import open_job
+from boltmesh.telemetry.reader.reader import list_jobs, open_job
 from boltmesh.telemetry.redaction import redact_mapping
 from boltmesh.telemetry.traffic import ExpectedTraffic
-from boltmesh.telemetry.writer import step_queue
+from boltmesh.telemetry.writer import status_line, step_queue
 from boltmesh.telemetry.writer.null_recorder import NullRecorder
 from boltmesh.telemetry.writer.rank_file import RankFile
 from boltmesh.telemetry.writer.recorder import Recorder, open_recorder
@@ -328,6 +328,20 @@ def test_phases_of_another_thread_are_not_recorded(recorder):
         thread.start()
         thread.join()
     assert seen == ["checkpoint"]
+
+
+def test_who_is_killed_has_the_step_that_ended_last(monkeypatch):
+    for module, name in ((step_queue, "WRITE_EVERY_NS"), (status_line, "STATUS_EVERY_NS")):
+        monkeypatch.setattr(module, name, 10**12)  # as long as two steps of a fast model
+    recorder = Recorder.open(make_info(), rank=0, local_rank=0, device=CPU, coordinates={})
+    recorder.begin_loop(epoch=0, global_step=7)
+    assert snapshot().global_step == 7
+    for number in range(7, 10):
+        run_step(recorder, number)
+    seen = snapshot()
+    assert (seen.global_step, seen.ranks[0].global_step) == (10, 10)
+    assert list_jobs()[0].global_step == 10
+    recorder.close()
 
 
 def test_a_second_recorder_of_the_process_goes_on_in_the_same_job(recorder):

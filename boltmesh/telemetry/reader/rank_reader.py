@@ -30,6 +30,7 @@ from boltmesh.telemetry.reader.ring import Change, Ring
 from boltmesh.telemetry.reader.traffic_reader import TrafficReader
 from boltmesh.telemetry.stall import RECENT_STEPS
 from boltmesh.telemetry.writer.file_records import (
+    MAX_NUMBER,
     Line,
     OffloadRow,
     Span,
@@ -433,6 +434,11 @@ class RankReader:
             self._status_page = slots
             self._read_status(slots)
             self._read_memory()
+        newest = layout.NEWEST_STEP.unpack(page, layout.NEWEST_STEP_OFFSET)
+        status = self.status
+        if newest and status and status.global_step < newest[0] <= MAX_NUMBER:
+            self.status = status._replace(global_step=newest[0])
+            self.changed.add("status")
 
     def _read_status(self, slots: bytes) -> None:
         self.changed.add("status")

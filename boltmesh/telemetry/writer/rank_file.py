@@ -375,6 +375,12 @@ class RankFile(TrafficRecords):
         if self._map is not None:
             self._map[layout.PHASE_OFFSET] = index
 
+    def newest_step(self, global_step: int) -> None:
+        """Write how far the rank is; 0: not known."""
+        if self._map is not None:
+            at = layout.NEWEST_STEP_OFFSET
+            self._map[at : at + layout.NEWEST_STEP.size] = layout.NEWEST_STEP.pack(global_step)
+
     def step(self, *fields: float) -> int:
         """Append a step; return its sequence number."""
         return self._append("steps", layout.STEP, *fields)

@@ -422,6 +422,7 @@ class Recorder:
         self._clock.rebase(DATA)
         status = self._status
         status.global_step = global_step
+        self._file.newest_step(global_step)
         if isinstance(loss, Tensor) and loss.requires_grad:
             loss = loss.detach()  # a step that waits must not keep its graph
         host_time = self._clock.take()

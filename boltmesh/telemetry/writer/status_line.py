@@ -1,7 +1,8 @@
 """The line of a rank's file that says how far it is: its state, epoch, step and memory.
 
-It is written ten times a second at most, and where loops begin and end; only the phase, which is
-one number, is written whenever it may have changed. What else may wait for as long goes with it.
+It is written ten times a second at most, and where loops begin and end; only the phase and the
+global step, a number each, are written whenever they may have changed. What else may wait for as
+long goes with it.
 """
 
 import time
@@ -52,6 +53,7 @@ class StatusLine:
         self.state = "running"
         self.epoch = epoch
         self.global_step = self.start_step = global_step
+        self._file.newest_step(global_step)
 
     def end(self, state: str) -> None:
         """Say how the rank ended."""
