@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from boltmesh.tui import units
 from boltmesh.tui.panels.header import job_state
 from boltmesh.tui.render.line import Line
-from boltmesh.tui.render.style import Style, heading
+from boltmesh.tui.render.style import Style, heading, sentence
 from boltmesh.tui.render.table import Cell, Column, browse
 from boltmesh.tui.view import Cells, TableView, arrange_rows
 
@@ -38,8 +38,12 @@ def draw_jobs(
     *,
     table: TableView | None = None,
     now: float | None = None,
+    trouble: str = "",
 ) -> list[Line]:
-    """A header and one line for each job; what is out of sight is told in the heading."""
+    """A header and one line for each job; what is out of sight is told in the heading.
+
+    ``trouble`` says why it is not known which jobs there are.
+    """
     now = time.time() if now is None else now
     table = table or TableView()
     shown = shown_jobs(jobs, table, now=now)
@@ -55,9 +59,9 @@ def draw_jobs(
     )
     lines = [seen.header, *seen.lines]
     if look.has_headings:
-        lines.insert(0, heading("jobs on this host", width, look, right=seen.hidden))
+        lines.insert(0, heading("jobs", width, look, right=seen.hidden))
     if not jobs:
-        lines.append(Line("none", "muted").crop(width))
+        lines += sentence(trouble or "none", width, look, role="warn" if trouble else "muted")
     return lines[:height]
 
 

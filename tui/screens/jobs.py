@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from boltmesh.telemetry.reader.reader import JobSummary
 
 HELP: Final = PageHelp(
-    about="jobs: yours on this host, running and ended",
+    about="jobs: yours on the host that is watched, running and ended",
     keys=(("enter", "attach to the job"),),
 )
 KEYS = (
@@ -231,7 +231,9 @@ class JobsScreen(PanelScreen):
         return self._table(region, view)
 
     def _table(self, region: Region, view: TableView) -> list[Line]:
-        return draw_jobs(self._jobs, region.width, region.height, self.look, table=view)
+        return draw_jobs(
+            self._jobs, region.width, region.height, self.look, table=view, trouble=self._trouble
+        )
 
     def _draw_bottom(self, width: int, height: int) -> list[Line]:
         if note := self._note or self._trouble:
