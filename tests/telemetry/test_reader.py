@@ -22,11 +22,12 @@ from boltmesh.telemetry.job import (
     run_dir,
     write_job,
 )
+from boltmesh.telemetry.reader.rank_reader import RankReader
 from boltmesh.telemetry.reader.reader import list_jobs, open_job
 from boltmesh.telemetry.snapshot import PHASES
 from boltmesh.telemetry.writer.rank_file import RankFile
 
-RUNNING, FINISHED = layout.STATES.index("running"), layout.STATES.index("finished")
+RUNNING, FINISHED, FAILED = map(layout.STATES.index, ("running", "finished", "failed"))
 
 
 def make_job(job_id="abcd", *, world_size=1, mesh=None, **fields):
@@ -381,6 +382,30 @@ def test_a_killed_rank_is_dead_at_once_and_named_with_where_it_was():
         for process in processes:
             process.kill()
             process.communicate()
+
+
+@pytest.mark.parametrize(
+    ("errors", "state"),
+    [
+        ({0: "ValueError: no"}, "failed"),
+        ({0: "ValueError: no", 1: "RuntimeError: Connection reset by peer"}, "failed"),
+        ({0: "SIGTERMException: 143", 1: "SIGTERMException: 143"}, "finished"),
+        ({0: "SIGTERMException: 143"}, "failed"),
+    ],
+)
+def test_the_list_tells_how_jobs_ended_without_their_steps(errors, state, monkeypatch):
+    path = make_job(world_size=2)
+    for number in range(2):
+        file = make_rank(path, number, state=FAILED if number in errors else FINISHED)
+        if number in errors:
+            file.event("error", errors[number])
+        file.close()
+    with open_job() as job:
+        seen = job.snapshot()
+    assert seen.state == state
+    monkeypatch.setattr(RankReader, "read", None)  # it is not called
+    listed = list_jobs()[0]
+    assert (listed.state, listed.stopped) == (state, seen.stop_reason is not None)
 
 
 def test_a_zombie_is_dead():

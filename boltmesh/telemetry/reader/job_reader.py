@@ -4,7 +4,7 @@ import contextlib
 import os
 import stat
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -90,6 +90,15 @@ class Peek(NamedTuple):
     stop_reason: str | None
 
 
+class _Verdict(NamedTuple):
+    """State of a job, and what it follows from."""
+
+    ranks: tuple[RankSnapshot, ...]
+    failures: list[Failure]
+    state: JobState
+    cause: str | None
+
+
 class JobReader:
     """One job's folder, open for reading.
 
@@ -140,9 +149,7 @@ class JobReader:
                 self._stamp = stamp
                 self._about = None
         info = self.info
-        end = read_end(self.path)
-        if end is not None and end.time < info.started:
-            end = None  # of an earlier run under the same id
+        end = self._end()
         views = self._views()
         self._num_looks += 1
         turns = self._turns(views)
@@ -152,24 +159,9 @@ class JobReader:
             )
             for view in views
         }
-        ranks = self._nodes.fill(
-            [looks.get(rank) or self._absent(rank) for rank in range(num_ranks(info))]
-        )
-        told = {view.rank: view.error_time for view in views}
-        failures = [
-            Failure(
-                rank,
-                rank.last_seen if rank.is_summary else told.get(rank.rank, 0.0),
-                rank.error or "",
-            )
-            for rank in ranks
-            if rank.state == "failed"
-        ]
-        state, cause = job_state(ranks, failures, end)
+        ranks, failures, state, cause = self._judge(views, looks, end)
         present = [rank for rank in ranks if rank.state != "missing"]
         started = started_at(info)
-        if not present and state == "running" and time.time() - started > STARTING_S:
-            state, cause = "crashed", "no rank of it has left telemetry that can be read."
         first = next((view for view in views if view.is_present), None)
         events = self._newest_events(views)
         if self._about is None:
@@ -207,6 +199,34 @@ class JobReader:
             ),
         )
 
+    def _end(self) -> RankEnd | None:
+        """Return how the first rank died, where a supervisor saw it."""
+        end = read_end(self.path)
+        return None if end is not None and end.time < self.info.started else end  # earlier run's
+
+    def _judge(
+        self, views: Sequence[RankView], looks: Mapping[int, RankSnapshot], end: RankEnd | None
+    ) -> _Verdict:
+        """Return the state of the job, from those of the ranks that have a file here."""
+        ranks = self._nodes.fill(
+            [looks.get(rank) or self._absent(rank) for rank in range(num_ranks(self.info))]
+        )
+        told = {view.rank: view.error_time for view in views}
+        failures = [
+            Failure(
+                rank,
+                rank.last_seen if rank.is_summary else told.get(rank.rank, 0.0),
+                rank.error or "",
+            )
+            for rank in ranks
+            if rank.state == "failed"
+        ]
+        state, cause = job_state(ranks, failures, end)
+        is_missing = all(rank.state == "missing" for rank in ranks)
+        if is_missing and state == "running" and time.time() - started_at(self.info) > STARTING_S:
+            state, cause = "crashed", "no rank of it has left telemetry that can be read."
+        return _Verdict(ranks, failures, state, cause)
+
     def _turns(self, views: Sequence[RankView]) -> set[int] | None:
         """Return the ranks that this look reads whole; None: all."""
         if len(views) <= RANKS_IN_TURN:
@@ -234,30 +254,31 @@ class JobReader:
     def peek(self) -> Peek:
         """Return where the ranks are and the job's state, reading as little as that needs.
 
-        A job that did not end well is read whole, for its state depends on the first rank to fail;
-        so is a silent one, for its limit depends on its steps.
+        A job that runs and is silent is read whole, for its limit depends on its steps; so is one
+        of which some ranks run and others do not.
         """
         statuses: list[Status] = []
         phases: list[str | None] = []
-        is_running = False
-        for rank in range(num_ranks(self.info)):
-            with contextlib.suppress(TelemetryError, OSError):
-                reader = self._view(rank).reader
-                reader.peek()
-                if reader.status is not None:
-                    statuses.append(reader.status)
-                    phases.append(PHASES[reader.phase] if reader.phase < len(PHASES) else None)
-                    if reader.status.state in {"starting", "running"}:
-                        is_running = True
-                        if not reader.is_alive:
-                            return self._peek_whole(statuses, phases)
-        if any(status.state == "failed" for status in statuses) or not statuses:
-            return self._peek_whole(statuses, phases)
-        if not is_running:
+        views = [self._view(rank) for rank in range(num_ranks(self.info))]
+        looks = {view.rank: view.peek() for view in views}
+        for view in views:
+            reader = view.reader
+            if looks[view.rank].state != "missing" and reader.status is not None:
+                statuses.append(reader.status)
+                phases.append(PHASES[reader.phase] if reader.phase < len(PHASES) else None)
+        states = {look.state for look in looks.values()}
+        if states & {"starting", "running"} and statuses:
+            silent_s = time.time() - max(status.wall_s for status in statuses)
+            if states & {"failed", "dead"} or silent_s >= STALL_AT_LEAST_S:
+                return self._peek_whole(statuses, phases)
+            return Peek(statuses, phases, "running", None, None)
+        if statuses and not states & {"failed", "dead"}:
             return Peek(statuses, phases, "finished", None, self._stop_reason())
-        if time.time() - max(status.wall_s for status in statuses) >= STALL_AT_LEAST_S:
+        _, failures, state, _ = self._judge(views, looks, self._end())
+        if state == "running":
             return self._peek_whole(statuses, phases)
-        return Peek(statuses, phases, "running", None, None)
+        reason = stop_reason((), failures) if state == "finished" else None
+        return Peek(statuses, phases, state, None, reason)
 
     def throughput(self) -> float | None:
         """Return samples a second of the whole job, by the file of its first rank alone."""

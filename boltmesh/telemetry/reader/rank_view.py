@@ -227,17 +227,41 @@ class RankView:
             self._said = before = msgspec.structs.replace(before, experts=experts)
         return before
 
+    def peek(self) -> RankSnapshot:
+        """Return the rank's state, step and error alone, reading no more than they need.
+
+        ``look`` is not affected, and so finds all that is new since it was called last.
+        """
+        try:
+            self.reader.peek()
+            state = self._state()
+            if state == "failed":
+                self.reader.read_events()
+        except (TelemetryError, OSError) as error:
+            return missing_rank(self.rank, self._why_missing(error))
+        status = self.reader.status
+        return msgspec.structs.replace(
+            missing_rank(self.rank, self._error() if state == "failed" else None),
+            state=state,
+            global_step=status.global_step if status else 0,
+        )
+
     def is_still_since(self, time: float) -> bool:
         """Whether this rank, when it was looked at last, had ended no step since then."""
         return bool(self._steps) and self._steps[-1].end_time < time
 
     def _missing(self, error: Exception) -> RankSnapshot:
-        reason = str(error) if os.path.lexists(self.reader.path) else None
-        text = clean(f"{self.reader.path.name}: {reason}") if reason else None
+        text = self._why_missing(error)
         if self.is_present or self._said is None or self._said.error != text:
             self._said = missing_rank(self.rank, text)
         self.is_present = False
         return self._said
+
+    def _why_missing(self, error: Exception) -> str | None:
+        """Return why a file that is there cannot be read; None where there is none."""
+        if not os.path.lexists(self.reader.path):
+            return None
+        return clean(f"{self.reader.path.name}: {error}")
 
     def _build(self, changed: set[str], before: RankSnapshot | None) -> RankSnapshot:
         """Make the snapshot anew, of the parts that have not changed those of ``before``."""
