@@ -137,7 +137,9 @@ class RecordingWriter:
         frame.seek(0, os.SEEK_END)
         try:
             write_frame(frame, payload)
-            _write_all(self._file, frame.getbuffer())
+            # The bytes, not the buffer: the traceback of an error keeps the view, and a stream that
+            # is collected together with a view of its buffer cannot be closed.
+            _write_all(self._file, memoryview(frame.getvalue()))
         except (OSError, TelemetryError) as error:
             self._drop_torn_frame()
             reason = error.strerror if isinstance(error, OSError) else str(error)
