@@ -1,5 +1,6 @@
 """Whatever a snapshot holds, overview, ranks, mesh, plan and events are drawn in their place."""
 
+import json
 import math
 import random
 
@@ -7,7 +8,14 @@ import msgspec
 import pytest
 from rich.cells import cell_len
 
-from boltmesh.telemetry.snapshot import JobSnapshot, PhaseTime, RankSnapshot
+from boltmesh.telemetry.snapshot import (
+    ExpertLoad,
+    GroupProgress,
+    JobSnapshot,
+    PhaseTime,
+    RankSnapshot,
+)
+from boltmesh.tui.commands.top import job_text, state_json
 from boltmesh.tui.devices import DeviceReading
 from boltmesh.tui.metrics.heat import HEAT_FIGURES
 from boltmesh.tui.panels.diagnosis import diagnosis_lines, draw_diagnosis
@@ -116,6 +124,34 @@ def test_strange_numbers_are_drawn_within_their_place(seed: int) -> None:
         width, height = draw.choice(((1, 1), (60, 15), (120, 40), (draw.randint(1, 300), 20)))
         for line in _drawings(shown, width, height, look, draw):
             assert cell_len(line.plain) == line.width <= width
+
+
+@pytest.mark.parametrize("rows", [(0, 0), (-5, 0), (5, -5)])
+def test_devices_without_memory_and_experts_of_no_rows_have_a_summary(
+    rows: tuple[int, ...],
+) -> None:
+    gpu = DeviceReading(
+        kind="gpu",
+        name="NVIDIA H100",
+        ranks=(0, 1),
+        uuid="GPU-0",
+        memory_used_bytes=5,
+        memory_total_bytes=0,
+    )
+    ranks = tuple(
+        rank(
+            number,
+            device="cuda:0",
+            device_uuid="GPU-0",
+            experts=(ExpertLoad("moe", rows, rows, 0),),
+            groups=(GroupProgress("expert", "1", (0, 1), 1, "alltoall", None, NOW),),
+        )
+        for number in range(2)
+    )
+    shown = msgspec.structs.replace(state(job(ranks=ranks)), devices=(gpu,))
+    text = job_text(shown, 100, Style(UNICODE))
+    assert "cuda:0" in text
+    json.loads(state_json(shown))
 
 
 def test_a_thousand_ranks_are_drawn_like_eight() -> None:

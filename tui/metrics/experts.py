@@ -64,7 +64,7 @@ def excess_work(loads: Iterable[LayerLoad], size: int) -> float | None:
     """
     ranks = [load.by_rank(size) for load in loads]
     total = sum(map(sum, ranks))
-    return size * sum(map(max, ranks)) / total if total else None
+    return size * sum(map(max, ranks)) / total if total > 0 else None
 
 
 def layer_loads(job: JobSnapshot) -> list[LayerLoad]:

@@ -217,7 +217,8 @@ def _value(row: RankRow, value: float | None, shown: _Figure, low: float, high: 
     if not math.isfinite(value):
         return HeatValue(text, None, mark or "not finite")
     # Two floats may be further apart than the largest one.
-    level = (value / 2 - low / 2) / (high / 2 - low / 2)
+    span = high / 2 - low / 2
+    level = (value / 2 - low / 2) / span if span > 0 else 0.0
     return HeatValue(text, min(1.0, max(0.0, level)), mark, value)
 
 

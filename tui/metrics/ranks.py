@@ -142,7 +142,9 @@ def _row(
         tokens_per_second=rank.tokens_per_second if is_current else None,
         utilization_percent=None if reading is None else reading.utilization_percent,
         memory_used_bytes=used,
-        memory_total_bytes=None if is_on_cpu or reading is None else reading.memory_total_bytes,
+        memory_total_bytes=(
+            None if is_on_cpu or reading is None else reading.memory_total_bytes or None
+        ),
         temperature_celsius=None if reading is None else reading.temperature_celsius,
         power_watts=None if reading is None else reading.power_watts,
         error=rank.error,

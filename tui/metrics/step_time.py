@@ -22,6 +22,9 @@ from boltmesh.telemetry.stall import RECENT_STEPS, recent_step_seconds, whole_st
 from boltmesh.tui.metrics.memo import remember_last
 from boltmesh.tui.metrics.pipelines import pipelines
 
+LEAST_S = 1e-9
+"""Steps are recorded in nanoseconds."""
+
 LEAST_STEPS = 8
 RECORDS = 4096
 """With many ranks fewer steps of each are enough to tell them apart, and all that time allows."""
@@ -172,8 +175,8 @@ def _columns(
         row = {phase.name: phase.seconds for phase in step.phases}
         if chunks and mean is not None:
             row = _divide(row, chunks.get(batches[place], mean))
-        # A recording can hold any number.
-        if 0 < step.seconds < math.inf and 0 <= sum(row.values()) < math.inf:
+        # A recording can hold any number, also one whose mean is zero.
+        if LEAST_S <= step.seconds < math.inf and 0 <= sum(row.values()) < math.inf:
             indexes.append(step.index)
             seconds.append(step.seconds)
             rows.append(row)

@@ -356,7 +356,7 @@ def nice_scale(low: float, high: float, *, ticks: int) -> Scale:
     """Return a range with about ``ticks`` round numbers: multiples of 1, 2 or 5 x 10^n."""
     if not high - low > 1e-9 * max(abs(low), abs(high), 1e-300):
         # All values are the same: any range around them will do.
-        margin = abs(high) * 0.1 or 1.0
+        margin = abs(high) * 0.1 if abs(high) > 1e-300 else 1.0
         low, high = low - margin, high + margin
     rough = (high - low) / max(1, ticks)
     magnitude = 10.0 ** math.floor(math.log10(rough))

@@ -75,7 +75,7 @@ def _rate_in_spans(rank: RankSnapshot, unit: Unit, *, buckets: int) -> list[floa
     amounts = [0.0] * buckets
     began = 0.0
     for step in steps:
-        ended = (step.end_time - start) / span_s * buckets
+        ended = min((step.end_time - start) / span_s * buckets, float(buckets))
         # A clock that was set back while the job ran leaves a step without time.
         if ended > began:
             amount, place = getattr(step, unit) or 0, int(began)
