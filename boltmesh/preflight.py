@@ -2,6 +2,7 @@
 
 from omegaconf import DictConfig
 
+from boltmesh.configs.advice import located
 from boltmesh.configs.classes import check_class_path
 from boltmesh.errors import ConfigError
 from boltmesh.launch.placement import Placement, place_ranks
@@ -37,8 +38,8 @@ def check_config(config: DictConfig, *, source: str, is_fit: bool, for_show: boo
         # Lightning would take bf16 in place of 16-mixed, with a warning among many.
         bf16 = config.trainer.precision.replace("16-", "bf16-")
         raise ConfigError(
-            f"{source}: trainer.precision={config.trainer.precision} needs a CUDA device, and the "
-            f"ranks run on the CPU. Set trainer.precision={bf16}."
+            f"{located(source, 'trainer.precision')}={config.trainer.precision} needs a CUDA "
+            f"device, and the ranks run on the CPU. Set trainer.precision={bf16}."
         )
     if is_fit and placement.launcher is None:
         folder = next_run_folder(config, checkpoint)
@@ -64,14 +65,15 @@ def _check_combinations(config: DictConfig, source: str) -> None:
     keep, optimizer = config.run.checkpoint, config.optimizer
     if keep.every_n_steps is not None and keep.every_n_epochs is not None:
         raise ConfigError(
-            f"{source}: run.checkpoint.every_n_steps={keep.every_n_steps} and "
+            f"{located(source, 'run.checkpoint.every_n_steps')}={keep.every_n_steps} and "
             f"every_n_epochs={keep.every_n_epochs} exclude each other. "
             f"Set run.checkpoint.every_n_epochs=null."
         )
     if keep.monitor is None and keep.save_top_k > 1:
         raise ConfigError(
-            f"{source}: run.checkpoint.save_top_k={keep.save_top_k} needs a value to rank by. "
-            f"Set run.checkpoint.monitor=val_loss, or run.checkpoint.save_top_k=-1 to keep all."
+            f"{located(source, 'run.checkpoint.save_top_k')}={keep.save_top_k} needs a value to "
+            f"rank by. Set run.checkpoint.monitor=val_loss, or "
+            f"run.checkpoint.save_top_k=-1 to keep all."
         )
     if optimizer.class_path is None and (optimizer.init_args or optimizer.scheduler.class_path):
         raise ConfigError(
@@ -91,7 +93,7 @@ def _check_combinations(config: DictConfig, source: str) -> None:
         )
     if config.trainer.gradient_clip_algorithm and config.trainer.gradient_clip_val is None:
         raise ConfigError(
-            f"{source}: trainer.gradient_clip_algorithm="
+            f"{located(source, 'trainer.gradient_clip_algorithm')}="
             f"{config.trainer.gradient_clip_algorithm} clips nothing without a limit. "
             f"Set trainer.gradient_clip_val=1.0."
         )

@@ -31,6 +31,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch.optim import Optimizer
 
 from boltmesh.configs.classes import build, find_class
+from boltmesh.configs.advice import located
 from boltmesh.configs.schema import TrainerSection
 from boltmesh.errors import BoltMeshError, ConfigError
 from boltmesh.launch.graceful_stop import GracefulStop
@@ -161,7 +162,7 @@ class RunBuilder:
 
     def _build(self, key: str, wanted: type[Any]) -> Any:
         made = build(OmegaConf.select(self.config, _select_key(key)), key, source=self.source)
-        _check_kind(type(made), wanted, f"{self.source}: {key}.class_path")
+        _check_kind(type(made), wanted, f"{key}.class_path", self.source)
         return made
 
     def build_strategy(self) -> MeshStrategy:
@@ -174,7 +175,7 @@ class RunBuilder:
             more["cluster_environment"] = LightningEnvironment()
         made = make_strategy(self.config.strategy, source=self.source, **more)
         assert isinstance(made, MeshStrategy)
-        made.recipe = self.source
+        made.recipe = str(self.source)
         values = cast("dict[str, Any]", OmegaConf.to_container(self.config, resolve=True))
         made.settings = dict(_dotted(values))
         made.alerts = AlertThresholds(**self.config.alerts)
@@ -183,9 +184,7 @@ class RunBuilder:
     def _override_optimizers(self, model: LightningModule) -> None:
         section = self.config.optimizer
         path, source = "optimizer.class_path", self.source
-        _check_kind(
-            find_class(section.class_path, path, source=source), Optimizer, f"{source}: {path}"
-        )
+        _check_kind(find_class(section.class_path, path, source=source), Optimizer, path, source)
 
         def configure_optimizers(module: LightningModule) -> Any:
             trained = [each for each in module.parameters() if each.requires_grad]
@@ -262,7 +261,9 @@ class RunBuilder:
                 for arguments in ([best, newest] if is_split else [best | newest])
             ]
         except MisconfigurationException as error:
-            raise ConfigError(f"{self.source}: run.checkpoint: {_one_line(error)}") from error
+            raise ConfigError(
+                f"{located(self.source, 'run.checkpoint')}: {_one_line(error)}"
+            ) from error
 
     def _loggers(self, folder: Path | None) -> list[Logger]:
         given = self.config.trainer.logger
@@ -292,7 +293,7 @@ class RunBuilder:
         except (MisconfigurationException, ArithmeticError, ValueError, TypeError) as error:
             if isinstance(error, BoltMeshError):
                 raise
-            raise ConfigError(f"{self.source}: trainer: {_one_line(error)}") from error
+            raise ConfigError(f"{located(self.source, 'trainer')}: {_one_line(error)}") from error
 
     @contextmanager
     def _folder(self, checkpoint: Path | str | None, *, for_show: bool) -> Iterator[Path | None]:
@@ -393,14 +394,15 @@ def describe(built: Built, config: DictConfig, verb: Verb, placement: Placement)
     return "\n".join((f"boltmesh: {verb} {config.run.name} can start", *lines))
 
 
-def _check_kind(made: type[Any], wanted: type[Any], where: str) -> None:
+def _check_kind(made: type[Any], wanted: type[Any], key: str, source: str) -> None:
     if issubclass(made, wanted):
         return
     home = wanted.__module__.partition(".")[0]
     package = "torch.optim" if home == "torch" else "lightning.pytorch"
     name = f"{package}.{wanted.__name__}"
     raise ConfigError(
-        f"{where}: {made.__name__} is no {wanted.__name__}. Name a subclass of {name}."
+        f"{located(source, key)}: {made.__name__} is no {wanted.__name__}. "
+        f"Name a subclass of {name}."
     )
 
 

@@ -1,6 +1,7 @@
 """Compares the strategy section of a config with what the strategy of that name takes."""
 
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import UnionType
@@ -8,7 +9,14 @@ from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hin
 
 from omegaconf import OmegaConf
 
-from boltmesh.configs.advice import describe_type, name_choices, nearest, show
+from boltmesh.configs.advice import (
+    COMMAND_LINE,
+    describe_type,
+    name_choices,
+    nearest,
+    show,
+    source_of,
+)
 from boltmesh.errors import BoltMeshError, ConfigError
 from boltmesh.strategies.registry import STRATEGIES
 
@@ -43,7 +51,8 @@ def check_strategy_name(name: object, *, source: str) -> None:
         if guess
         else f"Use {name_choices(STRATEGIES, at_most=len(STRATEGIES))}."
     )
-    raise ConfigError(f"{source}: there is no strategy 'strategy.name={name}'. {hint}")
+    where = source_of(source, "strategy.name")
+    raise ConfigError(f"{where}: there is no strategy 'strategy.name={name}'. {hint}")
 
 
 def check_strategy_arguments(door: type[Any], arguments: Mapping[str, Any], *, source: str) -> None:
@@ -54,6 +63,7 @@ def check_strategy_arguments(door: type[Any], arguments: Mapping[str, Any], *, s
         if "__init__" in vars(base):
             hints.update(get_type_hints(vars(base)["__init__"]))
     for name, value in arguments.items():
+        where = source_of(source, f"strategy.{name}")
         if name not in accepted:
             guess = nearest(name, accepted)
             hint = (
@@ -62,14 +72,14 @@ def check_strategy_arguments(door: type[Any], arguments: Mapping[str, Any], *, s
                 else f"It takes {name_choices(accepted)}."
             )
             raise ConfigError(
-                f"{source}: unknown key 'strategy.{name}': {door.__name__} does not take it. {hint}"
+                f"{where}: unknown key 'strategy.{name}': {door.__name__} does not take it. {hint}"
             )
         hint = hints.get(name, Any)
         if not _fits(value, hint):
             default = accepted[name]
             works = "null" if default is None else show(default)
             raise ConfigError(
-                f"{source}: strategy.{name}={show(value)} is not {describe_type(hint)}. "
+                f"{where}: strategy.{name}={show(value)} is not {describe_type(hint)}. "
                 f"Write for example strategy.{name}={works}."
             )
 
@@ -94,14 +104,24 @@ def make_strategy(section: Any, *, source: str, **more: Any) -> Any:
     try:
         return door(**{**entry.arguments, **arguments, **more})
     except BoltMeshError as error:
-        raise type(error)(f"{source}: strategy.{error}") from error
+        raise named_error(error, source) from error
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         given = ", ".join(f"{name}={show(value)}" for name, value in plain.items())
         given = given if len(given) < 200 else f"{given[:200]}..."
         raise ConfigError(
-            f"{source}: {door.__name__} cannot be made of {given}: "
+            f"{source_of(source, 'strategy')}: {door.__name__} cannot be made of {given}: "
             f"{' '.join(str(error).split())}. Leave out what it does not need."
         ) from error
+
+
+def named_error(error: BoltMeshError, source: str) -> BoltMeshError:
+    """Return an error that begins with an argument of a strategy as an error of a config.
+
+    It names the command line if that has set one of the arguments that it speaks of.
+    """
+    named = [f"strategy.{key}" for key in re.findall(r"(\w+)=", str(error))]
+    is_changed = any(source_of(source, key) == COMMAND_LINE for key in named)
+    return type(error)(f"{COMMAND_LINE if is_changed else source}: strategy.{error}")
 
 
 def accepted_arguments(door: type[Any]) -> dict[str, Any]:

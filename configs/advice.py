@@ -7,6 +7,36 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
+COMMAND_LINE = "command line"
+"""The source that errors name for what ``key=value`` changed."""
+
+
+class Source(str):
+    """The file of a config, as errors name it, with the keys that the command line has set."""
+
+    __slots__ = ("changed",)
+
+    changed: frozenset[str]
+    """Full keys."""
+
+
+def source_of(source: str, key: str) -> str:
+    """Return what an error about a key or a section names as its source.
+
+    The command line if that has set all of it, both if it has set a part.
+    """
+    changed = source.changed if isinstance(source, Source) else ()
+    if any(f"{key}.".startswith(f"{each}.") for each in changed):
+        return COMMAND_LINE
+    is_in_part = any(each.startswith(f"{key}.") for each in changed)
+    return f"{source} and {COMMAND_LINE}" if is_in_part else str(source)
+
+
+def located(source: str, key: str) -> str:
+    """Return how an error about a key or a section begins."""
+    return f"{source_of(source, key)}: {key}"
+
+
 WORDS = {
     bool: "true or false",
     int: "a whole number",

@@ -18,7 +18,7 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from boltmesh.configs.advice import name_choices, nearest, show
+from boltmesh.configs.advice import located, name_choices, nearest, show, source_of
 from boltmesh.errors import BoltMeshError, ConfigError
 
 
@@ -44,7 +44,7 @@ def build(section: DictConfig, key: str, *, source: str, **first: Any) -> Any:
         raise
     except Exception as error:
         raise ConfigError(
-            f"{source}: {key} cannot be built: {cls.__name__} raised "
+            f"{located(source, key)} cannot be built: {cls.__name__} raised "
             f"{type(error).__name__}: {_one_line(error)}"
         ) from error
 
@@ -71,8 +71,8 @@ def check_class_path(class_path: str, key: str, *, source: str) -> None:
     package, dot, _ = class_path.partition(".")
     if not dot:
         raise ConfigError(
-            f"{source}: {key}={class_path} names no module. Write package.module.{class_path}, "
-            f"or path/to/file.py:{class_path}."
+            f"{located(source, key)}={class_path} names no module. Write "
+            f"package.module.{class_path}, or path/to/file.py:{class_path}."
         )
     if package not in sys.modules and _find_spec(package) is None:
         raise _no_module(class_path, key, source, package)
@@ -94,7 +94,7 @@ def find_class(class_path: str, key: str, *, source: str) -> type[Any]:
     found = getattr(module, name)
     if not isinstance(found, type):
         kind = type(found).__name__
-        raise ConfigError(f"{source}: {key}={class_path} is a {kind}, not a class.")
+        raise ConfigError(f"{located(source, key)}={class_path} is a {kind}, not a class.")
     return found
 
 
@@ -118,13 +118,14 @@ def check_arguments(cls: type[Any], arguments: Mapping[str, Any], key: str, *, s
                 if guess
                 else f"It takes {name_choices(named, at_most=40)}."
             )
+            where = source_of(source, f"{key}.{name}")
             raise ConfigError(
-                f"{source}: unknown key '{key}.{name}': {cls.__name__} does not take it. {hint}"
+                f"{where}: unknown key '{key}.{name}': {cls.__name__} does not take it. {hint}"
             )
     for name, parameter in named.items():
         if parameter.default is parameter.empty and name not in arguments:
             raise ConfigError(
-                f"{source}: {key}.{name} is missing: {cls.__name__} needs it. Add "
+                f"{located(source, key)}.{name} is missing: {cls.__name__} needs it. Add "
                 f"{key}.{name}={_example_for(parameter)}."
             )
 
@@ -149,7 +150,7 @@ def _existing_file(file: str, class_path: str, key: str, source: str) -> Path:
         else "Give a file by its path from here or from the config, or an installed class as "
         f"{key}=package.module.Class."
     )
-    raise ConfigError(f"{source}: {key}={class_path}: there is no file {file}. {hint}")
+    raise ConfigError(f"{located(source, key)}={class_path}: there is no file {file}. {hint}")
 
 
 def _names_in(path: Path, key: str, source: str) -> set[str] | None:
@@ -158,7 +159,7 @@ def _names_in(path: Path, key: str, source: str) -> set[str] | None:
         tree = ast.parse(path.read_bytes(), filename=str(path))
     except (SyntaxError, ValueError) as error:
         line = getattr(error, "lineno", None) or 1
-        raise ConfigError(f"{source}: {key}: {path}:{line}: {_one_line(error)}") from error
+        raise ConfigError(f"{located(source, key)}: {path}:{line}: {_one_line(error)}") from error
     names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef):
@@ -190,8 +191,8 @@ def _import_file(path: Path, key: str, source: str) -> ModuleType:
     origin = getattr(module, "__file__", None)
     if origin is None or Path(origin).resolve() != path:
         raise ConfigError(
-            f"{source}: {key}: {path} cannot be imported, because another module has the name "
-            f"'{name}' ({origin or 'built in'}). Rename the file."
+            f"{located(source, key)}: {path} cannot be imported, because another module has the "
+            f"name '{name}' ({origin or 'built in'}). Rename the file."
         )
     return module
 
@@ -236,7 +237,9 @@ def _no_module(class_path: str, key: str, source: str, module: str) -> ConfigErr
     guess = nearest(last, (each.name for each in pkgutil.iter_modules()))
     fits = not parent and guess is not None and _holds(guess, rest.strip(".").split(".")[:-1])
     hint = f"Did you mean {guess}{rest}?" if fits else "Install it, or give path/to/file.py:Class."
-    return ConfigError(f"{source}: {key}={class_path}: there is no module '{module}'. {hint}")
+    return ConfigError(
+        f"{located(source, key)}={class_path}: there is no module '{module}'. {hint}"
+    )
 
 
 def _holds(package: str, submodules: list[str]) -> bool:
@@ -267,12 +270,13 @@ def _no_such_name(
         if guess
         else f"It has {name_choices(public)}."
     )
-    return ConfigError(f"{source}: {key}={class_path}: {where} has no '{name}'. {hint}")
+    return ConfigError(f"{located(source, key)}={class_path}: {where} has no '{name}'. {hint}")
 
 
 def _import_failed(what: str, key: str, source: str, error: Exception) -> ConfigError:
     return ConfigError(
-        f"{source}: {key}: importing {what} failed with {type(error).__name__}: {_one_line(error)}"
+        f"{located(source, key)}: importing {what} failed with {type(error).__name__}: "
+        f"{_one_line(error)}"
     )
 
 

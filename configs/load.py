@@ -14,13 +14,17 @@ import yaml  # type: ignore[import-untyped]
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from boltmesh.configs.advice import first_line, name_choices, nearest
+from boltmesh.configs.advice import (
+    COMMAND_LINE,
+    Source,
+    first_line,
+    located,
+    name_choices,
+    nearest,
+)
 from boltmesh.configs.merge import Merge, all_keys, example_of, full_key
 from boltmesh.configs.schema import SECTIONS, Config
 from boltmesh.errors import ConfigError
-
-COMMAND_LINE = "command line"
-"""The source that errors name for what ``key=value`` changed."""
 
 TEXT_LOADER = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
 """Reads every value as the text that it is, by the parser that OmegaConf uses."""
@@ -88,8 +92,19 @@ def _load(path: Path, overrides: Sequence[str]) -> DictConfig:
     )
     if not is_open and config.run.name is None:
         config.run.name = re.sub(r"[^\w.-]+", "-", path.stem)
-    _check_values(config, source=str(path))
+    _check_values(config, source=_source(path, (key for key, *_ in pairs)))
     return config
+
+
+def source_named(name_or_path: str | Path, overrides: Sequence[str] = ()) -> Source:
+    """Return what errors call a config that was loaded; its overrides are right."""
+    return _source(find(name_or_path), (_split(each)[0] for each in overrides))
+
+
+def _source(path: Path, changed: Iterable[str]) -> Source:
+    source = Source(path)
+    source.changed = frozenset(changed)
+    return source
 
 
 def without_section(overrides: Sequence[str], section: str) -> list[str]:
@@ -196,20 +211,20 @@ def _check_values(config: DictConfig, *, source: str) -> None:
     for key, node, name in _leaves(config):
         if OmegaConf.is_missing(node, name):
             raise ConfigError(
-                f"{source}: {key} is missing. Write it into the file, or add "
+                f"{located(source, key)} is missing. Write it into the file, or add "
                 f"{key}={example_of(key)}."
             )
         try:
             value = node[name]
         except OmegaConfBaseException as error:
             raise ConfigError(
-                f"{source}: {key} cannot be resolved: {first_line(error)}. "
+                f"{located(source, key)} cannot be resolved: {first_line(error)}. "
                 f"Write a value instead{_such_as(key)}."
             ) from error
         if isinstance(value, int) and value.bit_length() > _MAX_BITS:
             raise ConfigError(
-                f"{source}: {key} is a whole number of {value.bit_length()} bits, and may have "
-                f"{_MAX_BITS}. Write a smaller one{_such_as(key)}."
+                f"{located(source, key)} is a whole number of {value.bit_length()} bits, and may "
+                f"have {_MAX_BITS}. Write a smaller one{_such_as(key)}."
             )
 
 

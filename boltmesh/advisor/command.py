@@ -20,7 +20,7 @@ from boltmesh.advisor.report import (
     words,
 )
 from boltmesh.advisor.search import ConfigSearcher
-from boltmesh.configs.load import find, load
+from boltmesh.configs.load import load, source_named
 from boltmesh.errors import ConfigError
 from boltmesh.planner.machine import accelerator_named, build_cluster, parse_network
 from boltmesh.preflight import check_config
@@ -193,7 +193,7 @@ def search_config(
     )
     if memory_gib is not None:
         hardware = hardware.limited(memory_gib)
-    source = str(find(config))
+    source = source_named(config, overrides)
     return ConfigSearcher(config, list(overrides), source=source, hardware=hardware).search()
 
 
@@ -207,7 +207,7 @@ def _hardware(
     network: str | None,
     again: bool,
 ) -> Hardware:
-    loaded, source = load(config, overrides), str(find(config))
+    loaded, source = load(config, overrides), source_named(config, overrides)
     check_strategy_name(loaded.strategy.get("name"), source=source)
     make_strategy(loaded.strategy, source=source)  # refuses what a run would refuse
     if gpu is None:

@@ -36,6 +36,7 @@ from boltmesh.advisor.replicas import (
     seconds_of_part,
 )
 from boltmesh.axes import divisors
+from boltmesh.configs.advice import COMMAND_LINE
 from boltmesh.configs.load import load
 from boltmesh.errors import BoltMeshError, ConfigError
 from boltmesh.plan.strategy_options import (
@@ -341,7 +342,9 @@ class ConfigSearcher:
                 return whole
             kept = self._mesh(replace(layout, axes=replace(axes, recompute="none")))
         except BoltMeshError as error:
-            reason = str(error).removeprefix(f"{self.source}: ").removeprefix("strategy: ")
+            reason = str(error)
+            for each in (self.source, COMMAND_LINE, "strategy"):
+                reason = reason.removeprefix(f"{each}: ")
             self._refused[_what(layout)] = reason
             return None
         _, again = self._repeated(axes)

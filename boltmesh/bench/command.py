@@ -19,7 +19,7 @@ from boltmesh.axes import AXES
 from boltmesh.bench.figures import BenchRun
 from boltmesh.bench.running import Ended, run_variant
 from boltmesh.bench.variant import PLANNED, Variant, parse_variants
-from boltmesh.configs.load import find, load
+from boltmesh.configs.load import load, source_named
 from boltmesh.errors import ConfigError
 from boltmesh.preflight import check_config
 
@@ -347,7 +347,7 @@ def bench(
         ConfigError: When the config cannot run, or something given is wrong.
     """
     variants = parse_variants(strategies)
-    loaded, source = load(config, overrides), str(find(config))
+    loaded, source = load(config, overrides), source_named(config, overrides)
     placement = check_config(loaded, source=source, is_fit=True, for_show=False)
     if placement.launcher is not None:
         raise ConfigError(

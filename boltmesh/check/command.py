@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from boltmesh.configs.load import find, load
+from boltmesh.configs.load import load, source_named
 from boltmesh.errors import ConfigError
 from boltmesh.launch.launch import Supervisor
 from boltmesh.launch.rank import Rank
@@ -53,7 +53,7 @@ def check(config: str, overrides: Sequence[str], *, steps: int, rank: Rank) -> i
     """
     if PART_VARIABLE in os.environ:
         return _trace_in_rank(config, overrides, steps, rank)
-    loaded, source = load(config, overrides), str(find(config))
+    loaded, source = load(config, overrides), source_named(config, overrides)
     placement = check_config(loaded, source=source, is_fit=False, for_show=True)
     if placement.launcher is not None:
         raise ConfigError(
@@ -100,7 +100,7 @@ def _trace_in_rank(config: str, overrides: Sequence[str], steps: int, rank: Rank
     from boltmesh.check.parity import trace_layout, trace_one_process
     from boltmesh.run import RunBuilder
 
-    loaded, source = load(config, overrides), str(find(config))
+    loaded, source = load(config, overrides), source_named(config, overrides)
     placement = check_config(loaded, source=source, is_fit=False, for_show=True)
     rank.serve_rendezvous()
 

@@ -98,11 +98,11 @@ def _prepare(
     verb: Verb, config: str, overrides: Sequence[str], *, for_show: bool
 ) -> tuple["DictConfig", "Placement", str]:
     """The config, where its ranks run, and what errors call it."""
-    from boltmesh.configs.load import find, load
+    from boltmesh.configs.load import load, source_named
     from boltmesh.preflight import check_config
 
     see_working_directory()
-    loaded, source = load(config, overrides), str(find(config))
+    loaded, source = load(config, overrides), source_named(config, overrides)
     placement = check_config(loaded, source=source, is_fit=verb == "fit", for_show=for_show)
     return loaded, placement, source
 

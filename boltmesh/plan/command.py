@@ -14,8 +14,8 @@ import yaml  # type: ignore[import-untyped]
 from omegaconf import OmegaConf
 
 from boltmesh.axes import divisors
-from boltmesh.configs.advice import name_choices, nearest
-from boltmesh.configs.load import RECIPE_FOLDER, find, load
+from boltmesh.configs.advice import located, name_choices, nearest
+from boltmesh.configs.load import RECIPE_FOLDER, find, load, source_named
 from boltmesh.errors import ConfigError
 from boltmesh.plan.mesh_plan import SEVERAL_AXES, plan_mesh, write_memory, write_mesh
 from boltmesh.plan.stage_plan import PIPELINE, plan_stages, write_stages
@@ -131,7 +131,7 @@ def plan(
     if wanted is None and not is_mesh and loaded.strategy.get("expert") is not None:
         named = EXPERT  # also of ZeRO by another name
     if named in DIVIDING:
-        source = str(find(config))
+        source = source_named(config, changes)
         check_strategy_name(loaded.strategy.get("name"), source=source)
         if cluster is not None and not is_mesh:
             raise ConfigError(
@@ -167,7 +167,7 @@ def make_plan(
     """Describe the model, the job and the strategies of a config."""
     # What is said on the command line wins over what the size says.
     changes = [*([] if size is None else _size_overrides(size)), *overrides]
-    loaded, source = load(config, changes), str(find(config))
+    loaded, source = load(config, changes), source_named(config, changes)
     if size is not None and not _is_shipped(loaded.model.class_path, KNOWN_MODEL, "GPT"):
         raise ConfigError(
             f"{source}: --size={size} is a size of the GPT that comes with boltmesh, and the model "
@@ -233,8 +233,8 @@ def _job_of(
     if job.num_ranks % job.num_shards:
         nearest_fit = min(divisors(job.num_ranks), key=lambda each: abs(each - job.num_shards))
         raise ConfigError(
-            f"{source}: strategy.shard_size={job.num_shards} does not divide {job.num_ranks} "
-            f"ranks. Set strategy.shard_size={nearest_fit}."
+            f"{located(source, 'strategy.shard_size')}={job.num_shards} does not divide "
+            f"{job.num_ranks} ranks. Set strategy.shard_size={nearest_fit}."
         )
     return job
 
@@ -341,8 +341,8 @@ def ranks_per_node(config: "DictConfig", devices: int | None, source: str) -> in
     if isinstance(asked, str) and asked.isdigit():
         return int(asked)
     raise ConfigError(
-        f"{source}: trainer.devices={asked} depends on the machine that the plan is for. "
-        f"Add --devices 8, or as many as one node of it has."
+        f"{located(source, 'trainer.devices')}={asked} depends on the machine that the plan is "
+        f"for. Add --devices 8, or as many as one node of it has."
     )
 
 

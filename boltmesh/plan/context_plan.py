@@ -15,6 +15,7 @@ from lightning.pytorch import LightningModule
 from omegaconf import DictConfig
 from torch.distributed import ProcessGroup
 
+from boltmesh.configs.advice import located
 from boltmesh.errors import ConfigError, LayoutError
 from boltmesh.plan.dry_model import stand_in_model
 from boltmesh.plan.dry_step import STEP
@@ -79,7 +80,9 @@ def plan_context(
     options = ContextOptions(**{name: given[name] for name in names if name in given})
     size = options.size or num_ranks
     if num_ranks % size:
-        raise LayoutError(f"{source}: strategy.size={size} does not divide {num_ranks} ranks.")
+        raise LayoutError(
+            f"{located(source, 'strategy.size')}={size} does not divide {num_ranks} ranks."
+        )
     with stand_in_model(config, source, needs="a sequence is found") as made:
         module, batch = made.module, made.batch
         run = DryRun(module, STEP, (batch, *step_arguments(module, STEP)), torch.device("cpu"))

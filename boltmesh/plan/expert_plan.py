@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
+from boltmesh.configs.advice import located
 from boltmesh.errors import ConfigError
 from boltmesh.plan.dry_model import kept, stand_in_model
 from boltmesh.plan.dry_step import STEP
@@ -129,8 +130,8 @@ def plan_expert(
     size = min(ranks_per_node, num_ranks) if asked == "node" else int(asked)
     if num_ranks % size:
         raise ConfigError(
-            f"{source}: strategy.expert={size} does not divide the {num_ranks} ranks of the plan. "
-            f"Plan for other ranks with --devices, or set strategy.expert."
+            f"{located(source, 'strategy.expert')}={size} does not divide the {num_ranks} ranks "
+            f"of the plan. Plan for other ranks with --devices, or set strategy.expert."
         )
     found = watch_experts(config, source)
     sizes = dict(found.sizes)
@@ -166,8 +167,8 @@ def experts_over(
     for each, _ in found.shapes:
         if each.num_experts % size:
             raise ConfigError(
-                f"{source}: strategy.expert={size} does not divide the {each.num_experts} experts "
-                f"of {each.name!r}."
+                f"{located(source, 'strategy.expert')}={size} does not divide the "
+                f"{each.num_experts} experts of {each.name!r}."
             )
     if not found.shapes:
         reasons = "; ".join(f"{name!r}: {why}" for name, why in found.whole.items())

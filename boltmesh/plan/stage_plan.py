@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
+from boltmesh.configs.advice import located
 from boltmesh.errors import ConfigError
 from boltmesh.plan.strategy_options import optimizer_copies
 from boltmesh.plan.text import align, size_text
@@ -96,8 +97,8 @@ def plan_stages(
         raise ConfigError(f"{source}: strategy: {error}") from error
     if num_ranks % stages:
         raise ConfigError(
-            f"{source}: strategy.stages={stages} was asked of a job with {num_ranks} ranks. "
-            f"Set strategy.stages=null, or plan for {stages} ranks with --devices {stages}."
+            f"{located(source, 'strategy.stages')}={stages} was asked of a job with {num_ranks} "
+            f"ranks. Set strategy.stages=null, or plan for {stages} ranks with --devices {stages}."
         )
     made = describe_stages(config, options, stages, source=source)
     copies, notes = optimizer_copies(config, *made.optimizer)

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
 
+from boltmesh.configs.advice import located
 from boltmesh.errors import ConfigError
 from boltmesh.plan.text import size_text
 from boltmesh.strategies.cost_model.memory import copied_bytes
 from boltmesh.strategies.cost_model.model import Bytes, ShardingLayout
 from boltmesh.strategies.data_parallel.options import ZeroOptions
 from boltmesh.strategies.registry import Entry
-from boltmesh.strategy_arguments import SHARED, check_strategy_arguments
+from boltmesh.strategy_arguments import SHARED, check_strategy_arguments, named_error
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -131,7 +132,7 @@ def own_options(entry: Entry, given: Mapping[str, Any], source: str) -> ZeroOpti
     try:
         return options_of(entry, given)
     except ConfigError as error:
-        raise ConfigError(f"{source}: strategy.{error}") from error
+        raise named_error(error, source) from error
 
 
 def sharing_of(name: str, entry: Entry, given: Mapping[str, Any]) -> ShardingLayout:
@@ -146,8 +147,8 @@ def sharing_of(name: str, entry: Entry, given: Mapping[str, Any]) -> ShardingLay
 def offload_error(precision: str, source: str) -> ConfigError:
     """Return why nothing is offloaded of weights in another type than fp32."""
     return ConfigError(
-        f"{source}: trainer.precision={precision} keeps weights in another type than fp32, "
-        f"and offloaded state is fp32. Set trainer.precision=bf16-mixed."
+        f"{located(source, 'trainer.precision')}={precision} keeps weights in another type than "
+        f"fp32, and offloaded state is fp32. Set trainer.precision=bf16-mixed."
     )
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from omegaconf import DictConfig
 
+from boltmesh.configs.advice import located
 from boltmesh.errors import ConfigError
 from boltmesh.plan.dry_model import stand_in_model
 from boltmesh.plan.dry_step import STEP
@@ -151,9 +152,9 @@ def plan_tensor(
     size = given.get("size") or ranks_per_host
     if ranks_per_host % size:
         raise ConfigError(
-            f"{source}: strategy.size={size} does not divide the {ranks_per_host} ranks of a host, "
-            f"and the ranks of a layer are on one host. Set strategy.size=null, or plan for other "
-            f"ranks with --devices."
+            f"{located(source, 'strategy.size')}={size} does not divide the {ranks_per_host} "
+            f"ranks of a host, and the ranks of a layer are on one host. Set strategy.size=null, "
+            f"or plan for other ranks with --devices."
         )
     return describe_division(config, size, given, source=source)
 

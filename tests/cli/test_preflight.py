@@ -277,3 +277,32 @@ def test_arguments_of_the_engine_are_refused_with_a_value_that_works(override, s
     line = ["fit", str(TINY), "devices=1", f"strategy.{override}", "--dry-run"]
     assert run_command(line) == 2
     assert said in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("overrides", "begins"),
+    [
+        (["strategy.timeout_s=-1"], "command line: strategy.timeout_s=-1 is not a time"),
+        (["strategy=bolt_zero2", "strategy.stage=7"], "command line: strategy.stage=7 is no ZeRO"),
+        (["strategy=bolt_dpp"], "command line: there is no strategy"),
+        (["strategy.nonsense=1"], "command line: unknown key 'strategy.nonsense'"),
+        (["precision=16-mixed"], "command line: trainer.precision=16-mixed needs a CUDA"),
+        (["model.init_args.wide=3"], "command line: unknown key 'model.init_args.wide'"),
+        (["model.class_path=torch.nn.Linaer"], "command line: model.class_path=torch.nn.Linaer"),
+        (["model.init_args.width=-1"], "{file} and command line: model cannot be built"),
+        (["max_time=nonsense"], "command line: trainer.max_time=nonsense"),
+        (["limit_val_batches=1.5"], "{file} and command line: trainer: "),
+        (["trainer.callbacks=[lightning.pytorch.callbacks.Tmier]"], "command line: trainer.callb"),
+    ],
+)
+def test_an_error_names_the_command_line_where_that_has_set_the_value(overrides, begins, capfd):
+    assert run_command(["fit", str(TINY), "devices=1", *overrides, "--dry-run"]) == 2
+    assert capfd.readouterr().err.startswith("boltmesh: " + begins.format(file=TINY))
+
+
+def test_an_error_names_the_file_for_what_that_has(tmp_path, capfd):
+    file = tmp_path / "own.yaml"
+    strategy = "strategy: {name: bolt_zero2, stage: 7}\n"
+    file.write_text(TINY.read_text().replace("tiny.py", str(TINY.with_name("tiny.py"))) + strategy)
+    assert run_command(["fit", str(file), "devices=1", "max_steps=3", "--dry-run"]) == 2
+    assert capfd.readouterr().err.startswith(f"boltmesh: {file}: strategy.stage=7 is no ZeRO")
