@@ -131,7 +131,7 @@ class LoopStrategy(RankMeshStrategy):
     memory_checkpoints: MemoryCheckpoints | None = None
     """Where they were asked for."""
     sigterm: SigtermAgreement | None = None
-    """None before the first loop, and in a job of one rank."""
+    """None before the first loop."""
 
     @cached_property
     def clipped_norms(self) -> MutableMapping[Optimizer, Tensor]:
@@ -287,12 +287,12 @@ class LoopStrategy(RankMeshStrategy):
 
     def _agree_on_sigterm(self) -> None:
         """Lightning has put its own handler in front of the first loop."""
-        if self.trainer.world_size > 1:
-            if self.sigterm is None:
-                found = (axis.sigterm_agreement() for axis in self.axes)
-                agreement = next((each for each in found if each is not None), None)
-                self.sigterm = agreement or SigtermAgreement(self.trainer)
-            self.sigterm.begin()
+        if self.sigterm is None:
+            axes = self.axes if self.trainer.world_size > 1 else ()
+            found = (axis.sigterm_agreement() for axis in axes)
+            agreement = next((each for each in found if each is not None), None)
+            self.sigterm = agreement or SigtermAgreement(self.trainer)
+        self.sigterm.begin()
 
     def _begin_evaluation(self) -> None:
         self._agree_on_sigterm()

@@ -44,6 +44,7 @@ from boltmesh.rank_reports import (
     store_traceback,
     write_report,
 )
+from boltmesh.strategies.lightning_compat.loops import begins_step
 from boltmesh.strategies.process_groups import temporary_group
 
 if TYPE_CHECKING:
@@ -173,8 +174,9 @@ class SigtermAgreement:
     exchange their flags before a batch: if one rank received the signal, all of them end.
 
     SLURM's signal to save and requeue is handled with it. Lightning saves in the handler, at any
-    point of the code: ranks would wait for each other forever, or write shards of different steps.
-    Here all ranks save before the same batch.
+    point of the code: ranks would wait for each other forever, or write shards of different steps,
+    and one rank would write a batch as used that it has not trained on, or half a step. Here all
+    ranks, also if that is one, save before the same batch, with which a new step begins.
 
     Args:
         trainer: Of the run.
@@ -203,9 +205,12 @@ class SigtermAgreement:
         such as that of ``boltmesh fit``, stays.
         """
         loop: Any = self._trainer.fit_loop.epoch_loop
-        loop._broadcast_sigterm_tensor = self._reduce_flags
         connector = self._trainer._signal_connector
-        _replace_handler(signal.SIGTERM, connector._sigterm_notifier_fn, self._on_sigterm)
+        if self._trainer.world_size > 1:
+            loop._broadcast_sigterm_tensor = self._reduce_flags
+            _replace_handler(signal.SIGTERM, connector._sigterm_notifier_fn, self._on_sigterm)
+        else:
+            loop.advance = self._advance  # one rank exchanges no flags
         environment = self._trainer._accelerator_connector.cluster_environment
         is_fitting = self._trainer.state.fn == TrainerFn.FITTING
         if is_fitting and isinstance(environment, SLURMEnvironment) and environment.requeue_signal:
@@ -225,11 +230,10 @@ class SigtermAgreement:
 
     def end(self) -> None:
         """Restore the loop. Lightning itself removes its handler."""
-        if self._reduced is not None:
-            self._reduced[0].wait()
-            self._reduced = None
+        self._drop_reduced()
         loop: Any = self._trainer.fit_loop.epoch_loop
-        loop.__dict__.pop("_broadcast_sigterm_tensor", None)
+        for name in ("_broadcast_sigterm_tensor", "advance"):
+            loop.__dict__.pop(name, None)
 
     def _on_sigterm(self, signum: int, frame: "FrameType | None") -> None:
         trainer = self._trainer
@@ -259,11 +263,33 @@ class SigtermAgreement:
         else:
             must_end, requeue = map(int, self._reduce_on_host())
         if requeue:
-            self._requeue = 0
-            trainer._signal_connector._slurm_sigusr_handler_fn(requeue, None)  # type: ignore[arg-type]
+            self._save_and_requeue(requeue)
         if must_end:
             trainer._signal_connector.received_sigterm = True
             raise SIGTERMException(128 + signal.SIGTERM)
+
+    def _save_and_requeue(self, signum: int) -> None:
+        """Do what Lightning's handler does, unless gradients have been added up for a step.
+
+        They are in no checkpoint. The rank that received the signal goes on telling it.
+        """
+        trainer = self._trainer
+        if begins_step(trainer):
+            self._requeue = 0
+            self._drop_reduced()  # flags that tell it again
+            trainer._signal_connector._slurm_sigusr_handler_fn(signum, None)  # type: ignore[arg-type]
+
+    def _advance(self, fetcher: object) -> None:
+        """Run the loop's next batch; save before it if this one rank received SLURM's signal."""
+        if self._requeue:
+            self._save_and_requeue(self._requeue)
+        loop: Any = self._trainer.fit_loop.epoch_loop
+        type(loop).advance(loop, fetcher)
+
+    def _drop_reduced(self) -> None:
+        if self._reduced is not None:
+            self._reduced[0].wait()
+            self._reduced = None
 
     def _reduce_on_host(self) -> list[float]:
         """Return the maximum of the flags at the batch before; begin to reduce those of now.

@@ -369,6 +369,12 @@ def seed_workers(loader: object, rank: int) -> None:
         loader.worker_init_fn = partial(pl_worker_init_function, rank=rank)
 
 
+def begins_step(trainer: Trainer) -> bool:
+    """Whether the next batch is the first of those whose gradients one step adds up."""
+    done: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+    return not done.ready % trainer.accumulate_grad_batches
+
+
 def batches_to_break(trainer: Trainer) -> float:
     """How many batches follow the one in work up to the end of the epoch or the next validation.
 

@@ -94,7 +94,7 @@ class SignalAt(Callback):
             os.kill(os.getpid(), self.signum)
 
 
-def requeue(rank: int, world_size: int, folder: Path) -> Any:
+def requeue(rank: int, world_size: int, folder: Path, accumulated: int = 1) -> Any:
     scontrol = folder / "bin" / "scontrol"
     if rank == 0:
         scontrol.parent.mkdir(parents=True)
@@ -108,24 +108,27 @@ def requeue(rank: int, world_size: int, folder: Path) -> Any:
         PATH=f"{folder}/bin:{os.environ['PATH']}",
     )  # fmt: skip
     seed_everything(3, verbose=False)
-    callbacks = [SignalAt(signal.SIGUSR1, 3)] if rank == 1 else []
+    callbacks = [SignalAt(signal.SIGUSR1, 3)] if rank == world_size - 1 else []
     trainer = build(
         world_size, None, *callbacks,
         # The job ends with the requeue: even so nothing is written behind it.
         strategy=ZeROStrategy(stage=2, telemetry=False, async_save=True),
         plugins=[SLURMEnvironment(requeue_signal=signal.SIGUSR1)],
-        default_root_dir=folder,
+        default_root_dir=folder, accumulate_grad_batches=accumulated,
     )  # fmt: skip
     expected = fit(trainer, Regression(dropout=0.2))
     seed_everything(5, verbose=False)
-    again = build(world_size, None, default_root_dir=folder)
+    again = build(world_size, None, default_root_dir=folder, accumulate_grad_batches=accumulated)
     found = fit(again, Regression(dropout=0.2))  # from what Lightning finds there
     return [name for name in expected if not torch.equal(expected[name], found[name])]
 
 
 @pytest.mark.full
-def test_slurms_signal_to_one_rank_saves_on_all_before_the_same_batch(tmp_path: Path) -> None:
-    assert run_ranks(requeue, 2, tmp_path) == [[], []]
+@pytest.mark.parametrize(("ranks", "accumulated"), [(2, 1), (1, 1), (1, 2)])
+def test_slurms_signal_to_one_rank_saves_on_all_before_the_same_batch(
+    tmp_path: Path, ranks: int, accumulated: int
+) -> None:
+    assert run_ranks(requeue, ranks, tmp_path, accumulated) == [[]] * ranks
     checkpoint = directory.load_directory(tmp_path / "hpc_ckpt_1.ckpt")
     assert checkpoint["global_step"] == 4
     assert (tmp_path / "requeued").read_text() == "requeue 17\n"
