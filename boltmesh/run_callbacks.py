@@ -29,7 +29,7 @@ from boltmesh.run_folder import CHECKPOINTS, step_of
 from boltmesh.strategies.checkpoint.atomic_replace import PARTIAL
 from boltmesh.strategies.checkpoint.host_memory import make_run_id
 from boltmesh.strategies.lightning_compat.loops import log_step
-from boltmesh.strategies.lightning_compat.trainer import load_instead
+from boltmesh.strategies.lightning_compat.trainer import load_instead, save_for_requeue_in
 from boltmesh.telemetry.redaction import holds_secret
 from boltmesh.telemetry.writer.null_recorder import NullRecorder
 from boltmesh.telemetry.writer.throughput import count
@@ -195,6 +195,8 @@ class RunFolder(Callback):
                 f"same. Set run.dir to a folder that all machines share."
             )
         if chosen is not None:
+            if trainer.state.fn == TrainerFn.FITTING:
+                save_for_requeue_in(trainer, chosen / CHECKPOINTS)
             self._find_in_memory(trainer, chosen)
         if trainer.is_global_zero:
             self._announce(trainer)

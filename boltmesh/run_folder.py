@@ -26,7 +26,7 @@ from boltmesh.configs.advice import nearest
 from boltmesh.errors import CheckpointError, ConfigError
 from boltmesh.process import write_stderr
 from boltmesh.strategies.checkpoint.archive_check import find_damage, find_step
-from boltmesh.strategies.checkpoint.atomic_replace import ASIDE, restore_aside
+from boltmesh.strategies.checkpoint.atomic_replace import ASIDE, REQUEUED, restore_aside
 from boltmesh.strategies.checkpoint.host_memory import ID_FILE, newest_step_in_memory
 from boltmesh.strategies.checkpoint.manifest import MANIFEST, NEWER, REST, files_of, find_fault
 from boltmesh.strategies.checkpoint.storage.addresses import (
@@ -222,13 +222,13 @@ def newest_verified_checkpoint(
     return None
 
 
-def _checkpoints(folder: Path, run: str) -> list[Path]:
+def _checkpoints(folder: Path, run: str, *, name: str = "*") -> list[Path]:
     """All checkpoints of a name, or of one run, complete or not, the newest first."""
     for aside in folder.glob(f"{run}/{CHECKPOINTS}/*.ckpt{ASIDE}"):
         restore_aside(aside.with_name(aside.name.removesuffix(ASIDE)))
     found: list[tuple[int, str, Path]] = []
     # What is being written or deleted has another suffix.
-    for path in folder.glob(f"{run}/{CHECKPOINTS}/*.ckpt"):
+    for path in folder.glob(f"{run}/{CHECKPOINTS}/{name}.ckpt"):
         with contextlib.suppress(FileNotFoundError):  # another process renames it just now
             found.append((path.stat().st_mtime_ns, path.name, path))
     return [path for *_, path in sorted(found, reverse=True)]
@@ -281,6 +281,8 @@ def checkpoint_to_resume(
 ) -> Path | str | None:
     """What ``run.resume`` means, a path or an address: None starts at the beginning.
 
+    A SLURM job that was queued again by the signal to save goes on from what was saved then.
+
     Args:
         config: As ``load`` gives it.
         continued: The folder of the run that goes on after a failure: its own newest checkpoint
@@ -299,10 +301,19 @@ def checkpoint_to_resume(
             return found
     asked = config.run.resume
     if asked is None:
-        return None
+        saved = _saved_for_requeue(config)
+        return None if saved is None else _existing("run.resume", str(saved), verifies=verifies)
     if asked == "auto":
         return _automatic("run.resume", config, verifies=verifies)
     return _existing("run.resume", asked, verifies=verifies)
+
+
+def _saved_for_requeue(config: DictConfig) -> Path | None:
+    """The newest checkpoint that SLURM's signal has saved, in a job that was queued again."""
+    if os.environ.get("SLURM_RESTART_COUNT", "0").strip("0") == "":
+        return None
+    saved = _checkpoints(folder_of_name(config), "*", name=f"{REQUEUED}*")
+    return next((path for path in saved if _missing(path) is None), None)
 
 
 def checkpoint_to_evaluate(config: DictConfig, *, verifies: bool = False) -> Path | str | None:

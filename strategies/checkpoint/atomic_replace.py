@@ -28,7 +28,7 @@ ASIDE = ".replaced"
 REMOVED = ".removed"
 """Suffix of a checkpoint that is being deleted."""
 
-_REQUEUED = "hpc_ckpt_"
+REQUEUED = "hpc_ckpt_"
 """Prefix of checkpoints that Lightning saves before SLURM requeues the job."""
 
 _AT_FDCWD = -100
@@ -86,7 +86,7 @@ def _stem(target: Path) -> str:
     has the same number, removes it.
     """
     name = target.name
-    return name.replace("_", "-") if name.startswith(_REQUEUED) else name
+    return name.replace("_", "-") if name.startswith(REQUEUED) else name
 
 
 def _unchanged_s(path: Path) -> float:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from os import PathLike
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch
@@ -30,6 +30,16 @@ def is_wrapping(checkpoint_io: CheckpointIO) -> bool:
 def is_for_requeue(path: str | PathLike[str]) -> bool:
     """Whether a checkpoint is the one that SLURM is told to go on from as soon as it is saved."""
     return PurePath(path).name.startswith("hpc_ckpt_")
+
+
+def save_for_requeue_in(trainer: Trainer, folder: Path) -> None:
+    """Let SLURM's signal to save and requeue save into a folder, and not into the Trainer's root.
+
+    There Lightning finds it in any later run under SLURM, and loads it unasked.
+    """
+    connector = trainer._checkpoint_connector
+    own = connector.hpc_save_path
+    connector.hpc_save_path = lambda _: own(folder)  # type: ignore[method-assign]
 
 
 def is_in_fit(trainer: Trainer) -> bool:

@@ -19,7 +19,14 @@ from boltmesh.run_folder import newest_step
 from boltmesh.strategies.checkpoint.host_memory import DIR_VARIABLE
 from tests.cli.conftest import TINY
 from tests.cli.test_launch import supervisor
-from tests.cli.test_run_ranks import assert_same, boltmesh, checkpoint, fit, metrics
+from tests.cli.test_run_ranks import (
+    assert_same,
+    boltmesh,
+    checkpoint,
+    fit,
+    metrics,
+    stop_at,
+)
 from tests.support.forked_python import BOLTMESH, ForkedPython
 
 KILLS = f"{TINY.with_name('tiny.py')}:KillOnce"
@@ -248,3 +255,37 @@ def test_a_slurm_job_that_is_queued_again_goes_on_where_it_was_killed(
     found, expected = checkpoint(last), checkpoint(straight / last)
     for key in ("state_dict", "optimizer_states", "lr_schedulers"):
         assert_same(found[key], expected[key])
+
+
+@pytest.mark.full
+@pytest.mark.ranks
+@pytest.mark.slow(30)
+def test_what_slurms_signal_has_saved_is_loaded_by_the_job_that_is_queued_again_alone(workplace):
+    """Lightning would load it in every later run, validation or prediction of this name."""
+    scontrol = workplace / "scontrol"
+    scontrol.write_text("#!/bin/sh\n")
+    scontrol.chmod(0o755)
+
+    def run(*line: str, restarts: int = 0) -> str:
+        slurm = {
+            "SLURM_JOB_ID": "17",
+            "SLURM_NTASKS": "1",
+            "SLURM_PROCID": "0",
+            "SLURM_LOCALID": "0",
+            "SLURM_NODEID": "0",
+            "SLURM_RESTART_COUNT": str(restarts),
+        }
+        path = f"{workplace}:{os.environ['PATH']}"
+        done = ForkedPython(*BOLTMESH, *line, env={**os.environ, **slurm, "PATH": path})
+        out, error = done.communicate(timeout=600)
+        assert done.returncode == 0, error
+        return out
+
+    one = fit("devices=1", "checkpoint.enabled=false")
+    run(*one, stop_at(3, rank=0, signum=int(signal.SIGUSR1)))
+    saved = Path("runs/tiny/0/checkpoints/hpc_ckpt_1.ckpt")
+    assert saved.exists()
+    assert not list(Path("runs/tiny").glob("*.ckpt"))
+    assert " from " not in run(*one)
+    assert f" from {saved} " in run(*one, restarts=1)
+    assert " from " not in run("validate", *one[1:], "ckpt_path=null")
