@@ -18,14 +18,16 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
+from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers import (
     _MultiProcessingLauncher,
     _SubprocessScriptLauncher,
@@ -35,6 +37,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
+from boltmesh.errors import ConfigError
 from boltmesh.process import describe_exit, end_process, wait_for_end_of_parent
 from boltmesh.rank_reports import (
     Report,
@@ -331,6 +334,21 @@ _UNWIND_S = 30.0
 """For this process to end by an error of its own."""
 
 
+def _refuse_in_notebook(start_method: str) -> None:
+    """Refuse to start ranks from a script where there is none. Lightning would advise its own DDP.
+
+    Raises:
+        ConfigError: With what to write.
+    """
+    if _IS_INTERACTIVE and start_method != "fork":
+        raise ConfigError(
+            f"start_method={start_method!r} starts ranks from a script, and this is a notebook or "
+            f"a prompt. Give the strategy start_method='fork', as in "
+            f"strategy=ZeROStrategy(stage=3, start_method='fork'), before anything uses a GPU, or "
+            f"run a script."
+        )
+
+
 class ScriptLauncher(_SubprocessScriptLauncher):
     """Runs the script again for the other ranks of this host, and ends all when one dies.
 
@@ -345,6 +363,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
     def __init__(
         self, cluster_environment: ClusterEnvironment, num_processes: int, num_nodes: int
     ) -> None:
+        _refuse_in_notebook("popen")
         super().__init__(cluster_environment, num_processes, num_nodes)
         self._deaths = threading.Lock()
         self._first_death: str | None = None
@@ -436,6 +455,12 @@ class ScriptLauncher(_SubprocessScriptLauncher):
 
 class MultiProcessingLauncher(_MultiProcessingLauncher):
     """Gives the main process full parameters where ranks hold shards."""
+
+    def __init__(
+        self, strategy: ParallelStrategy, start_method: Literal["spawn", "fork", "forkserver"]
+    ) -> None:
+        _refuse_in_notebook(start_method)
+        super().__init__(strategy, start_method=start_method)
 
     @override
     def _collect_rank_zero_results(self, trainer: Trainer, results: Any) -> Any:

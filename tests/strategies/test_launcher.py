@@ -6,8 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from lightning.pytorch import Trainer
 
+from boltmesh.errors import ConfigError
 from boltmesh.process import describe_exit
+from boltmesh.strategies import ZeROStrategy
+from boltmesh.strategies.lightning_compat import launchers
 from boltmesh.telemetry.reader.reader import list_jobs, open_job
 from tests.support.forked_python import run_python
 from tests.support.scripts import script_of_two_ranks, wait_until_gone
@@ -111,6 +115,17 @@ def test_a_sigterm_ends_the_whole_job(tmp_path: Path, send: Callable[[int, int],
         send(process.pid, signal.SIGTERM)
         assert process.wait(ENDS_S) == 128 + signal.SIGTERM
         assert wait_until_gone(pids[1], ENDS_S)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_notebook_is_told_how_it_starts_ranks(
+    monkeypatch: pytest.MonkeyPatch, devices: int
+) -> None:
+    monkeypatch.setattr(launchers, "_IS_INTERACTIVE", True)
+    with pytest.raises(ConfigError, match=r"Give the strategy start_method='fork'"):
+        Trainer(accelerator="cpu", devices=devices, strategy="bolt_zero3", logger=False)
+    forked = ZeROStrategy(start_method="fork")
+    Trainer(accelerator="cpu", devices=devices, strategy=forked, logger=False)
 
 
 @pytest.mark.parametrize(
