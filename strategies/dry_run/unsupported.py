@@ -22,7 +22,7 @@ from torch.nn.parameter import UninitializedParameter
 from boltmesh.errors import UnsupportedError
 from boltmesh.lightning_import import ROOTS
 from boltmesh.strategies.lightning_compat.loops import draws_from_iterator
-from boltmesh.strategies.lightning_compat.trainer import callbacks_of
+from boltmesh.strategies.lightning_compat.trainer import callbacks_of, draws_graph
 
 _GRADIENT_HOOKS = (
     "on_after_backward",
@@ -262,6 +262,22 @@ def refuse_callbacks(callbacks: Iterable[Callback], strategy: str) -> None:
                     f"{type(callback).__name__} {why}: with {strategy} every rank would work on "
                     f"its part alone. {instead}"
                 )
+
+
+def refuse_lone_work(trainer: Trainer) -> None:
+    """Refuse what one rank would do alone, with a part of the model.
+
+    Raises:
+        UnsupportedError: Naming the callback or the logger.
+    """
+    refuse_lone_saves(callbacks_of(trainer))
+    for logger in trainer.loggers:
+        if draws_graph(logger):
+            raise UnsupportedError(
+                f"{type(logger).__name__}(log_graph=True) runs the model on the first rank alone, "
+                f"and that rank has a part of it: it would wait for the others. Leave log_graph "
+                f"out, and log the graph in a run of one process."
+            )
 
 
 def refuse_lone_saves(callbacks: Iterable[Callback]) -> None:

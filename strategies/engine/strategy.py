@@ -30,7 +30,7 @@ from boltmesh.strategies.checkpoint.file import AtomicCheckpointIO
 from boltmesh.strategies.compiled_blocks import CompiledBlocks
 from boltmesh.strategies.deferred_initialization.deferred import deferred_init
 from boltmesh.strategies.deferred_initialization.materialize import materialize
-from boltmesh.strategies.dry_run.unsupported import refuse_callbacks, refuse_lone_saves, refuse_run
+from boltmesh.strategies.dry_run.unsupported import refuse_callbacks, refuse_lone_work, refuse_run
 from boltmesh.strategies.engine.axis import Axis
 from boltmesh.strategies.engine.checkpointing import (
     AFTER_SAVING,
@@ -201,7 +201,7 @@ class MeshStrategy(LoopStrategy):
             refuse_callbacks(callbacks_of(trainer), self.public_name)
             gather_for_averages(trainer.lightning_module)
             if self.world_size > 1:
-                refuse_lone_saves(callbacks_of(trainer))
+                refuse_lone_work(trainer)
         self.follow_generation()
         without_shown_loader(self._place, trainer)
         is_sharded = self.data_axis.is_sharded

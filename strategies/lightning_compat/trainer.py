@@ -11,6 +11,7 @@ import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.loops.progress import _BaseProgress
@@ -101,6 +102,11 @@ def in_precision(plugin: Precision, module: Module) -> Module:
 def callbacks_of(trainer: Trainer) -> list[Callback]:
     """Return the callbacks; Lightning sets the attribute without declaring it."""
     return list(trainer.callbacks)  # type: ignore[attr-defined]
+
+
+def draws_graph(logger: Logger) -> bool:
+    """Whether a logger runs the model to log its graph, as that of TensorBoard may."""
+    return bool(getattr(logger, "_log_graph", False))
 
 
 def add_callback(trainer: Trainer, callback: Callback) -> None:

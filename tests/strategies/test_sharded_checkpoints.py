@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import OmegaConf
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -22,7 +24,7 @@ from boltmesh.strategies.checkpoint.shard_reader import Placeholder
 from boltmesh.strategies.dry_run.unsupported import refuse_lone_saves
 from tests.parity.resuming import Run, differences, read_whole
 from tests.strategies.test_resume import loader
-from tests.support.models import Regression, TwoOptimizers, regression_data
+from tests.support.models import FEATURES, Regression, TwoOptimizers, regression_data
 from tests.support.ranks import RankFailure, run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -401,6 +403,26 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
 def test_callbacks_that_save_when_a_rank_fails_are_refused(callback: Callback) -> None:
     with pytest.raises(ConfigError, match="every_n_train_steps"):
         refuse_lone_saves([callback])
+
+
+class DrawingLogger(CSVLogger):
+    """Does what TensorBoard's with ``log_graph=True`` does."""
+
+    _log_graph = True
+
+    @rank_zero_only
+    def log_graph(self, model: LightningModule, input_array: Tensor | None = None) -> None:
+        model(torch.zeros(2, FEATURES))
+
+
+def draw_graph(rank: int, world_size: int, folder: Path) -> None:
+    trainer(world_size, logger=DrawingLogger(folder)).fit(Regression(), regression_data(8, 4))
+
+
+@pytest.mark.full
+def test_a_logger_that_runs_the_model_on_one_rank_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RankFailure, match="runs the model on the first rank alone"):
+        run_ranks(draw_graph, 2, tmp_path, timeout_s=120)
 
 
 @pytest.mark.full
