@@ -33,7 +33,6 @@ import math
 import random
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -46,16 +45,18 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 from torch.nn import Parameter
 from torch.optim import Optimizer
-from typing_extensions import override
 
 from boltmesh.errors import UnsupportedError
-from boltmesh.strategies.random_state import capture_random_state, restore_random_state
-from boltmesh.strategies.torch_compat.optimizers import step_without_hooks
-from boltmesh.strategies.torch_compat.tensors import DispatchMode
+from boltmesh.strategies.random_state import random_states_kept
+from boltmesh.strategies.torch_compat.optimizers import bare_copy, step_without_hooks
+from boltmesh.strategies.torch_compat.tensors import OperatorsSeen
 
 _SHAPES = ((4, 6), (6, 4), (8,))
 _STEPS = 64
 """Estimates that begin low, and what is done in every tenth step, show by then."""
+
+_WIDE, _FEW_STEPS = (130, 132), 3
+"""A matrix, and steps of it, for optimizers that factor large ones alone, as forms of Adafactor."""
 
 _SIZES = (1.0,) * 56 + (1e3, 1e-3) * 4
 """Factor of the gradients of each step."""
@@ -103,13 +104,17 @@ def mixes_elements(optimizer: Optimizer) -> bool:
     are stepped as it means them. One that steps another optimizer is then judged by that one.
     """
 
-    def differs(group: _Group) -> bool:
-        whole = _run(group, group.leaves)
-        halves = [_run(group, [leaf.half(at) for leaf in group.leaves]) for at in range(2)]
+    def differs_in(group: _Group, leaves: list[_Leaf], steps: int = _STEPS) -> bool:
+        whole = _run(group, leaves, steps)
+        halves = [_run(group, [leaf.half(at) for leaf in leaves], steps) for at in range(2)]
         return not all(
             _is_near(torch.cat(parts, leaf.dim + 1), change)
-            for leaf, change, *parts in zip(group.leaves, whole, *halves, strict=True)
+            for leaf, change, *parts in zip(leaves, whole, *halves, strict=True)
         )
+
+    def differs(group: _Group) -> bool:
+        wide = _leaves([_WIDE], group.is_matrices)
+        return differs_in(group, group.leaves) or differs_in(group, wide, _FEW_STEPS)
 
     return _is_any(optimizer, differs, mixes_elements, _MIX_ELEMENTS, untried=True)
 
@@ -132,7 +137,7 @@ def matrix_use(optimizer: Optimizer) -> str | None:
     """Return what a step needs whole matrices for: products or factors. None: nothing is known."""
 
     def multiplies(group: _Group) -> bool:
-        seen = _Operators(_is_product)
+        seen = OperatorsSeen(_is_product)
         try:
             with seen:
                 _run(group, [each for each in group.leaves if each.value.dim() > 1])
@@ -165,16 +170,22 @@ def misjudges_shards(
     why: list[str] = []
 
     def fails(group: _Group) -> bool:
-        rows = 3 * mesh.size() - 1  # the last rank has fewer, and none has no row
-        leaves = _leaves([(rows, 6), (rows, 4), (rows,)], group.is_matrices, mesh.device_type)
-        whole = _run(group, leaves)
-        try:
-            parts = _run(group, [each.shard(mesh, placements) for each in leaves])
-            if not all(_is_near(one, other) for one, other in zip(parts, whole, strict=True)):
-                why.append("steps shards differently from whole parameters")
-        except Exception:  # noqa: BLE001 - whatever its step raises
-            why.append("computes with whole parameters, and fails on shards")
-        return bool(why)
+        ranks = mesh.size()
+        rows = 3 * ranks - 1  # the last rank has fewer, and none has no row
+        many = max(3, -(-_WIDE[0] // ranks)) * ranks - 1
+        shapes = (((rows, 6), (rows, 4), (rows,)), _STEPS), (((many, _WIDE[1]),), _FEW_STEPS)
+        for several, steps in shapes:
+            leaves = _leaves(several, group.is_matrices, mesh.device_type)
+            whole = _run(group, leaves, steps)
+            try:
+                parts = _run(group, [each.shard(mesh, placements) for each in leaves], steps)
+                if not all(_is_near(one, other) for one, other in zip(parts, whole, strict=True)):
+                    why.append("steps shards differently from whole parameters")
+            except Exception:  # noqa: BLE001 - whatever its step raises
+                why.append("computes with whole parameters, and fails on shards")
+            if why:
+                return True
+        return False
 
     def inner(optimizer: Optimizer) -> bool:
         found = misjudges_shards(optimizer, mesh, placements)
@@ -191,13 +202,17 @@ def needs_all_ranks(optimizer: Optimizer) -> str | None:
     Some forms of Muon call collectives in their step, and other optimizers draw random numbers,
     which would be other ones.
     """
+    own = set(map(id, optimizer.param_groups))
+    stepped = (group for each in inner_optimizers(optimizer) for group in each.param_groups)
+    if any(id(group) not in own for group in stepped):
+        return "steps other optimizers, which have parameter groups of their own"
     reasons = {
         "communicates in its step, and ranks step other parameters here": _is_collective,
         "draws random numbers in its step, and ranks step other parameters here": _is_random,
     }
 
     def runs(is_one: Callable[[Any], bool], group: _Group) -> bool:
-        seen, leaves = _Operators(is_one), group.leaves
+        seen, leaves = OperatorsSeen(is_one), group.leaves
         with seen:
             _run(group, leaves)
         return seen.is_any
@@ -248,11 +263,24 @@ def _is_any(
     if type(optimizer).__module__.startswith("torch.") or not hasattr(optimizer, "param_groups"):
         return False
     try:
-        with _random_states_kept():
+        with random_states_kept():
             return any(map(question, _groups(optimizer)))
     except Exception:  # noqa: BLE001 - it needs other parameters, as a real step will show
-        inner = [each for each in vars(optimizer).values() if isinstance(each, Optimizer)]
+        inner = inner_optimizers(optimizer)
         return any(map(of_inner, inner)) if inner else untried
+
+
+def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
+    """Return the optimizers that are attributes of another one, or in lists or dicts of it."""
+    found = (each for value in vars(optimizer).values() for each in (value, *_held(value)))
+    return [each for each in found if isinstance(each, Optimizer)]
+
+
+def _held(value: Any) -> Iterable[Any]:
+    """Return what a list, tuple, set or dict holds; nothing of anything else."""
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, (list, tuple, set)) else ()
 
 
 def _known(optimizer: Optimizer, known: Mapping[str, str]) -> str | None:
@@ -368,7 +396,7 @@ def _with_states(group: _Group, parameters: Iterable[Parameter]) -> Iterator[_Gr
         yield replace(group, is_matrices=min(dims) > 1, starts=starts)
 
 
-def _run(group: _Group, leaves: Sequence[_Leaf]) -> list[Tensor]:
+def _run(group: _Group, leaves: Sequence[_Leaf], steps: int = _STEPS) -> list[Tensor]:
     """Return the changes of each parameter after each step, stacked.
 
     Raises:
@@ -379,11 +407,13 @@ def _run(group: _Group, leaves: Sequence[_Leaf]) -> list[Tensor]:
     random.seed(0)
     parameters = [Parameter(each.value.clone()) for each in leaves]
     runner = _small(group.optimizer, group.settings, parameters)
+    if callable(start := getattr(runner, "train", None)):
+        start()  # schedule-free optimizers step in this mode alone
     if group.starts:
         runner.state.update({p: initial_state(group.starts, p.detach()) for p in parameters})
     step: Any = step_without_hooks(group.optimizer)
     changes: list[list[Tensor]] = [[] for _ in leaves]
-    for number in range(_STEPS):
+    for number in range(steps):
         at = [torch.full_like(each, torch.nan) for each in parameters]
 
         def evaluate(number: int = number, at: list[Tensor] = at) -> Tensor:
@@ -416,13 +446,10 @@ def _small(
     optimizer: Optimizer, settings: Mapping[str, Any], parameters: Sequence[Parameter]
 ) -> Optimizer:
     """Return an optimizer of the same kind for other parameters, and what it steps inside."""
-    runner = object.__new__(type(optimizer))
-    for name, value in vars(optimizer).items():  # a copy by torch's rules loses some of them
-        is_plain = isinstance(value, (dict, list, set))
-        held = value.values() if isinstance(value, dict) else value if is_plain else ()
-        if any(isinstance(each, Parameter) for each in held):
-            raise ValueError(f"{name} holds parameters, which a trial must not change")
-        vars(runner)[name] = copy.copy(value) if is_plain else value
+    for name, value in vars(optimizer).items():
+        if any(isinstance(each, (Parameter, Optimizer)) for each in _held(value)):
+            raise ValueError(f"{name} holds what a trial must not change")
+    runner = bare_copy(optimizer)
     own = copy.deepcopy(dict(settings))
     if not own.get("lr", 1):
         own["lr"] = _RATE  # a schedule may begin with 0
@@ -459,23 +486,6 @@ def _is_near(one: Tensor, other: Tensor) -> bool:
     return True
 
 
-@contextmanager
-def _random_states_kept() -> Iterator[None]:
-    """Within, random numbers may be drawn, and generators seeded, without a trace.
-
-    Not ``torch.manual_seed`` under ``fork_rng``, which seeds the generators of all devices.
-    """
-    state = capture_random_state()
-    is_initialized: Any = torch.cuda.is_initialized
-    devices = torch.cuda.get_rng_state_all() if is_initialized() else []
-    try:
-        yield
-    finally:
-        restore_random_state(state)
-        if devices:
-            torch.cuda.set_rng_state_all(devices)
-
-
 _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "cholesky", "inverse", "matrix_exp"}
 _FACTORS = ("linalg_", "_linalg_")
 _NORMS = {"linalg_vector_norm"}
@@ -492,28 +502,3 @@ def _is_random(func: Any) -> bool:
 def _is_product(func: Any) -> bool:
     name: str = func.overloadpacket.__name__
     return name in _PRODUCTS or (name.startswith(_FACTORS) and name not in _NORMS)
-
-
-class _Operators(DispatchMode):  # type: ignore[no-untyped-call]
-    """Records whether one of some operators ran.
-
-    Args:
-        is_one: Whether an operator is one of them.
-    """
-
-    def __init__(self, is_one: Callable[[Any], bool]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._is_one = is_one
-        self.is_any = False
-
-    @override
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        self.is_any = self.is_any or self._is_one(func)
-        result: Tensor = func(*args, **(kwargs or {}))
-        return result

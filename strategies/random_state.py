@@ -124,3 +124,20 @@ def _state_of(generator: Any) -> Any:
     if isinstance(generator, np.random.Generator):
         return generator.bit_generator.state
     return generator.getstate()
+
+
+@contextmanager
+def random_states_kept() -> Iterator[None]:
+    """Within, random numbers may be drawn, and generators seeded, without a trace.
+
+    Not ``torch.manual_seed`` under ``fork_rng``, which seeds the generators of all devices.
+    """
+    state = capture_random_state()
+    is_initialized: Any = torch.cuda.is_initialized
+    devices = torch.cuda.get_rng_state_all() if is_initialized() else []
+    try:
+        yield
+    finally:
+        restore_random_state(state)
+        if devices:
+            torch.cuda.set_rng_state_all(devices)

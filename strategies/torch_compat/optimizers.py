@@ -1,5 +1,6 @@
 """Steps of optimizers, their scaling and their clipping, and the calls that users make of them."""
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import MethodType
@@ -27,6 +28,17 @@ def step_without_hooks(optimizer: Optimizer) -> Callable[[Optimizer], Any]:
     step: Any = type(optimizer).step
     beneath: Callable[[Optimizer], Any] = getattr(step, "__wrapped__", step)
     return beneath if getattr(step, "hooked", False) else step
+
+
+def bare_copy(optimizer: Optimizer) -> Optimizer:
+    """Return an optimizer with the same attributes, of which lists, dicts and sets are copies.
+
+    torch's own copies have groups and state alone.
+    """
+    made: Optimizer = object.__new__(type(optimizer))
+    for name, value in vars(optimizer).items():
+        vars(made)[name] = copy.copy(value) if isinstance(value, (dict, list, set)) else value
+    return made
 
 
 def lacks_shard_rules(optimizer: Optimizer) -> bool:

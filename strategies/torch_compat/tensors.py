@@ -347,6 +347,31 @@ DispatchMode = TorchDispatchMode
 """What sees every operator that runs while it is entered."""
 
 
+class OperatorsSeen(DispatchMode):  # type: ignore[no-untyped-call]
+    """Records whether one of some operators ran.
+
+    Args:
+        is_one: Whether an operator is one of them.
+    """
+
+    def __init__(self, is_one: Callable[[Any], bool]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._is_one = is_one
+        self.is_any = False
+
+    @override
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        self.is_any = self.is_any or self._is_one(func)
+        result: Tensor = func(*args, **(kwargs or {}))
+        return result
+
+
 CAST = torch.ops.aten._to_copy.default
 """The operator behind ``Tensor.to``, and so behind autocast."""
 

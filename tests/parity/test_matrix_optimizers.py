@@ -86,6 +86,8 @@ CPU = {"offload_optimizer": "cpu"}
         ("muon", 1, 2, {"pipeline": 2, "zero_stage": 0, "microbatches": 2}),
         ("soap", 1, 4, {"pipeline": 2, "data": 2, "zero_stage": 2, "microbatches": 2, **CPU}),
         ("lamb", 1, 8, {"pipeline": 2, "tensor": 2, "data": 2, "zero_stage": 1, "microbatches": 2}),
+        ("combined", 2, 2, {}),
+        ("combined", 1, 2, {"stage": 3}),
     ],
 )
 def test_whole_matrices_are_stepped_as_in_one_process(

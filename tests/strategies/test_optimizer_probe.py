@@ -15,7 +15,8 @@ from torch.optim import SGD, Optimizer
 
 from boltmesh.errors import CheckpointError, UnsupportedError
 from boltmesh.strategies import ZeROStrategy
-from boltmesh.strategies.optimizer_probe import mixes_elements, mixes_parameters
+from boltmesh.strategies.optimizer_probe import mixes_elements, mixes_parameters, needs_all_ranks
+from tests.support.matrix_optimizers import Combined
 from tests.support.ranks import run_ranks
 from tests.support.stack import Stack, token_data
 
@@ -137,6 +138,45 @@ class Captures(SGD):
             each.add_(1)
 
 
+class FactorsLarge(Optimizer):
+    """Divides by means over rows where a matrix is large, as Adafactor of timm does."""
+
+    def __init__(self, parameters: Any, least: int = 128) -> None:
+        super().__init__(parameters, {"lr": 0.1, "least": least})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        group = self.param_groups[0]
+        for each in group["params"]:
+            size = each.grad.square()
+            if each.dim() > 1 and min(each.shape) >= group["least"]:
+                size = size.mean(1, keepdim=True)
+            each.sub_(each.grad * size.rsqrt(), alpha=group["lr"])
+
+
+class Decays(SGD):
+    """Makes parameters smaller, also those without a gradient, as some forms of Muon do."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for each in self.param_groups[0]["params"]:
+            each.mul_(0.9)
+
+
+class Switched(SGD):
+    """Steps between ``train`` and ``eval`` alone, as the optimizers of ``schedulefree`` do."""
+
+    def train(self) -> None:
+        for group in self.param_groups:
+            group["train_mode"] = True
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if not self.param_groups[0].get("train_mode"):
+            raise RuntimeError("Optimizer was not in train mode when step is called.")
+        super().step(closure)
+
+
 class Draws(SGD):
     """Draws from every generator of the host."""
 
@@ -162,7 +202,12 @@ def parameters() -> list[Parameter]:
         (Sharpness, True, True),
         (lambda own: Averaging(SGD(own, lr=0.1)), False, False),
         (lambda own: Averaging(LimitsEach(own, lr=0.1)), True, False),
+        (FactorsLarge, True, False),
+        (lambda own: FactorsLarge(own, least=1000), False, False),
+        (lambda own: Combined(SGD(own[:1], lr=0.1), LimitsEach(own[1:], lr=0.1)), True, False),
+        (lambda own: Combined(Decays(own, lr=0.1)), False, False),
         (Captures, True, False),
+        (lambda own: Switched(own, lr=0.1), False, False),
         (torch.optim.Adagrad, False, False),
     ],
 )
@@ -176,6 +221,15 @@ def test_what_a_step_depends_on_is_found(
     assert mixes_parameters(optimizer) == parameters_too
     assert all(bool((each == 1).all()) for each in own)
     assert len(optimizer.state) == num_states
+
+
+def test_optimizers_within_another_one_have_to_step_its_groups() -> None:
+    combined = Combined(Decays(parameters(), lr=0.1), SGD(parameters(), lr=0.1))
+    assert needs_all_ranks(combined) is None
+    combined.param_groups = [{**each} for each in combined.param_groups]
+    assert needs_all_ranks(combined) == (
+        "steps other optimizers, which have parameter groups of their own"
+    )
 
 
 def test_a_trial_neither_draws_nor_seeds(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,6 +122,24 @@ class WideMuon(torch.optim.Muon):
             return super().step(closure)
 
 
+class Combined(Optimizer):
+    """Steps several optimizers, each with its own of the groups."""
+
+    def __init__(self, *inner: Optimizer) -> None:
+        self.inner = list(inner)
+        super().__init__([group for each in inner for group in each.param_groups], {})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for each in self.inner:
+            each.step()
+        return loss
+
+
 class Matrices(Stack):
     """Trained by one of them, in two groups."""
 
@@ -151,6 +169,10 @@ class Matrices(Stack):
             return torch.optim.SGD(trained, lr=0.1, momentum=0.9, fused=True)
         if self.kind == "rprop":  # nor for what it assigns by masks
             return torch.optim.Rprop(trained, lr=0.01)
+        if self.kind == "combined":
+            matrices, vectors = ([p for p in trained if (p.dim() > 1) == is_first]
+                                 for is_first in (True, False))  # fmt: skip
+            return Combined(WideMuon(matrices, lr=0.02), torch.optim.SGD(vectors, lr=0.1))
         if self.kind in {"lamb", "soap"}:
             return (Lamb if self.kind == "lamb" else Soap)(trained)
         # The second group has one parameter: other ranks own nothing of it.
