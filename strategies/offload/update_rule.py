@@ -29,8 +29,8 @@ from typing_extensions import override
 
 from boltmesh.errors import ConfigError
 from boltmesh.strategies.offload.buckets import Piece, Slot
-from boltmesh.strategies.optimizer_probe import initial_state, mixes_elements
-from boltmesh.strategies.torch_compat.optimizers import fused_adam, step_without_hooks
+from boltmesh.strategies.optimizer_probe import initial_state, inner_optimizers, mixes_elements
+from boltmesh.strategies.torch_compat.optimizers import bare_copy, fused_adam, step_without_hooks
 from boltmesh.strategies.torch_compat.tensors import tree_map_only
 
 
@@ -379,20 +379,21 @@ class ElementwiseRule(UpdateRule):
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        """Try the optimizer.
-
-        Raises:
-            ConfigError: When it does not treat each element by itself.
-        """
+        """Try the optimizer, and refuse one that does not treat each element by itself."""
         self._step = step_without_hooks(optimizer)
-        self._runner = copy.copy(optimizer)
-        self._beside = copy.copy(optimizer)
+        self._runner = bare_copy(optimizer)
+        self._beside = bare_copy(optimizer)
         """Steps one element on the training thread, while the worker steps pieces."""
         self._states_beside: dict[int, dict[str, Any]] = {}
         self._scalars: dict[tuple[Slot, int], dict[str, Any] | None] = {}
         if mixes_elements(optimizer):
             raise _refused(optimizer, "it looks at more than one element at a time")
+        if inner_optimizers(optimizer):
+            raise _refused(optimizer, "it steps another optimizer")
         found = [self._probe(optimizer, group) for group in optimizer.param_groups]
+        own = {k: v for k, v in vars(optimizer).items() if isinstance(v, (int, float))}
+        if any(vars(self._runner)[name] != value for name, value in own.items()):
+            raise _refused(optimizer, "it counts steps in an attribute")
         self.state_names = tuple(dict.fromkeys(name for names in found for name in names))
 
     @override
@@ -501,15 +502,13 @@ class ElementwiseRule(UpdateRule):
         if any(each != settings[0] for each in settings[1:]):
             raise _refused(optimizer, "it writes what it finds in gradients into its groups")
         whole_state = states[1] or {}
-        names = tuple(k for k, v in whole_state.items() if _is_flat(v, whole))
+        names = []
         for name, value in whole_state.items():
-            if name not in names and isinstance(value, Tensor) and value.numel() > 1:
+            if isinstance(value, Tensor) and value.shape == whole.shape:
+                names.append(name)
+            elif isinstance(value, Tensor) and value.numel() > 1:
                 raise _refused(optimizer, f"its state {name!r} has another shape than a parameter")
-        return names
-
-
-def _is_flat(value: Any, parameter: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.shape == parameter.shape
+        return tuple(names)
 
 
 def _refused(optimizer: Optimizer, why: str) -> ConfigError:

@@ -1,6 +1,7 @@
 """Optimizers that treat each element by itself run in parts; others are refused by name."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -54,6 +55,34 @@ class SignDescent(Optimizer):
                     seen.mul_(0.5).add_(parameter.grad)
                     state["count"] = state.get("count", 0) + 1
                     parameter.sub_(seen.sign(), alpha=group["lr"] / state["count"])
+
+
+class OwnScale(SignDescent):
+    """Has a setting as an attribute, as ``lion_pytorch`` does."""
+
+    def __init__(self, parameters: Any, lr: float = 0.1, *, counts: bool = False) -> None:
+        super().__init__(parameters, lr)
+        self.scale, self.step_by, self.num_steps = 0.5, int(counts), 0
+
+    @override
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.num_steps += self.step_by
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                parameter.sub_(parameter.grad, alpha=self.scale * self.param_groups[0]["lr"])
+
+
+class Around(SGD):
+    """Steps another optimizer."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, lr)
+        self.inner = SGD(self.param_groups, lr=lr)
+
+    @override
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inner.step()
 
 
 class RowDescent(SignDescent):
@@ -130,6 +159,7 @@ OPTIMIZERS: list[tuple[Callable[..., Optimizer], dict[str, Any]]] = [
     (Rprop, {}),
     (ASGD, {}),
     (SignDescent, {}),
+    (OwnScale, {}),
     (Counting, {}),
     (CountingInPlace, {}),
 ]
@@ -195,6 +225,18 @@ def test_steps_in_parts_equal_steps_in_one(
 @pytest.mark.parametrize("kind", [Adafactor, RowDescent, torch.optim.LBFGS])
 def test_what_looks_at_more_than_one_element_is_refused_by_name(kind: type[Any]) -> None:
     with pytest.raises(ConfigError, match=rf"{kind.__name__} cannot be offloaded"):
+        ElementwiseRule(kind([Parameter(torch.zeros(3, 3))], lr=0.1))
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        (Around, "it steps another optimizer"),
+        (partial(OwnScale, counts=True), "it counts steps in an attribute"),
+    ],
+)
+def test_what_a_step_of_a_part_would_change_is_refused(kind: Any, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
         ElementwiseRule(kind([Parameter(torch.zeros(3, 3))], lr=0.1))
 
 
