@@ -69,7 +69,7 @@ def _place_in(value: CutTensor, shape: torch.Size) -> tuple[int, int, int] | Non
 
 
 @cut_rule("view", "reshape", "_unsafe_view", "flatten", "unflatten", "view_as", "reshape_as",
-          "ravel")  # fmt: skip
+          "ravel", "squeeze")  # fmt: skip
 def view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The sequence stays where all elements of it are in one dim."""
     value = args[0]

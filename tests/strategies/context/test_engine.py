@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from boltmesh.strategies.context import exchange
 from boltmesh.strategies.context.attention import attend_from_last, causal_attention
-from boltmesh.strategies.context.cut import ContextState, cut
+from boltmesh.strategies.context.cut import ContextState, cut, make_whole
 from boltmesh.strategies.context.entries import find_sequences
 from boltmesh.strategies.context.positions import (
     Positions,
@@ -118,6 +118,22 @@ def run_weighted_loss(rank: int, size: int) -> tuple[Tensor, Tensor]:
 def test_a_target_to_ignore_may_lie_beyond_the_weights_of_classes() -> None:
     for found, expected in run_ranks(run_weighted_loss, 2):
         torch.testing.assert_close(found, expected)
+
+
+def run_squeezed(rank: int, size: int) -> list[tuple[Tensor, Tensor]]:
+    found = []
+    for shape in ((3, 2, 1), (3, 1, 1), (1, 5, 1)):
+        whole = torch.arange(15.0)[: torch.Size(shape).numel()].view(shape)
+        divided = cut(whole, 1, ContextState(world()))
+        for options in ({}, {"dim": 1}, {"dim": -1}):
+            squeezed = divided.squeeze(**options)
+            found.append((make_whole(squeezed, "a test"), whole.squeeze(**options)))
+    return found
+
+
+def test_one_position_of_a_rank_is_no_dim_to_squeeze() -> None:
+    for of_rank in run_ranks(run_squeezed, 2):
+        assert all(torch.equal(found, expected) for found, expected in of_rank)
 
 
 @pytest.mark.sample("ring")
