@@ -44,7 +44,7 @@ from boltmesh.strategies.engine.replica_check import ReplicaCheck
 from boltmesh.strategies.engine.resume import ResumeManager
 from boltmesh.strategies.engine.weight_averaging import average_shards, gather_for_averages
 from boltmesh.strategies.float8 import Float8Products, Recipe
-from boltmesh.strategies.lightning_compat.loops import average_monitored, without_shown_loader
+from boltmesh.strategies.lightning_compat.loops import agree_in_loops, without_shown_loader
 from boltmesh.strategies.lightning_compat.trainer import (
     callbacks_of,
     forbid_inference_mode,
@@ -223,7 +223,7 @@ class MeshStrategy(LoopStrategy):
         if is_sharded:
             forbid_inference_mode(trainer)
         if self.is_fitting:
-            average_monitored(trainer, self.reduce, getattr(self.resume, "monitored", None))
+            agree_in_loops(trainer, self, getattr(self.resume, "monitored", None))
             telemetry_module.record_expectations(self)
             if self.seed is not None:
                 seed_random_state(self.seed + self.coordinates["data"])

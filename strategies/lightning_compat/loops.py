@@ -13,6 +13,7 @@ from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.connectors.data_connector import (
     _get_distributed_sampler,
     _parse_num_batches,
@@ -143,6 +144,27 @@ def log_step(trainer: Trainer, logger: Logger) -> None:
         connector.update_train_step_metrics()
     finally:
         trainer.loggers = loggers
+
+
+def agree_in_loops(trainer: Trainer, strategy: Strategy, kept: Mapping[str, float] | None) -> None:
+    """Let ranks agree where the loops of a fit decide by what each of them has.
+
+    Args:
+        trainer: The Trainer of a run that fits.
+        strategy: Its strategy.
+        kept: The last values of metrics in the run that is resumed, for this rank.
+    """
+    average_monitored(trainer, strategy.reduce, kept)
+    loop = trainer.fit_loop.epoch_loop
+    if trainer._val_check_time_interval is not None and trainer.world_size > 1:
+        # By the clock of each rank some would validate, and others train on.
+        own = partial(type(loop)._should_check_val_fx, loop)
+        agreed = partial(_agreed, own, strategy.reduce_boolean_decision)
+        setattr(loop, "_should_check_val_fx", agreed)  # noqa: B010
+
+
+def _agreed(own: Callable[[Any], bool], decide: Callable[..., bool], fetcher: Any) -> bool:
+    return decide(own(fetcher), all=False)
 
 
 def average_monitored(

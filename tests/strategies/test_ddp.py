@@ -1,6 +1,7 @@
 """What ``DDPStrategy`` refuses, and that Lightning's features work with it as with stock DDP."""
 
 import warnings
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -329,3 +330,32 @@ def resume_with_powersgd(rank: int, world_size: int, folder: Path) -> list[str]:
 def test_a_resumed_powersgd_says_what_it_has_lost(tmp_path: Path) -> None:
     for messages in run_ranks(resume_with_powersgd, 2, tmp_path):
         assert any("PowerSGD had not sent yet" in message for message in messages)
+
+
+class FastClock(Callback):
+    """Lets the clock of one rank run ahead after the third batch."""
+
+    def __init__(self) -> None:
+        self.validated: list[int] = []
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        if trainer.global_rank == 1 and trainer.global_step == 3:
+            trainer._last_val_time = float("-inf")
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.validated.append(trainer.global_step)
+
+
+def validate_by_time(rank: int, world_size: int) -> list[int]:
+    clock = FastClock()
+    every = timedelta(hours=1)
+    run = trainer(world_size, callbacks=[clock], val_check_interval=every, num_sanity_val_steps=0)
+    run.fit_loop.max_epochs = 1
+    run.fit(Regression(), regression_data(48, 4), regression_data(8, 4))
+    return clock.validated
+
+
+@pytest.mark.full
+@pytest.mark.ranks
+def test_a_validation_that_goes_by_time_begins_on_all_ranks_behind_the_same_batch() -> None:
+    assert run_ranks(validate_by_time, 2) == [[3], [3]]
