@@ -28,10 +28,11 @@ from lightning.pytorch import (
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar, TQDMProgressBar
 from lightning.pytorch.loggers import Logger
 from omegaconf import DictConfig, OmegaConf
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from boltmesh.configs.classes import build, find_class
 from boltmesh.configs.advice import located
+from boltmesh.configs.classes import build, find_class
 from boltmesh.configs.schema import TrainerSection
 from boltmesh.errors import BoltMeshError, ConfigError
 from boltmesh.launch.graceful_stop import GracefulStop
@@ -60,6 +61,7 @@ from boltmesh.run_folder import (
     store_config,
 )
 from boltmesh.run_lock import RunLock
+from boltmesh.strategies.dry_run.unsupported import refuse_untrained
 from boltmesh.strategies.engine import MeshStrategy
 from boltmesh.strategy_arguments import make_strategy
 from boltmesh.telemetry.snapshot import AlertThresholds
@@ -187,7 +189,10 @@ class RunBuilder:
         _check_kind(find_class(section.class_path, path, source=source), Optimizer, path, source)
 
         def configure_optimizers(module: LightningModule) -> Any:
-            trained = [each for each in module.parameters() if each.requires_grad]
+            refuse_untrained(module)
+            return make([each for each in module.parameters() if each.requires_grad])
+
+        def make(trained: list[Parameter]) -> Any:
             optimizer = _build_around(section, "optimizer", source, trained)
             if section.scheduler.class_path is None:
                 return optimizer
@@ -205,8 +210,10 @@ class RunBuilder:
         model.configure_optimizers = MethodType(  # type: ignore[method-assign]
             configure_optimizers, model
         )
-        # Arguments that do not fit are refused now, not when the ranks have met.
-        configure_optimizers(model)
+        # Arguments that do not fit are refused now, not when the ranks have met, and what
+        # configure_model makes is not there yet.
+        trained = [each for each in model.parameters() if each.requires_grad]
+        make(trained or [Parameter(torch.empty(0))])
 
     def _progress_bar(self, given: list[Callback]) -> list[Callback]:
         """The bar in one line; Lightning's other one counts epochs up to -2 under ``max_steps``."""

@@ -120,9 +120,12 @@ class ConfigSearcher:
     def _search(self) -> ConfigSearch:
         from boltmesh.plan.dry_model import describe_model
         from boltmesh.plan.stage_model import class_of
+        from boltmesh.strategies.dry_run.unsupported import nothing_to_train
 
         self._end = time.monotonic() + SEARCH_S
         model, optimizer, notes = describe_model(self.loaded, None, source=self.source)
+        if not any(each.is_trained for unit in model.units for each in unit.tensors):
+            raise ConfigError(f"{self.source}: {nothing_to_train(model.name)}")
         if model.work is None or model.activations is None:
             raise ConfigError(
                 f"{self.source}: a step's time is predicted by running it without data, and "

@@ -28,6 +28,7 @@ from typing_extensions import override
 from boltmesh.errors import UnsupportedError, first_of
 from boltmesh.strategies.data_parallel.axis import SingleRankAxis
 from boltmesh.strategies.data_parallel.expected_memory import expected_held_memory
+from boltmesh.strategies.dry_run.unsupported import refuse_untrained
 from boltmesh.strategies.engine.data_axis import AxisContext, DataAxis
 from boltmesh.strategies.lightning_compat import prepare_for_backward
 from boltmesh.strategies.torch_compat.communication import Replica, device_index, flush_static_graph
@@ -84,6 +85,7 @@ class DdpAxis(DataAxis):
     @override
     def wrap(self, module: Module, context: AxisContext) -> Module:
         options, group, device = self.options, context.group, context.device
+        refuse_untrained(module)
         if group.size() > 1:
             _refuse_max_norm(module)
         self.other_shares = context.norm_shares

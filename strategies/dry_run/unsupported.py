@@ -17,9 +17,10 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import grad_norm
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn import Module
 from torch.nn.parameter import UninitializedParameter
 
-from boltmesh.errors import UnsupportedError
+from boltmesh.errors import ConfigError, UnsupportedError
 from boltmesh.lightning_import import ROOTS
 from boltmesh.strategies.lightning_compat.loops import draws_from_iterator
 from boltmesh.strategies.lightning_compat.trainer import callbacks_of, draws_graph
@@ -207,6 +208,24 @@ def refuse_lazy(module: LightningModule) -> None:
                 f"is unknown. Run a forward pass of the lazy module in configure_model, or name "
                 f"its sizes."
             )
+
+
+def refuse_untrained(module: Module) -> None:
+    """Refuse a module of which nothing is trained.
+
+    Raises:
+        ConfigError: Naming it.
+    """
+    if not any(each.requires_grad for each in module.parameters()):
+        raise ConfigError(nothing_to_train(type(module).__name__))
+
+
+def nothing_to_train(name: str) -> str:
+    """Return what is said of a module of which nothing is trained."""
+    return (
+        f"{name} has no parameter that requires a gradient, so there is nothing to train. Set "
+        f"requires_grad of what is to be trained, or run validate, test or predict."
+    )
 
 
 def refuse_quantized(module: LightningModule, strategy: str, *, divides_layers: bool) -> None:

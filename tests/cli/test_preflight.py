@@ -1,6 +1,7 @@
 """What is refused before a rank is started, and where the ranks would run."""
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +12,7 @@ from boltmesh.launch import placement
 from boltmesh.launch.placement import find_launcher, place_ranks
 from boltmesh.preflight import check_config
 from tests.cli.conftest import TINY
+from tests.support.forked_python import BOLTMESH, run_python
 
 TORCHRUN = {
     "RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2",
@@ -306,3 +308,59 @@ def test_an_error_names_the_file_for_what_that_has(tmp_path, capfd):
     file.write_text(TINY.read_text().replace("tiny.py", str(TINY.with_name("tiny.py"))) + strategy)
     assert run_command(["fit", str(file), "devices=1", "max_steps=3", "--dry-run"]) == 2
     assert capfd.readouterr().err.startswith(f"boltmesh: {file}: strategy.stage=7 is no ZeRO")
+
+
+OTHER_MODELS = f"""
+import sys
+sys.path.insert(0, {str(TINY.parent)!r})
+from tiny import TinyModel
+
+class Late(TinyModel):
+    def __init__(self):
+        super().__init__()
+        self.layers = None
+
+    def configure_model(self):
+        if self.layers is None:
+            self.layers = TinyModel().layers
+
+class Frozen(TinyModel):
+    def __init__(self):
+        super().__init__()
+        self.requires_grad_(False)
+"""
+
+
+def written_models(folder: Path) -> str:
+    """Write them to a file whose name no other test has imported."""
+    file = folder / f"{folder.name}.py"
+    file.write_text(OTHER_MODELS)
+    return str(file)
+
+
+SGD = ("optimizer.class_path=torch.optim.SGD", "optimizer.init_args.lr=0.1")
+
+
+def test_layers_of_configure_model_may_have_the_optimizer_of_the_config(workplace, capfd):
+    model = f"model.class_path={written_models(workplace)}:Late"
+    line = ["fit", str(TINY), "devices=1", model, *SGD, "--dry-run"]
+    assert run_command(line) == 0, capfd.readouterr().err
+    assert run_command([*line, "optimizer.init_args.lr=-1"]) == 2
+    assert "optimizer cannot be built: SGD raised ValueError" in capfd.readouterr().err
+
+
+def test_advice_for_a_model_of_which_nothing_is_trained_says_so(workplace, capfd):
+    model = f"model.class_path={written_models(workplace)}:Frozen"
+    line = ["advise", str(TINY), model, "--gpu", "h100-80gb", "--devices", "2"]
+    assert run_command(line) == 2
+    assert "Frozen has no parameter that requires a gradient" in capfd.readouterr().err
+
+
+@pytest.mark.full
+@pytest.mark.ranks
+@pytest.mark.parametrize("more", [SGD, ()], ids=["of the config", "of the module"])
+def test_a_run_of_a_model_of_which_nothing_is_trained_says_so(workplace, more):
+    model = f"model.class_path={written_models(workplace)}:Frozen"
+    done = run_python(*BOLTMESH, "fit", str(TINY), "devices=1", model, *more)
+    assert done.returncode == 2
+    assert "Frozen has no parameter that requires a gradient" in done.stderr
