@@ -47,9 +47,9 @@ from boltmesh.strategies.float8 import Float8Products, Recipe
 from boltmesh.strategies.lightning_compat.loops import agree_in_loops, without_shown_loader
 from boltmesh.strategies.lightning_compat.trainer import (
     callbacks_of,
-    forbid_inference_mode,
     in_precision,
     is_wrapping,
+    prepare_for_parts,
     reads_gradients,
     trainer_of,
 )
@@ -220,8 +220,8 @@ class MeshStrategy(LoopStrategy):
         elif is_sharded:
             self.data_axis.adopt([], reads_gradients=False)
         self.setup_precision_plugin()
-        if is_sharded:
-            forbid_inference_mode(trainer)
+        if self.stores_shards:
+            prepare_for_parts(trainer, self._run_generation, is_sharded=is_sharded)
         if self.is_fitting:
             agree_in_loops(trainer, self, getattr(self.resume, "monitored", None))
             telemetry_module.record_expectations(self)

@@ -11,6 +11,7 @@ import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelSummary
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.loops.loop import _Loop
@@ -124,6 +125,37 @@ def forbid_inference_mode(trainer: Trainer) -> None:
     """
     for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
         loop.inference_mode = False
+
+
+def prepare_for_parts(
+    trainer: Trainer, run: Callable[[Callable[[], Any]], Any], *, is_sharded: bool
+) -> None:
+    """Let a Trainer run a module of which each rank has a part.
+
+    ``ModelSummary`` runs the module's ``example_input_array`` outside of steps.
+
+    Args:
+        trainer: Of a run that is set up.
+        run: Calls a function that calls the module outside of steps. Collective over all ranks.
+        is_sharded: Whether parameters are gathered for each step.
+    """
+    if is_sharded:
+        forbid_inference_mode(trainer)
+    if trainer.state.fn == TrainerFn.FITTING:
+        for each in callbacks_of(trainer):
+            if isinstance(each, ModelSummary):
+                vars(each)["_summary"] = partial(_summary_by, run, each)
+
+
+def _summary_by(
+    run: Callable[[Callable[[], Any]], Any],
+    callback: ModelSummary,
+    trainer: Trainer,
+    module: LightningModule,
+) -> Any:
+    del vars(callback)["_summary"]
+    summarise = partial(callback._summary, trainer, module)
+    return summarise() if module.example_input_array is None else run(summarise)
 
 
 def tell_device(replica: Module, device: torch.device) -> None:

@@ -1,12 +1,14 @@
 """Whatever run follows on whatever run, a pipeline tells the numbers of one process."""
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import Callback, EarlyStopping, GradientAccumulationScheduler
+from lightning.pytorch.profilers import PyTorchProfiler
 from lightning.pytorch.tuner.tuning import Tuner
 from torch import Tensor, nn
 from torch.nn import functional
@@ -14,9 +16,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
 from boltmesh.errors import BoltMeshError
+from boltmesh.strategies.registry import build_strategy
 from tests.support.pipelines import pipeline, quiet_trainer
 from tests.support.ranks import RankFailure, run_ranks
-from tests.support.stack import VOCABULARY, Stack, token_data
+from tests.support.stack import LENGTH, VOCABULARY, Stack, token_data
 
 pytestmark = pytest.mark.ranks
 
@@ -164,6 +167,26 @@ def test_lightnings_tools_find_what_they_find_in_one_process() -> None:
     for told in run_ranks(with_tools, 2):
         for found, wanted in zip(told, reference, strict=True):
             torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)
+
+
+def looked_at(rank: int, world_size: int, name: str, folder: Path) -> list[float]:
+    """Train with a summary that has the sizes of all layers, and with torch's profiler."""
+    seed_everything(1, verbose=False)
+    module = Plain(depth=4)
+    module.example_input_array = torch.zeros(2, LENGTH, dtype=torch.long)
+    strategy = build_strategy(name, telemetry=False) if world_size > 1 else "auto"
+    profiler = PyTorchProfiler(folder / name, str(world_size))
+    trainer = quiet_trainer(world_size, strategy, enable_model_summary=True, profiler=profiler)
+    trainer.fit(module, token_data(48, 8))
+    return module.losses
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["bolt_pipeline", "bolt_tensor", "bolt_zero1", "bolt_zero3_cpu"])
+def test_a_summary_of_an_example_and_a_profiler_change_nothing(tmp_path: Path, name: str) -> None:
+    reference = run_ranks(looked_at, 1, name, tmp_path)[0]
+    for losses in run_ranks(looked_at, 2, name, tmp_path):
+        torch.testing.assert_close(losses, reference, rtol=1e-4, atol=1e-5)
 
 
 def expect(rank: int, world_size: int) -> list[tuple[str, float, float | None]]:
