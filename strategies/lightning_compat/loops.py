@@ -156,7 +156,8 @@ def agree_in_loops(trainer: Trainer, strategy: Strategy, kept: Mapping[str, floa
     """
     average_monitored(trainer, strategy.reduce, kept)
     loop = trainer.fit_loop.epoch_loop
-    if trainer._val_check_time_interval is not None and trainer.world_size > 1:
+    interval = getattr(trainer, "_val_check_time_interval", None)
+    if interval is not None and trainer.world_size > 1:
         # By the clock of each rank some would validate, and others train on.
         own = partial(type(loop)._should_check_val_fx, loop)
         agreed = partial(_agreed, own, strategy.reduce_boolean_decision)

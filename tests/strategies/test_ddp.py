@@ -338,7 +338,7 @@ class FastClock(Callback):
     def __init__(self) -> None:
         self.validated: list[int] = []
 
-    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
         if trainer.global_rank == 1 and trainer.global_step == 3:
             trainer._last_val_time = float("-inf")
 

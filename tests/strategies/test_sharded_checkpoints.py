@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
@@ -411,7 +411,7 @@ class DrawingLogger(CSVLogger):
     _log_graph = True
 
     @rank_zero_only
-    def log_graph(self, model: LightningModule, input_array: Tensor | None = None) -> None:
+    def log_graph(self, model: Any, input_array: Any = None) -> None:
         model(torch.zeros(2, FEATURES))
 
 
