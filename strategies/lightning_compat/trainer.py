@@ -135,7 +135,7 @@ def prepare_for_parts(
     ``ModelSummary`` runs the module's ``example_input_array`` outside of steps.
 
     Args:
-        trainer: Of a run that is set up.
+        trainer: Sets up a run.
         run: Calls a function that calls the module outside of steps. Collective over all ranks.
         is_sharded: Whether parameters are gathered for each step.
     """
