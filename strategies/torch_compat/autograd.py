@@ -4,15 +4,18 @@ import inspect
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge, saved_tensors_hooks
 from torch.nn import Parameter
+from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
 
 
 def has_gradient_hooks(tensor: Tensor) -> bool:
@@ -156,3 +159,40 @@ def not_compiled(function: _Function) -> _Function:
     """Keep ``torch.compile`` out of a function, without an import of the compiler."""
     wrapped: Any = torch._disable_dynamo(function)  # type: ignore[attr-defined]
     return cast("_Function", wrapped)
+
+
+_FUNCTION: Any = torch.autograd.function._SingleLevelFunction
+
+
+class OwnFunctionMode(TorchFunctionMode):
+    """A mode that handles calls of a user's ``torch.autograd.Function`` too.
+
+    The functions of torch in its ``forward`` are seen as others are, without a graph: what is made
+    there gets its history when the call ends, and only then is what the step goes on with.
+    """
+
+    @override
+    def __enter__(self) -> Any:
+        self._outer = vars(_FUNCTION).get("apply")
+
+        def apply(kind: Any, *args: Any, **kwargs: Any) -> Any:
+            call = partial(super(_FUNCTION, kind).apply, *args, **kwargs)  # type: ignore[misc]
+            is_ours = kind.__module__.partition(".")[0] in {"boltmesh", "torch"}
+            if is_ours and kind is not checkpoint.CheckpointFunction:
+                return call()
+            return self.call_function(f"{kind.__name__}.apply", call, (args, kwargs))
+
+        _FUNCTION.apply = classmethod(apply)
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    @override
+    def __exit__(self, *error: Any) -> None:
+        if self._outer is None:
+            del _FUNCTION.apply
+        else:
+            _FUNCTION.apply = self._outer
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def call_function(self, name: str, call: Callable[[], Any], arguments: Any) -> Any:
+        """Call a user's function; return what the step goes on with."""
+        raise NotImplementedError

@@ -48,6 +48,17 @@ class EventStages:
         self._by_event = in_order or self._by_data(trace, stage_of_unit, weight_only)
         self.of_call = tuple(self._by_event[event] for event in self.calls)
         """The stage of each call."""
+        for begun, end in trace.functions:
+            stages = {self._by_event[each]: each for each in self.calls if begun <= each < end}
+            if len(stages) > 1:
+                (one, first), *_, (other, last) = sorted(stages.items())
+                raise ConfigError(
+                    f"{trace.events[end].name} ({trace.events[end].place}) calls "
+                    f"{trace.events[first].name!r} of stage {one} and {trace.events[last].name!r} "
+                    f"of stage {other}, and what goes back through a torch.autograd.Function is "
+                    f"computed in one place. Set split so that one stage has all of its layers, or "
+                    f"use bolt_ddp, bolt_zero2 or bolt_tensor."
+                )
 
     def of(self, event: int) -> int:
         """Return the stage of an event; the last one for the end of the step."""

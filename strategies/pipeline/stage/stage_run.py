@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module
-from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from boltmesh.errors import DivergenceError
@@ -35,6 +34,7 @@ from boltmesh.strategies.pipeline.stage.rng import RandomStreams
 from boltmesh.strategies.pipeline.stage.trace import Argument, TensorSpec, line_of_step
 from boltmesh.strategies.pipeline.stage.units import ReplacedForwards, is_absent
 from boltmesh.strategies.pytree import is_immutable, own_arguments, take_apart
+from boltmesh.strategies.torch_compat.autograd import OwnFunctionMode
 from boltmesh.strategies.torch_compat.modules import distributions_unchecked
 
 
@@ -98,7 +98,7 @@ class ParameterWrites:
             write()
 
 
-class BetweenUnitsReplay(TorchFunctionMode):
+class BetweenUnitsReplay(OwnFunctionMode):
     """Counts functions of torch between units, and hands results of some of them to a stage.
 
     Every function is compared with the one that the probe saw there. Active up to the last value
@@ -121,13 +121,13 @@ class BetweenUnitsReplay(TorchFunctionMode):
     def start(self) -> None:
         """Watch from here on."""
         self.is_on = True
-        self.__enter__()  # type: ignore[no-untyped-call]
+        self.__enter__()
 
     def stop(self) -> None:
         """Watch nothing more, until ``start``."""
         if self.is_on:
             self.is_on = False
-            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self.__exit__(None, None, None)
 
     def pass_unit(self, event: int) -> None:
         """Note that a unit is called.
@@ -152,9 +152,18 @@ class BetweenUnitsReplay(TorchFunctionMode):
             self.write(planned, partial(func, *args, **(kwargs or {})))
             return None if name_of(func) in {"data.__set__", "__setitem__"} else args[0]
         result = func(*args, **(kwargs or {}))
-        if event > self.plan.last_watched or not is_event(result):
+        return self._follow(name_of(func), result) if is_event(result) else result
+
+    @override
+    def call_function(self, name: str, call: Callable[[], Any], arguments: Any) -> Any:
+        return self._follow(name, call())
+
+    def _follow(self, name: str, result: Any) -> Any:
+        """Compare an event with the plan; return what the step goes on with."""
+        event = self.position
+        if event > self.plan.last_watched:
             return result
-        name, expected = name_of(func), self.plan.events[event]
+        expected = self.plan.events[event]
         if expected.is_unit or expected.name != name:
             raise DivergenceError(explain(self.plan, event, f"it calls {name} ({line_of_step()})"))
         self.position = event + 1
@@ -167,9 +176,10 @@ def explain(plan: StagePlan, event: int, what: str) -> str:
     events = plan.events
     expected = f"{events[event].name} ({events[event].place})" if event < len(events) else "its end"
     return (
-        f"the step does other things than for an earlier batch of the same shapes: {what}, where "
-        f"{expected} was expected. Let it depend on the batch and on train or eval mode alone, or "
-        f"decide inside a layer."
+        f"the step does other things than for an earlier batch of the same shapes, or when it was "
+        f"looked at without data of layers: {what}, where {expected} was expected. Let it depend "
+        f"on the batch and on train or eval mode alone, not on what a layer gives, or decide "
+        f"inside a layer."
     )
 
 

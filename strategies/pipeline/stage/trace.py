@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Hashable, Iterable, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +23,8 @@ from boltmesh.strategies.pytree import Build, tensors_in
 from boltmesh.strategies.source_line import OF_TORCH, line_outside
 from boltmesh.strategies.torch_compat.tensors import FakeTensorMode, is_fake, make_fake, storage_key
 
-MACHINERY = (*OF_TORCH, os.path.dirname(os.path.abspath(__file__)) + os.sep)
+_HERE = Path(__file__).absolute().parent
+MACHINERY = (*OF_TORCH, *(f"{each}{os.sep}" for each in (_HERE, _HERE.parents[1] / "torch_compat")))
 """Where files lie of which no line belongs to a step."""
 
 
@@ -179,6 +181,9 @@ class StepTrace:
     """The events that wrote into a storage, by :attr:`Value.storage`."""
     grad_queries: set[tuple[int, int]] = field(default_factory=set)
     """Tensors of which the step reads ``requires_grad``, by the event that made them and leaf."""
+    functions: list[tuple[int, int]] = field(default_factory=list)
+    """Calls of a user's ``torch.autograd.Function`` through which gradients go: the first event
+    within, and its own event."""
     readings: list[ValueRead] = field(default_factory=list)
     answers: list[Hashable] = field(default_factory=list)
     """What Python read out of the batch, in order: with other answers the run may differ."""

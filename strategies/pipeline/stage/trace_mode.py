@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import Tensor
 from torch.nn import Module, Parameter
-from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from boltmesh.errors import ConfigError, UnsupportedError
@@ -44,6 +43,7 @@ from boltmesh.strategies.pipeline.stage.trace import (
 )
 from boltmesh.strategies.pipeline.stage.units import AbsentError, is_absent
 from boltmesh.strategies.pytree import replace_tensors, take_apart, tensors_in
+from boltmesh.strategies.torch_compat.autograd import OwnFunctionMode
 from boltmesh.strategies.torch_compat.tensors import (
     NEEDS_DATA,
     FakeTensorMode,
@@ -57,7 +57,7 @@ from boltmesh.strategies.torch_compat.tensors import (
 )
 
 
-class BetweenUnitsTracer(TorchFunctionMode):
+class BetweenUnitsTracer(OwnFunctionMode):
     """Notes into a trace what functions of torch do with values of units.
 
     Values of units are the tensors without data; all others have some. A tensor with data into
@@ -106,11 +106,11 @@ class BetweenUnitsTracer(TorchFunctionMode):
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Watch nothing within it."""
-        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        self.__exit__(None, None, None)
         try:
             yield
         finally:
-            self.__enter__()  # type: ignore[no-untyped-call]
+            self.__enter__()
 
     @override
     def __torch_function__(
@@ -155,6 +155,23 @@ class BetweenUnitsTracer(TorchFunctionMode):
                 self.trace.draws_random = True
             if draws(name, args, kwargs):
                 self.trace.draws.append(index)
+        return result
+
+    @override
+    def call_function(self, name: str, call: Callable[[], Any], arguments: Any) -> Any:
+        """Note a call of a function of the user's: its results are others than in its forward."""
+        begun, given = len(self.trace.events), tensors_in(arguments)
+        result = call()
+        parameters = self._parameters_of(given)
+        used = parameters if any(map(is_fake, given)) else frozenset()
+        index = self._add(TraceEvent(name, False, used, line_of_step()), given, [])
+        made = tensors_in(result)
+        if any(each.requires_grad for each in made):
+            self.trace.functions.append((begun, index))
+        for each in {id(each) for each in made} - {id(each) for each in given}:
+            self.made.pop(each, None)
+            self.values.pop(each, None)
+        self._note_results(index, take_apart(result)[0], name, given, parameters)
         return result
 
     def follow(self, batch: Any) -> None:
