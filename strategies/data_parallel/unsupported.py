@@ -224,9 +224,18 @@ def refuse_mixed_types(unit_name: str, unit: Module) -> None:
             examples.setdefault(parameter.dtype, f"{unit_name}.{name}" if unit_name else name)
     if len(examples) > 1:
         listed = " and ".join(f"{name!r} is {dtype}" for dtype, name in examples.items())
+        advice = (
+            "Convert them to one type, freeze one of them, or set blocks so that they are in "
+            "different units."
+        )
+        for dtype, name in examples.items():
+            if dtype.is_complex:
+                advice = (
+                    f"Make torch.view_as_real of {name!r} the parameter, and "
+                    f"torch.view_as_complex of it in the layer, or use bolt_ddp."
+                )
         raise UnsupportedError(
-            f"{listed}, and gradients of one unit are reduced together, in one type. Convert them "
-            f"to one type, freeze one of them, or set blocks so that they are in different units."
+            f"{listed}, and gradients of one unit are reduced together, in one type. {advice}"
         )
 
 
@@ -260,15 +269,57 @@ def explain_direct_use(error: BaseException, sharded: "ShardedModel") -> None:
     else:
         blocks = [name for name in sharded.units if name]
         called = _find_called(error, sharded.module, blocks)
-        patterns = [re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in blocks]
-        named = [*dict.fromkeys(patterns), called] if called else "[...]"
+        ways = _ways_to_gather(found, blocks, called)
         advice = (
             f"{listed or 'A parameter'} {'were' if len(found) > 1 else 'was'} computed with while "
             f"sharded: the module ran without the forward of the block that gathers it, for "
-            f"example by another method, or outside of a step. Let it be gathered by itself, with "
-            f"blocks={named}, call the block itself, or wrap the use in "
-            f"boltmesh.strategies.gathered_parameters"
+            f"example by another method, or outside of a step. {ways}"
         )
+    error.args = (f"{advice}. {_ADDED} {error}",)
+
+
+def _ways_to_gather(shards: Sequence[str], blocks: Sequence[str], called: str) -> str:
+    """Return the advice on how shards that were computed with would have been gathered before.
+
+    Args:
+        shards: Their names.
+        blocks: Names of the units.
+        called: The module within a unit that was called without it, "" if none is found.
+    """
+    patterns = {name: re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in blocks}
+    of_shards = {
+        pattern
+        for name, pattern in patterns.items()
+        if any(each.startswith(f"{name}.") for each in shards)
+    }
+    others = dict.fromkeys(each for each in patterns.values() if each not in of_shards)
+    ways = "call the block itself, or wrap the use in boltmesh.strategies.gathered_parameters"
+    frees = "Behind a backward pass of training_step's own, set self.automatic_optimization=False"
+    if called:
+        named = [*dict.fromkeys(patterns.values()), called]
+        return f"Let it be gathered by itself, with blocks={named}, {ways}"
+    if of_shards and others:
+        return f"Let it be gathered with what is around it, with blocks={[*others]}, {ways}"
+    if of_shards:
+        return f"Use stage 2 if the block has run before in the step, {ways}"
+    return f"{frees}, else {ways}"
+
+
+def explain_transform(error: BaseException) -> None:
+    """Put into an error what to write in place of a transform of ``torch.func`` through layers.
+
+    Args:
+        error: As it was caught, with its traceback. Any other one is left alone.
+    """
+    places = [frame.f_code.co_filename for frame in _frames(error)]
+    is_transform = any(f"{os.sep}_functorch{os.sep}" in each for each in places)
+    if _ADDED in str(error) or not (is_transform and any("fsdp" in each for each in places)):
+        return
+    advice = (
+        "A transform of torch.func, such as grad or vmap, goes through layers whose parameters are "
+        "sharded, and gathers cannot be transformed. Compute derivatives by torch.autograd.grad("
+        "..., create_graph=True), or use bolt_ddp"
+    )
     error.args = (f"{advice}. {_ADDED} {error}",)
 
 

@@ -34,6 +34,7 @@ from boltmesh.strategies.data_parallel.param_state import (
 from boltmesh.strategies.data_parallel.shard_mesh import choose_shard_size
 from boltmesh.strategies.data_parallel.unsupported import (
     explain_direct_use,
+    explain_transform,
     find_whole_steppers,
     refuse_empty_share,
     refuse_unsharded,
@@ -200,6 +201,7 @@ class ZeroAxis(DataAxis):
     def explain(self, error: BaseException) -> None:
         if self.sharded is not None:
             explain_direct_use(error, self.sharded)
+            explain_transform(error)
         if self._guard is not None:
             self._guard.explain(error)
 

@@ -73,6 +73,13 @@ def test_two_trained_types_in_one_unit_are_refused_by_name() -> None:
     refuse_mixed_types("blocks.0", block.requires_grad_(False))
 
 
+def test_complex_beside_real_weights_in_one_unit_are_told_to_be_kept_as_real_ones() -> None:
+    block = Block(4, 8)
+    block.spectrum = nn.Parameter(torch.randn(4, 4, dtype=torch.complex64))
+    with pytest.raises(ConfigError, match=r"torch\.view_as_real of 'blocks\.0\.spectrum' the par"):
+        refuse_mixed_types("blocks.0", block)
+
+
 class Lazy(Stack):
     def __init__(self) -> None:
         super().__init__()
@@ -253,6 +260,81 @@ def test_a_layer_that_runs_without_its_block_is_explained() -> None:
     )
     with pytest.raises(RankFailure, match=said):
         run_ranks(fit_wrongly, 2, Bypassed, {}, None)
+
+
+class Transformed(Stack):
+    """Takes a derivative through a block by a transform of torch.func."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = self.embedding(batch).detach()
+        slope = torch.func.grad(lambda each: self.blocks[0](each).square().sum())(x)
+        return self.loss(batch) + slope.square().mean()
+
+
+class GoesBack(Stack):
+    """Computes gradients in the step, and the loss behind them."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.loss(batch).backward()
+        return self.loss(batch)
+
+
+@pytest.mark.full
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (Transformed, r"A transform of torch\.func.*Compute derivatives by torch\.autograd\.grad"),
+        (GoesBack, r"training_step's own, set self\.automatic_optimization=False, else call"),
+    ],
+)
+def test_derivatives_that_gathers_do_not_bear_are_explained(kind: type[Stack], said: str) -> None:
+    with pytest.raises(RankFailure, match=said):
+        run_ranks(fit_wrongly, 2, kind, {}, None)
+
+
+class Read(Stack):
+    """Reads a weight of a layer of a list past its forward, as the prompt encoder of SAM does."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.points = nn.ModuleList(nn.Embedding(1, self.embedding.embedding_dim) for _ in range(2))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        points = [each.weight for each in self.points]
+        return super().forward(tokens) + self.head(points[0] - points[1])
+
+
+@pytest.mark.full
+@pytest.mark.ranks
+def test_a_block_of_which_a_weight_is_read_is_told_to_be_left_out_of_blocks() -> None:
+    said = (
+        r"'points\.0\.weight'.* "
+        r"Let it be gathered with what is around it, with blocks=\['blocks\.\*'\], call"
+    )
+    with pytest.raises(RankFailure, match=said):
+        run_ranks(fit_wrongly, 2, Read, {}, None)
+
+
+def read(rank: int, world_size: int) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    module = Read()
+    options = {"blocks": ["blocks.*"]}
+    run = (
+        quiet_trainer(1, max_epochs=2)
+        if world_size == 1
+        else trainer(world_size, 3, options=options, max_epochs=2, use_distributed_sampler=False)
+    )
+    run.fit(module, token_data(8, 4))  # the same on all ranks
+    return whole_parameters(module)
+
+
+@pytest.mark.full
+@pytest.mark.ranks
+def test_a_weight_that_is_read_trains_when_its_layer_is_left_out_of_blocks() -> None:
+    (wanted,) = run_ranks(read, 1)
+    for got in run_ranks(read, 2):
+        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6)
 
 
 def reuse(rank: int, world_size: int, options: dict[str, Any] | None) -> dict[str, Tensor]:
