@@ -272,7 +272,9 @@ class LayerwiseEvaluation:
             raise PipelineError(
                 f"The ranks of the pipeline came to call '{name}' with different values, so what "
                 f"it gives would be wrong. Layers that leave something behind for code outside of "
-                f"them, such as a key-value cache, leave it on their own rank: set use_cache=False."
+                f"them, such as a key-value cache, leave it on their own rank: set use_cache="
+                f"False. A hook that writes to weights, such as a moving average, has those of all "
+                f"stages inside of boltmesh.strategies.gathered_parameters(module, writes=True)."
             )
         put_forms(caches, forms)
         return tree_map_only(_TensorForm, lambda each: self._filled(each, holder), blank)

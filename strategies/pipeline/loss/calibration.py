@@ -68,6 +68,7 @@ from boltmesh.strategies.pipeline.loss.trial import (
     windows,
 )
 from boltmesh.strategies.pipeline.loss.weights import Key, StepWeights
+from boltmesh.strategies.pipeline.stage.trace import place_of
 from boltmesh.strategies.pytree import tensors_in
 
 _TOLERANCES = {torch.float64: 1e-5, torch.float32: 2e-5}
@@ -119,9 +120,11 @@ def prove(trial: Trial) -> LossProof | None:
                     cuts=[*proof.cuts, *_more_cuts(proof.form, trial, others, attempt)],
                 )
     if cause is not None and not is_run:
+        indices = "Indices that count over all rows of a batch name none of a few of them."
         raise BatchLossError(
             f"training_step's loss could not be tried on a few rows with made-up values, so "
-            f"nothing proves that microbatches give the batch's loss: {cause}."
+            f"nothing proves that microbatches give the batch's loss: {type(cause).__name__}: "
+            f"{cause} ({place_of(cause)}).{f' {indices}' if isinstance(cause, IndexError) else ''}"
         ) from cause
     return zero
 

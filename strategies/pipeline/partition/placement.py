@@ -333,7 +333,7 @@ def _probe_costs(
     )
     try:
         return look(notes_kept=True), outputs
-    except ConfigError:
+    except (ConfigError, RuntimeError):
         pass
     try:
         # What is saved cannot be seen under torch.func. Any other error comes once more.

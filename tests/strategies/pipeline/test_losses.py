@@ -1,6 +1,7 @@
 """Losses of microbatches, weighed, are the loss of the batch; or they are refused by name."""
 
 import math
+import re
 from collections.abc import Sequence
 from functools import partial
 
@@ -69,6 +70,11 @@ def few_rows(x: Tensor, b: Batch) -> Tensor:
     if len(x) > 3:
         raise ValueError("3 rows at most")
     return flat(x, b)
+
+
+def other_rows(x: Tensor, b: Batch) -> Tensor:
+    """Of negatives that the batch names by their rows, as wav2vec 2.0 does."""
+    return flat(x, b) - x[torch.tensor([8])].mean()
 
 
 def ctc(x: Tensor, b: Batch, reduction: str = "mean") -> Tensor:
@@ -229,7 +235,10 @@ REFUSED: dict[str, tuple[Loss, str]] = {
         "adds means over different things",
     ),
     "a sum and a penalty": (lambda x, b: each(x, b).sum() + WEIGHT.norm(), "count once for every"),
-    "a step that cannot be tried": (few_rows, "could not be tried.*3 rows at most"),
+    "a step that cannot be tried": (
+        few_rows,
+        r"not be tried.*ValueError: 3 rows at most \(.*rows\)",
+    ),
 }
 CUTS: dict[str, Sequence[int]] = {
     "even": (3, 3, 3),
@@ -308,6 +317,13 @@ def test_what_no_weights_put_together_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=message) as error:
         weighed(loss, logits.detach().float().requires_grad_(), data, sizes, proofs)
     assert "use schedule='gpipe'" in str(error.value)
+
+
+def test_a_loss_of_rows_that_the_batch_names_by_number_is_refused_so() -> None:
+    _, data = logits_for(CUTS["uneven"])
+    checks = LossChecks(torch.device("cpu"))
+    problem = checks.find_problem(lambda: FunctionTrial(other_rows, data))
+    assert re.search(r"IndexError: index 8 is .*that count over all rows of a", str(problem))
 
 
 def test_what_no_weights_put_together_may_be_one_microbatch() -> None:

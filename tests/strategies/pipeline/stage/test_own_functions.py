@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from boltmesh.errors import ConfigError
+from boltmesh.strategies.pipeline.partition.placement import _probe_costs
+from boltmesh.strategies.pipeline.stage.units import find_stage_units
 from tests.support.pipeline_models import WORDS, Words
 from tests.support.staged import check_parity
 
@@ -138,3 +140,20 @@ def test_a_function_around_layers_of_one_stage_goes_back_there() -> None:
     torch.manual_seed(0)
     split = {"embedding": 0, **{f"blocks.{number}": 1 for number in range(6)}, "norm": 2, "head": 2}
     check_parity(Reversible(), TOKENS, split=split)
+
+
+class Derived(Words):
+    """Takes a derivative through its blocks by a transform of torch.func."""
+
+    def loss(self, x: Tensor, tokens: Tensor) -> Tensor:
+        slope = torch.func.grad(lambda each: self.body(each, None).sum())(x.detach())
+        return super().loss(x, tokens) + slope.square().mean()
+
+
+def test_a_derivative_by_a_transform_is_refused_by_its_line() -> None:
+    module = Derived()
+    said = (
+        r"at .*test_own_functions.* is called within torch.vmap or another transform of torch.func"
+    )
+    with pytest.raises(ConfigError, match=said):
+        _probe_costs(module, find_stage_units(module), "training_step", (TOKENS[0], 0), 1)
