@@ -1,6 +1,6 @@
 """The list of jobs: choosing, filtering, sorting, and what happens when one goes away."""
 
-import time
+import threading
 
 import msgspec
 
@@ -14,7 +14,7 @@ from boltmesh.tui.screens.jobs import JobsScreen
 from boltmesh.tui.sources.live import Observation
 from boltmesh.tui.view import TableView
 from tests.tui.samples import NOW, FakeSource, demo, summary
-from tests.tui.screens import run_app, screen_text, wait_until
+from tests.tui.screens import REST_S, run_app, screen_text, wait_until
 
 
 def _chooser(*, ids: int = 3) -> tuple[DashboardApp, list[str], list[FakeSource]]:
@@ -130,11 +130,12 @@ async def test_a_list_that_cannot_be_had_is_said_and_comes_back() -> None:
 
 async def test_a_slow_list_is_read_by_one_thread_at_a_time_and_shown() -> None:
     running, most = [], []
+    is_seen = threading.Event()
 
     def list_jobs() -> list[JobSummary]:
         running.append(1)
         most.append(len(running))
-        time.sleep(0.2)
+        is_seen.wait(REST_S)
         running.pop()
         return [summary(len(most))]
 
@@ -142,6 +143,7 @@ async def test_a_slow_list_is_read_by_one_thread_at_a_time_and_shown() -> None:
     async with run_app(app, first_look_s=0.01) as pilot:
         await pilot.press("0")
         assert "reading the list of jobs" in screen_text(app)
+        is_seen.set()
         await wait_until(pilot, lambda: "job2" in screen_text(app))
     assert max(most) == 1
 
