@@ -46,6 +46,12 @@ async def test_rows_are_chosen_and_stop_at_their_ends() -> None:
         assert _view(pilot).selected == 0
 
 
+async def test_a_table_without_a_row_has_none_to_show_in_full() -> None:
+    async with open_app(crashed_demo(), size=(60, 20)) as pilot:
+        await pilot.press("5", "enter")  # the devices may serve others by now
+        assert "this table has no row" in screen_text(pilot.app)
+
+
 @pytest.mark.each_choice
 @pytest.mark.parametrize("page", PAGES_WITH_TABLES)
 @pytest.mark.parametrize("size", [(60, 15), (200, 60)])

@@ -304,7 +304,9 @@ def _draw_phases(state: State, row: RankRow, width: int, look: Style) -> list[Li
         Column("its peers", is_number=True, steady_width=9, rank=1),
         Column("difference", is_number=True, steady_width=10, rank=2),
     ]
-    lines = [heading(typical, width, look, right=late_share(row.lateness, look))]
+    share = Line("slower ", "muted").join(late_share(row.lateness, look))
+    right = None if row.lateness is None else share
+    lines = [heading(typical, width, look, right=right)]
     lines += draw_table(columns, cells, width, ellipsis=look.glyphs.ellipsis)
     cause = cause_words(row)
     if row.lateness is not None and row.lateness.is_late and cause is not None:

@@ -308,7 +308,8 @@ class NavigationScreen(LiveScreen):
         if rank is not None:
             self.show_rank(rank)
         elif table is not None:
-            self.say("this row is about no single rank; its details are on this screen")
+            rows = table.rows(scene.state, scene.view.table(table.name))
+            self.say("this row is about no single rank" if rows else "this table has no row")
 
     def _move_row(self, table: Table, by: int) -> None:
         scene = self.scene
