@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from boltmesh.telemetry.snapshot import MetricPoint
-from boltmesh.tui.panels.chart import Curve, draw_plot, seen_through, value_at
+from boltmesh.tui.panels.chart import Curve, draw_plot, plot_series, seen_through, value_at
 from boltmesh.tui.panels.history import charts, draw_history, draw_trends
 from boltmesh.tui.render.line import Line
 from boltmesh.tui.render.style import UNICODE, Style
@@ -146,6 +146,15 @@ def test_a_clock_that_is_set_back_lets_time_stand_still_in_the_charts() -> None:
     (loss, *_) = charts(seen, is_time=True)
     assert loss.series.steps == (100.0, 200.0, 200.0, 300.0)
     draw_history(seen, 80, 20, LOOK, view=View(is_time=True, is_log=True))
+
+
+def test_a_logarithmic_axis_of_a_narrow_range_tells_its_ends_apart() -> None:
+    series = Series((1, 2, 3), (158_391.0, 159_032.0, 158_500.0))
+    for least_span in (0.0, 0.2):
+        plot = plot_series(series, 60, 6, LOOK, is_log=True, least_span=least_span)
+        top, bottom = (float(plot.lines[at].plain[: plot.start]) for at in (0, -1))
+        assert bottom <= 158_391 < 159_032 <= top
+        assert (top / bottom > 1.15) == (least_span > 0)
 
 
 def test_a_cursor_reads_the_nearest_point_and_nothing_far_beyond_the_ends() -> None:

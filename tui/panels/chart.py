@@ -238,8 +238,9 @@ def _axes(
 ) -> _Axes:
     ticks = max(2, height // 3)
     low, high = min(values), max(values)
-    missing = least_span * max(abs(low), abs(high)) - (high - low)
-    if missing > 0 and not is_log:
+    least = math.log10(1 + least_span) if is_log else least_span * max(abs(low), abs(high))
+    missing = least - (high - low)
+    if missing > 0:
         low, high = low - missing / 2, high + missing / 2
     scale = (log_scale if is_log else nice_scale)(low, high, ticks=ticks)
     labels = _labels(scale, height, is_log=is_log)
@@ -398,7 +399,8 @@ def _labels(scale: Scale, height: int, *, is_log: bool) -> list[str]:
     largest = max(map(abs, scale.ticks), default=0.0)
     for tick in scale.ticks:
         place = round((scale.high - tick) / (scale.high - scale.low) * (height - 1))
-        labels[place] = f"{10.0**tick:.3g}" if is_log else _label(tick, scale.step, largest)
+        digits = 3 if scale.step > 0.05 else 6  # or both ends of a narrow range read the same
+        labels[place] = f"{10.0**tick:.{digits}g}" if is_log else _label(tick, scale.step, largest)
     return labels
 
 
