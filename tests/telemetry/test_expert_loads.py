@@ -27,6 +27,8 @@ def test_counts_are_sums_and_what_came_since(tmp_path: Any) -> None:
     found = reader.read()
     assert found == (ExpertLoad("moe", (1, 2, 2, 1), (0, 2, 0, 0), 3),)
     assert reader.read() is found
+    ExpertCounter(path, is_new=False)  # of a test after the fit
+    assert ExpertLoads(path.with_suffix(".experts")).read() == found
     ExpertCounter(path)  # of another run
     assert ExpertLoads(path.with_suffix(".experts")).read() == ()
 

@@ -286,12 +286,14 @@ class ExpertCounter:
     """The rows of each expert by module, on the device that chooses them.
 
     Args:
-        path: The rank's file. What an earlier run has left beside it is removed.
+        path: The rank's file.
+        is_new: Whether it begins a run: what an earlier one has left beside it is removed.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, is_new: bool = True) -> None:
         self._path = path.with_suffix(ENDING)
-        self._path.unlink(missing_ok=True)
+        if is_new:
+            self._path.unlink(missing_ok=True)
         self._rows: dict[str, Tensor] = {}
         self._dropped: dict[str, Tensor] = {}
         self._before: dict[str, list[int]] = {}

@@ -121,7 +121,7 @@ class Recorder:
         }
         self._status = StatusLine(file, self._clock, self._steps, self._memory)
         self._offload = OffloadCounter(file)
-        self._experts = ExpertCounter(file.path)
+        self._experts = ExpertCounter(file.path, is_new=file.is_new)
         self._failing: tuple[int, int] | None = None
         self._nodes: NodeExchange | None = None
         self._live: dict[int, int] = {}
