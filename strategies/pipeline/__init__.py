@@ -3,7 +3,7 @@
 ``axis`` is what the engine calls. Before a run ``stage`` traces the step, ``partition`` assigns
 units to stages, and ``schedules`` orders the work. For each batch ``step_runner`` splits it
 (``microbatch``) and calls ``training`` or ``evaluation``; ``runtime`` executes the schedule on this
-rank.
+rank. ``layerwise_eval`` runs a step that stages cannot hand on.
 
 ``loss`` weights the losses of microbatches, ``row_check`` refuses layers that mix rows, ``merge``
 joins outputs and runs the end of a step on all of them, ``step_report`` and ``metrics`` bring

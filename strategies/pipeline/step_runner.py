@@ -16,7 +16,7 @@ from torch import Tensor
 from boltmesh.strategies.dry_run.batch_check import BatchDigest
 from boltmesh.strategies.dry_run.metrics import MetricKind
 from boltmesh.strategies.dry_run.no_side_effects import no_side_effects
-from boltmesh.strategies.pipeline.evaluation import relay_of
+from boltmesh.strategies.pipeline.layerwise_eval import relay_of
 from boltmesh.strategies.pipeline.merge import BatchTail, JoinedRun
 from boltmesh.strategies.pipeline.metrics import MetricCalls
 from boltmesh.strategies.pipeline.microbatch_runs import (

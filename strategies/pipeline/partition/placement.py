@@ -268,7 +268,7 @@ def _used_parameters(
     except ConfigError:
         if step == TRAINING:
             raise
-        return []  # see relay_of in evaluation.py
+        return []  # see relay_of in layerwise_eval.py
 
 
 def _refuse_parts(module: Module, unmade: DeferredModel) -> None:

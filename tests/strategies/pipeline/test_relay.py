@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from boltmesh.strategies.pipeline.evaluation import LayerwiseEvaluation
+from boltmesh.strategies.pipeline.layerwise_eval import LayerwiseEvaluation
 from boltmesh.strategies.pipeline.stage.units import find_stage_units, is_absent, make_absent
 from tests.support.pipeline_models import WORDS, Block, Words
 from tests.support.ranks import RankFailure, run_ranks
