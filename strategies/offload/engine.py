@@ -248,7 +248,7 @@ class OffloadEngine(StepBarrier):
     # What sources ask.
 
     @override
-    def settle(self, bucket: Bucket) -> None:
+    def wait_for_bucket(self, bucket: Bucket) -> None:
         self._raise_failure()
         if self._stepper is None or self._arrivals is None:
             return
@@ -257,7 +257,7 @@ class OffloadEngine(StepBarrier):
         self._stepper.wait(bucket)
 
     @override
-    def rest(self, bucket: Bucket) -> None:
+    def wait_for_all(self, bucket: Bucket) -> None:
         self._raise_failure()
         if self._stepper is not None and self._arrivals is not None:
             self._arrivals.early.check(bucket, "is read or written")
@@ -355,7 +355,7 @@ class OffloadEngine(StepBarrier):
         frozen = [place[0] for p in trained if (place := self.kept.place.get(p)) is not None]
         for bucket in dict.fromkeys(frozen):
             if self.kept.owner[bucket] is None:
-                self.settle(bucket)
+                self.wait_for_bucket(bucket)
                 self.kept.give_back(bucket)
         if any(parameter not in self.kept.place for parameter in trained):
             refuse_unknown(self._units, optimizer, absent=self._absent)

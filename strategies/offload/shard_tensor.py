@@ -254,10 +254,10 @@ class StepBarrier(Protocol):
     is_lost: bool
     """Whether what is kept is to be forgotten, after a step that failed."""
 
-    def settle(self, bucket: Bucket) -> None:
+    def wait_for_bucket(self, bucket: Bucket) -> None:
         """Return when no step of the bucket is pending, nor guessed."""
 
-    def rest(self, bucket: Bucket) -> None:
+    def wait_for_all(self, bucket: Bucket) -> None:
         """Return when nothing at all is pending: stores of state serve one thread at a time."""
 
     def begin_gathering(self) -> None:
@@ -288,7 +288,7 @@ class StateSource(ShardSource):
 
     @override
     def read(self) -> Tensor:
-        self._engine.rest(self._bucket)
+        self._engine.wait_for_all(self._bucket)
         slot = self._slot
         if self._engine.is_lost:
             return torch.full(slot.shape, torch.nan, dtype=torch.float32)
@@ -298,7 +298,7 @@ class StateSource(ShardSource):
 
     @override
     def write(self, value: Tensor) -> None:
-        self._engine.rest(self._bucket)
+        self._engine.wait_for_all(self._bucket)
         flat = value.detach().reshape(-1).to("cpu")
         self._visit(lambda stored, here: stored.copy_(flat[here]), is_dirty=True)
 
@@ -339,7 +339,7 @@ class ParameterSource(StateSource, GatheredSource):
     @override
     def fetch(self) -> Tensor:
         self._engine.begin_gathering()
-        self._engine.settle(self._bucket)
+        self._engine.wait_for_bucket(self._bucket)
         shard = self._store.get(self._slot.index)
         self._num_fetched += 1
         return shard.view(self._slot.padded_shape)
@@ -357,5 +357,5 @@ class ParameterSource(StateSource, GatheredSource):
     @override
     def fetch_part(self, start: int, stop: int) -> Tensor:
         self._engine.begin_gathering()
-        self._engine.settle(self._bucket)
+        self._engine.wait_for_bucket(self._bucket)
         return self._store.get_part(self._slot.index, start, stop)

@@ -256,7 +256,7 @@ class PipelineAxis(Axis):
         if self.strategy.is_fitting and staged.delayed is not None:
             staged.delayed.begin()
         staged.follow_scaler()
-        staged.tell(trainer.accumulate_grad_batches)
+        staged.record_plan(trainer.accumulate_grad_batches)
 
     # What this rank has.
 
@@ -297,8 +297,8 @@ class PipelineAxis(Axis):
             return None
         # All ranks of the job tell each other at the end of each batch how it went.
         signals = self.staged.signals
-        agreement = SigtermAgreement(self.strategy.trainer, signals.take_heard)
-        signals.told = agreement.flags
+        agreement = SigtermAgreement(self.strategy.trainer, signals.take_received)
+        signals.own = agreement.flags
         return agreement
 
     # Steps.
@@ -354,7 +354,7 @@ class PipelineAxis(Axis):
                 around=around,
             )
         if schedule != staged.programs.schedule:
-            staged.tell(strategy.trainer.accumulate_grad_batches)
+            staged.record_plan(strategy.trainer.accumulate_grad_batches)
         if told != (staged.sharing.length, staged.sharing.size_per_batch()):
             strategy.recorder.expect(strategy.expected_traffic())  # it logs something else
         self._log_bubble()

@@ -208,7 +208,7 @@ class DelayedGradients:
         if batch.total is None:
             return
         gradients = batch.version.gradients()
-        gradients |= self._shared.add_up(gradients)
+        gradients |= self._shared.sum_gradients(gradients)
         if gradients:
             _divide(list(gradients.values()), batch.total)
         self._ready = gradients

@@ -154,13 +154,13 @@ class TiedWeights:
         return [group for group, _ in self._members]
 
     def size_per_batch(self) -> tuple[int, int]:
-        """Return the bytes and the calls of ``add_up``, with a gradient for every parameter."""
+        """Return bytes and calls of ``sum_gradients``, with a gradient for every parameter."""
         trained = [[each for each in held if each.requires_grad] for _, held in self._held()]
         flags = [len(held) * _FLAG.itemsize for held in trained if held]
         gradients = [each.numel() * each.element_size() for held in trained for each in held]
         return sum(flags) + sum(gradients), len(flags) + len(gradients)
 
-    def add_up(self, gradients: Mapping[int, Tensor | None]) -> dict[int, Tensor]:
+    def sum_gradients(self, gradients: Mapping[int, Tensor | None]) -> dict[int, Tensor]:
         """Sum gradients over the ranks that hold the same parameter; return the sums.
 
         Collective over those ranks. A rank that made none adds nothing.
@@ -186,7 +186,7 @@ class TiedWeights:
         return sums
 
     def size_of_gradients(self) -> tuple[int, int]:
-        """Return the bytes and the calls of ``even``, with a gradient for every parameter."""
+        """Return bytes and calls of ``broadcast_gradients``, with one for every parameter."""
         parts = [
             local_tensor(each.detach())
             for _, held in self._held()
@@ -195,7 +195,7 @@ class TiedWeights:
         ]
         return sum(each.numel() * each.element_size() for each in parts), len(parts)
 
-    def even(self) -> None:
+    def broadcast_gradients(self) -> None:
         """Give every holder the gradients of the first one, which differ by roundings at most.
 
         Collective over the ranks that hold the same parameter. All of them have one, or none has.

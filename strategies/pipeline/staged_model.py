@@ -219,7 +219,7 @@ class StagedModel:
         # Where nobody seeds, ranks have drawn different ones.
         self.runner.glue_state.broadcast(self.placement.division.loose_buffers)
 
-    def tell(self, accumulated: int) -> None:
+    def record_plan(self, accumulated: int) -> None:
         """Tell the run's recorder what will be run; called for every run.
 
         Args:
@@ -439,7 +439,7 @@ class StagedModel:
 
         def average() -> None:
             if over_replicas() and self.context.evens_shared:
-                self.holdings.shared.even()
+                self.holdings.shared.broadcast_gradients()
 
         self.others.run_collective(average)
 

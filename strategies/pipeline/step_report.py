@@ -397,31 +397,31 @@ class SharedSignals:
     """Sends the signals of this rank to the others, and keeps those that it receives."""
 
     def __init__(self) -> None:
-        self.told: Callable[[], Signals] = _no_signals
+        self.own: Callable[[], Signals] = _no_signals
         """Called at the end of each run for the signals that this rank has got."""
-        self._heard = _no_signals()
+        self._received = _no_signals()
 
     def row(self) -> Tensor:
         """Return the signals of this rank, ``(NUM_SIGNALS,)``."""
-        return torch.tensor(self.told(), dtype=torch.float64)
+        return torch.tensor(self.own(), dtype=torch.float64)
 
-    def hear(self, rows: Tensor) -> None:
+    def receive(self, rows: Tensor) -> None:
         """Keep the signals of all ranks.
 
         Args:
             rows: Those of all ranks, ``(num_ranks, NUM_SIGNALS)``.
         """
-        told, requeue = rows.amax(0).tolist()
-        self._heard = max(self._heard[0], told), max(self._heard[1], requeue)
+        sigterm, requeue = rows.amax(0).tolist()
+        self._received = max(self._received[0], sigterm), max(self._received[1], requeue)
 
-    def take_heard(self) -> Signals:
+    def take_received(self) -> Signals:
         """Return the largest signal of any rank, by runs since the last call."""
-        heard, self._heard = self._heard, _no_signals()
-        return heard
+        received, self._received = self._received, _no_signals()
+        return received
 
     def forget(self) -> None:
         """Stop asking, and drop the signals that were received."""
-        self.told, self._heard = _no_signals, _no_signals()
+        self.own, self._received = _no_signals, _no_signals()
 
 
 def _no_signals() -> Signals:

@@ -290,7 +290,7 @@ class StepRunner:
 
         with host_random_kept():
             outcome = self._executor.run(program, stages, digest, tell)
-        self._signals.hear(outcome.told[:, :NUM_SIGNALS])
+        self._signals.receive(outcome.told[:, :NUM_SIGNALS])
         return outcome
 
     def relay(self, run: MicrobatchRun) -> Any:

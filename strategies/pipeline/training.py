@@ -44,15 +44,15 @@ if TYPE_CHECKING:
 
 
 class GradHandoff:
-    """The gradients that one schedule made, until the backward pass asks for them."""
+    """Gradients of one schedule, until the backward pass of its loss adds them to ``.grad``."""
 
     def __init__(self, parameters: Iterable[Parameter]) -> None:
         self._parameters = list(parameters)  # the step may unfreeze some
         self._made: list[Tensor | None] = []
 
     @contextmanager
-    def taking(self) -> Iterator[None]:
-        """Within, gradients are made from nothing; afterwards they are here and not in ``.grad``.
+    def capture(self) -> Iterator[None]:
+        """Within, gradients start from none; afterwards they are here and not in ``.grad``.
 
         What ``.grad`` held before, from batches that this one is accumulated to, is back then.
         """
@@ -71,18 +71,18 @@ class GradHandoff:
         pairs = zip(self._parameters, self._made, strict=True)
         return {id(parameter): gradient for parameter, gradient in pairs}
 
-    def put(self, gradients: Mapping[int, Tensor]) -> None:
-        """Take gradients that were made elsewhere, by identity of their parameter."""
+    def set(self, gradients: Mapping[int, Tensor]) -> None:
+        """Set gradients that were made elsewhere, by identity of their parameter."""
         self._made = [gradients.get(id(each)) for each in self._parameters]
 
     def replace(self, gradients: Mapping[int, Tensor]) -> None:
-        """Put others in the place of some, by identity of their parameter."""
+        """Replace some gradients, by identity of their parameter."""
         self._made = [
             gradients.get(id(parameter), gradient)
             for parameter, gradient in zip(self._parameters, self._made, strict=True)
         ]
 
-    def sign(
+    def attach_to_loss(
         self, loss: Tensor, total: Tensor | float = 1.0, *, then: Callable[[], None] = noop
     ) -> Tensor:
         """Return a loss with this value whose backward pass adds the gradients.
@@ -121,11 +121,11 @@ class _HandoffFunction(torch.autograd.Function):
     def forward(
         ctx: Any,
         loss: Tensor,
-        deposit: GradHandoff,
+        handoff: GradHandoff,
         total: Tensor | float,
         then: Callable[[], None],
     ) -> Tensor:
-        ctx.deposit, ctx.total, ctx.then = deposit, total, then
+        ctx.handoff, ctx.total, ctx.then = handoff, total, then
         return loss.clone()
 
     @staticmethod
@@ -135,7 +135,7 @@ class _HandoffFunction(torch.autograd.Function):
         scale = gradients[0].double()
         total = scalar_on(ctx.total, scale.device)
         factor = torch.where(total == 0, 0.0, scale / total)
-        ctx.deposit.add(factor.to(torch.promote_types(gradients[0].dtype, torch.float32)))
+        ctx.handoff.add(factor.to(torch.promote_types(gradients[0].dtype, torch.float32)))
         ctx.then()
         return torch.zeros_like(gradients[0]), None, None, None
 
@@ -248,13 +248,13 @@ def training_step(
             stops=effects.stops(loss),
         )
 
-    deposit = GradHandoff(model.holdings.parameters)
+    handoff = GradHandoff(model.holdings.parameters)
     delayed = model.delayed
-    with deposit.taking() if delayed is None else nullcontext():
+    with handoff.capture() if delayed is None else nullcontext():
         logs, rows = model.runner.run_batch(
             run, finish, around, found, joined if isinstance(joined, JoinedRun) else None, check
         )
-    loss, total = _hear(model, logs, rows, numbers)
+    loss, total = _take_report(model, logs, rows, numbers)
     if delayed is not None:
         delayed.wait(len(parts), None if loss is None else total)
     if loss is None:
@@ -263,11 +263,13 @@ def training_step(
     if len(sizes) > 1:
         model.check_coupled(total, _WEIGHTS)
     if delayed is None:
-        deposit.replace(model.holdings.shared.add_up(deposit.made()))
+        handoff.replace(model.holdings.shared.sum_gradients(handoff.made()))
     else:
-        deposit.put(delayed.take())
+        handoff.set(delayed.take())
         total = 1.0
-    signed = deposit.sign(loss, total, then=lambda: model.average(model.context.data.end_batch))
+    signed = handoff.attach_to_loss(
+        loss, total, then=lambda: model.average(model.context.data.end_batch)
+    )
     if not model.sharing.is_mapping:
         return signed
     return {**results.merged(proofs), "loss": signed}
@@ -313,7 +315,7 @@ def _trial(
     )
 
 
-def _hear(
+def _take_report(
     model: "StagedModel", logs: StepLogs, rows: Tensor, numbers: Mapping[str, Tensor]
 ) -> tuple[Tensor | None, Tensor | float]:
     """Return the loss and what gradients are divided by, and log what the last stage has logged.

@@ -154,7 +154,7 @@ class Handshake:
         row = torch.tensor([*digests[0], *digests[1], *batches, *figures], dtype=_ROW)
         self._begin: RowExchange | None = None
         if group is None:
-            meter.hear(figures)
+            meter.take_figures(figures)
         else:
             self._begin = RowExchange(group, len(row), _ROW, tag=_BEGIN)
             self._begin.send(row)
@@ -200,7 +200,7 @@ class Handshake:
         for stage, (left, right) in enumerate(zip(sent[:-1], expected[1:], strict=True)):
             if left != right:
                 raise DisagreementError(self._explain_boundary(stage))
-        self._meter.hear(figures)
+        self._meter.take_figures(figures)
 
     def _explain_batches(self) -> str:
         """Return how the batches of the ranks differ. Collective."""

@@ -320,7 +320,7 @@ class PipelineRuntime:
                 error = caught
             told = handshake.finish(mine if error is None else None)
             if told is not None:
-                self._meter.meet()
+                self._meter.note_sync_point()
                 outcome.told = told
                 return outcome
         except Exception as caught:  # noqa: BLE001 - a rank is gone: told to all and raised below

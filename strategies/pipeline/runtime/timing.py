@@ -255,8 +255,8 @@ class BubbleMeter:
             figures[FIGURES * self._rank : FIGURES * (self._rank + 1)] = own
         return figures
 
-    def hear(self, figures: Sequence[int]) -> None:
-        """Take what all ranks have told."""
+    def take_figures(self, figures: Sequence[int]) -> None:
+        """Add the run that all ranks have reported, from the sums of their figures."""
         starts, ends, busy = (figures[at::FIGURES] for at in range(FIGURES))
         # A device may be too far behind to be asked; then the run is left out.
         if self._is_asked and all(ends) and max(ends) > min(starts):
@@ -269,7 +269,7 @@ class BubbleMeter:
         if origin is not None:
             self._own[number] = (start_ns - origin, end_ns - origin, busy_ns)
 
-    def meet(self) -> None:
+    def note_sync_point(self) -> None:
         """Note a moment at which all ranks are at the same point."""
         if not self._shares_clock:
             self._origin_ns = time.monotonic_ns()

@@ -12,12 +12,12 @@ def test_gradients_come_with_the_backward_pass_and_are_scaled() -> None:
     frozen = nn.Parameter(torch.ones(2), requires_grad=False)
     inputs = torch.randn(4, 3)
     wanted = torch.autograd.grad(layer(inputs).mean(), list(layer.parameters()))
-    deposit = GradHandoff([*layer.parameters(), frozen])
-    with deposit.taking():
+    handoff = GradHandoff([*layer.parameters(), frozen])
+    with handoff.capture():
         loss = layer(inputs).mean() * 6
         loss.backward()
     assert layer.weight.grad is None
-    signed = deposit.sign(loss, 2.0)
+    signed = handoff.attach_to_loss(loss, 2.0)
     assert signed.item() == loss.item()
     layer.zero_grad()
     (signed / 3).backward()
@@ -29,13 +29,13 @@ def test_gradients_come_with_the_backward_pass_and_are_scaled() -> None:
 def test_parameters_that_a_step_unfreezes_have_their_gradients() -> None:
     layer = nn.Linear(3, 1).requires_grad_(False)
     inputs = torch.randn(4, 3)
-    deposit = GradHandoff(layer.parameters())
-    with deposit.taking():
+    handoff = GradHandoff(layer.parameters())
+    with handoff.capture():
         layer.requires_grad_(True)  # as the prototypes of SwaV do in their forward pass
         loss = layer(inputs).mean() * 2
         loss.backward()
     layer.zero_grad()
-    deposit.sign(loss, 2.0).backward()
+    handoff.attach_to_loss(loss, 2.0).backward()
     torch.testing.assert_close(layer.weight.grad, inputs.mean(0, keepdim=True))
 
 
@@ -46,13 +46,13 @@ def test_gradients_are_added_to_those_of_earlier_batches() -> None:
         parameter.grad = gradient.clone()
     inputs = torch.randn(4, 3)
     wanted = torch.autograd.grad(layer(inputs).mean(), list(layer.parameters()))
-    deposit = GradHandoff(layer.parameters())
-    with deposit.taking():
+    handoff = GradHandoff(layer.parameters())
+    with handoff.capture():
         loss = layer(inputs).mean()
         loss.backward()
     for parameter, gradient in zip(layer.parameters(), earlier, strict=True):
         torch.testing.assert_close(parameter.grad, gradient)
-    deposit.sign(loss).backward()
+    handoff.attach_to_loss(loss).backward()
     for parameter, before, added in zip(layer.parameters(), earlier, wanted, strict=True):
         torch.testing.assert_close(parameter.grad, before + added)
 
@@ -60,8 +60,8 @@ def test_gradients_are_added_to_those_of_earlier_batches() -> None:
 def test_an_error_within_gives_earlier_gradients_back() -> None:
     parameter = nn.Parameter(torch.ones(2))
     parameter.grad = torch.full((2,), 5.0)
-    deposit = GradHandoff([parameter])
-    with pytest.raises(ZeroDivisionError), deposit.taking():
+    handoff = GradHandoff([parameter])
+    with pytest.raises(ZeroDivisionError), handoff.capture():
         _ = 1 / 0
     assert parameter.grad is not None
     assert parameter.grad.tolist() == [5.0, 5.0]
@@ -71,10 +71,10 @@ def test_all_ranks_divide_alike_whatever_they_hold_the_total_in() -> None:
     made = []
     for total in (3.0, torch.tensor(3.0), torch.tensor(3.0, dtype=torch.float64)):
         parameter = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
-        deposit = GradHandoff([parameter])
-        with deposit.taking():
+        handoff = GradHandoff([parameter])
+        with handoff.capture():
             (parameter * torch.tensor([1.0, 3.0, 5.0, 7.0])).sum().backward()
-        deposit.sign(torch.tensor(1.0), total).backward()
+        handoff.attach_to_loss(torch.tensor(1.0), total).backward()
         assert parameter.grad is not None
         made.append(parameter.grad)
     assert made[0].tolist() == made[1].tolist() == made[2].tolist()
@@ -84,9 +84,9 @@ def test_all_ranks_divide_alike_whatever_they_hold_the_total_in() -> None:
 
 def test_without_any_weight_gradients_are_zeros() -> None:
     parameter = nn.Parameter(torch.ones(2))
-    deposit = GradHandoff([parameter])
-    with deposit.taking():
+    handoff = GradHandoff([parameter])
+    with handoff.capture():
         (parameter * 0).sum().backward()
-    deposit.sign(torch.tensor(float("nan")), 0.0).backward()
+    handoff.attach_to_loss(torch.tensor(float("nan")), 0.0).backward()
     assert parameter.grad is not None
     assert parameter.grad.tolist() == [0.0, 0.0]

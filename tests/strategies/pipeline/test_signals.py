@@ -72,20 +72,20 @@ def rows_of(*rows: tuple[float, float]) -> torch.Tensor:
 
 def test_what_any_rank_heard_in_any_run_is_kept_until_it_is_taken() -> None:
     signals = SharedSignals()
-    signals.hear(rows_of((0, 0), (1, 0), (0, 0)))
-    signals.hear(rows_of((0, 0), (0, 10), (0, 12)))
-    signals.hear(rows_of((0, 0), (0, 0), (0, 0)))
-    assert signals.take_heard() == (1, 12)
-    assert signals.take_heard() == (0, 0)
+    signals.receive(rows_of((0, 0), (1, 0), (0, 0)))
+    signals.receive(rows_of((0, 0), (0, 10), (0, 12)))
+    signals.receive(rows_of((0, 0), (0, 0), (0, 0)))
+    assert signals.take_received() == (1, 12)
+    assert signals.take_received() == (0, 0)
 
 
 def test_a_rank_tells_what_it_was_told_until_the_run_is_closed() -> None:
     signals = SharedSignals()
     assert signals.row().tolist() == [0, 0]
-    signals.told = lambda: (1, 10)
+    signals.own = lambda: (1, 10)
     assert signals.row().tolist() == [1, 10]
     assert len(signals.row()) == NUM_SIGNALS
-    signals.hear(rows_of((1, 10)))
+    signals.receive(rows_of((1, 10)))
     signals.forget()
     assert signals.row().tolist() == [0, 0]
-    assert signals.take_heard() == (0, 0)
+    assert signals.take_received() == (0, 0)

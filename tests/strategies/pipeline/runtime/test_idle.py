@@ -16,10 +16,10 @@ CPU = torch.device("cpu")
 
 def test_idle_time_is_that_of_the_common_window() -> None:
     meter = BubbleMeter(None, CPU)
-    meter.hear(meter.begin(is_whole=True))
+    meter.take_figures(meter.begin(is_whole=True))
     assert meter.bubble is None  # nothing has run
     meter.measured(meter.number, 100, 200, 75)
-    meter.hear(meter.begin(is_whole=True))
+    meter.take_figures(meter.begin(is_whole=True))
     assert meter.bubble == pytest.approx(0.25)
 
 
@@ -29,7 +29,7 @@ def test_of_several_ranks_the_mean_counts_and_no_rank_has_a_window_of_its_own() 
     meter.measured(1, 0, 1, 1)
     meter.begin(is_whole=True)
     # One rank from 0 to 60, busy for 50; the other one from 40 to 100, busy for 60.
-    meter.hear([0, 60, 50, 40, 100, 60])
+    meter.take_figures([0, 60, 50, 40, 100, 60])
     assert meter.bubble == pytest.approx(1 - (50 + 60) / 200)
 
 
@@ -37,12 +37,12 @@ def test_runs_without_backward_passes_and_ranks_that_know_nothing_are_left_out()
     meter = BubbleMeter(None, CPU)
     for is_whole, known in ((True, True), (False, True), (True, False), (True, True)):
         figures = meter.begin(is_whole=is_whole)
-        meter.hear(figures)
+        meter.take_figures(figures)
         if known:
             meter.measured(meter.number, 100 * meter.number, 100 * meter.number + 10, meter.number)
         if meter.number in (2, 3, 4):  # nothing newer is known than the first run
             assert meter.bubble == pytest.approx(0.9)
-    meter.hear(meter.begin(is_whole=False))
+    meter.take_figures(meter.begin(is_whole=False))
     assert meter.bubble == pytest.approx((0.9 + 0.6) / 2)  # of the first and the fourth
 
 
@@ -50,7 +50,7 @@ def test_a_device_is_asked_two_runs_later() -> None:
     meter = BubbleMeter(None, torch.device("cuda"))
     for number in range(1, 5):
         figures = meter.begin(is_whole=True)
-        meter.hear(figures)
+        meter.take_figures(figures)
         assert any(figures) == (number == 4)
         if number == 3:
             meter.measured(1, 10, 20, 5)
@@ -79,13 +79,13 @@ def on_hosts_of_their_own(
             row = torch.tensor(meter.begin(is_whole=True))
             dist.all_reduce(row, group=group)
             figures = row.tolist()
-            meter.hear(figures)
+            meter.take_figures(figures)
             dist.barrier()
             start = time.monotonic_ns()
             time.sleep(LASTS_S)
             meter.measured(meter.number, start, time.monotonic_ns(), int(BUSY_S * 1e9))
             dist.barrier()
-            meter.meet()
+            meter.note_sync_point()
         return (figures, meter.bubble), (true_clock() - began_ns) / 1e9
     finally:
         clock.monotonic_ns = true_clock
