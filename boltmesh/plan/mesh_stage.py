@@ -308,7 +308,7 @@ class _Stages:
             num_norms=job.num_norms,
             shared=self._shared_by(group),
             told=size_of_told(job.num_logged, is_on_host=job.is_on_host),
-            num_told=NUM_SIGNALS + length_of_row(job.num_logged, is_on_host=job.is_on_host),
+            report_length=NUM_SIGNALS + length_of_row(job.num_logged, is_on_host=job.is_on_host),
             evened=self._evened() if job.layout.data > 2 else (0, 0),
             agrees_on_overflow=job.has_scaler,
         )

@@ -235,7 +235,7 @@ class PipelineForecast:
         num_norms: int,
         shared: tuple[int, int],
         told: tuple[int, int],
-        num_told: int,
+        report_length: int,
         evened: tuple[int, int],
         agrees_on_overflow: bool,
     ) -> list[ExpectedTraffic]:
@@ -247,7 +247,7 @@ class PipelineForecast:
             shared: Bytes and calls of a batch, for gradients of parameters that several stages
                 hold.
             told: Bytes and calls of a batch, from the last stage: the loss and what was logged.
-            num_told: Numbers that ranks tell each other at the end of a batch.
+            report_length: Numbers of a rank's report at the end of a batch.
             evened: Bytes and calls of a step, for shared parameters' averages over pipelines.
             agrees_on_overflow: Whether stages tell each other before it if gradients overflowed.
         """
@@ -269,7 +269,7 @@ class PipelineForecast:
 
         agreements = {
             "agreements of the ranks at both ends of a batch, and its loss": in_step(
-                handshake_size(self._programs.num_stages, self._group.size(), num_told)
+                handshake_size(self._programs.num_stages, self._group.size(), report_length)
             )
         }
         reduced = {
@@ -392,7 +392,7 @@ class PipelineEstimate:
             num_norms=num_norms,
             shared=shared.size_per_batch(),
             told=self._sharing.size_per_batch(),
-            num_told=NUM_SIGNALS + self._sharing.length,
+            report_length=NUM_SIGNALS + self._sharing.length,
             evened=shared.size_of_gradients() if context.evens_shared else (0, 0),
             agrees_on_overflow=context.scaler is not None,
         )

@@ -204,7 +204,7 @@ class StagedModel:
             gradient_group=(
                 context.new_group() if num_ranks > 1 and context.device.type == "cuda" else None
             ),
-            num_told=lambda: NUM_SIGNALS + self.sharing.length,
+            report_length=lambda: NUM_SIGNALS + self.sharing.length,
         )
 
     def move_absent(self, device: torch.device) -> None:

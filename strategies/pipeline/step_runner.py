@@ -123,7 +123,7 @@ class StepRunner:
             see: Called with what each microbatch of a stage begins with.
 
         Returns:
-            What the last stage logged, and what each rank told at the end.
+            What the last stage logged, and the reports of all ranks.
         """
         try:
             with around():
@@ -142,16 +142,16 @@ class StepRunner:
         else:
             tail = BatchTail(joined, around, to_end, finish)
             stages = self._joined_stages(run, runs, around, joined, tail, see)
-        tell = partial(found, logs) if self._end in self._whole.stages else self._tell_stop
+        report = partial(found, logs) if self._end in self._whole.stages else self._report_stop
         with self._placement.plans.writes.of_batch():
             if self.delayed is None:
-                outcome = self._run(self._programs.of(len(run.parts)), stages, tell)
+                outcome = self._run(self._programs.of(len(run.parts)), stages, report)
             else:
                 with self.delayed.batch() as before:
                     program = self._programs.asynchronous(before, len(run.parts))
-                    outcome = self._run(program, stages, tell)
+                    outcome = self._run(program, stages, report)
         self.glue_state.share((each[0].plan for each in runs), is_joined=joined is not None)
-        return logs, outcome.told[:, NUM_SIGNALS:]
+        return logs, outcome.reports[:, NUM_SIGNALS:]
 
     def _stages(
         self,
@@ -239,7 +239,7 @@ class StepRunner:
         with logs.of_microbatch(microbatch), self.effects.kept():
             yield
 
-    def _tell_stop(self) -> Tensor:
+    def _report_stop(self) -> Tensor:
         return self._sharing.row_of_other(stops=self.effects.stops())
 
     def pass_through(
@@ -284,13 +284,13 @@ class StepRunner:
     ) -> StepOutcome:
         digest, self.digest = self.digest, BatchDigest()
 
-        def tell() -> Tensor:
+        def report() -> Tensor:
             zeros = torch.zeros(self._sharing.length, dtype=torch.float64)
             return torch.cat([self._signals.row(), zeros if found is None else found()])
 
         with host_random_kept():
-            outcome = self._executor.run(program, stages, digest, tell)
-        self._signals.receive(outcome.told[:, :NUM_SIGNALS])
+            outcome = self._executor.run(program, stages, digest, report)
+        self._signals.receive(outcome.reports[:, :NUM_SIGNALS])
         return outcome
 
     def relay(self, run: MicrobatchRun) -> Any:

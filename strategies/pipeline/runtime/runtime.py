@@ -36,7 +36,7 @@ _ALONE: Final = itertools.count()
 """Numbers the runs of single ranks: what one has posted is not read in the next."""
 
 
-def _nothing_told() -> Tensor:
+def _no_report() -> Tensor:
     return torch.empty(0, dtype=torch.float64)
 
 
@@ -59,8 +59,8 @@ class PipelineRuntime:
         control_group: The same ranks on the CPU, of its own; by default made here, by all ranks of
             the job together.
         gradient_group: See ``StageTransport``.
-        num_told: Asked at the beginning of each run how many numbers a rank tells the others at
-            its end; alike on all ranks.
+        report_length: Returns, at the beginning of each run, the numbers of a report; equal on all
+            ranks.
     """
 
     def __init__(
@@ -77,9 +77,9 @@ class PipelineRuntime:
         waits_within: bool = False,
         control_group: ProcessGroup | None = None,
         gradient_group: ProcessGroup | None = None,
-        num_told: Callable[[], int] = lambda: 0,
+        report_length: Callable[[], int] = lambda: 0,
     ) -> None:
-        self._num_told = num_told
+        self._report_length = report_length
         self._device = device
         self._timeout, self._explain = timeout, explain
         self._waits_within = waits_within
@@ -125,7 +125,7 @@ class PipelineRuntime:
         program: RankProgram,
         stages: Sequence[PipelineStage],
         batch: BatchDigest = _NO_BATCH,
-        tell: Callable[[], Tensor] = _nothing_told,
+        report: Callable[[], Tensor] = _no_report,
     ) -> StepOutcome:
         """Work off a list of actions. Collective over the group.
 
@@ -138,14 +138,14 @@ class PipelineRuntime:
             stages: Its stages, ready for the microbatches of this step; none are needed for
                 backward passes of the batch before.
             batch: What this rank says of the batch that they compute with.
-            tell: Gives what this rank tells the others of the run, once it is over.
+            report: Returns this rank's row for the others, once the run is over.
 
         Raises:
-            PipelineError: A stage or ``tell`` raised, on whichever rank, or stages do not fit
+            PipelineError: A stage or ``report`` raised, on whichever rank, or stages do not fit
                 together, or ranks have different batches.
         """
         with self._board.monitoring():
-            return self._run(program, {stage.index: stage for stage in stages}, batch, tell)
+            return self._run(program, {stage.index: stage for stage in stages}, batch, report)
 
     @contextlib.contextmanager
     def guarded(self, what: str) -> Iterator[None]:
@@ -185,10 +185,10 @@ class PipelineRuntime:
                 self._board.post(cause)
                 handshake = self._handshake(program, None, _NO_BATCH)
                 self._end(handshake, StepOutcome(), error)
-        except PipelineError as told:
+        except PipelineError as first:
             if isinstance(error, ConfigError):
                 raise error from None
-            raise told from error
+            raise first from error
         raise error
 
     def close(self) -> None:
@@ -198,7 +198,7 @@ class PipelineRuntime:
     def _handshake(
         self, program: RankProgram, specs: tuple[Specs, Specs] | None, batch: BatchDigest
     ) -> Handshake:
-        deadline, length = Deadline(self._timeout), self._num_told()
+        deadline, length = Deadline(self._timeout), self._report_length()
         return Handshake(self.control_group, program, specs, batch, self._meter, deadline, length)
 
     def _run(
@@ -206,7 +206,7 @@ class PipelineRuntime:
         program: RankProgram,
         stages: dict[int, PipelineStage],
         batch: BatchDigest,
-        tell: Callable[[], Tensor],
+        report: Callable[[], Tensor],
     ) -> StepOutcome:
         error: BaseException | None = None
         specs: tuple[Specs, Specs] | None = None
@@ -230,7 +230,7 @@ class PipelineRuntime:
         self._spans.end_step(self._meter.number)
         if program.has_backward and error is None:
             self._on_peak(step.outcome.peak_live)
-        return self._end(handshake, step.outcome, error, tell)
+        return self._end(handshake, step.outcome, error, report)
 
     def _perform(
         self, step: PipelineStep, program: RankProgram, handshake: Handshake
@@ -304,13 +304,13 @@ class PipelineRuntime:
         handshake: Handshake,
         outcome: StepOutcome,
         error: BaseException | None,
-        tell: Callable[[], Tensor] = _nothing_told,
+        report: Callable[[], Tensor] = _no_report,
     ) -> StepOutcome:
         """Return the outcome if all ranks have one; else raise the first cause on all of them."""
         mine = None
         if error is None:
             try:
-                mine = tell()
+                mine = report()
             except Exception as caught:  # noqa: BLE001 - told to all ranks and raised below
                 error = self._post(caught, None)
         try:
@@ -318,10 +318,10 @@ class PipelineRuntime:
                 handshake.wait()
             except DisagreementError as caught:
                 error = caught
-            told = handshake.finish(mine if error is None else None)
-            if told is not None:
+            reports = handshake.finish(mine if error is None else None)
+            if reports is not None:
                 self._meter.note_sync_point()
-                outcome.told = told
+                outcome.reports = reports
                 return outcome
         except Exception as caught:  # noqa: BLE001 - a rank is gone: told to all and raised below
             error = error or self._post(caught, None)

@@ -83,8 +83,8 @@ class StepOutcome:
     """By microbatch what the last stage gave, without its graph; empty on other ranks."""
     peak_live: dict[int, int] = field(default_factory=dict)
     """By stage how many microbatches were kept at once at most."""
-    told: Tensor = field(default_factory=lambda: torch.empty(0, 0, dtype=torch.float64))
-    """What each rank told at the end, ``(num_ranks, num_told)``."""
+    reports: Tensor = field(default_factory=lambda: torch.empty(0, 0, dtype=torch.float64))
+    """Reports of all ranks at the end, ``(num_ranks, report_length)``."""
 
 
 class PipelineStep:
