@@ -10,7 +10,7 @@ numbers for the engine and for telemetry.
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -28,7 +28,6 @@ from boltmesh.strategies.dry_run.no_side_effects import (
     random_state_unchanged,
 )
 from boltmesh.strategies.pipeline.microbatch_runs import Around
-from boltmesh.strategies.pipeline.options import PipelineContext
 from boltmesh.strategies.pipeline.partition.placement import StagePlacement
 from boltmesh.strategies.pipeline.runtime.backward import StageGraph, backward
 from boltmesh.strategies.pipeline.runtime.handshake import handshake_size
@@ -36,11 +35,13 @@ from boltmesh.strategies.pipeline.runtime.stage import ValueSpec
 from boltmesh.strategies.pipeline.schedules.actions import RankProgram, RankPrograms
 from boltmesh.strategies.pipeline.stage.plan_cache import TRAINING, batch_signature
 from boltmesh.strategies.pipeline.stage.stage_run import StageRun
-from boltmesh.strategies.pipeline.stage_params import StageParameters
-from boltmesh.strategies.pipeline.step_report import NUM_SIGNALS, LastStageBroadcast
+from boltmesh.strategies.pipeline.step_report import NUM_SIGNALS
 from boltmesh.strategies.torch_compat.tensors import FakeTensorMode
 from boltmesh.telemetry.snapshot import MemoryKind, MemoryPlace, PipelinePlan
 from boltmesh.telemetry.traffic import CONTROL, ExpectedTraffic
+
+if TYPE_CHECKING:
+    from boltmesh.strategies.pipeline.staged_model import StagedModel
 
 ValuesAt = Callable[[int, int], tuple[ValueSpec, ...]]
 """Gives what crosses a border in a microbatch; border 1 is the one from stage 0 to stage 1."""
@@ -307,37 +308,18 @@ class PipelineEstimate:
     """What this rank will do, move and keep of a model that is placed.
 
     Args:
-        module: The whole model.
+        model: The model, which stays placed over several runs.
         placement: How it is divided, and how steps run on that.
-        holdings: What this rank has of it.
-        programs: The actions of this rank.
         num_microbatches: Of the batch that the model was divided by.
-        sharing: Brings what the last stage logs to the other ranks.
-        cut: Gives the microbatches of a batch, and the rows of each.
-        context: Where the pipeline finds itself.
     """
 
     def __init__(
-        self,
-        module: LightningModule,
-        placement: StagePlacement,
-        holdings: StageParameters,
-        *,
-        programs: RankPrograms,
-        num_microbatches: int,
-        sharing: LastStageBroadcast,
-        cut: Callable[[Any], tuple[list[Any], list[int]]],
-        context: PipelineContext,
+        self, model: "StagedModel", placement: StagePlacement, *, num_microbatches: int
     ) -> None:
-        self.context = context
-        """Of the newest run: a model stays placed over several."""
-        self._module = module
+        self._model = model
         self._placement = placement
-        self._holdings = holdings
-        self._programs = programs
-        self._sharing = sharing
-        self._cut = cut
-        self.forecast = PipelineForecast(programs, num_microbatches, context.group)
+        group = model.context.group
+        self.forecast = PipelineForecast(model.programs, num_microbatches, group)
 
     def look_at(self, batch: Any, rest: tuple[Any, ...], around: Around) -> None:
         """Work out what one batch of training moves, where that is not known yet.
@@ -360,10 +342,10 @@ class PipelineEstimate:
             around: Precision.
         """
         parts, runs = self._runs(batch, rest, around)
-        own = self._programs.of(len(parts)).stages
+        own = self._model.programs.of(len(parts)).stages
         return StageRehearsal(
-            self._module,
-            self.context.device,
+            self._model.module,
+            self._model.context.device,
             [
                 ((part, *rest), [stages[each] for each in own])
                 for part, stages in zip(parts, runs, strict=True)
@@ -374,8 +356,8 @@ class PipelineEstimate:
         self, batch: Any, rest: tuple[Any, ...], around: Around
     ) -> tuple[list[Any], list[tuple[StageRun, ...]]]:
         """Return a batch's microbatches, and how each runs on all stages."""
-        parts, _ = self._cut(batch)
-        plans, seed = self._placement.plans, self.context.seed
+        parts, _ = self._model.parts_of(batch)
+        plans, seed = self._placement.plans, self._model.context.seed
         with around():
             return parts, [plans.stages(TRAINING, part, *rest, seed=seed) for part in parts]
 
@@ -386,13 +368,13 @@ class PipelineEstimate:
             accumulated: Batches in it.
             num_norms: Norms over all stages in it.
         """
-        shared, context = self._holdings.shared, self.context
+        model, shared, context = self._model, self._model.holdings.shared, self._model.context
         return self.forecast.traffic(
             accumulated=accumulated,
             num_norms=num_norms,
             shared=shared.size_per_batch(),
-            told=self._sharing.size_per_batch(),
-            report_length=NUM_SIGNALS + self._sharing.length,
+            told=model.sharing.size_per_batch(),
+            report_length=NUM_SIGNALS + model.sharing.length,
             evened=shared.size_of_gradients() if context.evens_shared else (0, 0),
             agrees_on_overflow=context.scaler is not None,
         )
@@ -402,5 +384,5 @@ class PipelineEstimate:
         kept = self._placement.division.kept_bytes
         if kept is None:
             return []
-        place: MemoryPlace = "host" if self.context.device.type == "cpu" else "device"
+        place: MemoryPlace = "host" if self._model.context.device.type == "cpu" else "device"
         return [self.forecast.activations(kept, place)]

@@ -88,8 +88,6 @@ class StagedModel:
         self.others.close()
         count = context.num_replicas * context.num_sharing
         self.others = PeerPipelines(count, dist.get_world_size(), self._fail)
-        if self.placement is not None:
-            self.expectations.context = context
 
     def place(
         self,
@@ -122,7 +120,7 @@ class StagedModel:
         programs = self.programs = RankPrograms(
             self.options, context.group.size(), context.group.rank()
         )
-        parts = self._cut(batch)[0]
+        parts = self.parts_of(batch)[0]
         self._unmade = DeferredModel(module)
         with around():
             placement = place(
@@ -143,39 +141,19 @@ class StagedModel:
             )
         if placement.division.sees_one_value:
             self._norms_of_rows = batch_norms(module)
-            parts = self._cut(batch)[0]
+            parts = self.parts_of(batch)[0]
         self.last = dist.get_global_rank(context.group, programs.rank_of_stage[-1])
         self.holds_last_stage = dist.get_rank() == self.last
         self.proofs = LossChecks(context.device)
         self.sharing = LastStageBroadcast(context.group, self.last, context.device)
-        self._executor = self._build_executor(context)
+        self.executor = self._build_executor(context)
         self.metric_sharing = MetricBroadcast(
-            self.metrics, context.group, self.last, context.device, self._executor.control_group
+            self.metrics, context.group, self.last, context.device, self.executor.control_group
         )
         self.holdings = StageParameters(module, placement.division, context)
-        self.runner = StepRunner(
-            module,
-            self.metrics,
-            placement,
-            self.holdings,
-            programs=programs,
-            num_microbatches=len(parts),
-            executor=self._executor,
-            sharing=self.sharing,
-            signals=self.signals,
-            context=context,
-        )
+        self.runner = StepRunner(self, placement, num_microbatches=len(parts))
         placement.plans.check = self.holdings.refuse_unheld
-        self.expectations = PipelineEstimate(
-            module,
-            placement,
-            self.holdings,
-            programs=programs,
-            num_microbatches=len(parts),
-            sharing=self.sharing,
-            cut=self._cut,
-            context=context,
-        )
+        self.expectations = PipelineEstimate(self, placement, num_microbatches=len(parts))
         self.placement = placement
 
     def make(self) -> None:
@@ -228,10 +206,10 @@ class StagedModel:
         recorder = self.context.recorder
         for group in self.holdings.shared.groups():
             recorder.name_group(group, "pipeline")
-        if self._executor.control_group is not None:
-            recorder.name_group(self._executor.control_group, CONTROL)
-        if self._executor.gradient_group is not None:
-            recorder.name_group(self._executor.gradient_group, "pipeline")
+        if self.executor.control_group is not None:
+            recorder.name_group(self.executor.control_group, CONTROL)
+        if self.executor.gradient_group is not None:
+            recorder.name_group(self.executor.gradient_group, "pipeline")
         recorder.schedule(self.expectations.forecast.plan(self.programs.schedule, accumulated))
 
     def follow_scaler(self) -> None:
@@ -251,7 +229,7 @@ class StagedModel:
         self.signals.forget()
         self.others.close()
         if self.placement is not None:
-            self._executor.close()
+            self.executor.close()
             if self.delayed is not None:
                 self.delayed.abandon()
 
@@ -292,7 +270,7 @@ class StagedModel:
         Collective over the pipeline where it cannot be cut, so that no rank waits for this one.
         """
         try:
-            return self._cut(batch)
+            return self.parts_of(batch)
         except Exception as error:  # noqa: BLE001 - told to all ranks and raised again
             self.runner.refuse(error)
 
@@ -304,11 +282,12 @@ class StagedModel:
         if self.context.coupled is not None:
             return [batch], [1]
         try:
-            return self._cut(batch)
+            return self.parts_of(batch)
         except ConfigError:
             return [batch], [1]
 
-    def _cut(self, batch: Any) -> tuple[list[Any], list[int]]:
+    def parts_of(self, batch: Any) -> tuple[list[Any], list[int]]:
+        """Return the same; raise on this rank alone where it cannot be cut."""
         wanted = self.options.num_microbatches(self.context.group.size())
         if wanted == 1:
             return [batch], [1]
@@ -446,7 +425,7 @@ class StagedModel:
     @property
     def bubble(self) -> float | None:
         """Return the idle share of a batch of training, see ``PipelineRuntime.bubble``."""
-        return self._executor.bubble
+        return self.executor.bubble
 
     # What the executor tells.
 

@@ -4,17 +4,15 @@ What is made of a batch of training is in ``training.py``, of one of the other l
 ``evaluation.py``; the order in which chunks are computed and handed on is the executor's.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from boltmesh.strategies.dry_run.batch_check import BatchDigest
-from boltmesh.strategies.dry_run.metrics import MetricKind
 from boltmesh.strategies.dry_run.no_side_effects import no_side_effects
 from boltmesh.strategies.pipeline.layerwise_eval import relay_of
 from boltmesh.strategies.pipeline.merge import BatchTail, JoinedRun
@@ -27,55 +25,34 @@ from boltmesh.strategies.pipeline.microbatch_runs import (
     MicrobatchStage,
     See,
 )
-from boltmesh.strategies.pipeline.options import PipelineContext
 from boltmesh.strategies.pipeline.partition.placement import StagePlacement
 from boltmesh.strategies.pipeline.pipedream_2bw import DelayedGradients, ParamSites
-from boltmesh.strategies.pipeline.runtime.runtime import PipelineRuntime
 from boltmesh.strategies.pipeline.runtime.step import StepOutcome
-from boltmesh.strategies.pipeline.schedules.actions import RankProgram, RankPrograms
+from boltmesh.strategies.pipeline.schedules.actions import RankProgram
 from boltmesh.strategies.pipeline.stage.rng import host_random_kept
 from boltmesh.strategies.pipeline.stage.stage_run import StageRun
 from boltmesh.strategies.pipeline.stage.trace import MetricTrace, refuse_writes
-from boltmesh.strategies.pipeline.stage_params import NonStageState, StageParameters
+from boltmesh.strategies.pipeline.stage_params import NonStageState
 from boltmesh.strategies.pipeline.step_effects import StepEffects
-from boltmesh.strategies.pipeline.step_report import (
-    NUM_SIGNALS,
-    LastStageBroadcast,
-    SharedSignals,
-    StepLogs,
-)
+from boltmesh.strategies.pipeline.step_report import NUM_SIGNALS, StepLogs
+
+if TYPE_CHECKING:
+    from boltmesh.strategies.pipeline.staged_model import StagedModel
 
 
 class StepRunner:
     """Runs steps on a model that is placed. All of it is collective over the pipeline.
 
     Args:
-        module: The whole model.
-        metrics: Its metrics, by name.
+        model: In the context of the run that places it.
         placement: How it is divided, and how steps run on that.
-        holdings: What this rank has of it.
-        programs: The actions of this rank.
         num_microbatches: Of the batch that the model was divided by.
-        executor: Performs them.
-        sharing: Lays what the last stage tells out in a row.
-        signals: Told with that row.
-        context: Where the pipeline finds itself.
     """
 
     def __init__(
-        self,
-        module: LightningModule,
-        metrics: Mapping[str, MetricKind],
-        placement: StagePlacement,
-        holdings: StageParameters,
-        *,
-        programs: RankPrograms,
-        num_microbatches: int,
-        executor: PipelineRuntime,
-        sharing: LastStageBroadcast,
-        signals: SharedSignals,
-        context: PipelineContext,
+        self, model: "StagedModel", placement: StagePlacement, *, num_microbatches: int
     ) -> None:
+        module, holdings, programs = model.module, model.holdings, model.programs
         self.digest = BatchDigest()
         """Of the batch that the next step gets."""
         self.is_relaying = False
@@ -83,24 +60,24 @@ class StepRunner:
         self.effects = StepEffects(module)
         """Options of optimizers and ``should_stop``, as the step of a batch sets them."""
         self._module = module
-        self._metrics = metrics
+        self._metrics = model.metrics
         self._placement = placement
         self._programs = programs
         self._whole = programs.of(num_microbatches)
         self._end = programs.num_stages - 1
-        self._executor = executor
-        self._sharing = sharing
-        self._signals = signals
-        self._context = context
+        self._executor = model.executor
+        self._sharing = model.sharing
+        self._signals = model.signals
+        self._context = model.context
         self.glue_state = NonStageState(
-            module, self._whole.stages, programs.rank_of_stage, context.group
+            module, self._whole.stages, programs.rank_of_stage, model.context.group
         )
         self.delayed: DelayedGradients | None = None
         """Where the schedule applies gradients a step late."""
         if programs.is_asynchronous:
             sites = ParamSites(module, holdings.parameters)
             self.delayed = DelayedGradients(
-                sites, holdings.shared, self._finish, executor.drop_carried
+                sites, holdings.shared, self._finish, model.executor.drop_carried
             )
 
     def run_batch(

@@ -76,7 +76,7 @@ class Wakes(Callback):
         assert staged.context.recorder is strategy.recorder
         if staged.context.recorder not in self.recorders:
             self.recorders.append(staged.context.recorder)
-        thread = staged._executor._board._monitor._thread
+        thread = staged.executor._board._monitor._thread
         assert thread is not None
         assert thread.is_alive()
 

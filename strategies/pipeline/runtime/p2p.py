@@ -50,7 +50,7 @@ class HostMessages:
         Args:
             tensor: Has to stay as it is until the work is waited for.
             peer: Within the group.
-            tag: Told apart by it.
+            tag: Distinguishes messages between the same ranks.
         """
         COLLECTIVES.note_message("send", self._group, tensor.nbytes, peer)
         return self._backend.send([tensor], peer, tag)
@@ -189,11 +189,12 @@ class StageTransport:
         """The same, whatever becomes of each message; values are thrown away."""
         waiting = [work for sent in self._sent.values() for work in sent.works]
         waiting += [work for awaited in self._awaited.values() for work in awaited.works]
-        if self._device.type == "cpu":
+        if self._is_on_host:
             deadline.wait_despite_errors(waiting)
-        for work in waiting if self._device.type != "cpu" else ():  # which the stream waits for
-            with contextlib.suppress(Exception):  # the cause is known; this peer may be gone
-                work.wait()
+        else:
+            for work in waiting:  # the stream waits, not this thread
+                with contextlib.suppress(Exception):  # the cause is known; this peer may be gone
+                    work.wait()
         self._sent.clear()
         self._awaited.clear()
 
