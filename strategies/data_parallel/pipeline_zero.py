@@ -241,7 +241,7 @@ class PipelineZeroAxis(PipelineDataAxis, ZeroAxis):
             self._forget_late()
         self.sharded.mesh.name_groups(context.recorder)
         observe_waits(self.sharded.units.values(), context.recorder.device_wait)
-        self._follow_scaler(context)
+        self._overflow.begin(context.scaler, context.group)
         return module
 
     @property

@@ -50,7 +50,7 @@ from boltmesh.strategies.owner_exchange import Exchange, ShardedPartExchange, Sh
 from boltmesh.strategies.torch_compat.autograd import after_backward
 from boltmesh.strategies.torch_compat.fsdp import forget_step
 from boltmesh.strategies.torch_compat.fsdp_hooks import observe_waits
-from boltmesh.strategies.torch_compat.optimizers import agree_on_overflow
+from boltmesh.strategies.torch_compat.optimizers import OverflowAgreement
 from boltmesh.strategies.whole_steps import WholeSteps, add_whole_steps, is_owned
 from boltmesh.telemetry.snapshot import MemoryKind
 from boltmesh.telemetry.traffic import ExpectedTraffic
@@ -100,7 +100,7 @@ class ZeroAxis(DataAxis):
         self._guard: OrderCheck | None = None
         self._stale: EarlyZeroGrad | None = None
         self._offload: OffloadEngine | None = None
-        self._forget_scaler: Callable[[], object] = nullcontext  # nothing to undo
+        self._overflow = OverflowAgreement()
         self._step_hooks: list[RemovableHandle] = []
         self.whole_steps: list[WholeSteps] = []
         self._has_ended_step = False
@@ -162,13 +162,8 @@ class ZeroAxis(DataAxis):
             follow_toggles(module, self._follow_shards)
         if self._guard is not None:
             self._guard.start()
-        self._follow_scaler(context)
+        self._overflow.begin(context.scaler, context.group)
         return sharded.root
-
-    def _follow_scaler(self, context: AxisContext) -> None:
-        if context.scaler is not None and context.group.size() > 1:
-            self._forget_scaler()
-            self._forget_scaler = agree_on_overflow(context.scaler, context.group)
 
     def _build_guard(self, context: AxisContext) -> OrderCheck | None:
         if context.group.size() == 1:
@@ -468,8 +463,7 @@ class ZeroAxis(DataAxis):
 
     @override
     def release(self) -> None:
-        self._forget_scaler()
-        self._forget_scaler = nullcontext
+        self._overflow.end()
         self._forget_steps()
         if self._guard is not None:
             self._guard.stop()

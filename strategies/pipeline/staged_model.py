@@ -20,7 +20,6 @@ from torch import Tensor
 
 from boltmesh.errors import ConfigError
 from boltmesh.strategies.dry_run.metrics import find_metrics
-from boltmesh.strategies.object_collectives import noop
 from boltmesh.strategies.pipeline.expected_traffic import PipelineEstimate
 from boltmesh.strategies.pipeline.loss.loss_check import LossChecks
 from boltmesh.strategies.pipeline.loss.reduction import BatchLossError
@@ -48,7 +47,7 @@ from boltmesh.strategies.pipeline.stage_params import StageParameters
 from boltmesh.strategies.pipeline.step_report import NUM_SIGNALS, LastStageBroadcast, SharedSignals
 from boltmesh.strategies.pipeline.step_runner import StepRunner
 from boltmesh.strategies.progress import long_phase
-from boltmesh.strategies.torch_compat.optimizers import agree_on_overflow
+from boltmesh.strategies.torch_compat.optimizers import OverflowAgreement
 from boltmesh.telemetry.traffic import CONTROL
 
 SEED_STRIDE = 1_000_003
@@ -66,7 +65,7 @@ class StagedModel:
         self.options = options
         self.placement: StagePlacement | None = None
         """None before a model was placed."""
-        self._forget_scaler: Callable[[], None] = noop
+        self._overflow = OverflowAgreement()
         self._has_chosen = False
         """Whether the loss of a batch was looked at before a schedule was chosen."""
         self._has_checked_rows = False
@@ -218,14 +217,11 @@ class StagedModel:
         To be called before a run that trains; until ``close``.
         """
         context = self.context
-        self._forget_scaler()
-        if context.scaler is not None and context.group.size() > 1:
-            self._forget_scaler = agree_on_overflow(context.scaler, context.group, context.device)
+        self._overflow.begin(context.scaler, context.group, context.device)
 
     def close(self) -> None:
         """End what runs beside the training. Parameters stay as they are."""
-        self._forget_scaler()
-        self._forget_scaler = noop
+        self._overflow.end()
         self.signals.forget()
         self.others.close()
         if self.placement is not None:

@@ -5,7 +5,7 @@ What the engine calls, and what becomes of parameters. How a model is divided is
 """
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,7 +27,7 @@ from boltmesh.strategies.engine.axis import FakeRuns, LayerAxis
 from boltmesh.strategies.grad_norm import NormShare, PartShare
 from boltmesh.strategies.lightning_compat.loops import step_arguments
 from boltmesh.strategies.lightning_compat.trainer import has_norm_clipping, parameter_dtype
-from boltmesh.strategies.object_collectives import broadcast_from_rank0, noop
+from boltmesh.strategies.object_collectives import broadcast_from_rank0
 from boltmesh.strategies.optimizer_probe import find_mixing
 from boltmesh.strategies.owner_exchange import PartExchange
 from boltmesh.strategies.parameter_access import forget_parts, register_shards
@@ -51,7 +51,7 @@ from boltmesh.strategies.tensor.plan import ShardedParameter, TensorPlan, plan_t
 from boltmesh.strategies.tensor.runtime.collectives import TensorGroup
 from boltmesh.strategies.tensor.runtime.param_swap import broadcast_whole
 from boltmesh.strategies.tensor.verify import StepPrecision
-from boltmesh.strategies.torch_compat.optimizers import agree_on_overflow
+from boltmesh.strategies.torch_compat.optimizers import OverflowAgreement
 from boltmesh.strategies.whole_steps import WholeSteps, add_whole_steps, is_owned
 from boltmesh.telemetry.traffic import ExpectedTraffic
 
@@ -83,7 +83,7 @@ class TensorAxis(LayerAxis):
         """None before a model was placed."""
         self._sample: tuple[Any, tuple[Any, ...]] = None, ()
         """A batch of the run that is set up, and what a step is called with behind it."""
-        self._forget_scaler: Callable[[], None] = noop
+        self._overflow = OverflowAgreement()
         self._whole_steps: list[WholeSteps] = []
         """Steps of the optimizers that need whole parameters."""
         self._is_new = True
@@ -348,16 +348,8 @@ class TensorAxis(LayerAxis):
     def start(self, trainer: Trainer) -> None:
         self._sample = None, ()
         if self.strategy.is_fitting:
-            self._follow_scaler()
-
-    def _follow_scaler(self) -> None:
-        """Make all ranks skip a step when gradients of one have overflown, until ``close``."""
-        self._forget_scaler()
-        self._forget_scaler = noop
-        if self.context.scaler is not None and self.context.group.size() > 1:
-            self._forget_scaler = agree_on_overflow(
-                self.context.scaler, self.context.group, self.context.device
-            )
+            context = self.context
+            self._overflow.begin(context.scaler, context.group, context.device)
 
     # Steps.
 
@@ -441,8 +433,7 @@ class TensorAxis(LayerAxis):
     @override
     def close(self) -> None:
         """Let ranks step by themselves again. The model stays divided."""
-        self._forget_scaler()
-        self._forget_scaler = noop
+        self._overflow.end()
         for each in self._whole_steps:
             each.release()
 

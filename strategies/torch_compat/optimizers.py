@@ -63,42 +63,58 @@ def stop_scaling_in_step(optimizer: Optimizer) -> Callable[[], None]:
     return restore
 
 
-def agree_on_overflow(
-    scaler: torch.amp.GradScaler, group: dist.ProcessGroup, device: torch.device | None = None
-) -> Callable[[], None]:
-    """Make a gradient scaler skip a step on all ranks of a group when one of them has to.
+class OverflowAgreement:
+    """Makes a gradient scaler skip a step on all ranks of a group when one of them has to.
 
     DTensor decides by the first gradient alone whether ranks have to agree; where that is of a
     replicated parameter, they would not.
-
-    Args:
-        scaler: Of this rank.
-        group: The ranks that step together.
-        device: Of the gradients; with it a rank takes part that has none, which a scaler would
-            otherwise refuse to step.
-
-    Returns:
-        A function that puts things back.
     """
-    unscale: Any = scaler._unscale_grads_
-    before = vars(scaler).get("_unscale_grads_")  # of another axis, whose ranks agree too
 
-    def unscale_and_agree(*args: Any, **kwargs: Any) -> Any:
-        found: dict[torch.device, Tensor] = unscale(*args, **kwargs)
-        if device is not None:
-            found.setdefault(device, torch.zeros((), device=device))
-        for each in found.values():
-            dist.all_reduce(each, dist.ReduceOp.MAX, group=group)
-        return found
+    def __init__(self) -> None:
+        self._restore: Callable[[], None] | None = None
 
-    vars(scaler)["_unscale_grads_"] = unscale_and_agree
+    def begin(
+        self,
+        scaler: torch.amp.GradScaler | None,
+        group: dist.ProcessGroup,
+        device: torch.device | None = None,
+    ) -> None:
+        """Let ranks agree until ``end``; nothing happens without a scaler or without other ranks.
 
-    def restore() -> None:
-        vars(scaler).pop("_unscale_grads_", None)
-        if before is not None:
-            vars(scaler)["_unscale_grads_"] = before
+        Args:
+            scaler: The scaler of this rank.
+            group: The ranks that step together.
+            device: Of the gradients; with it a rank takes part that has none, which a scaler would
+                otherwise refuse to step.
+        """
+        self.end()
+        if scaler is None or group.size() == 1:
+            return
+        attributes = vars(scaler)
+        unscale: Any = scaler._unscale_grads_
+        before = attributes.get("_unscale_grads_")  # of another axis, whose ranks agree too
 
-    return restore
+        def unscale_and_agree(*args: Any, **kwargs: Any) -> Any:
+            found: dict[torch.device, Tensor] = unscale(*args, **kwargs)
+            if device is not None:
+                found.setdefault(device, torch.zeros((), device=device))
+            for each in found.values():
+                dist.all_reduce(each, dist.ReduceOp.MAX, group=group)
+            return found
+
+        def restore() -> None:
+            attributes.pop("_unscale_grads_", None)
+            if before is not None:
+                attributes["_unscale_grads_"] = before
+
+        attributes["_unscale_grads_"] = unscale_and_agree
+        self._restore = restore
+
+    def end(self) -> None:
+        """Let the scaler decide alone again."""
+        restore, self._restore = self._restore, None
+        if restore is not None:
+            restore()
 
 
 TOTAL_NORM: Callable[..., Tensor] = torch.nn.utils.clip_grad._get_total_norm
