@@ -22,10 +22,10 @@ from boltmesh.strategies.deferred_initialization.materialize import (
 )
 from boltmesh.strategies.offload.host_memory import give_back_free_memory
 from boltmesh.strategies.pipeline.stage.units import (
-    absent_like,
     find_stage_units,
     is_absent,
     make_absent,
+    one_element,
 )
 
 _CPU = torch.device("cpu")
@@ -113,7 +113,7 @@ class DeferredModel:
 
     def _stand_in(self, tensor: Tensor, name: str) -> Tensor:
         if id(tensor) not in self._replaced:
-            made = absent_like(tensor, _CPU)
+            made = one_element(tensor.shape, tensor.dtype, _CPU)
             if isinstance(tensor, Parameter):
                 made = Parameter(made, requires_grad=tensor.requires_grad)
                 vars(made).update(vars(tensor))  # authors mark parameters with attributes

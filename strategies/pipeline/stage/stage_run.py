@@ -32,7 +32,7 @@ from boltmesh.strategies.pipeline.stage.cut import EventPlan, StageBorders, Stag
 from boltmesh.strategies.pipeline.stage.data_dependent_ops import is_event
 from boltmesh.strategies.pipeline.stage.rng import RandomStreams
 from boltmesh.strategies.pipeline.stage.trace import Argument, TensorSpec, line_of_step
-from boltmesh.strategies.pipeline.stage.units import ReplacedForwards, is_absent
+from boltmesh.strategies.pipeline.stage.units import ReplacedForwards, is_absent, one_element
 from boltmesh.strategies.pytree import is_immutable, own_arguments, take_apart
 from boltmesh.strategies.torch_compat.autograd import OwnFunctionMode
 from boltmesh.strategies.torch_compat.modules import distributions_unchecked
@@ -48,9 +48,7 @@ def placeholder(spec: TensorSpec, *, is_written: bool) -> Tensor:
     """
     if is_written:
         return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
-    is_inexact = spec.dtype.is_floating_point or spec.dtype.is_complex
-    fill = math.nan if is_inexact else 0
-    return torch.full((), fill, dtype=spec.dtype, device=spec.device).expand(spec.shape)
+    return one_element(spec.shape, spec.dtype, spec.device)
 
 
 class ParameterWrites:

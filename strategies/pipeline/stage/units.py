@@ -4,8 +4,9 @@
 Parameters of other stages are absent: in their places, of their shapes, without their memory.
 """
 
+import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial, wraps
 from typing import Any, NamedTuple
 
@@ -258,14 +259,14 @@ def make_absent(parameters: Iterable[Parameter], device: torch.device | None = N
             would give them the memory of all their elements.
     """
     for parameter in parameters:
-        parameter.data = absent_like(parameter, device or parameter.device)
+        parameter.data = one_element(parameter.shape, parameter.dtype, device or parameter.device)
         parameter.grad = None
 
 
-def absent_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a tensor of the same shape and type whose elements are one element in memory."""
-    fill = float("nan") if tensor.is_floating_point() or tensor.is_complex() else 0
-    return torch.full((), fill, dtype=tensor.dtype, device=device).expand(tensor.shape)
+def one_element(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return a tensor whose elements are one element in memory: NaN where the type has it."""
+    fill = math.nan if dtype.is_floating_point or dtype.is_complex else 0
+    return torch.full((), fill, dtype=dtype, device=device).expand(shape)
 
 
 def is_absent(parameter: torch.Tensor) -> bool:
