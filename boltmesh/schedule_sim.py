@@ -50,6 +50,11 @@ class Action(NamedTuple):
     def __str__(self) -> str:
         return f"{self.stage}{self.kind}{self.microbatch}"
 
+    @property
+    def border(self) -> int:
+        """The border that a message crosses; 1 is the one from stage 0 to stage 1."""
+        return self.stage + (self.kind in {"SEND_F", "RECV_B"})
+
 
 class Slot(NamedTuple):
     """When a rank does an action, in the unit of the times that were given."""

@@ -63,8 +63,7 @@ def expected_traffic(
         for action in program.actions:
             if action.kind not in kinds:
                 continue
-            border = action.stage + (action.kind in {"SEND_F", "RECV_B"})
-            specs = values_at(border, action.microbatch)
+            specs = values_at(action.border, action.microbatch)
             if action.kind.endswith("B"):
                 specs = tuple(spec for spec in specs if spec.needs_grad)
             num_bytes += sum(spec.num_bytes for spec in specs)

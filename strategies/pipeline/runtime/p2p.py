@@ -203,9 +203,8 @@ class StageTransport:
     ) -> list[Work]:
         if not wires:
             return []
-        border = action.stage + (action.kind in {"SEND_F", "RECV_B"})
         is_gradient = action.kind.endswith("B")
-        tag = 2 * border + is_gradient
+        tag = 2 * action.border + is_gradient
         if self._messages is not None:
             post = self._messages.send if do is dist.isend else self._messages.receive
             return [post(wire, peer, tag) for wire in wires]

@@ -311,7 +311,7 @@ class PipelineStep:
 
     def _crossing(self, action: Action) -> Sequence[ValueSpec]:
         """Return what a message carries."""
-        is_behind = action.kind in {"SEND_F", "RECV_B"}
+        is_behind = action.border > action.stage
         specs = (self._given if is_behind else self._awaited)[action.stage, action.microbatch]
         if action.kind.endswith("F"):
             return specs
