@@ -371,7 +371,9 @@ class _Results:
             for key, noted in returned_numbers(number, result).items():
                 self._numbers.setdefault(key, []).append(noted)
             self._extra[number] = {
-                key: _detached(each) for key, each in result.items() if key != "loss"
+                key: tree_map_only(Tensor, Tensor.detach, each)
+                for key, each in result.items()
+                if key != "loss"
             }
 
     def rows_with_and_without_loss(self) -> list[range] | None:
@@ -422,7 +424,3 @@ class _Results:
 
 def _like(merged: Any, number: Tensor) -> Any:
     return number.to(merged.dtype) if isinstance(merged, Tensor) else number.item()
-
-
-def _detached(value: Any) -> Any:
-    return tree_map_only(Tensor, Tensor.detach, value)

@@ -30,14 +30,9 @@ def find_stage_units(root: Module) -> dict[str, Module]:
     return dict(_within(root, "", blocks, set()))
 
 
-def parameter_names(root: Module) -> dict[Parameter, str]:
-    """Return the first dotted name of every parameter, a shared one once."""
-    return {parameter: name for name, parameter in root.named_parameters()}
-
-
 def unit_parameters(root: Module, units: dict[str, Module]) -> dict[str, frozenset[str]]:
     """Return which parameters each unit holds, by their first names in ``root``."""
-    names = parameter_names(root)
+    names = {parameter: name for name, parameter in root.named_parameters()}
     return {
         unit: frozenset(names[parameter] for parameter in module.parameters())
         for unit, module in units.items()
