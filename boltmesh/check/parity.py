@@ -35,6 +35,7 @@ from typing_extensions import override
 
 from boltmesh.check.differences import Trace
 from boltmesh.errors import ConfigError
+from boltmesh.strategies.deferred_initialization.recording import tensors_of
 from boltmesh.strategies.engine import MeshStrategy
 from boltmesh.strategies.lightning_compat.loops import rank_loader
 from boltmesh.strategies.object_collectives import gather_objects
@@ -445,21 +446,10 @@ def _flatten(predictions: Any) -> list[Tensor]:
     """One tensor per batch: what a module predicts may be nested."""
     batches = []
     for batch in predictions:
-        leaves = [leaf for leaf in _leaves(batch) if leaf.is_floating_point()]
+        leaves = [leaf for leaf in tensors_of(batch) if leaf.is_floating_point()]
         if leaves:
             batches.append(torch.cat([leaf.flatten().float().cpu() for leaf in leaves]))
     return batches
-
-
-def _leaves(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for each in value.values():
-            yield from _leaves(each)
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _leaves(each)
 
 
 def _copy(tensor: Tensor, parameter: Tensor) -> Tensor:
