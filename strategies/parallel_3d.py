@@ -225,9 +225,9 @@ class Parallel3DStrategy(MeshStrategy):
         if pipeline > 1:
             self.pipeline_axis = PipelineAxis(PipelineOptions(**stages), pipeline)
         self.tensor_axis = TensorAxis(self.options, tensor)
-        if context > 1:
-            _refuse_tiles(shards, "context", context)
-        data_axis = _data_axis(zero_stage, shards, pipeline, tensor)
+        data_axis = _data_axis(
+            zero_stage, shards, pipeline=pipeline, tensor=tensor, context=context
+        )
         data_axis.wanted_size = data
         axes: list[Axis] = [data_axis, self.tensor_axis]
         if expert is not None:
@@ -264,13 +264,20 @@ class Parallel3DStrategy(MeshStrategy):
                 rank_zero_info(f"Parallel3DStrategy: {extra.sentence(count, rank='rank 0')}.")
 
 
-def _data_axis(stage: int, shards: Mapping[str, Any], pipeline: int, tensor: int) -> DataAxis:
+def _data_axis(
+    stage: int, shards: Mapping[str, Any], *, pipeline: int, tensor: int, context: int
+) -> DataAxis:
+    tile = shards["tile_linear_bytes"]
+    if tile is not None and context > 1:
+        raise ConfigError(
+            f"tile_linear_bytes={tile} gathers a layer tile by tile, which is not done with "
+            f"context={context}. Leave tile_linear_bytes out, or set context=1."
+        )
     if stage not in {0, 1, 2, 3}:
         raise ConfigError(
             f"zero_stage={stage!r} is no ZeRO stage. Use 0 (replicas), 1 (optimizer state is "
             f"sharded), 2 (gradients too) or 3 (parameters too)."
         )
-    tile = shards["tile_linear_bytes"]
     if tile is not None and pipeline > 1:
         raise ConfigError(
             f"tile_linear_bytes={tile} gathers a layer tile by tile as it runs, and a stage of a "
@@ -303,14 +310,6 @@ def _about_shards(name: str, value: object) -> ConfigError:
         f"{name}={value!r} is about shards, and with zero_stage=0 every rank of the data axis "
         f"has all of its part. Leave {name} out, or set zero_stage=1, 2 or 3."
     )
-
-
-def _refuse_tiles(shards: Mapping[str, Any], axis: str, size: int) -> None:
-    if shards["tile_linear_bytes"] is not None:
-        raise ConfigError(
-            f"tile_linear_bytes={shards['tile_linear_bytes']} gathers a layer tile by tile, which "
-            f"is not done with {axis}={size}. Leave tile_linear_bytes out, or set {axis}=1."
-        )
 
 
 def _check_sizes(**sizes: int | None) -> None:

@@ -7,6 +7,7 @@ whole. ``with_user_plan`` applies a user's mapping to a plan.
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import combinations
 from math import prod
 from typing import Any, TypeVar
 
@@ -188,14 +189,10 @@ def _attributes(analysis: Analysis, followed: set[SymbolicDim]) -> list[SizeAttr
     for use in analysis.trace.shape_uses:
         for dim in use.dims:
             atoms = leaves(dim)
-            for start in range(len(atoms)):
-                for end in range(start + 1, len(atoms) + 1):
-                    part = atoms[start:end]
-                    if (
-                        axes_of([part], followed)
-                        and {representative(each) for each in part} <= known
-                    ):
-                        sizes.setdefault(use.module, set()).add(prod(each.size for each in part))
+            for start, end in combinations(range(len(atoms) + 1), 2):
+                part = atoms[start:end]
+                if axes_of([part], followed) and {representative(each) for each in part} <= known:
+                    sizes.setdefault(use.module, set()).add(prod(each.size for each in part))
     return [
         SizeAttribute(module, name, value)
         for module, values in analysis.integers.items()
