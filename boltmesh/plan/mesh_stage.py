@@ -45,7 +45,7 @@ from boltmesh.strategies.pipeline.stage.stage_run import StageRun
 from boltmesh.strategies.pipeline.stage.unit_outputs import describe_unit
 from boltmesh.strategies.pipeline.stage.units import find_stage_units
 from boltmesh.strategies.pipeline.stage_params import TiedWeights
-from boltmesh.strategies.pipeline.step_report import NUM_SIGNALS, length_of_row, size_of_told
+from boltmesh.strategies.pipeline.step_report import NUM_SIGNALS, broadcast_size, length_of_row
 from boltmesh.strategies.tensor.expected_traffic import CountingGroup
 from boltmesh.strategies.torch_compat.modules import ParametersInPlace
 from boltmesh.telemetry.traffic import ExpectedTraffic
@@ -307,7 +307,7 @@ class _Stages:
             accumulated=job.num_batches,
             num_norms=job.num_norms,
             shared=self._shared_by(group),
-            told=size_of_told(job.num_logged, is_on_host=job.is_on_host),
+            last_stage_values=broadcast_size(job.num_logged, is_on_host=job.is_on_host),
             report_length=NUM_SIGNALS + length_of_row(job.num_logged, is_on_host=job.is_on_host),
             evened=self._evened() if job.layout.data > 2 else (0, 0),
             agrees_on_overflow=job.has_scaler,

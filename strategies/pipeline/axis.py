@@ -339,7 +339,7 @@ class PipelineAxis(Axis):
         strategy, staged = self.strategy, self.staged
         self._free_stale_gradients()
         schedule = staged.programs.schedule
-        told = staged.sharing.length, staged.sharing.size_per_batch()
+        before = staged.sharing.length, staged.sharing.size_per_batch()
         around = strategy.step_context("training_step")
         with ExitStack() as stack:
             stack.enter_context(strategy.recorder.phase("forward"))
@@ -355,7 +355,7 @@ class PipelineAxis(Axis):
             )
         if schedule != staged.programs.schedule:
             staged.record_plan(strategy.trainer.accumulate_grad_batches)
-        if told != (staged.sharing.length, staged.sharing.size_per_batch()):
+        if before != (staged.sharing.length, staged.sharing.size_per_batch()):
             strategy.recorder.expect(strategy.expected_traffic())  # it logs something else
         self._log_bubble()
         return output

@@ -234,7 +234,7 @@ class PipelineForecast:
         accumulated: int,
         num_norms: int,
         shared: tuple[int, int],
-        told: tuple[int, int],
+        last_stage_values: tuple[int, int],
         report_length: int,
         evened: tuple[int, int],
         agrees_on_overflow: bool,
@@ -246,7 +246,7 @@ class PipelineForecast:
             num_norms: Norms over all stages in it.
             shared: Bytes and calls of a batch, for gradients of parameters that several stages
                 hold.
-            told: Bytes and calls of a batch, from the last stage: the loss and what was logged.
+            last_stage_values: Bytes and calls of a batch, for the loss and what was logged.
             report_length: Numbers of a rank's report at the end of a batch.
             evened: Bytes and calls of a step, for shared parameters' averages over pipelines.
             agrees_on_overflow: Whether stages tell each other before it if gradients overflowed.
@@ -281,7 +281,7 @@ class PipelineForecast:
             ),
         }
         broadcast = {
-            "the last stage tells the loss and what was logged": in_step(told),
+            "the last stage tells the loss and what was logged": in_step(last_stage_values),
             "averaged gradients of parameters that stages share": evened,
         }
         return [
@@ -372,7 +372,7 @@ class PipelineEstimate:
             accumulated=accumulated,
             num_norms=num_norms,
             shared=shared.size_per_batch(),
-            told=model.sharing.size_per_batch(),
+            last_stage_values=model.sharing.size_per_batch(),
             report_length=NUM_SIGNALS + model.sharing.length,
             evened=shared.size_of_gradients() if context.evens_shared else (0, 0),
             agrees_on_overflow=context.scaler is not None,

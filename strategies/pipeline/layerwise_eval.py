@@ -230,10 +230,10 @@ class LayerwiseEvaluation:
             self._broadcast(each, holder)
         return result
 
-    def _send(self, holder: int, told: bytes) -> None:
-        self._broadcast(torch.tensor([len(told)], device=self._device), holder)
+    def _send(self, holder: int, payload: bytes) -> None:
+        self._broadcast(torch.tensor([len(payload)], device=self._device), holder)
         self._broadcast(
-            torch.frombuffer(bytearray(told), dtype=torch.uint8).to(self._device), holder
+            torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(self._device), holder
         )
 
     def _receive(
@@ -241,9 +241,9 @@ class LayerwiseEvaluation:
     ) -> Any:
         size = torch.zeros(1, dtype=torch.int64, device=self._device)
         self._broadcast(size, holder)
-        told = torch.empty(int(size), dtype=torch.uint8, device=self._device)
-        self._broadcast(told, holder)
-        awaited, blank, forms = pickle.loads(told.cpu().numpy().tobytes())  # noqa: S301  from our own rank
+        payload = torch.empty(int(size), dtype=torch.uint8, device=self._device)
+        self._broadcast(payload, holder)
+        awaited, blank, forms = pickle.loads(payload.cpu().numpy().tobytes())  # noqa: S301  from our own rank
         if awaited != digest:
             raise PipelineError(
                 f"The ranks of the pipeline came to call '{name}' with different values, so what "

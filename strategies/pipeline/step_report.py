@@ -262,8 +262,8 @@ def length_of_row(num_logged: int, *, is_on_host: bool) -> int:
     return _FLAGS + (_VALUES + num_logged) * is_on_host
 
 
-def size_of_told(num_logged: int, *, is_on_host: bool) -> tuple[int, int]:
-    """Return the bytes and the calls of a batch beside its rows."""
+def broadcast_size(num_logged: int, *, is_on_host: bool) -> tuple[int, int]:
+    """Return the bytes and the calls of a batch's broadcast from the last stage."""
     return (0, 0) if is_on_host else ((_VALUES + num_logged) * torch.float64.itemsize, 1)
 
 
@@ -307,8 +307,8 @@ class LastStageBroadcast:
         return length_of_row(self._num_logged, is_on_host=self._is_on_host)
 
     def size_per_batch(self) -> tuple[int, int]:
-        """Return the bytes and the calls beside rows of a batch that logs what the last one has."""
-        return size_of_told(self._num_logged, is_on_host=self._is_on_host)
+        """Return the same for a batch that logs what the last one has logged."""
+        return broadcast_size(self._num_logged, is_on_host=self._is_on_host)
 
     def row_of_other(self, *, stops: bool) -> Tensor:
         """Return the row of a rank without the last stage, ``(length,)``.
@@ -338,12 +338,15 @@ class LastStageBroadcast:
             is_mapping: Whether the step returned a dict.
             stops: Whether it ended the run.
         """
-        told = [(each.name, each.key, _told(each.value), each.options) for each in logged]
+        entries = [
+            (e.name, e.key, None if isinstance(e.value, Tensor) else e.value, e.options)
+            for e in logged
+        ]
         numbers = [each.value for each in logged if isinstance(each.value, Tensor)]
         given = (0.0 if loss is None else loss.detach(), total, *numbers)
         values = torch.stack([scalar_on(each, self._device) for each in given])
-        self._found = told, values
-        is_news = told != self._known
+        self._found = entries, values
+        is_news = entries != self._known
         row = self.row_of_other(stops=stops)
         row[0], row[1], row[2] = float(is_news), float(loss is not None), float(is_mapping)
         if self._is_on_host and not is_news:
@@ -381,10 +384,6 @@ class LastStageBroadcast:
             for name, key, value, options in self._known
         ]
         return values[0] if has_loss else None, values[1], logged
-
-
-def _told(value: Tensor | MetricName | MetricValue) -> MetricName | MetricValue | None:
-    return None if isinstance(value, Tensor) else value
 
 
 NUM_SIGNALS = 2
