@@ -41,7 +41,7 @@ def save_for_requeue_in(trainer: Trainer, folder: Path) -> None:
     """
     connector = trainer._checkpoint_connector
     own = connector.hpc_save_path
-    connector.hpc_save_path = lambda _: own(folder)  # type: ignore[method-assign]
+    connector.hpc_save_path = lambda folderpath: own(folder)  # type: ignore[method-assign]
 
 
 def is_in_fit(trainer: Trainer) -> bool:

@@ -246,7 +246,7 @@ class LossChecks:
 
 
 class StepLossCheck:
-    """What is known, while one step runs. The step's end is tried once, and where it is needed."""
+    """The loss checks of one step, whose end is tried at most once."""
 
     def __init__(self, checks: LossChecks, trial: Callable[[], Trial]) -> None:
         self._checks = checks
@@ -261,7 +261,7 @@ class StepLossCheck:
 
     @cached_property
     def proof(self) -> LossProof | None:
-        """What it proves of the loss, as :func:`prove` returns it."""
+        """Form of the loss and the runs that prove it, as :func:`prove` returns them."""
         return prove(self.trial)
 
     def read(self, loss: Tensor) -> tuple[Form, list[Term]] | None:

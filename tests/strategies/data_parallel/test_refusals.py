@@ -301,7 +301,7 @@ class Read(Stack):
         self.points = nn.ModuleList(nn.Embedding(1, self.embedding.embedding_dim) for _ in range(2))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        points = [each.weight for each in self.points]
+        points: list[Any] = [each.weight for each in self.points]
         return super().forward(tokens) + self.head(points[0] - points[1])
 
 

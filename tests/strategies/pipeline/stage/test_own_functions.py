@@ -23,11 +23,11 @@ class Reversed(torch.autograd.Function):
     """Gradient reversal, as of domain-adversarial training: its result is a view."""
 
     @staticmethod
-    def forward(_: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(_: Any, x: Tensor) -> Tensor:
         return x.view_as(x)
 
     @staticmethod
-    def backward(_: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(_: Any, gradient: Tensor) -> Tensor:
         return -0.5 * gradient
 
 
@@ -35,11 +35,11 @@ class Sign(torch.autograd.Function):
     """A straight-through estimator."""
 
     @staticmethod
-    def forward(_: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(_: Any, x: Tensor) -> Tensor:
         return x.sign()
 
     @staticmethod
-    def backward(_: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(_: Any, gradient: Tensor) -> Tensor:
         return gradient
 
 
@@ -50,13 +50,13 @@ class Adjoint(torch.autograd.Function):
     """Calls a layer without a graph, and again in its backward pass, as torchdiffeq does."""
 
     @staticmethod
-    def forward(ctx: Any, block: Any, x: Tensor, *parameters: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, block: Any, x: Tensor, *parameters: Tensor) -> Tensor:
         ctx.block, ctx.x, ctx.parameters = block, x.detach(), parameters
         made: Tensor = x + block(x)
         return made
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         with torch.enable_grad():
             x = ctx.x.requires_grad_()
             made = x + ctx.block(x)
@@ -67,7 +67,7 @@ class Together(torch.autograd.Function):
     """Runs all blocks again in its backward pass, as reversible networks do."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, blocks: Sequence[nn.Module]) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, blocks: Sequence[nn.Module]) -> Tensor:
         ctx.blocks, ctx.inputs = blocks, []
         for block in blocks:
             ctx.inputs.append(x.detach())
@@ -75,7 +75,7 @@ class Together(torch.autograd.Function):
         return x
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         for block, each in zip(reversed(ctx.blocks), reversed(ctx.inputs), strict=True):
             with torch.enable_grad():
                 x = each.requires_grad_()
