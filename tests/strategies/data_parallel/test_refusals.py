@@ -266,7 +266,7 @@ class Transformed(Stack):
     """Takes a derivative through a block by a transform of torch.func."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x = self.embedding(batch).detach()
+        x = self.embedding(batch[0]).detach()
         slope = torch.func.grad(lambda each: self.blocks[0](each).square().sum())(x)
         return self.loss(batch) + slope.square().mean()
 
@@ -301,8 +301,8 @@ class Read(Stack):
         self.points = nn.ModuleList(nn.Embedding(1, self.embedding.embedding_dim) for _ in range(2))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        points: list[Any] = [each.weight for each in self.points]
-        return super().forward(tokens) + self.head(points[0] - points[1])
+        first, second = (each.get_parameter("weight") for each in self.points)
+        return super().forward(tokens) + self.head(first - second)
 
 
 @pytest.mark.full
