@@ -254,9 +254,12 @@ def test_ranks_that_divide_layers_or_sequences_count_their_part():
     assert sum(by_sequence) == 6 * tokens * (blocks + head)
 
 
+class Stated(Stack):
+    flops_per_batch = 1000.0
+
+
 def stated_worker(rank, world_size):
-    model = Stack(depth=2, width=32, hidden=64)
-    vars(model)["flops_per_batch"] = 1000.0
+    model = Stated(depth=2, width=32, hidden=64)
     quiet_trainer(world_size, TensorParallelStrategy(), max_steps=3).fit(model, token_data(32, 8))
     return look().ranks[rank].flops_per_batch
 
