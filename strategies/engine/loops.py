@@ -289,9 +289,8 @@ class LoopStrategy(RankMeshStrategy):
         """Lightning has put its own handler in front of the first loop."""
         if self.sigterm is None:
             axes = self.axes if self.trainer.world_size > 1 else ()
-            found = (axis.sigterm_agreement() for axis in axes)
-            agreement = next((each for each in found if each is not None), None)
-            self.sigterm = agreement or SigtermAgreement(self.trainer)
+            found = filter(None, (axis.sigterm_agreement() for axis in axes))
+            self.sigterm = next(found, None) or SigtermAgreement(self.trainer)
         self.sigterm.begin()
 
     def _begin_evaluation(self) -> None:
@@ -385,14 +384,15 @@ class LoopStrategy(RankMeshStrategy):
     def follow_generation(self) -> None:
         """Let the axes run calls of ``generate`` on parts of the module, from now on."""
         assert self.lightning_module is not None
-        follow_generation(self.lightning_module, self._run_generation)
+        follow_generation(self.lightning_module, self.run_generation)
 
     def forget_generation(self) -> None:
         """Let ``generate`` run as it would without the strategy."""
         if self.lightning_module is not None:
             forget_generation(self.lightning_module)
 
-    def _run_generation(self, run: Callable[[], Any]) -> Any:
+    def run_generation(self, run: Callable[[], Any]) -> Any:
+        """Call what calls the module outside of steps, as every axis needs. Collective."""
         for axis in reversed(self.axes):
             run = partial(axis.run_generation, run)
         return run()

@@ -221,7 +221,7 @@ class MeshStrategy(LoopStrategy):
             self.data_axis.adopt([], reads_gradients=False)
         self.setup_precision_plugin()
         if self.stores_shards:
-            prepare_for_parts(trainer, self._run_generation, is_sharded=is_sharded)
+            prepare_for_parts(trainer, self.run_generation, is_sharded=is_sharded)
         if self.is_fitting:
             agree_in_loops(trainer, self, getattr(self.resume, "monitored", None))
             telemetry_module.record_expectations(self)
