@@ -164,7 +164,7 @@ class _Attention:
             and query.shape[-1] == self.value.shape[-1]
             and key.shape[0] == query.shape[0]
             and not self.options.get("dropout_p")
-            and (self.mask is None or self.mask.dtype == torch.bool)
+            and (self.mask is None or (self.mask.dtype == torch.bool and self.mask.ndim != 3))
         )
 
     def bytes_of_keys(self, wants: Sequence[Stretches]) -> int:

@@ -147,6 +147,25 @@ def test_attention_by_heads_and_by_a_ring_is_that_of_one_process(way: str) -> No
         assert "keys" not in purposes
 
 
+def run_masked_by_head(rank: int, size: int, way: Any) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(6)
+    state = ContextState(world(), attention=way)
+    query, key, value = torch.randn(3, 2, 4, 6, 8)
+    mask = torch.rand(4, 6, 6) < 0.7
+    mask[..., 0] = True
+    parts: list[Any] = [cut(each, 2, state) for each in (query, key, value)]
+    found = functional.scaled_dot_product_attention(parts[0], parts[1], parts[2], mask)
+    whole = functional.scaled_dot_product_attention(query, key, value, mask)
+    return make_whole(found, "a test"), whole
+
+
+@pytest.mark.sample("ring")
+@pytest.mark.parametrize("way", ["keys", "heads", "ring"])
+def test_a_mask_of_each_head_needs_no_dim_of_the_batch(way: str) -> None:
+    for found, expected in run_ranks(run_masked_by_head, 2, way):
+        torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.full
 def test_keys_of_some_heads_at_a_time_are_fetched_again_in_the_backward_pass() -> None:
     names = ["llama", "bert-padded"]
