@@ -310,7 +310,7 @@ def checkpoint_to_resume(
 
 def _saved_for_requeue(config: DictConfig) -> Path | None:
     """The newest checkpoint that SLURM's signal has saved, in a job that was queued again."""
-    if os.environ.get("SLURM_RESTART_COUNT", "0").strip("0") == "":
+    if os.environ.get("SLURM_RESTART_COUNT", "") in {"", "0"}:
         return None
     saved = _checkpoints(folder_of_name(config), "*", name=f"{REQUEUED}*")
     return next((path for path in saved if _missing(path) is None), None)

@@ -294,7 +294,6 @@ def _ways_to_gather(shards: Sequence[str], blocks: Sequence[str], called: str) -
     }
     others = dict.fromkeys(each for each in patterns.values() if each not in of_shards)
     ways = "call the block itself, or wrap the use in boltmesh.strategies.gathered_parameters"
-    frees = "Behind a backward pass of training_step's own, set self.automatic_optimization=False"
     if called:
         named = [*dict.fromkeys(patterns.values()), called]
         return f"Let it be gathered by itself, with blocks={named}, {ways}"
@@ -302,7 +301,8 @@ def _ways_to_gather(shards: Sequence[str], blocks: Sequence[str], called: str) -
         return f"Let it be gathered with what is around it, with blocks={[*others]}, {ways}"
     if of_shards:
         return f"Use stage 2 if the block has run before in the step, {ways}"
-    return f"{frees}, else {ways}"
+    own = "Behind a backward pass of training_step's own, set self.automatic_optimization=False"
+    return f"{own}, else {ways}"
 
 
 def explain_transform(error: BaseException) -> None:

@@ -40,7 +40,7 @@ def draw_jobs(
     now: float | None = None,
     trouble: str = "",
 ) -> list[Line]:
-    """A header and one line for each job; what is out of sight is told in the heading.
+    """A header and one line for each job; the heading counts what is out of sight.
 
     ``trouble`` says why it is not known which jobs there are.
     """

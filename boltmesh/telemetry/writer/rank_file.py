@@ -70,9 +70,9 @@ def open_rank_file(
     """
     if os.path.lexists(path):
         earlier = _open_earlier(path, ours)
-        if earlier is not None and continues_earlier:
-            return earlier
         if earlier is not None:
+            if continues_earlier:
+                return earlier
             earlier.mapping.close()
             os.close(earlier.descriptor)
     descriptor = _create(path)

@@ -107,7 +107,7 @@ class ReplicatedBoundary(BlockBoundary):
 class SequenceBoundary(ReplicatedBoundary):
     """Outside, each rank has a part of the sequence.
 
-    What enters from elsewhere, such as an encoder's states, is alike on all ranks; see
+    What enters from elsewhere, such as an encoder's states, is equal on all ranks; see
     `GradSummedUpstream` for what was gathered.
     """
 
