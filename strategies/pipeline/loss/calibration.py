@@ -25,8 +25,9 @@ over their rows where their graph says so, on whatever stage they are made, and 
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -57,19 +58,20 @@ from boltmesh.strategies.pipeline.loss.reduction import (
 from boltmesh.strategies.pipeline.loss.trial import (
     ATTEMPTS,
     MOST_ROWS,
-    REPEATED,
     Attempt,
     Trial,
     TrialPart,
     TrialRows,
     narrowed,
     run_cuts,
-    run_whole,
+    run_row,
     windows,
 )
 from boltmesh.strategies.pipeline.loss.weights import Key, StepWeights
 from boltmesh.strategies.pipeline.stage.trace import place_of
 from boltmesh.strategies.pytree import tensors_in
+
+LoggedOfRow = Callable[[int, Attempt], Mapping[Key, float]]
 
 _TOLERANCES = {torch.float64: 1e-5, torch.float32: 2e-5}
 _ROUGH = 5e-2
@@ -203,7 +205,7 @@ def _more_cuts(
 
 def _telling_cuts(form: Form, trial: Trial, count: int, attempt: Attempt) -> list[TrialRows]:
     """Run rows for which a doubtful divisor is another one, among those for which it is not."""
-    rows = _rows_by(lambda whole: _tells(form, whole), trial, range(trial.num_rows), attempt)
+    rows = _rows_by(partial(_tells, form, trial, attempt), range(trial.num_rows))
     if True not in rows:
         return []
     telling = rows[True]
@@ -237,7 +239,9 @@ def prove_empty(form: Form, trial: Trial, rows: Sequence[int], empty: Sequence[i
     return any(not _is_differentiated(part) for cut in cuts for part in cut.parts)
 
 
-def prove_key(form: Form, trial: Trial, key: Key, numbers: Sequence[int]) -> list[TrialRows]:
+def prove_key(
+    form: Form, trial: Trial, key: Key, numbers: Sequence[int], logged: LoggedOfRow
+) -> list[TrialRows]:
     """Run the step on two rows, several times over, of which a logged value differs.
 
     Args:
@@ -245,13 +249,16 @@ def prove_key(form: Form, trial: Trial, key: Key, numbers: Sequence[int]) -> lis
         trial: The end of the step.
         key: Key of the value.
         numbers: Rows to look among, in this order.
+        logged: Returns what :func:`logged_of_row` does, and runs no row twice for several keys.
 
     Returns:
         What was run; nothing where all rows give one value, or no loss.
     """
     for attempt in ATTEMPTS:
-        rows = _rows_by(lambda whole: _value(key, whole), trial, numbers, attempt)
-        if len(rows) < 2:
+        rows = _rows_by(partial(_value, logged, key, attempt), numbers)
+        if len(rows) == 1:
+            return []
+        if not rows:
             continue
         larger, other = (rows[each] for each in sorted(rows, key=abs, reverse=True))
         count = max(len(windows(trial)[0]), 3)
@@ -263,31 +270,42 @@ def prove_key(form: Form, trial: Trial, key: Key, numbers: Sequence[int]) -> lis
     return []
 
 
-def _value(key: Key, whole: TrialPart) -> float:
-    return float(whole.outcome.logged[key].value)
+def logged_of_row(trial: Trial, row: int, attempt: Attempt) -> dict[Key, float]:
+    """Return what is logged for a row, several times over; nothing where it has no loss."""
+    try:
+        whole = run_row(trial, row, attempt)
+    except Exception:  # noqa: BLE001 - the step may refuse such values
+        whole = None
+    logged = {} if whole is None else whole.outcome.logged
+    return {key: float(each.value) for key, each in logged.items()}
+
+
+def _value(logged: LoggedOfRow, key: Key, attempt: Attempt, row: int) -> float | None:
+    return logged(row, attempt).get(key)
 
 
 Label = TypeVar("Label")
 
 
-def _rows_by(
-    label: Callable[[TrialPart], Label], trial: Trial, numbers: Sequence[int], attempt: Attempt
-) -> dict[Label, int]:
-    """Return the first rows, each several times over, to which two different labels are given."""
+def _rows_by(label: Callable[[int], Label | None], numbers: Sequence[int]) -> dict[Label, int]:
+    """Return the first rows to which two different labels are given; to some none is."""
     rows: dict[Label, int] = {}
     for number in numbers:
         try:
-            whole = run_whole(trial, [number] * REPEATED, attempt)
-            if whole is not None:
-                rows.setdefault(label(whole), number)
+            found = label(number)
         except Exception:  # noqa: BLE001, S112 - the step may refuse such values
             continue
+        if found is not None:
+            rows.setdefault(found, number)
         if len(rows) == 2:
             break
     return rows
 
 
-def _tells(form: Form, whole: TrialPart) -> bool:
+def _tells(form: Form, trial: Trial, attempt: Attempt, row: int) -> bool | None:
+    whole = run_row(trial, row, attempt)
+    if whole is None:
+        return None
     try:
         read(whole.loss, form)
     except OtherFormError:

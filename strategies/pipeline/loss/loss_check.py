@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from torch import Tensor
 from boltmesh.strategies.pipeline.loss.calibration import (
     LossProof,
     kinds_of_rows,
+    logged_of_row,
     prove,
     prove_empty,
     prove_key,
@@ -163,7 +164,8 @@ class LossChecks:
             known.tries += 1
             if proof is not None and not known.is_of_one_fold and known.is_open(noted, weights):
                 rows = _rows_to_look_at(noted, weights, step.trial.num_rows)
-                self._learn_rule(key, prove_key(proof.form, step.trial, key, rows))
+                found = prove_key(proof.form, step.trial, key, rows, step.logged_of_row)
+                self._learn_rule(key, found)
             if known.tries == MOST_TRIES and len(known.fitting) > 1:
                 self._warn_open(key, known.fitting[0])
         return known.fitting[0]
@@ -252,6 +254,7 @@ class StepLossCheck:
         self._checks = checks
         self._make_trial = trial
         self.is_size_of_batch = checks.is_size_of_batch
+        self.logged_of_row = cache(lambda row, attempt: logged_of_row(self.trial, row, attempt))
         self._is_begun = False
 
     @cached_property

@@ -437,8 +437,9 @@ def windows(trial: Trial) -> list[Sequence[int]]:
     return [range(start, start + count) for start in sorted({0, trial.num_rows - count})]
 
 
-def run_whole(trial: Trial, numbers: Sequence[int], attempt: Attempt) -> TrialPart | None:
-    """Run the step on some rows; None where it gives no loss."""
+def run_row(trial: Trial, row: int, attempt: Attempt) -> TrialPart | None:
+    """Run the step on a row, several times over; None where it gives no loss."""
+    numbers = [row] * REPEATED
     whole = _run(trial, _made_up(trial, numbers, attempt), numbers, (0, len(numbers)))
     return whole if _has_loss(whole) else None
 
