@@ -1,8 +1,9 @@
 """Refuses layers whose outputs for microbatches are not those for the batch: rows are mixed."""
 
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import ExitStack
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from boltmesh.strategies.dry_run.no_side_effects import (
     modules_unchanged,
     no_side_effects,
 )
+from boltmesh.strategies.pipeline.loss.weights import StepWeights
 from boltmesh.strategies.pipeline.merge import NoJoints, find_joints, join
 from boltmesh.strategies.pipeline.microbatch import PAIR, Rows, batch_norms, pick
 from boltmesh.strategies.pipeline.microbatch_runs import Around, MicrobatchRun
@@ -34,8 +36,9 @@ class RowCheck:
     Each stage runs its layers twice, without gradients, on the rows of its first microbatch (of the
     first two where they have one row each): as they are, and with copies of the first row in the
     place of the second half. Shapes and random numbers are equal, so the first half is equal too.
-    What reaches other rows through buffers (moments of batch norms, codebooks) is left alone: these
-    change once for each microbatch. What a layer writes to parameters (ActNorm) is not.
+    A scalar that layers give has to be a mean or a sum of what both halves give, each beside other
+    rows. What reaches other rows through buffers (moments of batch norms, codebooks) is left alone:
+    these change once for each microbatch. What a layer writes to parameters (ActNorm) is not.
 
     Args:
         plans: Stages of the model.
@@ -103,10 +106,7 @@ class RowCheck:
         values, count = join(received, joints, whole.values_in), sum(run.sizes[: len(received)])
         kept = count - count // 2
         numbers = [*range(kept), *[0] * (count - kept)]
-        others = [
-            each if dim is None else each.index_select(dim, torch.tensor(numbers).to(each.device))
-            for each, dim in zip(values, joints, strict=True)
-        ]
+        others = _chosen(values, joints, numbers)
         buffers = [(each, each.detach().clone()) for each in self._plans.root.buffers()]
         outputs, set_once = self._outputs(stage, range(count), values), writes.changed()
         if any(not is_equal(each, value) for each, value in buffers):
@@ -122,6 +122,29 @@ class RowCheck:
                 first = (_of_rows(each, dims[0], count, kept) for each in (one, other))
                 if not any(_are_close(*each) for each in zip(*first, strict=True)):
                     return name
+        if () in _shapes(whole, stage):
+            return self._mixed_scalar(stage, partial(_chosen, values, joints), count, kept)
+        return None
+
+    def _mixed_scalar(
+        self, stage: int, chosen: Callable[[Sequence[int]], list[Tensor]], count: int, kept: int
+    ) -> str | None:
+        """Return which scalar is no sum of one for each half of the rows, weighed as in a loss."""
+        halves = ([*range(kept)], [count - 1] * kept), ([*range(kept, count)], [0] * (count - kept))
+        with torch.enable_grad():
+            runs = [
+                [
+                    (name, StepWeights(lambda _: None).weigh(each, count)[0].detach())
+                    for name, each in self._outputs(stage, numbers, chosen(numbers))
+                    if isinstance(each, Tensor) and each.ndim == 0 and each.grad_fn is not None
+                ]
+                for numbers in ([*one, *other] for one, other in product(*halves))
+            ]
+        both, one_half, other_half, neither = runs
+        for (name, value), *rest in zip(both, one_half, other_half, neither, strict=True):
+            one, other, none = (each for _, each in rest)
+            if not _are_close(value + none, one + other):
+                return name
         return None
 
     def _written(self, parameters: Container[Tensor]) -> str | None:
@@ -172,6 +195,16 @@ def _shapes(plan: StagePlan, stage: int) -> list[tuple[int, ...]]:
     leaves = [each for event in _unit_events(plan, stage) for each in plan.outputs[event].leaves]
     made = [each.shape if isinstance(each, TensorSpec) else () for each in leaves]
     return made + [each.shape for each in plan.values_out]
+
+
+def _chosen(
+    values: Sequence[Tensor], dims: Sequence[int | None], numbers: Sequence[int]
+) -> list[Tensor]:
+    """Return some rows of each value, and whole what has none."""
+    return [
+        each if dim is None else each.index_select(dim, torch.tensor(numbers).to(each.device))
+        for each, dim in zip(values, dims, strict=True)
+    ]
 
 
 def _of_rows(output: Tensor, dim: int, count: int, kept: int) -> list[Tensor]:

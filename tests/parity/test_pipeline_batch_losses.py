@@ -12,6 +12,7 @@ from boltmesh.strategies.pipeline_parallel import PipelineParallelStrategy
 from tests.support.batch_losses import (
     Balanced,
     Contrastive,
+    Criterion,
     Mined,
     Ratio,
     Triplets,
@@ -26,6 +27,7 @@ pytestmark = pytest.mark.ranks
 
 DATA = {
     Contrastive: token_data,
+    Criterion: token_data,
     Balanced: token_data,
     Views: token_data,
     TwoPasses: token_data,
@@ -69,7 +71,9 @@ def pipeline(
         return str(error)
 
 
-@pytest.mark.sample("Contrastive-options2", "TwoPasses-options6", "Triplets-options7")
+@pytest.mark.sample(
+    "Contrastive-options2", "TwoPasses-options6", "Triplets-options7", "Criterion-options10"
+)
 @pytest.mark.parametrize(
     ("model", "options"),
     [
@@ -83,6 +87,7 @@ def pipeline(
         (Triplets, {"schedule": "interleaved_1f1b"}),
         (Triplets, {"schedule": "zbv"}),
         (Mined, {}),
+        (Criterion, {}),
     ],
 )
 def test_a_loss_over_the_whole_batch_trains_as_in_one_process(

@@ -36,6 +36,37 @@ class Contrastive(Stack):
         return {"loss": loss, "scale": self.scale.detach().clone()}
 
 
+class SigmoidLoss(nn.Module):
+    """The loss of SigLIP, whose temperature and bias are its own, on pairs of equal labels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.2))
+        self.bias = nn.Parameter(torch.tensor(-0.4))
+
+    def forward(self, states: Tensor, labels: Tensor) -> Tensor:
+        scores = states @ states.T * self.scale.exp() + self.bias
+        pairs = labels[:, None] == labels[None]
+        weights = torch.ones(len(labels))
+        weights[torch.where(labels == labels.min())[0]] = 0.5  # a look at data, as ArcFace's
+        return -functional.logsigmoid(torch.where(pairs, scores, -scores)).mean(1) @ weights / 10
+
+
+class Criterion(Stack):
+    """Whose loss is a module with parameters, as in pytorch-metric-learning and open_clip."""
+
+    def __init__(self) -> None:
+        super().__init__(depth=4)
+        self.criterion = SigmoidLoss()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        tokens, targets = batch
+        states = functional.normalize(self(tokens).mean(1), dim=-1)
+        loss: Tensor = self.criterion(states, targets[:, 0] % 3)
+        self.log("train_loss", loss)
+        return loss
+
+
 class Ratio(Stack):
     """Overlap over the size of both, beside a loss of tokens that are unevenly masked."""
 

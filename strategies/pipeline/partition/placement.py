@@ -32,8 +32,14 @@ from boltmesh.strategies.pipeline.partition.choose import (
 from boltmesh.strategies.pipeline.partition.materialize import DeferredModel
 from boltmesh.strategies.pipeline.partition.split import UnitCost, refuse_too_few
 from boltmesh.strategies.pipeline.stage.cut import StageBorders
+from boltmesh.strategies.pipeline.stage.fake_unit import UnitError
 from boltmesh.strategies.pipeline.stage.plan_cache import TRAINING, StagePlans
-from boltmesh.strategies.pipeline.stage.trace import StepTrace, UnitOutput, refuse_writes
+from boltmesh.strategies.pipeline.stage.trace import (
+    StepTrace,
+    TensorSpec,
+    UnitOutput,
+    refuse_writes,
+)
 from boltmesh.strategies.pipeline.stage.trace_step import probe
 from boltmesh.strategies.pipeline.stage.units import find_stage_units
 
@@ -148,7 +154,7 @@ def place(
     _check_module(module, answer, rank_of_stage, context.group, unmade)
     _DIVISIONS[module] = answer
     if plans is None:
-        units = find_stage_units(module)
+        units = {name: module.get_submodule(name) for name in answer.stage_of_unit}
         plans = StagePlans(
             module, units, answer.stage_of_unit, silent=context.silent, borders=context.borders
         )
@@ -189,11 +195,8 @@ def divide(
     Raises:
         ConfigError: When the model cannot be cut so.
     """
-    units = find_stage_units(module)
-    if units:
-        refuse_too_few(list(units), len(rank_of_stage))
     with silent():
-        trace, outputs = _probe_costs(module, units, step, args, seed)
+        units, trace, outputs = _probe_units(module, step, args, seed, len(rank_of_stage))
     uses = units_in_model_order(units) if trace is None else units_in_call_order(trace, units)
     if not any(each.is_called for each in uses):
         _refuse_to_train_nothing(module, step)
@@ -318,6 +321,54 @@ def _check_module(
             f"not have the values of {first_of(lost)}. Make a new module and give the Trainer the "
             f"run's checkpoint as ckpt_path."
         )
+
+
+def _probe_units(
+    module: Module, step: str, args: tuple[Any, ...], seed: int, num_stages: int
+) -> tuple[dict[str, Module], StepTrace | None, Mapping[Any, UnitOutput]]:
+    """Return what is given to stages, by name, and what :func:`_probe_costs` returns for it.
+
+    A loss with parameters of its own (a temperature, proxies of classes) is no layer but code of
+    the step's end, where the loss of the batch is proved or computed for all of it at once.
+    """
+    units = find_stage_units(module)
+    failure: UnitError | None = None
+    while True:
+        if units:
+            refuse_too_few(list(units), num_stages)
+        try:
+            trace, outputs = _probe_costs(module, units, step, args, seed)
+        except UnitError as error:
+            # One that looks at the batch's labels, which are known at the end of a step.
+            losses = {error.unit} & _without_layers(units)
+            if failure is not None or not losses:
+                raise failure or error from None
+            failure = error
+        except ConfigError as error:
+            raise failure or error from None
+        else:
+            losses = _without_layers(units) & (set() if trace is None else _scalar_units(trace))
+            if not losses:
+                return units, trace, outputs
+        units = {name: unit for name, unit in units.items() if name not in losses}
+
+
+def _without_layers(units: Mapping[str, Module]) -> set[str]:
+    """Return the names of modules all of whose parameters are their own."""
+    return {
+        name
+        for name, unit in units.items()
+        if all(next(each.parameters(), None) is None for each in unit.children())
+    }
+
+
+def _scalar_units(trace: StepTrace) -> set[str]:
+    """Return the names of units that give nothing but scalars."""
+    ranks: dict[str, set[int]] = {}
+    for event, output in trace.outputs.items():
+        shapes = [each.shape for each in output.leaves if isinstance(each, TensorSpec)]
+        ranks.setdefault(trace.events[event].name, set()).update(map(len, shapes))
+    return {name for name, found in ranks.items() if found == {0}}
 
 
 def _probe_costs(

@@ -53,6 +53,13 @@ class FakeCall:
     """Parameters that it used and that are not its own, such as those of a module that it got."""
 
 
+class UnitError(ConfigError):
+    """A unit cannot be run on tensors without data."""
+
+    unit: str
+    """Its name."""
+
+
 def run_on_fakes(
     name: str,
     unit: Module,
@@ -74,7 +81,8 @@ def run_on_fakes(
         counts_flops: Whether to count floating point operations as well.
 
     Raises:
-        ConfigError: When it fails so, or when its output's shapes depend on its data.
+        UnitError: When it fails so.
+        ConfigError: When its output's shapes depend on its data.
     """
     found: list[FakeCall] = []
     errors: list[Exception] = []
@@ -99,7 +107,9 @@ def run_on_fakes(
         if not watch.has_guessed:
             break
     if not found:
-        raise ConfigError(_explain_failure(name, unit, errors[0])) from errors[0]
+        failure = UnitError(_explain_failure(name, unit, errors[0]))
+        failure.unit = name
+        raise failure from errors[0]
     if len(found) > 1 and _shapes(found[0]) != _shapes(found[1]):
         raise ConfigError(
             f"what {name!r} ({type(unit).__name__}) gives has another shape when its data are "

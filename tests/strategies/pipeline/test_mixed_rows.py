@@ -68,9 +68,28 @@ class Unit(nn.Linear):
         return super().forward(x)
 
 
+class Contrast(nn.Linear):
+    """A projection and the loss of all pairs of rows in one, as heads of MoCo v3 are written."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = nn.functional.normalize(super().forward(x), dim=-1)
+        return nn.functional.cross_entropy(5 * y @ y.T, torch.arange(len(y)))
+
+
+class Classify(nn.Linear):
+    """A head and its loss in one: a mean over the rows that have a label."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        labels = x[:, 0].mul(4).long().clamp(-1, 7)
+        y = nn.functional.dropout(super().forward(x), 0.3)
+        return nn.functional.cross_entropy(y, labels, ignore_index=-1)
+
+
 KINDS: dict[str, Callable[[], list[nn.Module]]] = {
     "first": lambda: [Centred(8, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)],
     "last": lambda: [nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8), Centred(8, 8)],
+    "pairs": lambda: [nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8), Contrast(8, 8)],
+    "labels": lambda: [nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8), Classify(8, 8)],
     "set": lambda: [nn.Linear(8, 8), SetFromRows(), nn.Linear(8, 8), nn.Linear(8, 8)],
     "units": lambda: [Unit(8, 8), nn.Linear(8, 8), nn.Linear(8, 8), Unit(8, 8)],
     "norms": lambda: [nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.BatchNorm1d(8)],
@@ -80,6 +99,7 @@ KINDS: dict[str, Callable[[], list[nn.Module]]] = {
 MIXED = {
     "first": "the output of 'layers.0'",
     "last": "the output of 'layers.3'",
+    "pairs": "the output of 'layers.3'",
     "set": "what a layer writes to 'layers.1.bias'",
 }
 
@@ -127,7 +147,7 @@ def test_a_layer_that_mixes_rows_is_named(kind: str, sizes: list[int]) -> None:
         look(Layers(kind), torch.randn(8, 8), sizes)
 
 
-@pytest.mark.parametrize("kind", ["norms", "rows", "views", "units"])
+@pytest.mark.parametrize("kind", ["norms", "rows", "views", "units", "labels"])
 def test_others_and_batch_norms_are_not_refused(kind: str) -> None:
     module = Layers(kind)
     look(module, torch.randn(8, 8), [4, 4])
