@@ -242,6 +242,9 @@ def refuse_mixed_types(unit_name: str, unit: Module) -> None:
 _MACHINERY = (*OF_TORCH, str(Path(__file__).parents[1]) + os.sep)
 _SIGNS = ("mixed torch.Tensor and DTensor", "is offloaded and cannot be viewed")
 _ADDED = "The error was:"
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+_CALLS = {"_wrapped_call_impl", "_call_impl", "inner"}
+"""Functions by which torch runs a module's hooks and its forward."""
 _TILE_FUNCTIONS = {"LinearFunctionBackward", "EmbeddingFunctionBackward"}
 
 
@@ -286,7 +289,7 @@ def _ways_to_gather(shards: Sequence[str], blocks: Sequence[str], called: str) -
         blocks: Names of the units.
         called: The module within a unit that was called without it, "" if none is found.
     """
-    patterns = {name: re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in blocks}
+    patterns = {name: _NUMBER.sub("*", name) for name in blocks}
     of_shards = {
         pattern
         for name, pattern in patterns.items()
@@ -295,7 +298,7 @@ def _ways_to_gather(shards: Sequence[str], blocks: Sequence[str], called: str) -
     others = dict.fromkeys(each for each in patterns.values() if each not in of_shards)
     ways = "call the block itself, or wrap the use in boltmesh.strategies.gathered_parameters"
     if called:
-        named = [*dict.fromkeys(patterns.values()), called]
+        named = [*dict.fromkeys([*patterns.values(), _NUMBER.sub("*", called)])]
         return f"Let it be gathered by itself, with blocks={named}, {ways}"
     if of_shards and others:
         return f"Let it be gathered with what is around it, with blocks={[*others]}, {ways}"
@@ -328,7 +331,8 @@ def _find_called(error: BaseException, module: Module, units: Sequence[str]) -> 
     names = {each: name for name, each in module.named_modules()}
     for frame in _frames(error):
         caller = frame.f_locals.get("self")
-        name = names.get(caller, "") if isinstance(caller, Module) else ""
+        is_call = frame.f_code.co_name in _CALLS
+        name = names.get(caller, "") if isinstance(caller, Module) and is_call else ""
         if name in units:
             return ""
         if name.startswith(tuple(f"{unit}." for unit in units)):

@@ -215,6 +215,34 @@ class Bypassed(Stack):
         return self.head(self.norm(x + block.down(block.up(x))))
 
 
+class Coupling(nn.Module):
+    """Runs backwards in training, as the layers of normalizing flows do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(24, 24), nn.GELU(), nn.Linear(24, 24))
+
+    def inverse(self, x: Tensor) -> Tensor:
+        return x - self.net(x.flip(-1))
+
+    forward = inverse
+
+
+class Inverted(Stack):
+    """A flow: no forward of its blocks ever runs."""
+
+    def __init__(self) -> None:
+        super().__init__(width=24)
+        self.blocks = nn.ModuleList([Coupling(), Coupling()])
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            assert isinstance(block, Coupling)
+            x = block.inverse(x)
+        return self.head(self.norm(x))
+
+
 class Reused(Stack):
     """Runs layers of its first block once more behind the last one, as the last norm of a DiT."""
 
@@ -253,13 +281,31 @@ def fit_wrongly(
 
 @pytest.mark.full
 @pytest.mark.ranks
-def test_a_layer_that_runs_without_its_block_is_explained() -> None:
+@pytest.mark.parametrize(("kind", "called"), [(Bypassed, "up"), (Inverted, "net")])
+def test_a_layer_that_runs_without_its_block_is_explained(kind: type[Stack], called: str) -> None:
     said = (
-        r"'blocks\.0\.up\.weight'.* were computed with while sharded: the module ran.* "
-        r"Let it be gathered by itself, with blocks=\['blocks\.\*', 'blocks\.0\.up'\]"
+        rf"'blocks\.0\.{called}\..*weight'.* were computed with while sharded: the module ran.* "
+        rf"Let it be gathered by itself, with blocks=\['blocks\.\*', 'blocks\.\*\.{called}'\]"
     )
     with pytest.raises(RankFailure, match=said):
-        run_ranks(fit_wrongly, 2, Bypassed, {}, None)
+        run_ranks(fit_wrongly, 2, kind, {}, None)
+
+
+def invert(rank: int, world_size: int, stage: int) -> float:
+    strategy = ZeROStrategy(stage=stage, telemetry=False, blocks=["blocks.*", "blocks.*.net"])
+    torch.manual_seed(1)
+    trainer = Trainer(
+        accelerator="cpu", devices=world_size, strategy=strategy, max_steps=4, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(Inverted(), token_data(8, 2))
+    return float(trainer.callback_metrics["train_loss"])
+
+
+@pytest.mark.full
+@pytest.mark.ranks
+def test_a_flow_trains_with_the_blocks_that_its_error_names() -> None:
+    assert run_ranks(invert, 2, 3) == pytest.approx(run_ranks(invert, 2, 1), rel=1e-6)
 
 
 class Transformed(Stack):
