@@ -24,7 +24,7 @@ from boltmesh.strategies.checkpoint.directory import MODEL, is_directory, load_d
 from boltmesh.strategies.checkpoint.file import load_file
 from boltmesh.strategies.checkpoint.storage.addresses import is_file, path_or_address
 from boltmesh.strategies.object_collectives import all_or_none, gather_objects
-from boltmesh.strategies.pipeline.stage.units import find_stage_units
+from boltmesh.strategies.pipeline.axis import PipelineAxis
 from boltmesh.strategies.pytree import tensors_in
 from boltmesh.strategies.torch_compat.tensors import is_fake
 
@@ -61,9 +61,10 @@ class DetectNonFinite(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if getattr(trainer.strategy, "divides_modules", False):
-            self._look_at_units(find_stage_units(pl_module))
-            return
+        for axis in getattr(trainer.strategy, "axes", ()):
+            if isinstance(axis, PipelineAxis) and axis.staged.placement is not None:
+                self._look_at_units(axis.staged.placement.plans.units)
+                return
         for name, module in pl_module.named_modules():
             if name:
                 self._add_hook(name, module)
