@@ -315,7 +315,8 @@ def explain_transform(error: BaseException) -> None:
         error: As it was caught, with its traceback. Any other one is left alone.
     """
     places = [frame.f_code.co_filename for frame in _frames(error)]
-    is_transform = any(f"{os.sep}_functorch{os.sep}" in each for each in places)
+    functorch = [Path(each).stem for each in places if f"{os.sep}_functorch{os.sep}" in each]
+    is_transform = bool({*functorch} - {"functional_call"})  # which transforms nothing
     if _ADDED in str(error) or not (is_transform and any("fsdp" in each for each in places)):
         return
     advice = (
