@@ -1,17 +1,25 @@
-"""Batches with padding train as in one process behind a first batch without it.
+"""Calls of blocks that the first batch did not have are verified before they count.
+
+Batches with padding train as in one process behind a first batch without it.
 
 Attention of Hugging Face then gets a mask, and calls other operators than those that the tensor
 plan was verified with.
 """
 
 import warnings
+from functools import partial
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
+from boltmesh.check.differences import Trace, find_differences
+from boltmesh.check.parity import Problem, trace_layout, trace_one_process
 from boltmesh.strategies import Parallel3DStrategy, TensorParallelStrategy
 from tests.support.numbered import Settings, by_a_plain_loop, by_a_strategy
 from tests.support.ranks import run_ranks
+from tests.support.stack import Stack, token_data
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.ranks
@@ -82,3 +90,58 @@ def test_a_mask_behind_a_batch_without_one_by_other_layers(settings: Settings) -
     wanted = by_a_plain_loop(settings)
     for losses, _ in run_ranks(train, 2, settings, "tensor"):
         assert losses == pytest.approx(wanted, rel=1e-5)
+
+
+class RelativePositions(nn.Module):
+    """Attention with a table of distances, as a Conformer has: an odd number of rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(12)
+        self.query, self.key = nn.Linear(12, 12, bias=False), nn.Linear(12, 12, bias=False)
+        self.value, self.out = nn.Linear(12, 12, bias=False), nn.Linear(12, 12)
+        self.distances = nn.Embedding(129, 6)
+        self.dropout = nn.Dropout(0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed, places = self.norm(x), torch.arange(x.shape[1])
+        q, k, v = (
+            each(normed).unflatten(-1, (2, 6)).transpose(1, 2)
+            for each in (self.query, self.key, self.value)
+        )
+        table = self.distances((places[:, None] - places).clamp(-64, 64) + 64)
+        scores = q @ k.mT + torch.einsum("bhnd,nrd->bhnr", q, table)
+        mixed = self.dropout(scores.softmax(-1)) @ v
+        return x + self.out(mixed.transpose(1, 2).flatten(2))
+
+
+class Distances(Stack):
+    def __init__(self) -> None:
+        super().__init__(width=12)
+        self.blocks = nn.ModuleList([RelativePositions(), RelativePositions()])
+
+
+PROBLEM = Problem(
+    module=Distances,
+    train=partial(token_data, 16, 4),
+    validation=partial(token_data, 8, 4),
+    steps=4,
+    trainer={"accelerator": "cpu"},
+)
+
+
+def one_process(rank: int, world_size: int) -> Trace:
+    return trace_one_process(PROBLEM, data_size=1, is_dealt=False)
+
+
+def divided(rank: int, world_size: int) -> Trace:
+    strategy = TensorParallelStrategy(telemetry=False)
+    trace = trace_layout(PROBLEM, strategy, devices=world_size)
+    assert strategy.plan.sharded["blocks.0.distances.weight"].style == "vocabulary"
+    return trace
+
+
+def test_a_block_whose_parameter_is_divided_unevenly_is_verified_in_evaluation_mode() -> None:
+    reference = run_ranks(one_process, 1)[0]
+    for trace in run_ranks(divided, 2):
+        assert find_differences(reference, trace) == []

@@ -138,13 +138,15 @@ def gather_whole(shard: Tensor, entry: ShardedParameter, group: TensorGroup) -> 
     Its gradient is the same on all ranks, so each keeps its own part of it.
 
     Args:
-        shard: This rank's shard; all ranks have shards of the same shape.
+        shard: This rank's shard, of its own shape.
         entry: How the tensor is divided.
         group: Ranks that share it.
     """
 
     def join(shard: Tensor) -> Tensor:
-        return join_shards(all_gather(shard[None], group, 0).unbind(), entry)
+        padded = shard.new_zeros(entry.local_shape(group.size, 0))  # no rank has more
+        padded.narrow(entry.dim, 0, shard.shape[entry.dim]).copy_(shard)
+        return join_shards(all_gather(padded[None], group, 0).unbind(), entry)
 
     def cut(whole: Tensor) -> Tensor:
         return shard_of(whole, entry, size=group.size, rank=group.rank)
