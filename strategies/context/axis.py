@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins import DoublePrecision
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -170,6 +171,8 @@ class ContextAxis(LayerAxis):
                 f"{type(module).__name__} is in shards of an earlier run, so its {step} cannot be "
                 f"proven with its sequence divided. Call Trainer.fit first, or build a new module."
             )
+        if self._is_double:  # as the batch is, which no comparison in fp32 may have
+            self.strategy.model = self.strategy.precision_plugin.convert_module(module)
         batch = broadcast_from_rank0(sample_batch(trainer).batch, self._judges)
         self._sample = batch, *step_arguments(module, step)
         if self.entries and self.strategy.divides_layers:
@@ -197,6 +200,10 @@ class ContextAxis(LayerAxis):
         finally:
             self._is_proving = False
 
+    @property
+    def _is_double(self) -> bool:
+        return isinstance(self.strategy.precision_plugin, DoublePrecision)
+
     def _new_state(self, group: ProcessGroup | None) -> ContextState:
         assert group is not None
         options = self.options
@@ -220,7 +227,8 @@ class ContextAxis(LayerAxis):
         if strategy.layout.size("tensor") == 1:  # else it has done so, and ranks have other parts
             # Makes what is deferred, and gives all ranks the first one's values.
             prepare_modules(own_modules([module], ""), device=_CPU, group=self._judges)
-        on_device = DryRun(module, step, self._sample, strategy.root_device)
+        around = strategy.step_context(step) if self._is_double else nullcontext
+        on_device = DryRun(module, step, self._sample, strategy.root_device, around=around)
         blocks = find_blocks(module)
         while True:
             group = strategy.new_group(self.name, timeout=min(strategy.timeout, _PATIENCE))

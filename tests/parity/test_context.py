@@ -111,6 +111,39 @@ def test_data_and_context_axes_train_together(stage: int) -> None:
         assert max(found.values()) < 2e-5, found
 
 
+class Series(LightningModule):
+    """Predicts the next values of a series, which are of the run's precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+        self.into, self.out = nn.Linear(6, 16), nn.Linear(16, 6)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        found = self.out(self.encoder(self.into(batch)))
+        return functional.mse_loss(found + torch.arange(6) / 7.0, batch.roll(1, 1))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit_in_double(rank: int, size: int) -> float:
+    runs = []
+    for devices, strategy in ((size, context()), (1, "auto")):
+        torch.manual_seed(1)
+        module, series = Series(), torch.randn(8, 8, 6)
+        trainer = quiet_trainer(devices, strategy, precision="64-true")
+        trainer.fit(module, DataLoader(series, batch_size=2))  # type: ignore[arg-type]
+        runs.append([each.detach() for each in module.parameters()])
+    assert {each.dtype for each in runs[0]} == {torch.float64}
+    return max(float((one - other).abs().max()) for one, other in zip(*runs, strict=True))
+
+
+def test_a_step_in_double_precision_equals_one_process() -> None:
+    assert max(run_ranks(fit_in_double, 2)) < 1e-12
+
+
 def fit_with_dims(rank: int, size: int, dims: dict[str, int]) -> tuple[set[int], float]:
     """Train two batches; return the dims that were cut, and how far parameters are apart."""
     strategy = context(dims=dims)
