@@ -32,7 +32,7 @@ _FROM_OUTSIDE = {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, s
 _SEEN_LATE_NS = 500_000_000
 """Such a death precedes the errors that it causes, but polling sees it a little later."""
 
-_HINTS = {
+_HINTS: Mapping[int, str] = {
     signal.SIGKILL: "Often the system ran out of memory",
     signal.SIGBUS: "Often the shared memory of loader workers ran out",
 }
@@ -103,7 +103,7 @@ def describe_cause(cause: Cause, *, job_id: str) -> str:
     who = f"rank {cause.rank} (pid {cause.pid})"
     where = where_it_was(job_id, cause.rank, cause.pid)
     if report is None:
-        hint = _HINTS.get(signal.Signals(-cause.exit_code)) if cause.exit_code < 0 else None
+        hint = _HINTS.get(-cause.exit_code)
         advice = f". {hint}: see `boltmesh top {job_id}`." if hint and where else "."
         if hint and not where:
             advice = f". {hint}."

@@ -135,6 +135,11 @@ lose_a_peer()
     )
 
 
+def test_a_rank_that_a_real_time_signal_ends_is_named(workplace, capfd):
+    assert supervisor("os.kill(os.getpid(), 40)", num_ranks=1).run() == 1
+    assert "was killed by signal 40 (unknown); nothing else failed" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("look_every_s", [launch.POLL_S, 2.0])
 def test_the_dashboard_is_told_of_a_death_whoever_is_seen_first(
     workplace, monkeypatch, look_every_s
