@@ -50,7 +50,7 @@ from boltmesh.strategies.cost_model.step_time import Machine, estimate_step_time
 from boltmesh.strategies.cost_model.traffic import estimate_traffic
 from boltmesh.strategies.data_parallel.options import ZeroOptions
 from boltmesh.strategies.registry import STRATEGIES
-from boltmesh.strategy_arguments import check_strategy_name
+from boltmesh.strategy_arguments import check_strategy_name, make_strategy
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -140,7 +140,8 @@ def plan(
             )
         own = loaded.strategy.name if wanted is None else named
         given = given_to(own, loaded, overrides)
-        check_given(STRATEGIES[own], given, source)
+        section = OmegaConf.create({"name": own, **given})
+        make_strategy(section, source=source)  # refuses what a run would refuse
         per_node = ranks_per_node(loaded, devices, source)
         print(_plan_divided(named, loaded, per_node, given, machine, source, as_json=as_json))
         return 0

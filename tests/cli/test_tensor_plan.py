@@ -53,6 +53,12 @@ def test_heads_that_do_not_divide_leave_attention_whole_and_say_so(capsys, workp
     assert "blocks.0.up.weight" in found["plan"]["sharded"]
 
 
+@pytest.mark.parametrize("size", ["-2", "0"])
+def test_a_size_that_a_run_refuses_is_refused(capsys, workplace, size) -> None:
+    assert cli.run_command(["plan", "tensor", *TINY, f"strategy.size={size}"]) == 2
+    assert f"strategy.size={size} holds no rank" in capsys.readouterr().err
+
+
 def test_a_dry_run_prints_the_table(capsys, workplace, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     assert cli.run_command(["fit", "tensor", *TINY, "--dry-run"]) == 0
