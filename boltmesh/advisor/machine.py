@@ -42,6 +42,8 @@ ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 """Variable of the settings of torch's allocator."""
 HOST_GB_S = 100.0
 """Memory of a host with a few channels, as the optimizer's step there uses it."""
+NEEDED = ("device_tflops", "memory_gb_s")
+"""Rates without which no step can be predicted."""
 USUAL_PER_NODE = 8
 """GPUs that a node has at most, unless their kind is known."""
 HERE = "here"
@@ -261,8 +263,8 @@ def measure_here(accelerator: str, num_ranks: int, precision: str, disk: str) ->
             said = [each.communicate(timeout=TIMEOUT_S) for each in ranks]
         except subprocess.TimeoutExpired:
             raise ConfigError(
-                f"The rates of this machine could not be measured in {TIMEOUT_S:.0f} s. Plan with "
-                f"--gpu NAME --devices N, or write them into a file as docs/planner.md shows."
+                f"The rates of this machine could not be measured in {TIMEOUT_S:.0f} s. Try again "
+                f"when it has less to do, or plan with --gpu NAME --devices N."
             ) from None
         finally:
             for each in ranks:
@@ -335,14 +337,17 @@ def read_rates(path: Path) -> Machine | None:
     """Return remembered rates; None where there are none.
 
     Raises:
-        ConfigError: For a file that has something else.
+        ConfigError: For a file that has something else, or not all that a prediction needs.
     """
     content = _read(path)
     if content is None:
         return None
     # Earlier versions kept one factor on all times.
     rates = {key: each for key, each in content.items() if key != "calibration"}
-    return Machine.of(rates, source=str(path))
+    found = Machine.of(rates, source=str(path))
+    if lacking := [each for each in NEEDED if getattr(found, each) is None]:
+        raise ConfigError(f"{path} lacks {lacking[0]}. Delete it, and run boltmesh tune again.")
+    return found
 
 
 def _read(path: Path) -> Mapping[str, Any] | None:

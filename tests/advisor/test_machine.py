@@ -52,6 +52,13 @@ def test_rates_with_the_factor_of_earlier_versions_are_read(remembered) -> None:
     assert read_rates(remembered) == RATES
 
 
+def test_rates_that_lack_what_a_prediction_needs_say_to_tune_again(remembered, capsys) -> None:
+    remembered.write_text("device_tflops: 0.05\n", encoding="utf-8")
+    assert run_command(["plan", "auto", "ddp", *SMALL[:4]]) == 2
+    (said,) = capsys.readouterr().err.strip().splitlines()
+    assert said.endswith("lacks memory_gb_s. Delete it, and run boltmesh tune again.")
+
+
 @pytest.mark.parametrize("table", ["3", "{2: {4: 0.1}}", "{2: {4: 0.1, 8: -1}}", "{a: {4: 1}}"])
 def test_a_table_of_all_reduces_that_cannot_be_is_refused(table, tmp_path) -> None:
     path = tmp_path / "rates.yaml"
