@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from boltmesh.configs.advice import first_line
 from boltmesh.conversion.source import as_bytes, load_value, second_names
 from boltmesh.conversion.writing import written_whole
 from boltmesh.errors import ConfigError
@@ -356,15 +357,25 @@ def as_on_the_hub(tensors: Mapping[str, Tensor], config: Path) -> dict[str, Tens
         config: The model's config.json.
 
     Raises:
-        ConfigError: When the model has no such tensors.
+        ConfigError: When transformers is missing or knows no such model, or the model has no such
+            tensors.
     """
-    import transformers
-    from transformers.core_model_loading import revert_weight_conversion
-
-    read = transformers.AutoConfig.from_pretrained(config, local_files_only=True)
-    kind = getattr(transformers, (read.architectures or ["none"])[0], None)
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(read) if kind is None else kind(read)
+    try:
+        import transformers
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError as error:
+        raise ConfigError(
+            "--hf needs the package transformers, 5 or newer. Install it: "
+            "pip install 'boltmesh[transformers]'."
+        ) from error
+    try:
+        read = transformers.AutoConfig.from_pretrained(config, local_files_only=True)
+        kind = getattr(transformers, (read.architectures or ["none"])[0], None)
+        make = transformers.AutoModelForCausalLM.from_config if kind is None else kind
+        with torch.device("meta"):
+            model = make(read)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{config} describes no model: {first_line(error)}.") from error
     unknown = [name for name in tensors if name not in model.state_dict()]
     if unknown:
         raise ConfigError(

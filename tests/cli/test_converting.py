@@ -212,6 +212,17 @@ def test_what_cannot_be_exported_is_refused_in_one_line(holder: Holder, capsys: 
     )
 
 
+def test_names_of_hugging_face_need_transformers_and_a_model_that_it_knows(
+    holder: Holder, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = ["export", "source", "--to", "folder", "--hf", "config.json"]
+    for content in ('{"model_type": "none"}', "{"):
+        Path("config.json").write_text(content)
+        assert "config.json describes no model: " in complaint(capsys, *line)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert "pip install 'boltmesh[transformers]'" in complaint(capsys, *line)
+
+
 def test_what_cannot_be_imported_is_refused_in_one_line(
     holder: Holder, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
