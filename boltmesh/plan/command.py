@@ -335,12 +335,13 @@ def ranks_per_node(config: "DictConfig", devices: int | None, source: str) -> in
     if devices is not None:
         return devices
     asked = config.trainer.devices
-    if not isinstance(asked, str) and OmegaConf.is_list(asked):
+    if OmegaConf.is_list(asked):
         return len(asked)
-    if isinstance(asked, int) and asked > 0:
-        return asked
-    if isinstance(asked, str) and asked.isdigit():
-        return int(asked)
+    text = str(asked)
+    if "," in text:
+        return sum(bool(name) for name in text.split(","))
+    if text.isdecimal():
+        return int(text)
     raise ConfigError(
         f"{located(source, 'trainer.devices')}={asked} depends on the machine that the plan is "
         f"for. Add --devices 8, or as many as one node of it has."
@@ -353,7 +354,7 @@ def _read_machine(path: Path | None) -> Machine:
         return Machine()
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}.") from error
     if not isinstance(content, dict):
         known = ", ".join(each.name for each in fields(Machine))

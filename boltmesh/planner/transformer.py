@@ -1,12 +1,11 @@
 """The sizes of a transformer, from which its work and its memory follow."""
 
+import json
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
-
-import yaml  # type: ignore[import-untyped]
 
 from boltmesh.configs.advice import name_choices, nearest
 from boltmesh.errors import ConfigError
@@ -276,9 +275,9 @@ def _from_hugging_face(path: Path) -> Transformer:
         if not path.exists():
             raise ConfigError(f"--model {path.parent} is a folder without a config.json.")
     try:
-        table = yaml.safe_load(path.read_text(encoding="utf-8"))  # JSON is YAML
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"--model {path} cannot be read as a configuration: {error}") from None
+        table = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--model {path} cannot be read as a configuration: {error}.") from None
     if not isinstance(table, dict):
         raise ConfigError(f"--model {path} is no configuration of Hugging Face.")
     if isinstance(table.get("text_config"), dict):  # of a model that also reads images

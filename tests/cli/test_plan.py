@@ -169,6 +169,11 @@ def test_what_the_command_line_says_wins_over_the_size(workplace, capsys):
     assert made["model"]["parameters"] < 125e6
 
 
+def test_a_list_of_devices_is_as_many_ranks(capsys):
+    for devices in ("0,2,3", "[0, 2, 3]"):
+        assert data(capsys, "zero3", f"trainer.devices={devices}")["ranks"] == 3
+
+
 def test_a_measured_machine_says_what_fits_and_the_least_time(workplace, capsys):
     (workplace / "machine.yaml").write_text(
         "device_gib: 80\nhost_gib: 10\ndevice_tflops: 400\nnetwork_gb_s: 50\nbus_gb_s: 25\n"
@@ -314,6 +319,7 @@ def test_a_model_that_is_run_comes_out_like_one_that_is_known(workplace, capsys,
         (["zero3", "strategy.shard_size=3", "--devices", "8"], "shard_size=3 does not divide 8 "),
         (["zero3", "--cluster", "none.yaml"], "none.yaml cannot be read: "),
         (["pipeline_1f1b", "--cluster", "none.yaml"], "none.yaml cannot be read: "),
+        (["zero3", "--cluster", "date.yaml"], "date.yaml cannot be read: month must be in 1..12."),
         (["pipeline_1f1b", "--cluster", "machine.yaml"], "a plan of bolt_pipeline states no times"),
         (["ddp", "--strategy", "tensor", "--cluster", "machine.yaml"], "a plan of bolt_tensor"),
         (["ddp", "--strategy", "context", "--cluster", "machine.yaml"], "a plan of bolt_context"),
@@ -325,6 +331,7 @@ def test_a_model_that_is_run_comes_out_like_one_that_is_known(workplace, capsys,
 )
 def test_what_cannot_be_planned_is_one_line(workplace, capfd, arguments, message):
     (workplace / "machine.yaml").write_text("device_gib: 80", encoding="utf-8")
+    (workplace / "date.yaml").write_text("device_gib: 2026-13-01", encoding="utf-8")
     assert cli.run_command(["plan", *arguments]) == 2
     out, error = capfd.readouterr()
     assert out == ""

@@ -28,7 +28,7 @@ def test_a_configuration_of_hugging_face_is_read(tmp_path: Path) -> None:
             "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32,
             "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256,
             "max_position_embeddings": 8192, "hidden_act": "silu", "tie_word_embeddings": False,
-        })
+        }, indent="\t")
     )  # fmt: skip
     assert transformer_named(str(tmp_path)) == KNOWN["llama3-8b"]
 
