@@ -74,7 +74,7 @@ def flow_sentence(found: Search, fastest: Candidate) -> str:
         agrees = True
     else:
         rule = "several nodes: ZeRO-3, or tensor within a node with a pipeline and replicas across"
-        agrees = layout.zero == 3 or layout.tensor <= cluster.devices_per_node
+        agrees = layout.zero == 3 or layout.tensor * layout.pipeline > 1
     return f"{rule}; the numbers {'agree' if agrees else 'say otherwise'}."
 
 

@@ -12,7 +12,7 @@ import pytest
 from boltmesh.advisor.machine import of_cluster
 from boltmesh.cli import run_command
 from boltmesh.errors import ConfigError
-from boltmesh.planner.command import best, strategy_of
+from boltmesh.planner.command import best, flow_sentence, strategy_of
 from boltmesh.planner.layout import Layout, groups_of
 from boltmesh.planner.layout_memory import CONTEXT_BYTES, estimate_layout_memory
 from boltmesh.planner.machine import accelerator_named, accelerators, build_cluster, more_devices
@@ -318,6 +318,18 @@ def test_twice_the_devices_are_predicted_as_if_they_were_given(
     _, out, _ = run(capsys, *line[:-1], "--devices", "4")
     factor = per_second[1] / per_second[0]
     assert f"With twice the devices: {factor:.2f} x the tokens/s" in out
+
+
+@pytest.mark.parametrize(
+    ("axes", "agrees"),
+    [({"zero": 3}, True), ({"zero": 1, "tensor": 8}, True), ({"zero": 1}, False)],
+    ids=["zero3", "tensor", "zero1"],
+)
+def test_the_usual_rule_is_compared_with_what_was_chosen(axes: dict[str, int], agrees: bool) -> None:
+    found = search(LLAMA, NODES, sequences=64)
+    chosen = replace(found.candidates[0], layout=Layout(data=64, **axes))
+    sentence = flow_sentence(found, chosen)
+    assert sentence.endswith("the numbers agree." if agrees else "the numbers say otherwise.")
 
 
 def test_json_has_the_same_figures(capsys: pytest.CaptureFixture[str]) -> None:
