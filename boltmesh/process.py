@@ -35,13 +35,13 @@ class ProcessId(NamedTuple):
     @classmethod
     def of(cls, pid: int) -> "ProcessId":
         """Return the id of a process of this machine that lives."""
-        return cls(_machine(), pid, _started(pid) or 0)
+        return cls(_machine(), pid, start_ticks(pid) or 0)
 
     def has_ended(self) -> bool | None:
         """Whether it has ended; None if it ran on another machine, or before a reboot."""
         if self.machine != _machine():
             return None
-        started = _started(self.pid)
+        started = start_ticks(self.pid)
         return started is None or (started != self.started and 0 not in {started, self.started})
 
 
@@ -53,8 +53,11 @@ def _machine() -> str:
     return f"{zlib.crc32(' '.join(parts).encode()):08x}"
 
 
-def _started(pid: int) -> int | None:
-    """When a process started, in ticks since boot; 0 if unknown, None if there is none."""
+def start_ticks(pid: int) -> int | None:
+    """Return when a process started, in clock ticks since boot; 0 if unknown, None if it has ended.
+
+    Source: field 22 of ``/proc/PID/stat``, https://man7.org/linux/man-pages/man5/proc_pid_stat.5.html.
+    """
     if not Path("/proc/self/stat").exists():
         try:
             os.kill(pid, 0)

@@ -255,23 +255,6 @@ def read_end(path: Path) -> RankEnd | None:
         return None
 
 
-def process_start_ticks(pid: int) -> int:
-    """Return when a process started, in clock ticks since boot; 0 when it cannot be known.
-
-    Source: field 22 of ``/proc/PID/stat``, https://man7.org/linux/man-pages/man5/proc_pid_stat.5.html.
-    The second field may hold spaces and brackets, so fields are counted after its last bracket.
-    """
-    try:
-        descriptor = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            text = os.read(descriptor, 4096)
-        finally:
-            os.close(descriptor)
-        return int(text[text.rindex(b")") + 1 :].split()[19])
-    except (OSError, ValueError, IndexError):
-        return 0
-
-
 def pid_namespace() -> int:
     """Return the number of this process's pid namespace; 0 where there is none."""
     try:

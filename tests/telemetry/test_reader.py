@@ -416,7 +416,8 @@ def test_a_zombie_is_dead():
     process.communicate()
 
 
-def test_a_lock_that_a_descendant_keeps_does_not_revive_its_rank():
+@pytest.mark.parametrize("is_zombie", [False, True], ids=["reaped", "zombie"])
+def test_a_lock_that_a_descendant_keeps_does_not_revive_its_rank(is_zombie):
     path = make_job()
     script = f"""
         import os, signal
@@ -433,11 +434,14 @@ def test_a_lock_that_a_descendant_keeps_does_not_revive_its_rank():
     process = subprocess.Popen(run, stdout=subprocess.PIPE)
     assert process.stdout is not None
     child = int(process.stdout.readline())
-    process.wait()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    if not is_zombie:
+        process.wait()
     try:
         assert snapshot().ranks[0].state == "dead"
     finally:
         os.kill(child, signal.SIGKILL)
+        process.wait()
         process.communicate()
 
 

@@ -23,8 +23,9 @@ from typing import Any, Final
 import msgspec
 
 from boltmesh.errors import TelemetryError
+from boltmesh.process import start_ticks
 from boltmesh.telemetry import layout
-from boltmesh.telemetry.job import open_private, pid_namespace, process_start_ticks
+from boltmesh.telemetry.job import open_private, pid_namespace
 from boltmesh.telemetry.layout import SECTIONS, Header
 from boltmesh.telemetry.reader.ring import Change, Ring
 from boltmesh.telemetry.reader.traffic_reader import TrafficReader
@@ -74,7 +75,7 @@ class Liveness:
         now = time.monotonic()
         if now - self._checked_s >= CHECK_PID_EVERY_S:
             self._checked_s = now
-            self._is_ours = process_start_ticks(header.pid) == header.start_ticks
+            self._is_ours = start_ticks(header.pid) == header.start_ticks
         return self._is_ours and _exists(header.pid)
 
 

@@ -26,8 +26,9 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from boltmesh.errors import TelemetryError
+from boltmesh.process import start_ticks
 from boltmesh.telemetry import layout
-from boltmesh.telemetry.job import open_private, pid_namespace, process_start_ticks
+from boltmesh.telemetry.job import open_private, pid_namespace
 from boltmesh.telemetry.layout import SECTIONS, Header
 from boltmesh.telemetry.redaction import redact_text
 from boltmesh.telemetry.writer.rank_ranges import pack_ranks
@@ -197,7 +198,7 @@ class RankFile(TrafficRecords):
     ) -> None:
         self.path = path
         self._pid = os.getpid()
-        ours = (self._pid, process_start_ticks(self._pid), pid_namespace())
+        ours = (self._pid, start_ticks(self._pid) or 0, pid_namespace())
         opened = open_rank_file(
             path, ours, rank=rank, world_size=world_size, continues_earlier=continues_earlier
         )
