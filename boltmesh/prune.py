@@ -24,7 +24,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from typing_extensions import override
 
-from boltmesh.errors import BoltMeshError, CheckpointError
+from boltmesh.errors import BoltMeshError, CheckpointError, ConfigError
 from boltmesh.run_folder import CHECKPOINTS, CONFIG_FILE, newest_verified_checkpoint
 from boltmesh.run_lock import LOCK, RunLock, is_held
 from boltmesh.strategies.checkpoint.atomic_replace import (
@@ -222,7 +222,11 @@ def _find_in_run(run: Path) -> Iterator[Found]:
     if is_held(run):
         yield Found(run, "in use", 0, None)
         return
-    lock = RunLock.take(run, stale_s=0.1)  # no run begins in it meanwhile
+    try:
+        lock = RunLock.take(run, stale_s=0.1)  # no run begins in it meanwhile
+    except ConfigError as error:  # it is of another user, say
+        yield Found(run, str(error), 0, None)
+        return
     try:
         folder = run / CHECKPOINTS
         for path in killed_saves(folder):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from boltmesh.cli import run_command
+from boltmesh.errors import ConfigError
 from boltmesh.process import ProcessId
 from boltmesh.prune import DEFAULT_PATTERN, remove_left_by_kills, stale_checkpoints
 from boltmesh.run_lock import RunLock
@@ -92,6 +93,24 @@ def test_a_run_in_use_is_left_alone(left, capfd):
     assert names() == before
     os.utime(RUN / "run.lock", (1, 1))
     assert run_command(["prune"]) == 0
+    assert names() == WHOLE
+
+
+def test_a_run_that_cannot_be_locked_does_not_keep_others_from_being_pruned(
+    left, capfd, monkeypatch
+):
+    shutil.copytree(RUN, "runs/other/0")
+    take = RunLock.take
+
+    def fails(folder: Path, **given: float) -> RunLock:
+        if folder.parts[-2] == "other":
+            raise ConfigError(f"{folder} cannot be locked for this run: Permission denied.")
+        return take(folder, **given)
+
+    monkeypatch.setattr(RunLock, "take", fails)
+    assert run_command(["prune"]) == 0
+    told = capfd.readouterr().out
+    assert "kept       runs/other/0 (runs/other/0 cannot be locked for this run: Perm" in told
     assert names() == WHOLE
 
 
