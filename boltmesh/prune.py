@@ -37,6 +37,7 @@ from boltmesh.strategies.checkpoint.host_memory import ID_FILE, copies_of, forgo
 from boltmesh.strategies.checkpoint.manifest import REST, files_of, read_checked
 from boltmesh.strategies.checkpoint.storage.folder import folder_at
 from boltmesh.telemetry.pruning import ended_jobs, remove_job
+from boltmesh.tui import units
 
 DEFAULT_PATTERN = "{epoch}-{step}"
 """Lightning's, where ``run.checkpoint.filename`` is null."""
@@ -192,7 +193,7 @@ class Found(NamedTuple):
 
     @override
     def __str__(self) -> str:
-        return f"{self.path} ({self.what}, {describe_bytes(self.num_bytes)})"
+        return f"{self.path} ({self.what}, {units.traffic(self.num_bytes)})"
 
 
 def find(runs: Path, *, telemetry_days: float) -> Iterator[Found]:
@@ -267,11 +268,3 @@ def _callbacks(checkpoint: Path) -> dict[str, Any]:
     if not isinstance(callbacks, dict):
         raise CheckpointError(f"{checkpoint} does not tell which checkpoints its run keeps.")
     return callbacks
-
-
-def describe_bytes(count: int) -> str:
-    """Return ``1.5 MB``."""
-    if count < 1000:
-        return f"{count} bytes"
-    power = min(int(math.log10(count) / 3), 4)
-    return f"{count / 1000**power:.1f} {' KMGT'[power]}B"

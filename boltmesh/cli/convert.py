@@ -183,7 +183,8 @@ def prune(runs: Path, dry_run: bool, telemetry_days: float) -> int:
     track of, unfinished saves, and runs without a step. Nothing of a run that is in use, never the
     newest whole checkpoint of a run, and no checkpoint with a name of your own.
     """
-    from boltmesh.prune import describe_bytes, find
+    from boltmesh.prune import find
+    from boltmesh.tui import units
 
     if not runs.is_dir():
         raise ConfigError(f"{runs} is no folder of runs. Write that of run.dir, such as runs.")
@@ -198,7 +199,7 @@ def prune(runs: Path, dry_run: bool, telemetry_days: float) -> int:
             click.echo(f"{'would go' if dry_run else 'deleted':<10} {found}")
             total += found.num_bytes
     verb = "would be deleted" if dry_run else "deleted"
-    click.echo(f"boltmesh: {describe_bytes(total)} {verb}")
+    click.echo(f"boltmesh: {units.traffic(total)} {verb}")
     return 0
 
 

@@ -47,6 +47,7 @@ from boltmesh.strategies.checkpoint.optimizer_state import PARAMS, PENDING, is_n
 from boltmesh.strategies.checkpoint.shard_reader import Placeholder
 from boltmesh.strategies.checkpoint.storage.addresses import is_file
 from boltmesh.strategies.torch_compat.files import storage_class
+from boltmesh.tui import units
 
 
 def numbered_state(saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -430,7 +431,7 @@ def export(
     aliases = write_model(
         model, target, max_shard_bytes=limit, progress=counted(total), config=config
     )
-    lines = [f"{target}: {len(model) - len(aliases)} tensors, {_size(total)}"]
+    lines = [f"{target}: {len(model) - len(aliases)} tensors, {units.traffic(total)}"]
     if found:
         lines.append(f"names: without {found!r}")
     lines += [f"tied: {name} is {kept}, written once" for name, kept in aliases.items()]
@@ -451,7 +452,7 @@ def _export_file(checkpoint: Mapping[str, Any], target: Path, counted: Counted) 
         parts.append(f"without {len(frozen)} frozen parameters")
     if "loops" in checkpoint:
         parts.append(f"step {checkpoint.get('global_step', 0)}")
-    return [f"{target}: {', '.join(parts)}, {_size(total)}"]
+    return [f"{target}: {', '.join(parts)}, {units.traffic(total)}"]
 
 
 def _all_tensors(value: Any) -> dict[str, Tensor]:
@@ -471,10 +472,3 @@ def _all_tensors(value: Any) -> dict[str, Tensor]:
 
 def _total(tensors: Mapping[str, Tensor]) -> int:
     return sum(num_bytes(each) for each in {id(each): each for each in tensors.values()}.values())
-
-
-def _size(num: int) -> str:
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if num >= size:
-            return f"{num / size:.1f} {unit}"
-    return f"{num} bytes"

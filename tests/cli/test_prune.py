@@ -15,6 +15,7 @@ from boltmesh.run_lock import RunLock
 from boltmesh.telemetry.job import JobInfo, make_private_folder, rank_file, write_job
 from boltmesh.telemetry.pruning import ended_jobs, remove_old_jobs
 from boltmesh.telemetry.writer.rank_file import RankFile
+from boltmesh.tui import units
 from tests.cli.conftest import TINY
 from tests.cli.test_run_lock import ended_pid, held_by
 
@@ -72,10 +73,10 @@ def test_what_kills_have_left_is_deleted_and_told_with_its_bytes(left, capfd):
     size = (KEPT / "last.ckpt").stat().st_size
     lines = told.splitlines()
     assert lines[0].startswith("would go   runs/tiny/1 (run without a step, ")
-    assert f"epoch=0-step=2.ckpt (stale checkpoint, {size / 1000:.1f} KB)" in told
-    assert ".partial (unfinished save, 500 bytes)" in told
+    assert f"epoch=0-step=2.ckpt (stale checkpoint, {units.traffic(size)})" in told
+    assert ".partial (unfinished save, 500 B)" in told
     total = 3 * size + 500 + (RUN / "config.yaml").stat().st_size
-    assert lines[-1] == f"boltmesh: {total / 1000:.1f} KB would be deleted"
+    assert lines[-1] == f"boltmesh: {units.traffic(total)} would be deleted"
     assert not list(RUN.glob("*lock*"))
     assert run_command(["prune", "nowhere"]) == 2
 
