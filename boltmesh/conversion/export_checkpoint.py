@@ -388,6 +388,40 @@ def export(
             f"alone. Name a path, and copy the result."
         )
     is_folder = target.suffix not in {LIGHTNING_SUFFIX, SUFFIX}
+    _refuse_contradictions(target, prefix, max_shard_bytes, is_folder, is_for_peft, hugging_face)
+    check_target(target, source, force=force)
+    checkpoint = open_checkpoint(source)
+    if is_for_peft:
+        adapters = adapters_of(checkpoint, source)
+        total = sum(_total(each.values()) for each in adapters.values())
+        return write_adapters(checkpoint, adapters, target, progress=counted(total))
+    if target.suffix == LIGHTNING_SUFFIX:
+        if is_file(source):
+            raise ConfigError(f"{source} is a Lightning file as it is: copy it.")
+        return _export_file(checkpoint, target, counted)
+    return _export_weights(
+        checkpoint,
+        target,
+        prefix=prefix,
+        max_shard_bytes=(max_shard_bytes or DEFAULT_SHARD_BYTES) if is_folder else None,
+        counted=counted,
+        config=None if hugging_face is None else config_file(hugging_face),
+    )
+
+
+def _refuse_contradictions(
+    target: Path,
+    prefix: str | None,
+    max_shard_bytes: int | None,
+    is_folder: bool,
+    is_for_peft: bool,
+    hugging_face: Path | None,
+) -> None:
+    """Refuse options that are not for this kind of target.
+
+    Raises:
+        ConfigError: With the option to leave out.
+    """
     if target.suffix in FOREIGN_SUFFIXES:
         raise ConfigError(
             f"{target.name} is to be a file of a kind that is not written. End its name in .ckpt "
@@ -409,27 +443,27 @@ def export(
         )
     if hugging_face is not None and (not is_folder or is_for_peft):
         raise ConfigError("--hf writes a folder. Say --to FOLDER, and leave --peft out.")
-    check_target(target, source, force=force)
-    checkpoint = open_checkpoint(source)
-    if is_for_peft:
-        adapters = adapters_of(checkpoint, source)
-        total = sum(_total(each) for each in adapters.values())
-        return write_adapters(checkpoint, adapters, target, progress=counted(total))
-    if target.suffix == LIGHTNING_SUFFIX:
-        if is_file(source):
-            raise ConfigError(f"{source} is a Lightning file as it is: copy it.")
-        return _export_file(checkpoint, target, counted)
+
+
+def _export_weights(
+    checkpoint: Mapping[str, Any],
+    target: Path,
+    *,
+    prefix: str | None,
+    max_shard_bytes: int | None,
+    counted: Counted,
+    config: Path | None,
+) -> list[str]:
+    """Write the weights as safetensors: one file, or a folder if ``max_shard_bytes`` is given."""
     tensors = tensors_of(checkpoint)
     found = find_prefix(tensors) if prefix is None else prefix
     model = take_off(tensors, found)
     left_out = [name for name in tensors if not name.startswith(found)]
-    config = None if hugging_face is None else config_file(hugging_face)
     if config is not None:
         model = as_on_the_hub(model, config)
-    limit = (max_shard_bytes or DEFAULT_SHARD_BYTES) if is_folder else None
-    total = _total(model)
+    total = _total(model.values())
     aliases = write_model(
-        model, target, max_shard_bytes=limit, progress=counted(total), config=config
+        model, target, max_shard_bytes=max_shard_bytes, progress=counted(total), config=config
     )
     lines = [f"{target}: {len(model) - len(aliases)} tensors, {units.traffic(total)}"]
     if found:
@@ -455,14 +489,14 @@ def _export_file(checkpoint: Mapping[str, Any], target: Path, counted: Counted) 
     return [f"{target}: {', '.join(parts)}, {units.traffic(total)}"]
 
 
-def _all_tensors(value: Any) -> dict[str, Tensor]:
-    """Every tensor of nested dictionaries and lists, once."""
-    found: dict[str, Tensor] = {}
+def _all_tensors(value: Any) -> list[Tensor]:
+    """Return every tensor of nested dictionaries and lists."""
+    found: list[Tensor] = []
     stack = [value]
     while stack:
         each = stack.pop()
         if isinstance(each, Tensor):
-            found[str(id(each))] = each
+            found.append(each)
         elif isinstance(each, Mapping):
             stack += each.values()
         elif isinstance(each, (list, tuple)):
@@ -470,5 +504,6 @@ def _all_tensors(value: Any) -> dict[str, Tensor]:
     return found
 
 
-def _total(tensors: Mapping[str, Tensor]) -> int:
-    return sum(num_bytes(each) for each in {id(each): each for each in tensors.values()}.values())
+def _total(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of tensors, each counted once."""
+    return sum(num_bytes(each) for each in {id(each): each for each in tensors}.values())
