@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from boltmesh.telemetry import layout
+from boltmesh.telemetry.reader.file_records import OffloadRow
 from boltmesh.telemetry.reader.rank_view import offload_totals
 from boltmesh.telemetry.snapshot import MemoryKind, OffloadTotal
 from boltmesh.telemetry.writer import communication, memory
-from boltmesh.telemetry.writer.file_records import OffloadRow
 from boltmesh.telemetry.writer.memory import StoredBytes, measure
 from boltmesh.telemetry.writer.null_recorder import NullRecorder
 from boltmesh.telemetry.writer.recorder import Recorder

@@ -6,9 +6,9 @@ import torch.distributed as dist
 
 from boltmesh.telemetry import layout
 from boltmesh.telemetry.layout import SECTIONS
+from boltmesh.telemetry.rank_ranges import pack_ranks, unpack_ranks
 from boltmesh.telemetry.reader.reader import open_job
 from boltmesh.telemetry.writer.rank_file import RankFile
-from boltmesh.telemetry.writer.rank_ranges import pack_ranks, unpack_ranks
 from tests.support.ranks import run_ranks
 from tests.telemetry.counting import open_counting
 from tests.telemetry.test_reader import make_job, make_rank, snapshot, write_status, write_step

@@ -10,8 +10,8 @@ from typing import Final, NamedTuple
 
 import msgspec
 
+from boltmesh.telemetry.rank_ranges import unpack_ranks
 from boltmesh.telemetry.snapshot import operator_name
-from boltmesh.telemetry.writer.rank_ranges import unpack_ranks
 
 POINT_TO_POINT: Final = frozenset({"send", "recv", "recv_any_source"})
 

@@ -22,12 +22,12 @@ from boltmesh.errors import TelemetryError
 from boltmesh.telemetry import layout, writer
 from boltmesh.telemetry.hang_detection.diagnose import POINT_TO_POINT, GroupPosition, RankProgress
 from boltmesh.telemetry.job import rank_file
+from boltmesh.telemetry.rank_ranges import pack_ranks
 from boltmesh.telemetry.reader.rank_reader import RankReader
 from boltmesh.telemetry.reader.rank_view import RankView
 from boltmesh.telemetry.snapshot import PHASES, RankSnapshot
 from boltmesh.telemetry.writer.phases import PhaseClock
 from boltmesh.telemetry.writer.rank_file import RankFile
-from boltmesh.telemetry.writer.rank_ranges import pack_ranks
 from boltmesh.torch_compat import completed_on_gpus
 
 MAX_FRAMES: Final = 8

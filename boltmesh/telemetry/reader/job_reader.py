@@ -21,6 +21,7 @@ from boltmesh.telemetry.job import (
     stamp_of,
 )
 from boltmesh.telemetry.reader.cause import Failure, describe_death, job_state, stop_reason
+from boltmesh.telemetry.reader.file_records import Status
 from boltmesh.telemetry.reader.job_view import (
     PlansView,
     clean_mesh,
@@ -42,7 +43,6 @@ from boltmesh.telemetry.snapshot import (
     RankSnapshot,
 )
 from boltmesh.telemetry.stall import RECENT_STEPS, STALL_AT_LEAST_S, stalled_seconds
-from boltmesh.telemetry.writer.file_records import Status
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -16,12 +16,12 @@ import msgspec
 
 from boltmesh.telemetry.job import JobInfo, Stamp, stamp_of
 from boltmesh.telemetry.plan_files import PLAN_FILE, TENSOR_FILE, read_plan, read_tensor_plan
+from boltmesh.telemetry.reader.file_records import MAX_NUMBER, is_time
 from boltmesh.telemetry.reader.rank_view import RankView
 from boltmesh.telemetry.sanitize import clean, clean_mapping
 from boltmesh.telemetry.snapshot import AlertThresholds, PipelinePlan, RankSnapshot
 from boltmesh.telemetry.tensor_plan import PlannedBlocks, PlannedParameters, TensorPlanTable
 from boltmesh.telemetry.traffic import ExpectedTraffic
-from boltmesh.telemetry.writer.file_records import MAX_NUMBER, is_time
 
 MAX_RANKS: Final = 65_536
 _MAX_AXES: Final = 8

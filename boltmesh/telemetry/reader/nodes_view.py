@@ -19,6 +19,7 @@ import msgspec
 
 from boltmesh.errors import TelemetryError
 from boltmesh.telemetry.job import open_private
+from boltmesh.telemetry.reader.file_records import MAX_NUMBER, is_time
 from boltmesh.telemetry.sanitize import clean
 from boltmesh.telemetry.snapshot import (
     PHASES,
@@ -27,7 +28,6 @@ from boltmesh.telemetry.snapshot import (
     Memory,
     RankSnapshot,
 )
-from boltmesh.telemetry.writer.file_records import MAX_NUMBER, is_time
 from boltmesh.telemetry.writer.nodes import (
     NODES_FILE,
     VERSION,

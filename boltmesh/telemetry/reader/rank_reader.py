@@ -27,10 +27,7 @@ from boltmesh.process import start_ticks
 from boltmesh.telemetry import layout
 from boltmesh.telemetry.job import open_private, pid_namespace
 from boltmesh.telemetry.layout import SECTIONS, Header
-from boltmesh.telemetry.reader.ring import Change, Ring
-from boltmesh.telemetry.reader.traffic_reader import TrafficReader
-from boltmesh.telemetry.stall import RECENT_STEPS
-from boltmesh.telemetry.writer.file_records import (
+from boltmesh.telemetry.reader.file_records import (
     MAX_NUMBER,
     Line,
     OffloadRow,
@@ -45,6 +42,9 @@ from boltmesh.telemetry.writer.file_records import (
     make_step,
     make_traffic,
 )
+from boltmesh.telemetry.reader.ring import Change, Ring
+from boltmesh.telemetry.reader.traffic_reader import TrafficReader
+from boltmesh.telemetry.stall import RECENT_STEPS
 
 CHECK_PID_EVERY_S: Final = 3.0
 """How often a pid is looked up whose process exists: it may be a zombie, or another process."""

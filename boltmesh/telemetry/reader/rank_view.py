@@ -25,6 +25,7 @@ import msgspec
 from boltmesh.errors import TelemetryError
 from boltmesh.telemetry import layout
 from boltmesh.telemetry.layout import OFFLOAD_WAYS
+from boltmesh.telemetry.reader.file_records import MAX_NUMBER, Line, OffloadRow, Status, StepRow
 from boltmesh.telemetry.reader.rank_reader import Facts, RankReader
 from boltmesh.telemetry.reader.sidecar_files import ExpertLoads, OutputTail
 from boltmesh.telemetry.reader.step_sums import StepRates
@@ -46,7 +47,6 @@ from boltmesh.telemetry.snapshot import (
     RankState,
     StepRecord,
 )
-from boltmesh.telemetry.writer.file_records import MAX_NUMBER, Line, OffloadRow, Status, StepRow
 
 _Key = tuple[str, str]
 

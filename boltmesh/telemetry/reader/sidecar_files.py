@@ -11,12 +11,11 @@ from typing import Final
 import msgspec
 
 from boltmesh.telemetry.job import UNREADABLE, Stamp, read_private, stamp_of
+from boltmesh.telemetry.reader.file_records import MAX_NUMBER
 from boltmesh.telemetry.sanitize import clean
 from boltmesh.telemetry.snapshot import ExpertLoad
-from boltmesh.telemetry.writer.file_records import MAX_NUMBER
+from boltmesh.telemetry.writer.output import OLDER
 
-OLDER: Final = ".old"
-"""Ending of the older half, as ``writer.output`` names it."""
 _LINE_BYTES: Final = 200
 """Bytes that are read for each line that is asked for."""
 

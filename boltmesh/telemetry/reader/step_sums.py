@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from typing import Final
 
 from boltmesh.telemetry import layout
+from boltmesh.telemetry.reader.file_records import StepRow, Traffic
 from boltmesh.telemetry.stall import RECENT_STEPS, whole_steps
-from boltmesh.telemetry.writer.file_records import StepRow, Traffic
 from boltmesh.telemetry.writer.phases import CHECKPOINT, VALIDATION
 
 WARM_UP_STEPS: Final = 2

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from boltmesh.telemetry import layout
 from boltmesh.telemetry.layout import SECTIONS, Header
+from boltmesh.telemetry.rank_ranges import unpack_ranks
+from boltmesh.telemetry.reader.file_records import MAX_NUMBER, StepRow, Traffic, make_traffic
 from boltmesh.telemetry.reader.ring import Change, Read, Ring
 from boltmesh.telemetry.reader.step_sums import TrafficSums
 from boltmesh.telemetry.sanitize import clean
@@ -19,8 +21,6 @@ from boltmesh.telemetry.snapshot import (
     GroupProgress,
     PeerTotal,
 )
-from boltmesh.telemetry.writer.file_records import MAX_NUMBER, StepRow, Traffic, make_traffic
-from boltmesh.telemetry.writer.rank_ranges import unpack_ranks
 
 if TYPE_CHECKING:
     from boltmesh.telemetry.reader.rank_reader import Facts

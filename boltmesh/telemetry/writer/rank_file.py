@@ -30,8 +30,8 @@ from boltmesh.process import start_ticks
 from boltmesh.telemetry import layout
 from boltmesh.telemetry.job import open_private, pid_namespace
 from boltmesh.telemetry.layout import SECTIONS, Header
+from boltmesh.telemetry.rank_ranges import pack_ranks
 from boltmesh.telemetry.redaction import redact_text
-from boltmesh.telemetry.writer.rank_ranges import pack_ranks
 from boltmesh.telemetry.writer.traffic_records import TrafficRecords
 
 _LOCK_ATTEMPTS: Final = 20
