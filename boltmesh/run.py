@@ -1,7 +1,7 @@
 """From a config to model, data, strategy and Trainer, and through one command to its end.
 
 The only module that knows configs and strategies both. It runs inside a rank; who starts ranks
-is in ``starting/launch.py``.
+is in ``launch/supervisor.py``.
 """
 
 import contextlib

@@ -28,7 +28,7 @@ from boltmesh.advisor.report import (
     room_text,
     words,
 )
-from boltmesh.bench.running import OUT_OF_MEMORY, run_variant
+from boltmesh.bench.job import OUT_OF_MEMORY, run_variant
 from boltmesh.bench.variant import PLANNED, Variant
 from boltmesh.errors import ConfigError
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from boltmesh.axes import AXES
-from boltmesh.bench.figures import BenchRun
-from boltmesh.bench.running import Ended, run_variant
+from boltmesh.bench.job import Ended, run_variant
+from boltmesh.bench.measurement import BenchRun
 from boltmesh.bench.variant import PLANNED, Variant, parse_variants
 from boltmesh.configs.load import load, source_named
 from boltmesh.errors import ConfigError

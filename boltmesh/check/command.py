@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from boltmesh.configs.load import load, source_named
 from boltmesh.errors import ConfigError
-from boltmesh.launch.launch import Supervisor
 from boltmesh.launch.rank import Rank
+from boltmesh.launch.supervisor import Supervisor
 from boltmesh.preflight import check_config
 from boltmesh.telemetry.job import SWITCH_VARIABLE, new_job_id
 

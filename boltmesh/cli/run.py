@@ -140,7 +140,7 @@ def _start(verb: Verb, config: str, overrides: Sequence[str], rank: "Rank") -> i
     outlive_readers()
     loaded, placement, source = _prepare(verb, config, overrides, for_show=False)
 
-    from boltmesh.launch.launch import Supervisor, resume_command
+    from boltmesh.launch.supervisor import Supervisor, resume_command
     from boltmesh.telemetry.job import ID_VARIABLE, NAME_VARIABLE, new_job_id
 
     os.environ.setdefault(NAME_VARIABLE, loaded.run.name)

@@ -1,7 +1,7 @@
 """This process as one rank: its launcher, its reports, and its exit code.
 
-A rank is started by boltmesh's supervisor (``launch.py``), which reads reports, by a launcher such
-as torchrun, which reads exit codes, or by a user, for a run of one rank.
+A rank is started by boltmesh's supervisor (``supervisor.py``), which reads reports, by a launcher
+such as torchrun, which reads exit codes, or by a user, for a run of one rank.
 """
 
 import contextlib

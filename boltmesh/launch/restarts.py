@@ -11,9 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from boltmesh.errors import TelemetryError
-from boltmesh.launch.launch import Supervisor
 from boltmesh.launch.rank import CONTINUE_VARIABLE
 from boltmesh.launch.stopping import StoppedBySignal, describe_stop
+from boltmesh.launch.supervisor import Supervisor
 from boltmesh.process import write_stderr
 from boltmesh.telemetry.job import RESTARTED_BY_VARIABLE
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from boltmesh.advisor.machine import rates_file, read_rates, read_steps, steps_file
-from boltmesh.bench.figures import BenchRun
-from boltmesh.bench.running import OUT_OF_MEMORY, Ended, run_variant
+from boltmesh.bench.job import OUT_OF_MEMORY, Ended, run_variant
+from boltmesh.bench.measurement import BenchRun
 from boltmesh.bench.variant import Variant
 from boltmesh.cli import run_command
 from boltmesh.configs.load import load

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from boltmesh.bench import command
-from boltmesh.bench.running import Ended
+from boltmesh.bench.job import Ended
 from boltmesh.cli import run_command
-from tests.bench.test_figures import ran
+from tests.bench.test_measurement import ran
 from tests.cli.conftest import TINY
 from tests.support.forked_python import BOLTMESH, run_python
 

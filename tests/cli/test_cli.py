@@ -54,7 +54,7 @@ def test_the_commands_and_their_options_are_these():
 def test_the_command_line_loads_no_training_library_and_no_screen():
     code = (
         "import sys, boltmesh.cli, boltmesh.preflight\n"
-        "import boltmesh.plan.command, boltmesh.launch.launch\n"
+        "import boltmesh.plan.command, boltmesh.launch.supervisor\n"
         "print([each for each in ('torch', 'lightning', 'textual') if each in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -18,7 +18,6 @@ from boltmesh.launch.stopping import StopSwitch
 from boltmesh.run_folder import newest_step
 from boltmesh.strategies.checkpoint.host_memory import DIR_VARIABLE
 from tests.cli.conftest import TINY
-from tests.cli.test_launch import supervisor
 from tests.cli.test_run_ranks import (
     assert_same,
     boltmesh,
@@ -27,6 +26,7 @@ from tests.cli.test_run_ranks import (
     metrics,
     stop_at,
 )
+from tests.cli.test_supervisor import supervisor
 from tests.support.forked_python import BOLTMESH, ForkedPython
 
 KILLS = f"{TINY.with_name('tiny.py')}:KillOnce"

@@ -5,9 +5,9 @@ import subprocess
 import sys
 from typing import Any
 
-from boltmesh.bench import running
+from boltmesh.bench import job
 from boltmesh.bench.variant import parse_variants
-from boltmesh.launch.launch import Supervisor
+from boltmesh.launch.supervisor import Supervisor
 
 
 def test_peer_to_peer_is_switched_off_in_the_processes_of_its_row_alone(monkeypatch) -> None:
@@ -22,11 +22,9 @@ def test_peer_to_peer_is_switched_off_in_the_processes_of_its_row_alone(monkeypa
         command = [sys.executable, "-c", f"{script}; sys.exit(1)"]
         return subprocess.run(command, env=environment, stderr=stderr).returncode
 
-    monkeypatch.setattr(running, "_watched", start)
+    monkeypatch.setattr(job, "_watched", start)
     plain, without = parse_variants("bolt_ddp,bolt_ddp:no_p2p")
-    told = [
-        running.run_variant(each, "c", [], steps=1, warmup=0).reason for each in (plain, without)
-    ]
+    told = [job.run_variant(each, "c", [], steps=1, warmup=0).reason for each in (plain, without)]
     assert told == ["0", "1"]
     assert [each.get("NCCL_P2P_DISABLE") for each in started] == [None, "1"]
     assert "NCCL_P2P_DISABLE" not in os.environ

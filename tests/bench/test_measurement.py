@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from boltmesh.bench.command import BenchRow, as_csv, as_markdown, as_text, compare_losses
-from boltmesh.bench.figures import BenchRun, JobWatch, measure
-from boltmesh.bench.running import Ended
+from boltmesh.bench.job import Ended
+from boltmesh.bench.measurement import BenchRun, JobWatch, measure
 from boltmesh.telemetry.snapshot import Chunk, CollectiveTotal, Memory, RankSnapshot, StepRecord
 
 

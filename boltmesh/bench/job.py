@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from boltmesh.bench.figures import BenchRun, JobWatch, measure
+from boltmesh.bench.measurement import BenchRun, JobWatch, measure
 from boltmesh.bench.variant import Variant
 from boltmesh.telemetry.job import ID_VARIABLE, NAME_VARIABLE, SWITCH_VARIABLE, new_job_id
 

@@ -1,4 +1,4 @@
-"""A strategy's figures, computed from what its job has recorded.
+"""Times, memory and traffic of a strategy, computed from the telemetry of its job.
 
 ``JobWatch`` keeps what a job's telemetry shows while the job runs, for its files hold the newest
 only.

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from boltmesh.launch import launch
-from boltmesh.launch.launch import Supervisor, resume_command
+from boltmesh.launch import supervisor as module
+from boltmesh.launch.supervisor import Supervisor, resume_command
 from boltmesh.process import ProcessId
 from boltmesh.rank_reports import make_report_folder, report_of_error, store_traceback
 from boltmesh.telemetry.job import JobInfo, job_path, make_private_folder, read_end, write_job
@@ -140,7 +140,7 @@ def test_a_rank_that_a_real_time_signal_ends_is_named(workplace, capfd):
     assert "was killed by signal 40 (unknown); nothing else failed" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("look_every_s", [launch.POLL_S, 2.0])
+@pytest.mark.parametrize("look_every_s", [module.POLL_S, 2.0])
 def test_the_dashboard_is_told_of_a_death_whoever_is_seen_first(
     workplace, monkeypatch, look_every_s
 ):
@@ -149,7 +149,7 @@ def test_the_dashboard_is_told_of_a_death_whoever_is_seen_first(
     make_private_folder(job_path("test"))
     info = JobInfo.create(strategy="DDPStrategy", mesh={"data": 2}, world_size=2, id="test")
     write_job(info, job_path("test"))
-    monkeypatch.setattr(launch, "POLL_S", look_every_s)
+    monkeypatch.setattr(module, "POLL_S", look_every_s)
     body = """
 if rank.rank == 0:
     wait_for("working-1")
@@ -176,7 +176,7 @@ touch("deaf")
 time.sleep(60)
 """
     assert supervisor(body).run() == 1
-    patience_s = launch.FAILED_GRACE_S + launch.TERMINATE_GRACE_S
+    patience_s = module.FAILED_GRACE_S + module.TERMINATE_GRACE_S
     assert patience_s < time.monotonic() - float(Path("fails").read_text()) < patience_s + SOON_S
     assert not alive(int(Path("pid-1").read_text()))
     line = f"boltmesh: rank 0 (pid {Path('pid-0').read_text()}) failed: ValueError: planted"
@@ -226,7 +226,7 @@ def test_a_rank_that_leaves_with_code_0_is_the_cause_of_what_it_does_to_others(
 ):
     for others in ("time.sleep(60)", "wait_for('pid-1'); time.sleep(2); lose_a_peer()"):
         with monkeypatch.context() as patch:
-            patch.setattr(launch, "STOPPED_GRACE_S", 0.5)
+            patch.setattr(module, "STOPPED_GRACE_S", 0.5)
             assert supervisor(f"if rank.rank == 1: os._exit(0)\n{others}").run() == 1
         pid = Path("pid-1").read_text()
         said = capfd.readouterr().err
@@ -376,7 +376,7 @@ ORPHANED = """
 
 def test_ranks_end_with_a_supervisor_that_is_killed(workplace):
     code = (
-        "import sys; from boltmesh.launch.launch import Supervisor\n"
+        "import sys; from boltmesh.launch.supervisor import Supervisor\n"
         "made = Supervisor(['fit', 'x'], num_ranks=2, job_id='test')\n"
         f"made.command = [sys.executable, '-c', {RANK + ORPHANED!r}\n"
         "                'sys.exit(rank.run(work))']\n"
