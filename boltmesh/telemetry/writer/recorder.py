@@ -190,28 +190,24 @@ class Recorder:
         finally:
             timeline.mark(self._clock.phase)
 
+    @guarded
     def _enter_phase(self, index: int) -> None:
-        if self.is_on and get_ident() == self._clock.thread:
-            try:
-                self._clock.enter(index)
-                self._status.write_phase()
-                if self._flops is not None:
-                    self._flops.enter_phase()
-            except Exception as error:  # noqa: BLE001 - telemetry never stops training
-                self.turn_off(error)
+        if get_ident() == self._clock.thread:
+            self._clock.enter(index)
+            self._status.write_phase()
+            if self._flops is not None:
+                self._flops.enter_phase()
 
+    @guarded
     def _leave_phase(self, error: BaseException | None) -> None:
         """Leave the innermost phase; ``error`` is what passes through it."""
-        if self.is_on and get_ident() == self._clock.thread:
-            try:
-                if error is not None and (self._failing is None or self._failing[0] != id(error)):
-                    self._failing = (id(error), self._clock.phase)
-                if self._flops is not None:
-                    self._flops.leave_phase()
-                self._clock.leave()
-                self._status.write_phase()
-            except Exception as failure:  # noqa: BLE001 - telemetry never stops training
-                self.turn_off(failure)
+        if get_ident() == self._clock.thread:
+            if error is not None and (self._failing is None or self._failing[0] != id(error)):
+                self._failing = (id(error), self._clock.phase)
+            if self._flops is not None:
+                self._flops.leave_phase()
+            self._clock.leave()
+            self._status.write_phase()
 
     @guarded
     def name_group(self, group: ProcessGroup, axis: str) -> None:
@@ -293,6 +289,7 @@ class Recorder:
         if self._local_rank == 0:
             write_tensor_plan(plan, self.path)
 
+    @guarded
     def chunk(self, *, stage: int, microbatch: int, kind: str, start_ns: int, end_ns: int) -> None:
         """Record one microbatch in one stage, outside of validation.
 
@@ -304,14 +301,9 @@ class Recorder:
                 received.
             end_ns: When its computation ended, before anything is sent.
         """
-        if self.is_on and self._clock.phase != VALIDATION:
-            try:
-                number = layout.CHUNK_KINDS.index(kind)
-                self._file.span(
-                    self._status.global_step + 1, stage, microbatch, number, 0, 0, start_ns, end_ns
-                )
-            except Exception as error:  # noqa: BLE001 - telemetry never stops training
-                self.turn_off(error)
+        if self._clock.phase != VALIDATION:
+            number, step = layout.CHUNK_KINDS.index(kind), self._status.global_step + 1
+            self._file.span(step, stage, microbatch, number, 0, 0, start_ns, end_ns)
 
     @guarded
     def trend(self, name: str, value: float) -> None:
