@@ -8,7 +8,7 @@ import torch
 
 from boltmesh.telemetry import layout
 from boltmesh.telemetry.reader.file_records import OffloadRow
-from boltmesh.telemetry.reader.rank_view import offload_totals
+from boltmesh.telemetry.reader.step_sums import offload_totals
 from boltmesh.telemetry.snapshot import MemoryKind, OffloadTotal
 from boltmesh.telemetry.writer import communication, memory
 from boltmesh.telemetry.writer.memory import StoredBytes, measure

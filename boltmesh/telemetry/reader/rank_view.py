@@ -4,10 +4,6 @@
 buffers are measured. Activations cannot be walked: on CUDA they are what the allocator has given
 out at its peak beyond the kinds that are known, which includes what libraries and communication
 borrow. On the host the rest of the process is ``other``.
-
-``offload_totals`` says what a rank moves between its device, its host and its disk, in all and in a
-step. Medians, not means: validation and checkpoints read what is offloaded too, and a step between
-which they fell says nothing of the others.
 """
 
 import contextlib
@@ -16,19 +12,16 @@ import os
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
-from statistics import median
 from typing import Any, Final
 
 import msgspec
 
 from boltmesh.errors import TelemetryError
 from boltmesh.telemetry import layout
-from boltmesh.telemetry.layout import OFFLOAD_WAYS
-from boltmesh.telemetry.reader.file_records import MAX_NUMBER, Line, OffloadRow, Status, StepRow
+from boltmesh.telemetry.reader.file_records import MAX_NUMBER, Line, Status, StepRow
 from boltmesh.telemetry.reader.rank_reader import Facts, RankReader
 from boltmesh.telemetry.reader.sidecar_files import ExpertLoads, OutputTail
-from boltmesh.telemetry.reader.step_sums import StepRates
+from boltmesh.telemetry.reader.step_sums import StepRates, offload_totals
 from boltmesh.telemetry.reader.traffic_reader import TrafficView
 from boltmesh.telemetry.sanitize import clean
 from boltmesh.telemetry.snapshot import (
@@ -41,7 +34,6 @@ from boltmesh.telemetry.snapshot import (
     Memory,
     MemoryKind,
     MetricPoint,
-    OffloadTotal,
     PhaseTime,
     RankSnapshot,
     RankState,
@@ -103,59 +95,6 @@ def _predicted(predicted: Sequence[Mapping[str, Any]]) -> dict[_Key, int]:
         if is_known and isinstance(size, int) and 0 <= size <= MAX_NUMBER:
             found[str(kind), str(place)] = size
     return found
-
-
-_LEAST_STEPS = 3
-
-
-def offload_totals(records: Iterable[OffloadRow]) -> tuple[OffloadTotal, ...]:
-    """Return each way on which anything was moved, from the newest records, oldest first."""
-    known = list(records)
-    if not known:
-        return ()
-    steps = _first_of_each_step(known)
-    return tuple(
-        _total(way, newest, [(each.global_step, each.ways[number]) for each in steps])
-        for number, (way, newest) in enumerate(zip(OFFLOAD_WAYS, known[-1].ways, strict=True))
-        if newest[0]
-    )
-
-
-def _first_of_each_step(records: list[OffloadRow]) -> list[OffloadRow]:
-    """Leave out what was written at the end of the run, behind the last step."""
-    found = records[:1]
-    for record in records[1:]:
-        if record.global_step > found[-1].global_step:
-            found.append(record)
-        elif record.global_step < found[-1].global_step:
-            found = [record]  # another fit of the same process
-    return found
-
-
-def _total(
-    way: tuple[str, str],
-    newest: tuple[int, int, int],
-    steps: list[tuple[int, tuple[int, int, int]]],
-) -> OffloadTotal:
-    moved: list[float] = []
-    busy: list[float] = []
-    for (before, old), (after, new) in pairwise(steps):
-        moved.append(max(0, new[1] - old[1]) / (after - before))
-        busy.append(max(0, new[2] - old[2]) / (after - before) / 1e9)
-    is_known = len(moved) >= _LEAST_STEPS
-    # A run that was too short for a step's median still has a bandwidth.
-    first = steps[0][1] if is_known else (0, 0, 0)
-    recent_bytes, recent_ns = newest[1] - first[1], newest[2] - first[2]
-    place, direction = way
-    return OffloadTotal(
-        place=place,  # type: ignore[arg-type]
-        direction=direction,  # type: ignore[arg-type]
-        calls=newest[0],
-        moved_bytes=newest[1],
-        bytes_per_step=median(moved) if is_known else None,
-        seconds_per_step=median(busy) if is_known else None,
-        bytes_per_second=recent_bytes * 1e9 / recent_ns if recent_bytes > 0 < recent_ns else None,
-    )
 
 
 _NO_TIME: Final = tuple(PhaseTime(name, 0.0) for name in PHASES)
