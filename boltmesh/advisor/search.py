@@ -13,6 +13,15 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from boltmesh.advisor.evaluate import (
+    DividedExperts,
+    judged,
+    order,
+    plan_divided,
+    plan_replicas,
+    repeated,
+    scaled,
+)
 from boltmesh.advisor.layouts import (
     BATCH_KEY,
     ConfigLayout,
@@ -25,27 +34,14 @@ from boltmesh.advisor.layouts import (
     splits,
 )
 from boltmesh.advisor.machine import Hardware, key_of, of_cluster
-from boltmesh.advisor.prediction import EXCHANGES, NO_WORK, Collective, RankStep
-from boltmesh.advisor.replicas import (
-    DividedExperts,
-    judged,
-    order,
-    plan_replicas,
-    repeated,
-    scaled,
-    seconds_of_part,
-)
+from boltmesh.advisor.prediction import EXCHANGES, NO_WORK, Collective
 from boltmesh.axes import divisors
 from boltmesh.configs.advice import COMMAND_LINE
 from boltmesh.configs.load import load
 from boltmesh.errors import BoltMeshError, ConfigError
-from boltmesh.plan.strategy_options import (
-    optimizer_copies,
-    trainer_reads_gradients,
-)
+from boltmesh.plan.strategy_options import optimizer_copies, trainer_reads_gradients
 from boltmesh.planner.layout import Layout, Recompute, Tier
 from boltmesh.planner.search import Allowed, by_kind, by_prediction, divisions, search, with_room
-from boltmesh.planner.step_time import NOT_DIVIDED
 from boltmesh.planner.transformer import transformer_like
 from boltmesh.strategies.cost_model.model import (
     JobShape,
@@ -485,40 +481,16 @@ class ConfigSearcher:
         )
         took = (time.monotonic() - begun) / layout.num_counted_stages
         self._took.setdefault(layout.division, took)
-        fullest = max(plan.places, key=lambda each: sum(dict(each.memory.peak.items()).values()))
-        busiest = max(plan.places, key=lambda each: sum(one.payload_bytes for one in each.traffic))
-        work = self._models["none"].work
-        assert work is not None
-        scale = self._scale_of(layout)
         _, again = self._repeated(axes)
-        shards = axes.data * axes.context if plan.zero_stage else 1
-        stepped = max(each.parameters for each in plan.places) / shards
-        outside = axes.offload_fraction if axes.offload != "none" else 0.0
         widths = widths_of(config.trainer.precision)
-        job = JobShape(1, widths, num_microbatches=layout.accumulate, state_copies=self._copies)
-        return judged(
+        return plan_divided(
+            plan,
+            self._models["none"],
             layout,
-            fullest.memory,
+            JobShape(1, widths, num_microbatches=layout.accumulate, state_copies=self._copies),
             self.hardware,
-            RankStep(
-                work=scaled(work, scale),
-                recomputed=scaled(again, scale),
-                batches=layout.accumulate,
-                sizes=layout.sizes,
-                repeated=0.0 if axes.has_sequence_parallel else NOT_DIVIDED,
-                microbatches=plan.num_microbatches,
-                bubble=0.0 if plan.pipeline is None else plan.pipeline.bubble,
-                traffic=tuple(
-                    Collective(each.axis, each.operator, each.calls, each.payload_bytes)
-                    for each in busiest.traffic
-                ),
-                is_gathering=plan.zero_stage == 3 and plan.pipeline is None,
-                stepped_numel=(1 - outside) * stepped,
-                stepped_tensors=sum(len(each.tensors) for each in self._models["none"].units)
-                // axes.pipeline,
-                state_copies=self._copies,
-                **seconds_of_part(self._models["none"], stepped, axes, job, self.hardware.machine),
-            ),
+            scale=self._scale_of(layout),
+            recomputed=again,
         )
 
 

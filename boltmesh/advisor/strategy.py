@@ -9,9 +9,9 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
+from boltmesh.advisor.evaluate import order, plan_replicas
 from boltmesh.advisor.layouts import ConfigLayout, PlannedLayout
 from boltmesh.advisor.machine import Hardware, known_file, read_rates
-from boltmesh.advisor.replicas import order, plan_replicas
 from boltmesh.advisor.report import memory_text, room_text
 from boltmesh.errors import BoltMeshError, ConfigError
 from boltmesh.host_memory import host_memory_bytes

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from boltmesh.advisor.command import search_config
+from boltmesh.advisor.evaluate import described, judged, order
 from boltmesh.advisor.layouts import ConfigSearch, PlannedLayout
 from boltmesh.advisor.machine import MeasuredStep, key_of, rates_file, remember, remember_steps
-from boltmesh.advisor.replicas import described, judged, order
 from boltmesh.advisor.report import (
     command_line,
     head_lines,

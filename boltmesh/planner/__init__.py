@@ -1,4 +1,7 @@
-"""Chooses a layout for a model on a cluster: ``boltmesh plan auto``. Plain Python, without torch.
+"""Searches layouts for the sizes of a model: ``boltmesh plan auto --model``. No torch, no config.
+
+``advisor`` does so for a config's own model by the same rules, ``plan`` states what one given
+layout needs.
 
 ``transformer`` has the sizes of a model, ``machine`` those of accelerators and clusters (data in
 ``accelerators.yaml``), ``layout`` one way to divide a training step over them. ``step_time`` and

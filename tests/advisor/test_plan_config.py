@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml  # type: ignore[import-untyped]
 
+from boltmesh.advisor.evaluate import described as of_layout
 from boltmesh.advisor.layouts import AXES, PlannedLayout, splits
 from boltmesh.advisor.machine import (
     Hardware,
@@ -20,7 +21,6 @@ from boltmesh.advisor.machine import (
     remember_steps,
 )
 from boltmesh.advisor.prediction import Collective, RankStep, predict_step
-from boltmesh.advisor.replicas import described as of_layout
 from boltmesh.advisor.report import overrides_of
 from boltmesh.advisor.search import ConfigSearcher
 from boltmesh.cli import run_command

@@ -1,8 +1,13 @@
-"""Predicts layouts of whole models: replicas, ZeRO stages and offload to the host."""
+"""Predicts the memory and the time of one layout, and whether it fits.
+
+Of a whole model (replicas, ZeRO stages, offload) by ``plan_replicas``, of one whose layers are
+divided by ``plan_divided``, from its plan.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import ceil
+from typing import TYPE_CHECKING
 
 from boltmesh.advisor.layouts import ConfigLayout, PlannedLayout
 from boltmesh.advisor.machine import HERE, Hardware
@@ -10,6 +15,7 @@ from boltmesh.advisor.prediction import NO_WORK, Collective, RankStep, predict_s
 from boltmesh.plan.strategy_options import sharing_of
 from boltmesh.planner.calibration import PredictedLayout
 from boltmesh.planner.layout import Layout
+from boltmesh.planner.step_time import NOT_DIVIDED
 from boltmesh.strategies.cost_model.memory import MemoryEstimate, estimate_memory
 from boltmesh.strategies.cost_model.model import (
     Activations,
@@ -24,6 +30,9 @@ from boltmesh.strategies.cost_model.model import (
 from boltmesh.strategies.cost_model.step_time import Machine, estimate_step_time
 from boltmesh.strategies.cost_model.traffic import OperatorBytes, estimate_traffic
 from boltmesh.strategies.registry import STRATEGIES
+
+if TYPE_CHECKING:
+    from boltmesh.plan.mesh_plan import MeshPlan
 
 TIGHT = 0.93
 """Share of a rank's memory above which a layout may run out of it."""
@@ -97,18 +106,59 @@ def plan_replicas(
     return judged(layout, memory, hardware, step)
 
 
-def seconds_of_part(
-    model: ModelShape, numel: float, axes: Layout, job: JobShape, machine: Machine
-) -> dict[str, float]:
-    """Return the seconds of a divided layout's offload.
+def plan_divided(
+    plan: "MeshPlan",
+    model: ModelShape,
+    layout: ConfigLayout,
+    job: JobShape,
+    hardware: Hardware,
+    *,
+    scale: float,
+    recomputed: StepWork,
+) -> PlannedLayout:
+    """Return what a layout that divides layers needs.
 
     Args:
-        model: The whole one.
-        numel: Elements that a rank updates.
-        axes: The layout.
-        job: One rank.
-        machine: Its rates.
+        plan: Its memory and traffic.
+        model: The whole one, with the work of one batch.
+        layout: The layout that was planned.
+        job: One rank, with the batches of the layout.
+        hardware: What it is for.
+        scale: Tokens of the layout's batch over those of the model's.
+        recomputed: Work of one batch of the model that the backward pass repeats.
     """
+    assert model.work is not None
+    axes = layout.axes
+    fullest = max(plan.places, key=lambda each: sum(dict(each.memory.peak.items()).values()))
+    busiest = max(plan.places, key=lambda each: sum(one.payload_bytes for one in each.traffic))
+    shards = axes.data * axes.context if plan.zero_stage else 1
+    stepped = max(each.parameters for each in plan.places) / shards
+    outside = axes.offload_fraction if axes.offload != "none" else 0.0
+    step = RankStep(
+        work=scaled(model.work, scale),
+        recomputed=scaled(recomputed, scale),
+        batches=layout.accumulate,
+        sizes=layout.sizes,
+        repeated=0.0 if axes.has_sequence_parallel else NOT_DIVIDED,
+        microbatches=plan.num_microbatches,
+        bubble=0.0 if plan.pipeline is None else plan.pipeline.bubble,
+        traffic=tuple(
+            Collective(each.axis, each.operator, each.calls, each.payload_bytes)
+            for each in busiest.traffic
+        ),
+        is_gathering=plan.zero_stage == 3 and plan.pipeline is None,
+        stepped_numel=(1 - outside) * stepped,
+        stepped_tensors=sum(len(each.tensors) for each in model.units) // axes.pipeline,
+        state_copies=job.state_copies,
+        **_seconds_of_part(model, stepped, axes, job, hardware.machine),
+    )
+    return judged(layout, fullest.memory, hardware, step)
+
+
+def _seconds_of_part(
+    model: ModelShape, numel: float, axes: Layout, job: JobShape, machine: Machine
+) -> dict[str, float]:
+    """Return the seconds of the offload of a rank that updates so many elements."""
     unit = UnitShape("", (TensorShape("part", (ceil(numel),)),))
     part = replace(model, units=(unit,), forward_flops=None)
     name, given = replace(axes, pipeline=1, context=1, tensor=1, expert=1).strategy
