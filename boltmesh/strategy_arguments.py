@@ -35,8 +35,11 @@ SHARED = (
     "tile_logits",
     "process_group_backend",
 )
-"""What every strategy takes, where the engine has it. The rest of the engine's arguments belongs
-to the doors, which decide what of it can be chosen."""
+"""Arguments of every strategy, where the engine has them. Each strategy class decides which others
+of the engine's arguments can be chosen."""
+
+KEPT_KEYS = ("activation_checkpointing", "activation_offload", "timeout_s")
+"""Those of a config's strategy that also hold for another one in its place."""
 
 _PLAIN = {int, float, bool, str, type(None)}
 
@@ -55,11 +58,11 @@ def check_strategy_name(name: object, *, source: str) -> None:
     raise ConfigError(f"{where}: there is no strategy 'strategy.name={name}'. {hint}")
 
 
-def check_strategy_arguments(door: type[Any], arguments: Mapping[str, Any], *, source: str) -> None:
-    """Refuse arguments that the door does not take, or of another type than it says."""
-    accepted = accepted_arguments(door)
+def check_strategy_arguments(cls: type[Any], arguments: Mapping[str, Any], *, source: str) -> None:
+    """Refuse arguments that a strategy class does not take, or of another type than it says."""
+    accepted = accepted_arguments(cls)
     hints: dict[str, Any] = {}
-    for base in reversed(door.__mro__[:-1]):
+    for base in reversed(cls.__mro__[:-1]):
         if "__init__" in vars(base):
             hints.update(get_type_hints(vars(base)["__init__"]))
     for name, value in arguments.items():
@@ -72,7 +75,7 @@ def check_strategy_arguments(door: type[Any], arguments: Mapping[str, Any], *, s
                 else f"It takes {name_choices(accepted)}."
             )
             raise ConfigError(
-                f"{where}: unknown key 'strategy.{name}': {door.__name__} does not take it. {hint}"
+                f"{where}: unknown key 'strategy.{name}': {cls.__name__} does not take it. {hint}"
             )
         hint = hints.get(name, Any)
         if not _fits(value, hint):
@@ -99,17 +102,17 @@ def make_strategy(section: Any, *, source: str, **more: Any) -> Any:
     plain = cast("dict[str, Any]", OmegaConf.to_container(section, resolve=True))
     entry = STRATEGIES[plain["name"]]
     arguments = {str(key): each for key, each in plain.items() if key != "name"}
-    door = entry.load()
-    check_strategy_arguments(door, arguments, source=source)
+    cls = entry.load()
+    check_strategy_arguments(cls, arguments, source=source)
     try:
-        return door(**{**entry.arguments, **arguments, **more})
+        return cls(**{**entry.arguments, **arguments, **more})
     except BoltMeshError as error:
         raise named_error(error, source) from error
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         given = ", ".join(f"{name}={show(value)}" for name, value in plain.items())
         given = given if len(given) < 200 else f"{given[:200]}..."
         raise ConfigError(
-            f"{source_of(source, 'strategy')}: {door.__name__} cannot be made of {given}: "
+            f"{source_of(source, 'strategy')}: {cls.__name__} cannot be made of {given}: "
             f"{' '.join(str(error).split())}. Leave out what it does not need."
         ) from error
 
@@ -124,16 +127,16 @@ def named_error(error: BoltMeshError, source: str) -> BoltMeshError:
     return type(error)(f"{COMMAND_LINE if is_changed else source}: strategy.{error}")
 
 
-def accepted_arguments(door: type[Any]) -> dict[str, Any]:
+def accepted_arguments(cls: type[Any]) -> dict[str, Any]:
     """Names and defaults of what a config may give."""
     accepted: dict[str, Any] = {}
-    for base in door.__mro__:
-        is_ours = base is door or base.__module__.startswith("boltmesh.")
+    for base in cls.__mro__:
+        is_ours = base is cls or base.__module__.startswith("boltmesh.")
         if "__init__" not in vars(base) or not is_ours:
             continue
         parameters = inspect.signature(vars(base)["__init__"]).parameters.values()
         named = {each.name: each.default for each in parameters if each.kind is each.KEYWORD_ONLY}
-        if base is door:
+        if base is cls:
             accepted.update(named)
         else:
             # A class further down hands them on, and has no defaults.

@@ -9,6 +9,7 @@ from boltmesh.configs.advice import name_choices, nearest
 from boltmesh.configs.load import without_section
 from boltmesh.errors import ConfigError
 from boltmesh.strategies.registry import STRATEGIES
+from boltmesh.strategy_arguments import KEPT_KEYS
 
 NO_P2P = "no_p2p"
 ONE_PROCESS = "one_process"
@@ -24,8 +25,6 @@ PLANNED = "planned"
 REPLICATED_STRATEGY = OWN_NAMES[REPLICATED]
 
 _NAME = re.compile(r"(?P<name>[^:+]+)(:(?P<condition>[^:+]*))?(?P<settings>(\+[^+]+)*)")
-_KEPT_KEYS = ("activation_checkpointing", "activation_offload", "timeout_s")
-"""Of the config's strategy, what every strategy takes and what has to be alike for a comparison."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ class Variant:
         else:
             own = without_section(given, "strategy")
             own.append(f"strategy.name={self.strategy}")
-            kept = {key: config.strategy.get(key) for key in _KEPT_KEYS}
+            kept = {key: config.strategy.get(key) for key in KEPT_KEYS}
             own += [f"strategy.{key}={value}" for key, value in kept.items() if value is not None]
         if self.strategy == REPLICATED_STRATEGY:
             copies = ",".join(map(str, devices))

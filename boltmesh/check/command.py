@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from boltmesh.configs.load import load, source_named
+from boltmesh.configs.load import load, source_named, without_section
 from boltmesh.errors import ConfigError
 from boltmesh.launch.rank import Rank
 from boltmesh.launch.supervisor import Supervisor
@@ -75,7 +75,7 @@ def check(config: str, overrides: Sequence[str], *, steps: int, rank: Rank) -> i
         line = ["check", config, *overrides, "--steps", str(steps)]
         # One process on the first device, with the shares of all data ranks.
         alone = ["trainer.devices=1", "strategy=bolt_ddp"]
-        others = [each for each in overrides if not each.startswith(("strategy.", "strategy="))]
+        others = without_section(overrides, "strategy")
         reference = ["check", config, *others, *alone, *line[-2:]]
         for part, command, ranks in (
             ("layout", line, placement.num_local_ranks),

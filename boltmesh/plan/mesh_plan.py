@@ -217,8 +217,8 @@ def _job_of(
     arguments = {**entry.arguments, **{key: each for key, each in given.items() if key != "name"}}
     names = ("attention", "balance", "max_gather_bytes", "dims", "tile_tokens")
     sequences = {name: arguments[name] for name in names if name in arguments}
-    door = entry.load()
-    check_strategy_arguments(door, arguments, source=source)
+    cls = entry.load()
+    check_strategy_arguments(cls, arguments, source=source)
 
     from boltmesh.plan.dry_model import NumberTypes
     from boltmesh.plan.mesh_rank import MeshJob
@@ -232,7 +232,7 @@ def _job_of(
 
     trainer, section = config.trainer, as_mapping(config.strategy)
     try:
-        strategy = door(**arguments)
+        strategy = cls(**arguments)
         layout = fit_layout(
             world_size=ranks_per_host * trainer.num_nodes,
             ranks_per_host=ranks_per_host,

@@ -17,7 +17,7 @@ from boltmesh.strategies.cost_model.memory import copied_bytes
 from boltmesh.strategies.cost_model.model import Bytes, ShardingLayout
 from boltmesh.strategies.data_parallel.options import ZeroOptions
 from boltmesh.strategies.registry import Entry
-from boltmesh.strategy_arguments import SHARED, check_strategy_arguments, named_error
+from boltmesh.strategy_arguments import KEPT_KEYS, SHARED, check_strategy_arguments, named_error
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -26,10 +26,6 @@ if TYPE_CHECKING:
 PREFIX = "bolt_"
 
 AUTO_NOTE = "accelerator=auto is planned as for GPUs; accelerator=cpu plans for the CPU"
-
-KEPT_KEYS = ("activation_checkpointing", "activation_offload", "timeout_s")
-"""Of a config's strategy, what holds for any other one in its place."""
-
 
 DDP_KEYS = (
     "bucket_cap_mb",
