@@ -110,29 +110,23 @@ def _prepare(
 def _show(verb: Verb, config: str, overrides: Sequence[str], rank: "Rank") -> int:
     loaded, placement, source = _prepare(verb, config, overrides, for_show=True)
 
-    from boltmesh.plan.command import EXPERT, TENSOR
-    from boltmesh.plan.expert_plan import plan_expert, write_expert
-    from boltmesh.plan.mesh_plan import SEVERAL_AXES, plan_mesh, write_mesh
-    from boltmesh.plan.stage_plan import PIPELINE, plan_stages, write_stages
+    from boltmesh.plan.command import CONTEXT, DIVIDING, EXPERT, plan_divided
     from boltmesh.plan.strategy_options import as_mapping
-    from boltmesh.plan.tensor_plan import plan_tensor, write_tensor
     from boltmesh.run import RunBuilder, describe
     from boltmesh.strategies.cost_model.step_time import Machine
 
     built = RunBuilder(loaded, verb, placement, rank, source=source).build(for_show=True)
     print(describe(built, loaded, verb, placement))
-    given = as_mapping(loaded.strategy)
-    if verb == "fit" and loaded.strategy.name == PIPELINE:
-        print(f"\n{write_stages(plan_stages(loaded, placement.world_size, given, source=source))}")
-    if verb == "fit" and loaded.strategy.name == TENSOR:
-        made = plan_tensor(loaded, placement.num_local_ranks, given, source=source)
-        print(f"\n{write_tensor(made)}")
-    if verb == "fit" and (loaded.strategy.name == EXPERT or given.get("expert") is not None):
-        per_host = placement.world_size // loaded.trainer.num_nodes
-        print(f"\n{write_expert(plan_expert(loaded, per_host, given, source=source))}")
-    if verb == "fit" and loaded.strategy.name == SEVERAL_AXES:
-        per_host = placement.world_size // loaded.trainer.num_nodes
-        print(f"\n{write_mesh(plan_mesh(loaded, per_host, given, Machine(), source=source))}")
+    if verb != "fit":
+        return 0
+    given, name = as_mapping(loaded.strategy), loaded.strategy.name
+    planned = [EXPERT] if name != EXPERT and given.get("expert") is not None else []
+    if name in DIVIDING and name != CONTEXT:  # its step may need a run to be counted
+        planned.append(name)
+    for each in planned:
+        per_node = placement.num_local_ranks
+        plan = plan_divided(each, loaded, per_node, given, Machine(), source, as_json=False)
+        print(f"\n{plan}")
     return 0
 
 

@@ -143,7 +143,7 @@ def plan(
         section = OmegaConf.create({"name": own, **given})
         make_strategy(section, source=source)  # refuses what a run would refuse
         per_node = ranks_per_node(loaded, devices, source)
-        print(_plan_divided(named, loaded, per_node, given, machine, source, as_json=as_json))
+        print(plan_divided(named, loaded, per_node, given, machine, source, as_json=as_json))
         return 0
     made = make_plan(config, overrides, devices=devices, size=size, cluster=cluster)
     chosen = list(made.sharings) if strategy is None else [_find_strategy(strategy, made)]
@@ -240,7 +240,7 @@ def _job_of(
     return job
 
 
-def _plan_divided(
+def plan_divided(
     name: str,
     config: "DictConfig",
     per_node: int,
