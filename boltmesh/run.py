@@ -31,7 +31,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from boltmesh.configs.advice import located
+from boltmesh.configs.advice import located, one_line
 from boltmesh.configs.classes import build, find_class
 from boltmesh.configs.schema import TrainerSection
 from boltmesh.errors import BoltMeshError, ConfigError
@@ -269,7 +269,7 @@ class RunBuilder:
             ]
         except MisconfigurationException as error:
             raise ConfigError(
-                f"{located(self.source, 'run.checkpoint')}: {_one_line(error)}"
+                f"{located(self.source, 'run.checkpoint')}: {one_line(error)}"
             ) from error
 
     def _loggers(self, folder: Path | None) -> list[Logger]:
@@ -300,7 +300,7 @@ class RunBuilder:
         except (MisconfigurationException, ArithmeticError, ValueError, TypeError) as error:
             if isinstance(error, BoltMeshError):
                 raise
-            raise ConfigError(f"{located(self.source, 'trainer')}: {_one_line(error)}") from error
+            raise ConfigError(f"{located(self.source, 'trainer')}: {one_line(error)}") from error
 
     @contextmanager
     def _folder(self, checkpoint: Path | str | None, *, for_show: bool) -> Iterator[Path | None]:
@@ -424,7 +424,3 @@ def _select_key(key: str) -> str:
     """``trainer.callbacks.0`` as OmegaConf selects it."""
     parent, _, last = key.rpartition(".")
     return f"{parent}[{last}]" if last.isdigit() else key
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())

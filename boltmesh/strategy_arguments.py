@@ -14,6 +14,7 @@ from boltmesh.configs.advice import (
     describe_type,
     name_choices,
     nearest,
+    one_line,
     show,
     source_of,
 )
@@ -113,7 +114,7 @@ def make_strategy(section: Any, *, source: str, **more: Any) -> Any:
         given = given if len(given) < 200 else f"{given[:200]}..."
         raise ConfigError(
             f"{source_of(source, 'strategy')}: {cls.__name__} cannot be made of {given}: "
-            f"{' '.join(str(error).split())}. Leave out what it does not need."
+            f"{one_line(error)}. Leave out what it does not need."
         ) from error
 
 

@@ -127,6 +127,11 @@ def show(value: object) -> str:
     return str(value)
 
 
+def one_line(error: BaseException) -> str:
+    """What an error says, in one line."""
+    return " ".join(str(error).split())
+
+
 def first_line(error: BaseException) -> str:
     """What an error says first, without its full stop."""
     text = str(error).strip().splitlines()

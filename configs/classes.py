@@ -18,7 +18,14 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from boltmesh.configs.advice import located, name_choices, nearest, show, source_of
+from boltmesh.configs.advice import (
+    located,
+    name_choices,
+    nearest,
+    one_line,
+    show,
+    source_of,
+)
 from boltmesh.errors import BoltMeshError, ConfigError
 
 
@@ -45,7 +52,7 @@ def build(section: DictConfig, key: str, *, source: str, **first: Any) -> Any:
     except Exception as error:
         raise ConfigError(
             f"{located(source, key)} cannot be built: {cls.__name__} raised "
-            f"{type(error).__name__}: {_one_line(error)}"
+            f"{type(error).__name__}: {_sentence(error)}"
         ) from error
 
 
@@ -159,7 +166,7 @@ def _names_in(path: Path, key: str, source: str) -> set[str] | None:
         tree = ast.parse(path.read_bytes(), filename=str(path))
     except (SyntaxError, ValueError) as error:
         line = getattr(error, "lineno", None) or 1
-        raise ConfigError(f"{located(source, key)}: {path}:{line}: {_one_line(error)}") from error
+        raise ConfigError(f"{located(source, key)}: {path}:{line}: {_sentence(error)}") from error
     names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef):
@@ -276,10 +283,10 @@ def _no_such_name(
 def _import_failed(what: str, key: str, source: str, error: Exception) -> ConfigError:
     return ConfigError(
         f"{located(source, key)}: importing {what} failed with {type(error).__name__}: "
-        f"{_one_line(error)}"
+        f"{_sentence(error)}"
     )
 
 
-def _one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split())
+def _sentence(error: BaseException) -> str:
+    text = one_line(error)
     return text if text.endswith((".", "?", "!")) else f"{text}."

@@ -16,7 +16,7 @@ from boltmesh.advisor.report import memory_text, room_text
 from boltmesh.errors import BoltMeshError, ConfigError
 from boltmesh.host_memory import host_memory_bytes
 from boltmesh.plan.dry_model import NumberTypes, faked, shapes_of_units
-from boltmesh.plan.dry_step import DryStep
+from boltmesh.plan.dry_step import DryStep, short_error
 from boltmesh.planner.layout import Layout
 from boltmesh.planner.layout_memory import CONTEXT_BYTES
 from boltmesh.strategies.cost_model.model import (
@@ -228,7 +228,7 @@ def _describe(trainer: Trainer, module: LightningModule) -> tuple[ModelShape, st
             batch = tree_map(faked(mode, types.stored), batch)
             complaint = measured.run(module, batch, types.cast)
     except Exception as error:  # noqa: BLE001 - the choice goes on without activations
-        complaint = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        complaint = short_error(error)
     known = complaint is None
     shape = ModelShape(
         type(module).__name__,

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from boltmesh.configs.advice import first_line
 from boltmesh.errors import CheckpointError, ConfigError
 from boltmesh.strategies.checkpoint.directory import MODEL, is_directory, load_directory
 from boltmesh.strategies.checkpoint.file import load_file
@@ -48,7 +49,7 @@ def open_file(path: Path) -> dict[str, Any]:
     except CheckpointError as error:
         raise ConfigError(str(error)) from error
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {_first_line(error)}") from error
+        raise ConfigError(f"{path} cannot be read: {first_line(error)}.") from error
     state = checkpoint.get(MODEL) if isinstance(checkpoint, dict) else None
     if not isinstance(state, Mapping):
         raise ConfigError(
@@ -73,7 +74,7 @@ def load_value(tensor: Tensor, name: str) -> Tensor:
     try:
         value = tensor.load() if isinstance(tensor, Placeholder) else tensor.detach()
     except (CheckpointError, OSError, RuntimeError) as error:
-        raise ConfigError(f"{name} cannot be read: {_first_line(error)}") from error
+        raise ConfigError(f"{name} cannot be read: {first_line(error)}.") from error
     return value.contiguous()
 
 
@@ -99,8 +100,3 @@ def as_bytes(value: Tensor) -> memoryview:
     """The elements of a contiguous tensor on the CPU, without a copy."""
     elements: Any = value.reshape(-1).view(torch.uint8).numpy()
     return memoryview(elements)
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

@@ -14,7 +14,7 @@ import yaml  # type: ignore[import-untyped]
 from omegaconf import OmegaConf
 
 from boltmesh.axes import divisors
-from boltmesh.configs.advice import located, name_choices, nearest
+from boltmesh.configs.advice import located, name_choices, nearest, one_line
 from boltmesh.configs.load import RECIPE_FOLDER, find, load, source_named
 from boltmesh.errors import ConfigError
 from boltmesh.plan.mesh_plan import SEVERAL_AXES, plan_mesh, write_memory, write_mesh
@@ -355,7 +355,7 @@ def _read_machine(path: Path | None) -> Machine:
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}.") from error
+        raise ConfigError(f"{path} cannot be read: {one_line(error)}.") from error
     if not isinstance(content, dict):
         known = ", ".join(each.name for each in fields(Machine))
         raise ConfigError(f"{path} is no mapping of measured numbers. Its keys are {known}.")

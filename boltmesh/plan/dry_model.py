@@ -23,7 +23,7 @@ from typing_extensions import Self
 from boltmesh.configs.classes import build
 from boltmesh.errors import ConfigError
 from boltmesh.launch.log_filters import quiet_lightning
-from boltmesh.plan.dry_step import DryStep, one_line, put_stand_ins
+from boltmesh.plan.dry_step import DryStep, put_stand_ins, short_error
 from boltmesh.plan.equal_blocks import equal_blocks
 from boltmesh.strategies.activation_checkpointing import ActivationCheckpointing, Recompute
 from boltmesh.strategies.cost_model.model import (
@@ -277,7 +277,7 @@ def configure(module: LightningModule) -> list[str]:
     try:
         module.configure_model()
     except Exception as error:  # noqa: BLE001 - whatever it asks a Trainer for
-        return [f"what configure_model makes is not counted: {one_line(error)}"]
+        return [f"what configure_model makes is not counted: {short_error(error)}"]
     return []
 
 
@@ -345,7 +345,7 @@ def _read_batch(config: DictConfig, source: str) -> tuple[Any, str | None]:
         data.setup("fit")
         return next(iter(data.train_dataloader())), None
     except Exception as error:  # noqa: BLE001 - whatever it is, the rest can still be planned
-        return None, f"the data gives no batch: {one_line(error)}"
+        return None, f"the data gives no batch: {short_error(error)}"
 
 
 def faked(mode: Any, dtype: torch.dtype) -> Callable[[Any], Any]:

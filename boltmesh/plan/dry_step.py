@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 from typing_extensions import override
 
+from boltmesh.configs.advice import one_line
 from boltmesh.plan.equal_blocks import EqualBlocks, equal_blocks
 from boltmesh.strategies.cost_model.model import Bytes, StepWork
 from boltmesh.strategies.expert.find import WidthMode
@@ -201,7 +202,7 @@ class DryStep:
                 watch.begin_backward(saved)
                 loss.backward()
         except Exception as error:  # noqa: BLE001 - the rest of the plan needs no activations
-            return f"training_step cannot run without a Trainer and data: {one_line(error)}"
+            return f"training_step cannot run without a Trainer and data: {short_error(error)}"
         self.counts = StepCounts(
             saved_bytes=sum(each.untyped_storage().nbytes() for each in saved.values()),
             transient_bytes=watch.most_bytes,
@@ -350,10 +351,9 @@ def computing_in(dtype: torch.dtype | None) -> Iterator[None]:
         yield
 
 
-def one_line(error: BaseException) -> str:
-    """An error's type and message, cut short."""
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:200]}"
+def short_error(error: BaseException) -> str:
+    """Return the type and the message of an error, cut short."""
+    return f"{type(error).__name__}: {one_line(error)[:200]}"
 
 
 def put_stand_ins(module: Module) -> None:
