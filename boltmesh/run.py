@@ -305,13 +305,13 @@ class RunBuilder:
     @contextmanager
     def _folder(self, checkpoint: Path | str | None, *, for_show: bool) -> Iterator[Path | None]:
         """The run's folder, on rank 0; gone again when the Trainer cannot be made."""
+        is_fit = self.verb == "fit"
         if self.verb not in {"fit", "predict"} or self.rank.rank != 0:
             yield None
         elif for_show:
-            yield next_run_folder(self.config, checkpoint)
+            yield next_run_folder(self.config, checkpoint, is_fit=is_fit)
         else:
-            resumed = checkpoint if self.verb == "fit" else None
-            folder = self.rank.continued or make_run_folder(self.config, resumed)
+            folder = self.rank.continued or make_run_folder(self.config, checkpoint, is_fit=is_fit)
             lock = None
             try:
                 self.rank.run_lock = lock = RunLock.take(folder)

@@ -342,14 +342,19 @@ def _automatic(key: str, config: DictConfig, *, verifies: bool) -> Path | None:
     return newest_verified_checkpoint(folder, key) if verifies else newest_checkpoint(folder)
 
 
-def next_run_folder(config: DictConfig, resumed: Path | str | None) -> Path:
-    """The folder that this run would have, which is not made."""
-    return _continued_folder(config, resumed) or _new_folder(folder_of_name(config))
+def next_run_folder(config: DictConfig, resumed: Path | str | None, *, is_fit: bool = True) -> Path:
+    """Return the folder that this run would have, which is not made. See ``make_run_folder``."""
+    continued = _continued_folder(config, resumed) if is_fit else None
+    return continued or _new_folder(folder_of_name(config))
 
 
 def _new_folder(base: Path) -> Path:
-    taken = [int(path.name) for path in base.glob("*") if path.name.isdigit()]
-    return base / str(max(taken, default=-1) + 1)
+    return base / str(max(_numbers(base), default=-1) + 1)
+
+
+def _numbers(folder: Path) -> list[int]:
+    """Return the numbers that name folders in a folder."""
+    return [int(path.name) for path in folder.glob("*") if path.name.isdecimal()]
 
 
 def _continued_folder(config: DictConfig, resumed: Path | str | None) -> Path | None:
@@ -362,14 +367,20 @@ def _continued_folder(config: DictConfig, resumed: Path | str | None) -> Path | 
         return None
     if isinstance(resumed, Path):
         return resumed.parents[1]
-    runs = [path for path in folder_of_name(config).glob("*") if path.name.isdigit()]
-    newest = max(runs, key=lambda path: int(path.name), default=None)
-    return newest if newest is not None and (newest / ID_FILE).is_file() else None
+    base = folder_of_name(config)
+    newest = base / str(max(_numbers(base), default=0))
+    return newest if (newest / ID_FILE).is_file() else None
 
 
-def make_run_folder(config: DictConfig, resumed: Path | str | None) -> Path:
-    """The folder of this run: a new one, or with ``resume=auto`` the one that is continued."""
-    continued = _continued_folder(config, resumed)
+def make_run_folder(config: DictConfig, resumed: Path | str | None, *, is_fit: bool = True) -> Path:
+    """Return the folder of this run: a new one, or with ``resume=auto`` the one that is continued.
+
+    Args:
+        config: As ``load`` gives it.
+        resumed: The checkpoint from which a fit goes on.
+        is_fit: Only a fit continues an earlier run.
+    """
+    continued = _continued_folder(config, resumed) if is_fit else None
     if continued is not None:
         return continued
     base = folder_of_name(config)
@@ -404,8 +415,7 @@ def store_config(config: DictConfig, folder: Path) -> Path:
 
 def next_log_number(folder: Path) -> int:
     """Each start of a run logs to a folder of its own; a resumed one keeps what was logged."""
-    taken = [int(path.name) for path in (folder / "logs").glob("*") if path.name.isdigit()]
-    return max(taken, default=-1) + 1
+    return max(_numbers(folder / "logs"), default=-1) + 1
 
 
 def _anchor_class_paths(node: DictConfig | ListConfig) -> None:

@@ -11,6 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from boltmesh.cli import run_command
+from boltmesh.configs.load import load
+from boltmesh.run_folder import make_run_folder
 from boltmesh.strategies.checkpoint import host_memory
 from boltmesh.strategies.checkpoint.async_save import serialised, take_snapshot
 from boltmesh.strategies.checkpoint.directory import find_damage, load_directory
@@ -207,3 +209,12 @@ def test_prune_deletes_what_a_killed_launcher_has_left_in_memory(workplace, memo
     assert run_command(["prune", "runs"]) == 0
     assert f"{copies} (copies in memory" in capfd.readouterr().out
     assert not copies.exists()
+
+
+def test_a_prediction_beside_a_run_that_may_go_on_has_a_folder_of_its_own(workplace):
+    run = Path("runs/tiny/0")
+    run.mkdir(parents=True)
+    host_memory.make_run_id(run)
+    config = load(TINY, ["resume=auto"])
+    assert make_run_folder(config, None) == run
+    assert make_run_folder(config, None, is_fit=False) == Path("runs/tiny/1")
