@@ -7,10 +7,8 @@ from typing import Any
 from boltmesh.advisor.layouts import BATCH_KEY, ConfigSearch, PlannedLayout
 from boltmesh.advisor.machine import Hardware
 from boltmesh.plan.text import size_text
-from boltmesh.planner.step_time import TERMS
+from boltmesh.planner.command import behind_text, terms_text
 
-SHOWN_TERMS = 0.01
-"""Terms below this share of a step are not printed."""
 COLD = "not known before boltmesh tune has measured steps; a factor of two on a busy CPU"
 CALIBRATED = "not known; boltmesh tune has measured steps, and prints both times"
 
@@ -68,9 +66,9 @@ def report_lines(found: ConfigSearch, count: int) -> Iterator[str]:
         yield f"   python  {trainer}"
         parts = [f"{name}: {text}" for name, text in each.layout.axes.dimensions.items()]
         yield f"   divides {'; '.join(parts)}"
-        yield f"   time    {_terms(each)}"
+        yield f"   time    {terms_text(each.time, digits=3)}"
         yield f"   memory  {_memory(each)}"
-        reason = _first_reason(found, each) if place == 1 else behind(chosen[0], each)
+        reason = _first_reason(found, each) if place == 1 else _behind(chosen[0], each)
         yield f"   {'why   ' if place == 1 else 'behind'}  {reason}"
     yield ""
     for what, best in found.changes.items():
@@ -118,15 +116,6 @@ def nothing_lines(found: ConfigSearch) -> Iterator[str]:
     )
 
 
-def _terms(candidate: PlannedLayout) -> str:
-    total = candidate.seconds
-    return ", ".join(
-        f"{TERMS[name]} {value:.3f} s ({100 * value / total:.0f} %)"
-        for name, value in candidate.time.items()
-        if value > SHOWN_TERMS * total
-    )
-
-
 def _memory(candidate: PlannedLayout) -> str:
     kept = candidate.memory.kept
     parts = [
@@ -156,18 +145,13 @@ def _first_reason(found: ConfigSearch, first: PlannedLayout) -> str:
     slower = [each for each in simpler if each.fits]
     if not slower:
         return "nothing is simpler"
-    return f"{words(slower[0])} is {behind(first, slower[0])}"
+    return f"{words(slower[0])} is {_behind(first, slower[0])}"
 
 
-def behind(first: PlannedLayout, other: PlannedLayout) -> str:
+def _behind(first: PlannedLayout, other: PlannedLayout) -> str:
     """Return why a layout comes behind another one."""
-    slower = 100 * (other.seconds / first.seconds - 1)
-    if slower < 1:
-        return f"equal within the error of the prediction ({slower:+.1f} %), with more mechanisms"
-    name = max(TERMS, key=lambda each: other.time[each] - first.time[each])
-    return (
-        f"{slower:.0f} % slower: {TERMS[name]} takes {other.time[name] - first.time[name]:+.3f} s"
-    )
+    text = behind_text(first.time, other.time, digits=3)
+    return f"{text}, with more mechanisms" if text.startswith("equal") else text
 
 
 def as_data(found: ConfigSearch, count: int) -> dict[str, Any]:

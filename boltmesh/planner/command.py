@@ -125,12 +125,12 @@ def _found(found: Search, count: int) -> Iterator[str]:
         yield f"{place}. {strategy_of(each.layout)}"
         parts = [f"{name}: {text}" for name, text in each.layout.dimensions.items()]
         yield f"   divides {'; '.join(parts)}"
-        yield f"   time    {_terms(each)}"
+        yield f"   time    {terms_text(each.time.terms())}"
         yield f"   memory  {_memory(each)}"
         if place == 1:
             yield f"   rule    {flow_sentence(found, each)}"
         else:
-            yield f"   behind  {_behind(chosen[0], each)}"
+            yield f"   behind  {behind_text(chosen[0].time.terms(), each.time.terms())}"
     yield ""
     yield from (f"With {change}: {outcome}" for change, outcome in changes(found, chosen[0]))
     yield ""
@@ -176,14 +176,19 @@ def _described(candidate: Candidate) -> str:
     return ", ".join(words)
 
 
-def _terms(candidate: Candidate) -> str:
-    total = candidate.seconds
-    shown = [
-        f"{TERMS[name]} {value:.2f} s ({100 * value / total:.0f} %)"
-        for name, value in candidate.time.terms().items()
+def terms_text(time: Mapping[str, float], *, digits: int = 2) -> str:
+    """Return the larger parts of a step with their shares.
+
+    Args:
+        time: Seconds of each part.
+        digits: Digits behind the point.
+    """
+    total = sum(time.values())
+    return ", ".join(
+        f"{TERMS[name]} {value:.{digits}f} s ({100 * value / total:.0f} %)"
+        for name, value in time.items()
         if value > SHOWN_TERMS * total
-    ]
-    return ", ".join(shown)
+    )
 
 
 def _memory(candidate: Candidate) -> str:
@@ -194,13 +199,19 @@ def _memory(candidate: Candidate) -> str:
     )
 
 
-def _behind(first: Candidate, other: Candidate) -> str:
-    before, after = first.time.terms(), other.time.terms()
-    name = max(after, key=lambda each: after[each] - before[each])
-    slower = 100 * (other.seconds / first.seconds - 1)
+def behind_text(first: Mapping[str, float], other: Mapping[str, float], *, digits: int = 2) -> str:
+    """Return by how much a layout is slower than the first, and which part of its step most of all.
+
+    Args:
+        first: Seconds of each part of the first one's step.
+        other: Seconds of each part of the other one's.
+        digits: Digits behind the point.
+    """
+    slower = 100 * (sum(other.values()) / sum(first.values()) - 1)
     if slower < 1:
         return f"equal within the error of the prediction ({slower:+.1f} %)"
-    return f"{slower:.0f} % slower: {TERMS[name]} takes {after[name] - before[name]:+.2f} s"
+    name = max(TERMS, key=lambda each: other[each] - first[each])
+    return f"{slower:.0f} % slower: {TERMS[name]} takes {other[name] - first[name]:+.{digits}f} s"
 
 
 def changes(found: Search, first: Candidate) -> Iterator[tuple[str, str]]:
