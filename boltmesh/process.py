@@ -87,10 +87,11 @@ def describe_exit(code: int) -> str:
     return f"was killed by signal {-code} ({name})"
 
 
-_CONTROL = re.compile(
-    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb]"
-)
-"""Control characters except tab and line feed, and marks that are invisible or turn a line."""
+INVISIBLE = r"\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
+"""Line separators, and marks that are invisible or change the direction, for a class of a regex."""
+
+_CONTROL = re.compile(rf"[\x00-\x08\x0b-\x1f\x7f-\x9f{INVISIBLE}]")
+"""Control characters except tab and line feed, and invisible marks."""
 
 
 def without_control(text: str) -> str:

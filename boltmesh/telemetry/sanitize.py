@@ -3,17 +3,16 @@
 import re
 from collections.abc import Mapping
 
+from boltmesh.process import INVISIBLE
+
 ESCAPE_SEQUENCE = re.compile(
     r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]"  # control sequences: colours, cursor, modes
     r"|(?:\x1b[\]PX^_]|[\x90\x98\x9d-\x9f]).*?(?:\x07|\x9c|\x1b\\|$)"  # titles, clipboard, devices
     r"|\x1b[ -/]*[0-~]",  # two-character escapes
     re.DOTALL,
 )
-_UNSAFE = re.compile(
-    "[\x00-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff]+"
-)
-"""Control characters of both sets, line separators, invisible and direction-changing marks,
-and lone surrogates, which cannot be encoded."""
+_UNSAFE = re.compile(rf"[\x00-\x1f\x7f-\x9f\ud800-\udfff{INVISIBLE}]+")
+"""Control characters of both sets, invisible marks, and lone surrogates, which have no encoding."""
 
 MAX_TEXT = 500
 MAX_ENTRIES = 200
