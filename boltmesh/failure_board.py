@@ -47,7 +47,7 @@ class Monitor:
     Args:
         check: What to call; has to catch its errors.
         interval_s: Seconds between two calls. The thread sleeps; nothing wakes it in between.
-        name: Of the thread.
+        name: Name of the thread.
     """
 
     def __init__(self, check: Callable[[], None], interval_s: float, *, name: str) -> None:
@@ -82,7 +82,7 @@ class FailureBoard:
 
     Args:
         rank: Global rank, for messages.
-        name: Of the group; the same on all of its ranks, and of no other board.
+        name: Name of the group; the same on all of its ranks, and of no other board.
         error: Class of the error that ``on_stuck`` receives.
         on_stuck: Called from the monitor thread before a rank that hangs is ended.
         idle_s: Seconds without ``note_progress`` after which the rank counts as idle.

@@ -1,4 +1,4 @@
-"""What can be known to fail before a rank is started: checks of a config that import no torch."""
+"""Checks of a config before a rank is started; they import no torch."""
 
 from omegaconf import DictConfig
 

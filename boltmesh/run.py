@@ -81,9 +81,9 @@ class Built:
     strategy: MeshStrategy
     trainer: Trainer
     callbacks: list[Callback]
-    """Of the config and of the command; not those that Lightning and the model add."""
+    """Those of the config and of the command; not those that Lightning and the model add."""
     checkpoint: Path | str | None
-    """What the command loads first: a path, or an address."""
+    """The checkpoint that the command loads first: a path, or an address."""
     folder: Path | None
     """Where it writes; None where it writes nothing."""
 
@@ -107,7 +107,7 @@ class RunBuilder:
 
     Args:
         config: As ``load`` gives it.
-        verb: What is to be done.
+        verb: The command.
         placement: As ``place_ranks`` gives it.
         rank: This process.
         source: The config's file, for errors.
@@ -133,7 +133,7 @@ class RunBuilder:
         torch.set_float32_matmul_precision(run.matmul_precision)
         if run.seed is not None:
             seed_everything(run.seed, workers=True, verbose=False)
-        # What the other ranks find is a stand-in: they load what the first one has found.
+        # The checkpoint of other ranks is a stand-in: they load what the first one has found.
         verifies = self.rank.rank == 0 and not for_show
         if self.verb == "fit":
             checkpoint = checkpoint_to_resume(
@@ -171,7 +171,7 @@ class RunBuilder:
         """Make the strategy alone."""
         launcher = self.placement.launcher
         # Where a scheduler's variables are set but its launcher was not used, Lightning would
-        # join ranks that nobody has started.
+        # join ranks that were never started.
         more: dict[str, Any] = {}
         if launcher is None or self.rank.is_supervised:
             more["cluster_environment"] = LightningEnvironment()
@@ -365,7 +365,7 @@ def _run(built: Built, verb: Verb) -> None:
 
 
 def describe(built: Built, config: DictConfig, verb: Verb, placement: Placement) -> str:
-    """What a dry run shows: a short table of what would run."""
+    """Return the table of a dry run."""
     trained = sum(each.numel() for each in built.model.parameters() if each.requires_grad)
     trainer = built.trainer
     where = "CPU" if placement.accelerator == "cpu" else "CUDA"

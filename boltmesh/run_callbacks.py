@@ -1,4 +1,4 @@
-"""What a run from a config does beside training: its folder, metrics, errors and summary."""
+"""Parts of a run from a config beside training: its folder, metrics, errors and summary."""
 
 import contextlib
 import math
@@ -131,7 +131,7 @@ LAST_LOSSES = 20
 
 
 class ErrorReport(Callback):
-    """Tells of an exception at once, before the Trainer unwinds and perhaps waits for a peer."""
+    """Reports an exception at once, before the Trainer unwinds and perhaps waits for a peer."""
 
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
@@ -144,7 +144,7 @@ class ErrorReport(Callback):
             explain(exception)
         self._rank.report_error(exception)
         if isinstance(exception, StoppedBySignal):
-            # It ended as it was asked to: telemetry, which is told next, would call it a failure.
+            # It ended as requested: telemetry, whose callback comes next, would call it a failure.
             recorder = getattr(trainer.strategy, "recorder", NullRecorder())
             recorder.event("end", str(exception))
             recorder.finish()
@@ -256,7 +256,7 @@ class Summary(Callback):
     """Says what a training run has come to, on rank 0, in a few lines.
 
     The losses are means over all ranks; the throughput leaves out the first batch, validation
-    and checkpoints. Whoever called ``fit`` prints the lines, once the progress bar is gone.
+    and checkpoints. The caller of ``fit`` prints the lines, once the progress bar is gone.
     """
 
     def __init__(self) -> None:

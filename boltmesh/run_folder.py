@@ -44,8 +44,8 @@ def checkpoint_at(key: str, address: str) -> str:
     """Return the address of the checkpoint that is meant.
 
     Args:
-        key: Of the config, for errors.
-        address: Of a checkpoint, or of a folder of checkpoints.
+        key: Key of the config, for errors.
+        address: Address of a checkpoint, or of a folder of checkpoints.
 
     Raises:
         ConfigError: When there is no complete one.
@@ -189,7 +189,7 @@ def newest_verified_checkpoint(
 
     Args:
         folder: That of all runs of a name.
-        key: Of the config, for errors.
+        key: Key of the config, for errors.
         run: One run of them alone.
         renames: Say which are damaged, and give them another name.
 
@@ -227,7 +227,7 @@ def _checkpoints(folder: Path, run: str, *, name: str = "*") -> list[Path]:
     for aside in folder.glob(f"{run}/{CHECKPOINTS}/*.ckpt{ASIDE}"):
         restore_aside(aside.with_name(aside.name.removesuffix(ASIDE)))
     found: list[tuple[int, str, Path]] = []
-    # What is being written or deleted has another suffix.
+    # Checkpoints that are being written or deleted have another suffix.
     for path in folder.glob(f"{run}/{CHECKPOINTS}/{name}.ckpt"):
         with contextlib.suppress(FileNotFoundError):  # another process renames it just now
             found.append((path.stat().st_mtime_ns, path.name, path))
@@ -235,7 +235,7 @@ def _checkpoints(folder: Path, run: str, *, name: str = "*") -> list[Path]:
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether boltmesh has completed it, as far as can be told."""
+    """Whether boltmesh has completed it, as far as that is known."""
     return path.is_file() or (path / MANIFEST).is_file()
 
 
@@ -279,7 +279,7 @@ def _set_aside(path: Path) -> Path:
 def checkpoint_to_resume(
     config: DictConfig, *, continued: Path | None = None, verifies: bool = False
 ) -> Path | str | None:
-    """What ``run.resume`` means, a path or an address: None starts at the beginning.
+    """Return the checkpoint of ``run.resume``, a path or an address: None starts at the beginning.
 
     A SLURM job that was queued again by the signal to save goes on from what was saved then.
 
@@ -317,7 +317,7 @@ def _saved_for_requeue(config: DictConfig) -> Path | None:
 
 
 def checkpoint_to_evaluate(config: DictConfig, *, verifies: bool = False) -> Path | str | None:
-    """What ``run.ckpt_path`` means, a path or an address: None takes the model as it is built.
+    """Return the checkpoint of ``run.ckpt_path``, a path or an address; None: the model as built.
 
     Args:
         config: As ``load`` gives it.

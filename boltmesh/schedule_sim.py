@@ -100,7 +100,7 @@ class StageTimes:
 
 
 NOMINAL: Final = StageTimes()
-"""What a schedule's ideal assumes: a backward is two forwards, one for inputs, one for weights."""
+"""Times of a schedule's ideal: a backward is two forwards, one for inputs, one for weights."""
 
 
 # The grammar.
@@ -203,7 +203,7 @@ def simulate(
 
 
 _Value = tuple[str, int, int]
-"""What an action computes: F for activations or I for gradients of inputs; stage, microbatch."""
+"""Result of an action: F for activations or I for gradients of inputs; stage, microbatch."""
 _COMPUTES: Final = {"F": "F", "B": "I", "I": "I"}
 
 
@@ -292,7 +292,7 @@ class Simulation:
         self._free[rank] = end
 
 
-# What a simulated step costs and keeps.
+# Costs and memory of a simulated step.
 
 
 def idle_shares(timetable: Timetable) -> list[float]:
@@ -338,7 +338,7 @@ def peak_live_bytes(row: Sequence[str | None], kept_bytes: Sequence[int]) -> int
 
     Args:
         row: The rank's actions, one list of an :data:`Order`.
-        kept_bytes: Of one microbatch, by stage.
+        kept_bytes: Bytes that one microbatch keeps, by stage.
     """
     return _peak(actions((tuple(row),))[0], kept_bytes.__getitem__)
 

@@ -13,7 +13,7 @@ def job_store(prefix: str, *, in_memory: bool = False) -> Store | None:
     Call it for each use: a store that is kept keeps its server's port.
 
     Args:
-        prefix: Of all keys.
+        prefix: Prefix of all keys.
         in_memory: Return None for a store that never forgets, such as a file, which grows with
             every write. For callers that write often.
     """

@@ -1,4 +1,4 @@
-"""The words of an error: nearest names, values that work, what a type asks for."""
+"""The words of an error: nearest names, values that work, what a type needs."""
 
 import difflib
 from collections.abc import Callable, Iterable, Mapping
@@ -58,7 +58,7 @@ def nearest_key(key: str, candidates: Iterable[str]) -> str | None:
     """The full key that ``key`` was probably meant to be.
 
     A sibling with a similar last part comes first, then the same last part in another section,
-    then a similar one. Of a key without a section the same last part comes first.
+    then a similar one. For a key without a section the same last part comes first.
     """
     every = sorted(candidates)
     parent, _, last = key.rpartition(".")
@@ -84,7 +84,7 @@ def name_choices(names: Iterable[str], *, last: str = "and", at_most: int = 12) 
 
 
 def describe_type(hint: Any) -> str:
-    """What a value of this type looks like, in words that follow "is not"."""
+    """Return words for a value of this type that follow "is not"."""
     words: list[str] = []
     for each in get_args(hint) if get_origin(hint) in {Union, UnionType} else (hint,):
         if get_origin(each) is Literal:
@@ -128,11 +128,11 @@ def show(value: object) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """What an error says, in one line."""
+    """Return the text of an error as one line."""
     return " ".join(str(error).split())
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says first, without its full stop."""
+    """Return the first line of an error, without its full stop."""
     text = str(error).strip().splitlines()
     return text[0].rstrip(".") if text else type(error).__name__

@@ -321,7 +321,7 @@ def _is_text(hint: Any) -> bool:
 
 
 def _complaint(found: Field[Any], hint: Any, value: Any) -> str | None:
-    """What the value should have been, where OmegaConf alone would let it pass."""
+    """Return what the value should have been, where OmegaConf alone would let it pass."""
     if isinstance(value, str) and _is_open(value):
         return None
     if found.name == "devices":

@@ -1,4 +1,4 @@
-"""What a config may say: one dataclass per section, one typed field per key.
+"""The keys of a config: one dataclass per section, one typed field per key.
 
 OmegaConf builds the config from these classes, so they are plain data and import nothing heavy.
 A field's metadata carries what an error message needs beyond the type: a value that works, the
@@ -218,7 +218,7 @@ class RunSection:
 
 
 _ALERTS = AlertThresholds()
-"""What a script has that gives no thresholds; a config begins with the same."""
+"""Thresholds of a script that gives none; a config begins with the same."""
 
 
 @dataclass
@@ -265,7 +265,7 @@ SHORTHAND_SECTIONS = ("trainer", "run")
 
 
 def kind_of(section: type[Any], name: str) -> Literal["section", "mapping", "classes", "value"]:
-    """What a key of a section holds.
+    """Return the kind of a key of a section.
 
     ``section`` is another of these classes, ``mapping`` has free keys, ``classes`` is a list of
     ClassSection, and ``value`` is a leaf.

@@ -1,7 +1,7 @@
 """Predicts the memory and the time of one layout, and whether it fits.
 
-Of a whole model (replicas, ZeRO stages, offload) by ``plan_replicas``, of one whose layers are
-divided by ``plan_divided``, from its plan.
+``plan_replicas`` is for whole models (replicas, ZeRO stages, offload), ``plan_divided`` for models
+whose layers are divided, from their plan.
 """
 
 from collections.abc import Mapping

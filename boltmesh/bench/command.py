@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 LOSS_TOLERANCE = 1e-3
-"""Of the loss of the last step, relative. Layouts add in another order, by which a few dozen steps
+"""Relative, of the loss of the last step. Layouts add in another order, by which a few dozen steps
 of Adam come apart by some 1e-5; a share of the data that is not the same shows as 1e-2 and more."""
 COARSE_LOSS_TOLERANCE = 2e-2
 """In 16-bit precision, whose rounding is a thousand times larger."""
@@ -45,7 +45,7 @@ class BenchRow:
     label: str
     runs: list[BenchRun] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    """What the reader has to know: why there are no figures, or what is odd about them."""
+    """Notes for the reader: why there are no figures, or what is odd about them."""
     is_refused: bool = False
 
     def add(self, ended: Ended) -> None:
@@ -61,11 +61,11 @@ class BenchRow:
 
     @property
     def step_s(self) -> list[float]:
-        """Of all jobs."""
+        """Times of the optimizer steps of all jobs, in seconds."""
         return [each for run in self.runs for each in run.step_s]
 
     def quartiles(self) -> tuple[float, float, float] | None:
-        """Of the time of an optimizer step, in seconds: lower quartile, median, upper."""
+        """Return lower quartile, median and upper quartile of the time of a step, in seconds."""
         times = self.step_s
         if not times:
             return None
@@ -92,7 +92,7 @@ class BenchRow:
 def compare_losses(rows: Sequence[BenchRow], *, is_coarse: bool) -> None:
     """Note where layouts that saw the same data have another loss after the same steps.
 
-    Layouts are equal for this when they share the data out alike: over as many data ranks.
+    Layouts are compared if they share the data among as many data ranks.
     """
     tolerance = COARSE_LOSS_TOLERANCE if is_coarse else LOSS_TOLERANCE
     first: dict[tuple[int, int], tuple[str, float]] = {}
@@ -119,7 +119,7 @@ FEW = 10
 KINDS = ("parameters", "gradients", "optimizer", "activations")
 PLACES = ("device", "host", "disk")
 GROUPS = (*AXES, "world")
-"""Of ranks, between which something moves."""
+"""Groups of ranks between which something moves."""
 
 
 @dataclass(frozen=True)

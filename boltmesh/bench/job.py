@@ -66,7 +66,7 @@ def run_variant(
 
     Args:
         variant: What runs.
-        config: Of the user.
+        config: The user's config.
         overrides: ``key=value``, those of the variant included.
         steps: Optimizer steps that count.
         warmup: Optimizer steps before them.

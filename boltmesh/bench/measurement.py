@@ -26,7 +26,7 @@ class JobWatch:
     """One job, looked at again and again.
 
     Args:
-        job_id: Of the job, which may not have begun.
+        job_id: Id of the job, which may not have begun.
     """
 
     def __init__(self, job_id: str) -> None:
@@ -42,7 +42,7 @@ class JobWatch:
         self.host_bytes: dict[int, int] = {}
         """Resident, by rank: the most that was seen."""
         self.device_bytes: dict[int, int] = {}
-        """By rank: the peak that torch's allocator tells."""
+        """Peak of torch's allocator, by rank."""
 
     @contextmanager
     def opened(self) -> Iterator["JobWatch"]:
@@ -54,7 +54,7 @@ class JobWatch:
                 self._job.close()
 
     def look(self) -> None:
-        """Take in what there is now; nothing, where the job has not begun."""
+        """Read the job's telemetry; nothing if the job has not begun."""
         with contextlib.suppress(TelemetryError, OSError):
             if self._job is None:
                 self._job = open_job(self._job_id)
@@ -82,19 +82,19 @@ class JobWatch:
 
 @dataclass(frozen=True)
 class BenchRun:
-    """What one job has measured."""
+    """Measurements of one job."""
 
     mesh: dict[str, int]
     step_s: tuple[float, ...]
-    """Of each optimizer step that counts, on the rank that took longest for it."""
+    """Time of each optimizer step that counts, on the rank that took longest for it."""
     samples: float | None
-    """Of one optimizer step, over the whole job; None where telemetry does not know."""
+    """Samples of one optimizer step, over the whole job; None if telemetry does not know."""
     tokens: float | None
     loss: float | None
-    """Of the last step, the mean over the data axis."""
+    """Loss of the last step, the mean over the data axis."""
     last_step: int
     bubble: tuple[float, ...]
-    """Of each step that counts: the share of time in which the ranks of a pipeline are idle."""
+    """Share of each step that counts in which the ranks of a pipeline are idle."""
     memory: dict[tuple[str, str], int]
     """By kind and place, on the rank that has most of it."""
     host_bytes: int | None
@@ -196,7 +196,7 @@ def _bubbles(
 ) -> tuple[float, ...]:
     """Idle shares by step: 1 - busy / window over the window that the ranks have in common.
 
-    Of several pipelines their mean; ranks side by side in a tensor group are one place each.
+    The mean over several pipelines; ranks side by side in a tensor group are one place each.
     """
     pipelines: dict[tuple[tuple[str, int], ...], list[int]] = defaultdict(list)
     for each in ranks:

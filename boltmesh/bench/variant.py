@@ -1,4 +1,4 @@
-"""What is to be compared: strategies by name, with arguments and other conditions."""
+"""Strategies that are compared: their names, with arguments and other conditions."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -44,12 +44,12 @@ class Variant:
     def overrides(
         self, config: Any, given: Sequence[str], devices: Sequence[int] = (0,)
     ) -> list[str]:
-        """What is added to the command line of ``boltmesh fit``.
+        """Return what is added to the command line of ``boltmesh fit``.
 
         Args:
             config: As it is loaded with ``given``.
             given: ``key=value`` of the user, for the config's own strategy.
-            devices: Of the ranks that the config asks for.
+            devices: Devices of the ranks that the config asks for.
         """
         if self.is_whole:
             return [*self.settings, "strategy.telemetry=true"]

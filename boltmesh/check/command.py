@@ -1,7 +1,7 @@
 """``boltmesh check``: train a config's layout and one process side by side, and compare.
 
-The command starts the ranks of the layout, then the one process, which is told how many of those
-see data of their own; each writes what it computed into a folder, and the comparison of
+The command starts the ranks of the layout, then the one process, which gets the number of those
+that see data of their own; each writes what it computed into a folder, and the comparison of
 ``parity.py`` names the first difference.
 """
 
@@ -29,7 +29,7 @@ PART_VARIABLE = "BOLTMESH_CHECK_PART"
 """``reference`` or ``layout``: what the ranks of a supervisor of this command are to compute."""
 FOLDER_VARIABLE = "BOLTMESH_CHECK_FOLDER"
 DATA_SIZE = "data_size"
-"""The file in which the layout tells how many of its ranks see data of their own."""
+"""The file into which the layout writes how many of its ranks see data of their own."""
 
 SHOWN = 5
 """How many differences are listed; the first is the one to look for."""

@@ -1,4 +1,4 @@
-"""What two runs computed, and where it differs first."""
+"""Results of two runs, and where they differ first."""
 
 import math
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from typing_extensions import override
 
 @dataclass
 class Trace:
-    """What a run computed. Equal on every rank."""
+    """Results of a run. Equal on every rank."""
 
     losses: list[float] = field(default_factory=list)
     """Per optimizer step: the mean over its batches and ranks."""
@@ -25,7 +25,7 @@ class Trace:
     """Per batch, the floating-point part. Whole numbers were picked or drawn by comparing floats,
     and rounding may tip such a choice in a right layout too."""
     disagreement: str | None = None
-    """The first parameter that ranks which should hold it alike do not, if any."""
+    """The first parameter that ranks should hold equally and do not, if any."""
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,12 @@ class Tolerance:
     """How far apart two runs may be. The defaults are what the order of fp32 sums explains."""
 
     relative: float = 2e-5
-    """Of losses, gradient norms, metrics and predictions."""
+    """For losses, gradient norms, metrics and predictions."""
     parameters: float = 1e-4
     """Absolute. Adam divides by the gradient's own size, and so amplifies the rounding of
     gradients that are zero in truth (a bias before a norm, say) up to the learning rate."""
     optimizer: float = 1e-4
-    """Of each state tensor, relative to its largest element."""
+    """For each state tensor, relative to its largest element."""
 
 
 @dataclass(frozen=True)

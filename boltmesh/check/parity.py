@@ -54,7 +54,7 @@ def merge_over_ranks(trace: Trace, chosen: Sequence[int] | None) -> Trace:
     """Average what each rank saw and compare what all should hold. Collective over all ranks.
 
     Args:
-        trace: Of this rank.
+        trace: The trace of this rank.
         chosen: One of each group of ranks that saw the same; None where there are no such groups.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
@@ -184,7 +184,7 @@ class RankBatches:
     """The batches of all data ranks for one process: in turn, or as one.
 
     Each rank's share comes from Lightning's own distributed sampler with the numbers that it
-    should have, so that a strategy which asks for others is found out.
+    should have, so that a strategy which takes others is found out.
     """
 
     def __init__(
@@ -246,7 +246,7 @@ def _concatenate(batches: Sequence[Any]) -> Any:
 
 
 OWN = "boltmesh/"
-"""What the names begin with that strategies log."""
+"""Prefix of the names that strategies log."""
 
 DROPOUTS = (
     nn.AlphaDropout,
@@ -260,7 +260,7 @@ DROPOUTS = (
 
 @dataclass
 class Problem:
-    """What is trained. The callables are called once on every rank, after seeding."""
+    """Model and data to train. The callables are called once on every rank, after seeding."""
 
     module: Callable[[], LightningModule]
     train: Callable[[], DataLoader[Any]]
@@ -386,7 +386,7 @@ def module_steps(module: LightningModule) -> int:
 class _TraceRecorder(Callback):
     """Collects what this rank computes."""
 
-    reads_gradients = False  # asks the strategy, which may hold them elsewhere than in ``.grad``
+    reads_gradients = False  # the strategy computes the norm, also where ``.grad`` is empty
 
     def __init__(self) -> None:
         self.trace = Trace()

@@ -1,6 +1,6 @@
 """The ``boltmesh`` command. Loads torch, Lightning or the dashboard only where a command needs it.
 
-Exit codes: 0 for success, 1 for a failed run, 2 for what the user can mend, 130 after Ctrl-C and
+Exit codes: 0 for success, 1 for a failed run, 2 for what the user can correct, 130 after Ctrl-C and
 143 after SIGTERM. Errors are one line on stderr; ``--traceback`` shows where they come from.
 """
 
@@ -39,7 +39,7 @@ def run_command(arguments: list[str]) -> int:
     except BoltMeshError as error:
         return _complain(str(error), error.exit_code)
     except BrokenPipeError:
-        # Whoever reads stdout has seen enough. Python would complain once more while it ends.
+        # The reader of stdout has seen enough. Python would complain once more while it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What commands have in common: the arguments of a config, and types of options."""
+"""Parts that commands share: the arguments of a config, and types of options."""
 
 import math
 import sys

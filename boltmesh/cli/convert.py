@@ -217,7 +217,7 @@ class _Bar:
             self._bar.__exit__(*error)
 
     def begin(self, num_bytes: int) -> Callable[[int], Any]:
-        """Show it, where somebody looks; return what counts."""
+        """Show it on a terminal; return the function that counts."""
         if not sys.stderr.isatty():
             return lambda _: None
         self._bar = click.progressbar(length=num_bytes, file=sys.stderr).__enter__()

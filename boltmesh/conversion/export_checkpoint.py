@@ -81,12 +81,12 @@ def numbered_state(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 ALIGNMENT_BYTES = 64
-"""Of each tensor's elements in the file, as torch has it, for those who map it."""
+"""Alignment of each tensor's elements in the file, as in torch's own, for readers that map them."""
 
 _FOLDER = "archive"
 _LOCAL_HEADER_BYTES = 30
 _LARGE_FILE_BYTES = 20
-"""What zipfile adds to the header of a record that may be larger than 4 GiB."""
+"""Bytes that zipfile adds to the header of a record that may be larger than 4 GiB."""
 _PADDING = b"FB"
 """The extra field by which torch's own files are aligned."""
 
@@ -127,7 +127,7 @@ class _TensorPickler(pickle.Pickler):
         key = self._keys.setdefault(identity(obj), str(len(self._keys)))
         if int(key) == len(self.tensors):
             self.tensors.append(obj)
-        # torch says how a tensor of this type is made again; what differs is told by arguments.
+        # torch says how a tensor of this type is made again; arguments say what differs.
         example: Any = torch.empty((), dtype=obj.dtype)
         function, arguments = example.__reduce_ex__(2)
         elements = _Elements(storage_class(arguments[0]), key, _storage_length(obj, arguments[0]))
@@ -178,7 +178,7 @@ def _storage_length(tensor: Tensor, storage: Any) -> int:
 
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Of a contiguous tensor."""
+    """Return the strides of a contiguous tensor."""
     return tuple(prod(max(1, each) for each in shape[at + 1 :]) for at in range(len(shape)))
 
 
@@ -298,7 +298,7 @@ T = TypeVar("T")
 def find_prefix(names: Iterable[str]) -> str:
     """The attribute of the LightningModule that holds its model, with a point behind it.
 
-    It can be told when the module has parameters and buffers in one attribute only.
+    It is known if the module has parameters and buffers in one attribute only.
 
     Raises:
         ConfigError: When there are several.
@@ -349,7 +349,7 @@ DEFAULT_SHARD_BYTES = 5_000_000_000
 
 Progress = Callable[[int], Any]
 Counted = Callable[[int], Progress]
-"""Takes the number of bytes there will be, and gives what is told of those that are done."""
+"""Takes the number of bytes there will be; returns the function that is called with those done."""
 
 
 def export(
@@ -371,7 +371,7 @@ def export(
         target: ``.ckpt`` for a Lightning file, ``.safetensors`` for one file of the weights, else
             a folder of the weights.
         prefix: What to take off the names for safetensors; None finds it.
-        max_shard_bytes: Of a file in a folder.
+        max_shard_bytes: Most bytes of a file in a folder.
         force: Replace what is at ``target``.
         counted: Shows how far it is.
         is_for_peft: Write the adapters of peft alone, into a folder.

@@ -67,7 +67,7 @@ def import_checkpoint(
 
 
 def weights_alone(model: StoredModel, *, prefix: str, ties: Mapping[str, str]) -> dict[str, Any]:
-    """What Lightning makes of a model whose weights alone are saved.
+    """Return the checkpoint that Lightning makes of a model whose weights alone are saved.
 
     Raises:
         ConfigError: When a tie names a tensor that is not there, or gives a name that is taken.

@@ -39,7 +39,7 @@ CONFIG = "config.json"
 """Configuration of a model in a folder of Hugging Face."""
 
 METADATA: dict[str, str] = {"format": "pt"}
-"""What Hugging Face's loaders ask for."""
+"""Metadata that Hugging Face's loaders require."""
 
 _HEADER_ALIGNMENT_BYTES = 8
 _LENGTH = struct.Struct("<Q")
@@ -165,7 +165,7 @@ def _lie_one_after_another(header: Mapping[str, Any]) -> bool:
 
 
 def num_bytes(tensor: Tensor) -> int:
-    """Of all elements of a tensor, also of one that is not loaded."""
+    """Return the bytes of all elements of a tensor, also of one that is not loaded."""
     return tensor.numel() * tensor.element_size()
 
 

@@ -79,7 +79,7 @@ def load_value(tensor: Tensor, name: str) -> Tensor:
 
 
 def identity(tensor: Tensor) -> tuple[Any, ...]:
-    """What two names of one stored tensor have in common."""
+    """Return a key that two names of one stored tensor share."""
     if isinstance(tensor, Placeholder) or not tensor.numel():
         return (id(tensor),)
     storage = tensor.untyped_storage().data_ptr()

@@ -49,7 +49,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Gpus:
-    """What NVML says of this host."""
+    """NVML's description of this host."""
 
     gpus: tuple[Gpu, ...] = ()
     links: Mapping[str, int] = field(default_factory=dict)

@@ -1,9 +1,9 @@
-"""What only torch can tell, as a process that may hang or crash without harm.
+"""Facts that only torch knows, read by a process that may hang or crash without harm.
 
     python -m boltmesh.doctor.torch_probe [FOLDER ...]
 
 Prints a JSON object per line, ``{"part": ..., **facts}``, each as soon as it is known; a part that
-fails has an ``error``. Of each FOLDER, a swap file is made, written and read as offload does it.
+fails has an ``error``. In each FOLDER a swap file is made, written and read as offload does it.
 """
 
 import json

@@ -36,7 +36,7 @@ class GracefulStop(Checkpoint):
 
     Args:
         switch: Records the signal of this rank.
-        folder: Of the checkpoint; None for no checkpoint.
+        folder: Folder of the checkpoint; None for no checkpoint.
     """
 
     def __init__(self, switch: StopSwitch, folder: Path | None) -> None:

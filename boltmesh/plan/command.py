@@ -63,7 +63,7 @@ EXPERT = "bolt_expert"
 FIND_UNUSED = "bolt_ddp_find_unused_parameters_true"
 """Needs what ``bolt_ddp`` needs, so a table has one of them."""
 DIVIDING = (PIPELINE, TENSOR, CONTEXT, SEVERAL_AXES, EXPERT)
-"""What has plans of its own: ``stage_plan.py``, ``tensor_plan.py``, ``context_plan.py``,
+"""Strategies with plans of their own: ``stage_plan.py``, ``tensor_plan.py``, ``context_plan.py``,
 ``mesh_plan.py`` and ``expert_plan.py``."""
 
 NOT_COUNTED = ("activation_checkpointing", "tile_logits")
@@ -73,7 +73,7 @@ AUTO = "bolt_auto"
 """One of the others, chosen at set-up."""
 
 REPLICATED = "bolt_replicated"
-"""Of one process over several devices, of which none is like another."""
+"""One process over several devices, whose contents differ."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Plan:
     notes: tuple[str, ...]
 
     def row(self, name: str) -> StrategyRow:
-        """What one strategy needs."""
+        """Return memory, traffic and time of one strategy."""
         sharing = self.sharings[name]
         memory = estimate_memory(self.model, sharing, self.job)
         return StrategyRow(
@@ -166,7 +166,7 @@ def make_plan(
     cluster: Path | None = None,
 ) -> Plan:
     """Describe the model, the job and the strategies of a config."""
-    # What is said on the command line wins over what the size says.
+    # The command line wins over the size.
     changes = [*([] if size is None else _size_overrides(size)), *overrides]
     loaded, source = load(config, changes), source_named(config, changes)
     if size is not None and not _is_shipped(loaded.model.class_path, KNOWN_MODEL, "GPT"):

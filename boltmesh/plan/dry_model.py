@@ -60,12 +60,12 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class NumberTypes:
-    """What a model's numbers are stored and computed in."""
+    """Types in which a model's numbers are stored and computed."""
 
     stored: torch.dtype
-    """Of parameters, and of the floats of a batch."""
+    """Type of parameters, and of the floats of a batch."""
     cast: torch.dtype | None
-    """What autocast computes in; None without autocast."""
+    """Type in which autocast computes; None without autocast."""
 
     @classmethod
     def of(cls, precision: str) -> Self:
@@ -196,7 +196,7 @@ def shapes_of_units(
     multiplied: Collection[str],
     is_autocast: bool,
 ) -> tuple[UnitShape, ...]:
-    """What is gathered together: the units that the strategy finds, then what is left."""
+    """Return the units that the strategy gathers: those that it finds, then the rest as one."""
     names = {parameter: name for name, parameter in module.named_parameters()}
     taken: set[Parameter] = set()
     owned: dict[str, list[Parameter]] = {}
@@ -349,7 +349,7 @@ def _read_batch(config: DictConfig, source: str) -> tuple[Any, str | None]:
 
 
 def faked(mode: Any, dtype: torch.dtype) -> Callable[[Any], Any]:
-    """What takes the data out of a batch and, like a precision plugin, converts its floats."""
+    """Return a function that makes a batch fake, with its floats in the type of a precision."""
 
     def fake(each: Any) -> Any:
         if not isinstance(each, Tensor):

@@ -86,7 +86,7 @@ class StepCounts:
 
 
 class DryStep:
-    """What one forward and backward pass of a module without data shows.
+    """Counts one forward and backward pass of a module without data.
 
     [Note: Equal blocks]
     Of many equal blocks in a list a step runs one, then two, then three. If the third adds what the
@@ -244,7 +244,7 @@ class _Temporaries(DispatchMode):  # type: ignore[no-untyped-call]
         self.most_bytes = 0
         self.flops = self.moved_bytes = self.operators = self.product_bytes = 0
         self.products: Counter[tuple[int, int, int]] = Counter()
-        # Gradients of parameters are counted by who reduces them; those of weights come transposed.
+        # Gradients of parameters are counted elsewhere; those of weights come transposed.
         self._gradient_shapes = shapes | {each[::-1] for each in shapes}
         self._saved: set[int] | None = None
         self._alive: list[Tensor] = []
@@ -395,5 +395,5 @@ def reshape_stand_in(parameter: Parameter, shape: Sequence[int]) -> None:
 
 
 def _one_number(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    # Of two numbers, for one alone is how a parameter of another rank looks.
+    # Two numbers: a storage of one number alone is how a parameter of another rank looks.
     return torch.zeros(2, dtype=dtype)[0].expand(tuple(shape))

@@ -1,8 +1,8 @@
 """Puts a config's model on a mesh without its memory, and counts what a rank would hold and move.
 
 The model is built from fake tensors and divided as a run divides it: layers over the tensor axis,
-what is left into stages, what a stage has over the data axis. Traffic is counted by what tells a
-run what to expect, on ranks that were never started.
+what is left into stages, what a stage has over the data axis. Traffic is counted by the code that
+computes the expectation of a run, on ranks that were never started.
 """
 
 import warnings
@@ -397,7 +397,7 @@ def _logged_and_chosen(
 ) -> tuple[int, frozenset[int]]:
     """Return how many numbers a step logs, and among how many it chooses.
 
-    The last stage of a pipeline tells the others the numbers.
+    The last stage of a pipeline sends the numbers to the others.
     """
     names: set[tuple[str, str | None]] = set()
 

@@ -42,22 +42,22 @@ _SHOWN_RANKS = 8
 
 @dataclass(frozen=True)
 class PlaceRow:
-    """The ranks at one place of the pipeline and context axes, which hold and move alike."""
+    """The ranks at one place of the pipeline and context axes, which hold and move the same."""
 
     ranks: tuple[int, ...]
     parameters: int
     """Elements of its stages, and of their layers its part; before the data axis."""
     memory: MemoryEstimate
     activation_bytes: int | None
-    """Kept for backward passes at most; None where nobody knows."""
+    """Kept for backward passes at most; None if it is not known."""
     idle: float | None
-    """Of the common window; None without a pipeline."""
+    """Share of the common window; None without a pipeline."""
     traffic: tuple["ExpectedTraffic", ...]
-    """Of an optimizer step, on one of them."""
+    """Traffic of an optimizer step, on one of them."""
     too_large: tuple[str, ...]
     """Places that have less memory than this needs."""
     extra: "ExtraTraffic | None"
-    """Of ZeRO-2 and 3 beside a pipeline."""
+    """Additional traffic of ZeRO-2 and 3 beside a pipeline."""
 
     def as_data(self) -> dict[str, Any]:
         """The same as JSON has it."""
@@ -91,13 +91,13 @@ class MeshPlan:
 
     model: str
     parameters: int
-    """Of the whole model."""
+    """Elements of the whole model."""
     layout: MeshLayout
     zero_stage: int
     num_batches: int
     """In an optimizer step."""
     num_microbatches: int
-    """Of a batch; 1 without a pipeline."""
+    """Parts of a batch; 1 without a pipeline."""
     places: tuple[PlaceRow, ...]
     pipeline: StagePlanSummary | None
     tensor: "TensorSummary | None"
@@ -106,7 +106,7 @@ class MeshPlan:
 
     @property
     def extra(self) -> "ExtraTraffic | None":
-        """Of ZeRO-2 and 3 beside a pipeline, where it is most."""
+        """Additional traffic of ZeRO-2 and 3 beside a pipeline, on the rank that has most."""
         found = [each.extra for each in self.places if each.extra is not None]
         return max(found, key=lambda each: each.batch_bytes, default=None)
 
@@ -153,7 +153,7 @@ def plan_mesh(
     Args:
         config: The whole.
         ranks_per_host: That each host has.
-        given: Of the strategy's section.
+        given: Arguments of the strategy.
         machine: What its ranks have.
         source: The config's file, for errors.
         is_brief: The figures of the ranks are wanted alone: see ``describe_mesh``.
@@ -309,7 +309,7 @@ def _keeps_fp32(precision: str) -> bool:
 
 
 def write_mesh(plan: MeshPlan) -> str:
-    """Tables of the mesh, of the stages, of memory and of traffic, and what stands beside them."""
+    """Return tables of the mesh, the stages, memory and traffic, and remarks on them."""
     lines = [_title(plan), "", *_mesh_table(plan)]
     if plan.pipeline is not None:
         stages = plan.pipeline

@@ -23,7 +23,7 @@ from boltmesh.tui.render.ranks import row_names
 from boltmesh.tui.render.style import Style, sentence
 
 MOST_CELLS = 12
-"""Of the shortest block: more would be no clearer."""
+"""Cells of the shortest block: more would be no clearer."""
 LEAST_CELLS_OF_TICK = 6
 MOST_ACTIONS = 2**18
 """In one step: about a minute of computing."""
@@ -36,7 +36,7 @@ class _Scale(NamedTuple):
     shown: float
     """Up to this time."""
     needed_width: int
-    """Of a terminal that shows all."""
+    """Width of a terminal that shows all."""
 
 
 def draw_schedule(

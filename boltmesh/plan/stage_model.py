@@ -39,26 +39,26 @@ from boltmesh.strategies.torch_compat.tensors import fake_tensors, tree_map
 
 @dataclass(frozen=True)
 class StageModel:
-    """What is known of one stage before anything runs."""
+    """One stage before anything runs."""
 
     units: tuple[str, ...]
     """In the order of their calls."""
     parameters: int
-    """Of its units, those that they share with other stages as well."""
+    """Elements of its units, those that they share with other stages as well."""
     cost: float
-    """Of a microbatch, forward and backward; only what it is beside other stages counts."""
+    """Cost of a microbatch, forward and backward; only its ratio to other stages counts."""
     activation_bytes: int | None
-    """What one microbatch keeps for its backward pass; None where that is not known."""
+    """Bytes that one microbatch keeps for its backward pass; None if they are not known."""
 
 
 @dataclass(frozen=True)
 class RankModel:
-    """What one rank of the pipeline holds."""
+    """Parameters of one rank of the pipeline."""
 
     parameters: int
     parameter_bytes: int
     trained_bytes: int
-    """Of these, what gets gradients and optimizer state."""
+    """Bytes of the parameters among them that get gradients and optimizer state."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class PipelineModel:
     name: str
     table: ScheduleTable
     rows: tuple[int, ...]
-    """Of each microbatch."""
+    """Rows of each microbatch."""
     stages: tuple[StageModel, ...]
     ranks: tuple[RankModel, ...]
     optimizer: tuple[str | None, Mapping[str, Any]]
@@ -142,9 +142,9 @@ def cut_model(
     Args:
         config: Which blocks do.
         module: The whole model, or of each layer the part that a rank of a tensor group has.
-        options: Of the pipeline.
-        num_ranks: Of the pipeline.
-        num_microbatches: Of a batch.
+        options: Options of the pipeline.
+        num_ranks: Ranks of the pipeline.
+        num_microbatches: Parts of a batch.
         args: What a step is called with, a microbatch in the place of its batch.
         cast: What autocast computes in.
 
@@ -187,7 +187,7 @@ def pipeline_model(
     Args:
         module: The whole model, or of each layer the part that a rank of a tensor group has.
         cut: How it is cut.
-        rows: Of each microbatch.
+        rows: Rows of each microbatch.
         kept_bytes: By stage, what a microbatch keeps for its backward pass; None: not known.
         optimizer: That the module makes, None where it makes it only beside a Trainer.
         notes: What was assumed or not found out.
@@ -227,7 +227,7 @@ def class_of(optimizer: Optimizer | None) -> tuple[str | None, Mapping[str, Any]
 
 
 def _budget_of(options: PipelineOptions, num_ranks: int, num_microbatches: int) -> MemoryBudget:
-    """What ranks have by the config alone: the devices may be elsewhere."""
+    """Return the memory of ranks by the config alone: the devices may be elsewhere."""
     limit = options.max_memory_bytes
     return MemoryBudget(
         math.inf if limit is None else limit,
@@ -241,7 +241,7 @@ def _recomputed_blocks(config: DictConfig, module: LightningModule) -> frozenset
     recomputation = ActivationCheckpointing(
         OmegaConf.select(config, "strategy.activation_checkpointing")
     )
-    recomputation.put_on(module)  # nobody runs this model again
+    recomputation.put_on(module)  # this model is not run again
     return recomputation.blocks
 
 

@@ -1,4 +1,4 @@
-"""What a pipeline is expected to be: its stages, what each rank keeps, and its bubble.
+"""The expected pipeline: its stages, what each rank keeps, and its bubble.
 
 ``boltmesh plan`` and ``boltmesh fit --dry-run`` print it. The bubble is simulated from the
 schedule that will run, with the counted cost of each stage; transfers take no time in it.
@@ -32,7 +32,7 @@ class StageRow:
     units: tuple[str, ...]
     parameters: int
     cost_share: float
-    """Of the floating point operations of a step, and of the parameters that are looked up."""
+    """Share of the floating point operations of a step, and of parameters that are looked up."""
     in_flight: int
     """Microbatches whose activations it keeps at once at most."""
 
@@ -47,7 +47,7 @@ class RankRow:
     activation_bytes: int | None
     """At most; None where it is not known what a microbatch keeps."""
     idle: float
-    """Of the common window."""
+    """Share of the common window."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class StagePlanSummary:
     model: str
     schedule: str
     rows: tuple[int, ...]
-    """Of each microbatch."""
+    """Rows of each microbatch."""
     stages: tuple[StageRow, ...]
     ranks: tuple[RankRow, ...]
     bubble: float
@@ -78,8 +78,8 @@ def plan_stages(
 
     Args:
         config: The whole.
-        num_ranks: Of the job.
-        given: Of the strategy's section.
+        num_ranks: Ranks of the job.
+        given: Arguments of the strategy.
         source: The config's file, for errors.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What plans read of a config: its strategy with its options, and what holds for any strategy.
+"""The strategy of a config with its options as plans read them, and what holds for any strategy.
 
 ``optimizer_copies`` says how much state an optimizer keeps, by its name.
 """
@@ -132,7 +132,7 @@ def own_options(entry: Entry, given: Mapping[str, Any], source: str) -> ZeroOpti
 
 
 def sharing_of(name: str, entry: Entry, given: Mapping[str, Any]) -> ShardingLayout:
-    """What a strategy's name and options mean for the planner."""
+    """Return how a strategy shards, by its name and options."""
     short = name.removeprefix(PREFIX)
     options = options_of(entry, given)
     if options is None:
@@ -165,8 +165,8 @@ def optimizer_copies(
 
     Args:
         config: Whose own optimizer comes before the model's.
-        name: Of the class that the model makes; None where it makes it beside a Trainer only.
-        arguments: Of it.
+        name: Name of the class that the model makes; None if it makes it beside a Trainer only.
+        arguments: Arguments of the class.
     """
     if config.optimizer.class_path is not None:
         name = re.split(r"[.:]", config.optimizer.class_path)[-1]

@@ -1,4 +1,4 @@
-"""What tensor parallelism would divide, before a rank is started.
+"""The division of layers by tensor parallelism, before a rank is started.
 
 ``boltmesh plan`` and ``boltmesh fit --dry-run`` print it. The model is built from fake tensors, and
 one batch of the data runs through it on tensors without data, as at the start of a run. What a run
@@ -40,9 +40,9 @@ class TensorSummary:
     model: str
     plan: TensorPlan
     whole_bytes: int
-    """Of all parameters."""
+    """Bytes of all parameters."""
     rank_bytes: int
-    """Of those that the fullest rank keeps."""
+    """Bytes of the parameters that the fullest rank keeps."""
     notes: tuple[str, ...]
 
     def as_data(self) -> dict[str, Any]:
@@ -71,7 +71,7 @@ def find_division(
 
     Args:
         module: The whole model.
-        batch: Of its data.
+        batch: A batch of its data.
         size: Ranks that share each layer.
         given: ``plan``, ``loss_parallel`` and ``sequence_parallel`` of the strategy's section.
         source: The config's file, for errors.
@@ -102,8 +102,8 @@ def summarise(
 
     Args:
         module: The whole model.
-        plan: Of it.
-        element_bytes: Of its parameters.
+        plan: The plan of the module.
+        element_bytes: Bytes of an element of its parameters.
         notes: What was assumed or not found out.
     """
     whole = {name: each.numel() for name, each in module.named_parameters()}
@@ -123,7 +123,7 @@ WIDTH = 96
 
 LEAST_WIDTH = 40
 LEAST_STEP = 28
-"""Columns for what a step asks for, where that stands in the table."""
+"""Columns for the collectives of a step, where these are in the table."""
 
 _PARTS = (
     "Parts are written as count x size: 4x32 are 4 parts of 32, 3x4x32 three times that; each "
@@ -143,7 +143,7 @@ def plan_tensor(
     Args:
         config: The whole.
         ranks_per_host: A layer is divided within one.
-        given: Of the strategy's section.
+        given: Arguments of the strategy.
         source: The config's file, for errors.
 
     Raises:
@@ -160,7 +160,7 @@ def plan_tensor(
 
 
 def write_tensor(summary: "TensorSummary", width: int | None = None) -> str:
-    """What each rank keeps, what that asks for in every step, and why the rest is whole.
+    """Return what each rank keeps, the collectives of a step, and why the rest is whole.
 
     Args:
         summary: The plan.
@@ -191,7 +191,7 @@ def write_tensor(summary: "TensorSummary", width: int | None = None) -> str:
 
 
 def _table(table: Sequence[PlannedParameters], width: int) -> tuple[list[str], bool]:
-    """Return the table in the widest form that fits, and whether it tells what a step asks for."""
+    """Return the table in the widest form that fits, and whether it has a step's collectives."""
     numbers = [
         ("count", [str(each.count) for each in table]),
         ("shape", ["x".join(map(str, each.shape)) for each in table]),

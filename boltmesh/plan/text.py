@@ -12,7 +12,7 @@ from boltmesh.strategies.cost_model.traffic import OperatorBytes
 
 @dataclass(frozen=True)
 class StrategyRow:
-    """What one strategy needs."""
+    """Memory, traffic and time of one strategy."""
 
     name: str
     is_own: bool
@@ -143,7 +143,7 @@ def align(
     """Return a table, its head first: all columns but the first to the right.
 
     Args:
-        columns: Of each its title and its cells.
+        columns: The title and the cells of each.
         last: One more, to the left.
     """
     if last is not None:

@@ -29,7 +29,7 @@ COUNTED_BATCH = 1
 
 
 class TelemetryCallback(Callback):
-    """Tells the strategy's recorder where the loop is; idle where it records nothing."""
+    """Reports the position of the loop to the strategy's recorder; idle if it records nothing."""
 
     def __init__(self) -> None:
         self._index = 0
@@ -182,7 +182,7 @@ class TelemetryCallback(Callback):
     def _record_metrics(
         self, recorder: "Recorder", global_step: int, metrics: Mapping[str, Tensor]
     ) -> None:
-        """Record what was logged anew; what has not changed keeps its storage."""
+        """Record metrics that were logged since the last time; others keep their storage."""
         changed = {}
         for name, value in metrics.items():
             before = self._seen.get(name)

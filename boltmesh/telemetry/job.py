@@ -62,7 +62,7 @@ RESTARTED_BY_VARIABLE = "BOLTMESH_RESTARTED_BY"
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 MAX_JSON_BYTES = 1 << 20
 UNREADABLE = (TelemetryError, msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
-"""What reading somebody's JSON file comes to when it is not as it was written."""
+"""Errors of reading a JSON file that is not as it was written."""
 
 _KEPT_ENVIRONMENT = re.compile(
     r"(CUDA_VISIBLE_DEVICES|OMP_NUM_THREADS|(SLURM|PBS|LSB)_JOB_?ID|TORCHELASTIC_RUN_ID"
@@ -71,7 +71,7 @@ _KEPT_ENVIRONMENT = re.compile(
 
 
 class JobInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What is true of a job from its start to its end."""
+    """Facts of a job that hold from its start to its end."""
 
     id: str
     name: str
@@ -161,7 +161,7 @@ class RankEnd(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def new_job_id() -> str:
-    """Return a name that nobody has: eight hexadecimal digits, so that two or three identify it."""
+    """Return an unused name: eight hexadecimal digits, so that two or three identify it."""
     return secrets.token_hex(4)
 
 
@@ -231,7 +231,7 @@ def read_job(path: Path) -> JobInfo:
 
 
 def record_end(path: Path, *, rank: int, exit_code: int | None) -> None:
-    """Note how a rank died; for whoever started the ranks and saw it go.
+    """Record how a rank died. Called by the process that started the ranks.
 
     Call it for the rank that went first, not for those that the caller then ends itself: the
     first note of a run stays. ``exit_code`` may be negative as ``subprocess`` has it; it then

@@ -47,7 +47,7 @@ OWN_METRICS: Final = 16
 """Kept of them for the loss, the learning rate and the recorder's own series."""
 
 MAX_PEERS: Final = 1024
-"""Operators to or from a peer in a group that are told apart; what comes later is in no table."""
+"""Operators to or from a peer in a group that are counted; later ones are in no table."""
 
 MAX_NAME: Final = 96
 MAX_MESSAGE: Final = 480
@@ -219,7 +219,7 @@ _ENTRY: Final = struct.Struct("<16sQII")
 
 
 class Header(NamedTuple):
-    """Who wrote a file."""
+    """The writer of a file."""
 
     pid: int
     start_ticks: int

@@ -1,7 +1,7 @@
 """The plans of a job, a file each: the schedule of its pipeline, the division of its layers.
 
 They lie beside ``job.json`` and are written later than it: a model has to be seen first. Where a
-job tells no plan there is no file.
+job has no plan there is no file.
 """
 
 from pathlib import Path
@@ -28,7 +28,7 @@ def write_plan(plan: PipelinePlan, path: Path) -> None:
 
 
 def read_plan(path: Path) -> PipelinePlan | None:
-    """Return the schedule of the pipeline, where the job has told one."""
+    """Return the schedule of the pipeline, if the job has recorded one."""
     return _read(path / PLAN_FILE, PipelinePlan)
 
 
@@ -42,12 +42,12 @@ def write_tensor_plan(plan: TensorPlanTable, path: Path) -> None:
 
 
 def read_tensor_plan(path: Path) -> TensorPlanTable | None:
-    """Return how layers are divided, where the job has told that."""
+    """Return how layers are divided, if the job has recorded that."""
     return _read(path / TENSOR_FILE, TensorPlanTable)
 
 
 def remove_plans(path: Path) -> None:
-    """Take away the plans that an earlier run told."""
+    """Remove the plans of an earlier run."""
     for name in (PLAN_FILE, TENSOR_FILE):
         (path / name).unlink(missing_ok=True)
 

@@ -1,4 +1,4 @@
-"""Makes a job's strings safe to show: whoever wrote them, they cannot steer a terminal."""
+"""Makes a job's strings safe to show: they cannot steer a terminal, whatever their source."""
 
 import re
 from collections.abc import Mapping

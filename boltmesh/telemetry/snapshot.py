@@ -153,7 +153,7 @@ class PeerTotal(msgspec.Struct, frozen=True, gc=False):
 MEMORY_KINDS = (
     "parameters", "gradients", "optimizer", "buffers", "activations", "copies", "cache", "other"
 )  # fmt: skip
-"""What memory is for. ``copies`` are files of ``checkpoint_in_memory_every``; ``cache`` is held by
+"""Kinds of memory. ``copies`` are files of ``checkpoint_in_memory_every``; ``cache`` is held by
 torch's allocator and unused; ``other`` is the rest."""
 
 MEMORY_PLACES = ("device", "host", "disk")
@@ -238,7 +238,7 @@ class PipelinePlan(msgspec.Struct, frozen=True):
     rank_of_stage: tuple[int, ...] = ()
     """Where each stage runs, counted within the pipeline; empty where that is not recorded."""
     border_bytes: tuple[tuple[float, float], ...] = ()
-    """What one optimizer step should move over the border behind each stage but the last: values
+    """Expected bytes over the border behind each stage but the last, in an optimizer step: values
     forward, gradients back. Empty where that is not recorded."""
 
 
@@ -284,7 +284,7 @@ class RankSnapshot(msgspec.Struct, frozen=True):
     device: str
     """For example ``cpu`` or ``cuda:1 (NVIDIA H100)``."""
     device_uuid: str | None
-    """As NVML spells it; joins this rank to the device readings of whoever shows it."""
+    """As NVML spells it; joins this rank to the device readings of a viewer."""
     state: RankState
     coordinates: dict[str, int]
     """Axis name to this rank's coordinate in the mesh."""
@@ -321,7 +321,7 @@ class RankSnapshot(msgspec.Struct, frozen=True):
     """FLOPs of activations that the backward pass of the second batch computed again, which
     hardware FLOPs have beside the model's; None where they were not counted."""
     peak_flops_per_second: float | None = None
-    """What the device can do at the run's precision, by its data sheet."""
+    """Peak of the device at the run's precision, by its data sheet."""
     skipped_records: int = 0
     """Records of its file that were damaged, or of a version that this reader does not know."""
     output: tuple[str, ...] = ()
@@ -365,7 +365,7 @@ class JobSnapshot(msgspec.Struct, frozen=True):
     history: tuple[MetricPoint, ...]
     """Points in the ring of rank 0, oldest first; the training loss is named ``loss``."""
     samples_per_second: float | None
-    """Of the whole job: summed over the data axis, counted once along the other axes."""
+    """Rate of the whole job: summed over the data axis, counted once along the other axes."""
     tokens_per_second: float | None
     ranks: tuple[RankSnapshot, ...]
     expected: tuple[ExpectedTraffic, ...]

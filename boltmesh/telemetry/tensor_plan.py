@@ -1,4 +1,4 @@
-"""What a job says of how it divides its layers over the tensor axis, to be shown beside its run."""
+"""The division of a job's layers over the tensor axis, shown beside its run."""
 
 import msgspec
 
@@ -7,22 +7,22 @@ WHOLE = "whole"
 
 
 class PlannedParameters(msgspec.Struct, frozen=True, gc=False):
-    """Parameters that are alike but for the numbers of their blocks."""
+    """Parameters that differ only in the numbers of their blocks."""
 
     pattern: str
     """Their names, with ``*`` in the place of numbers."""
     count: int
     shape: tuple[int, ...]
-    """Of each, whole."""
+    """Shape of each, whole."""
     style: str
     """``whole``, or how it is divided: style, dimension, and the parts of that dimension."""
     why: str
     rank_bytes: int
     """That one rank keeps of all of them; where ranks differ, the one that keeps the most."""
     whole_bytes: int
-    """Of all of them."""
+    """Bytes of all of them."""
     collectives: str
-    """What they ask for in every step, in words; empty for nothing."""
+    """Their collectives in every step, in words; empty for none."""
 
 
 class PlannedBlocks(msgspec.Struct, frozen=True, gc=False):
@@ -42,7 +42,7 @@ class TensorPlanTable(msgspec.Struct, frozen=True):
     size: int
     """Ranks of the axis."""
     rows: tuple[PlannedParameters, ...]
-    """What is divided in the order of the model, then what is whole."""
+    """Divided parameters in the order of the model, then whole ones."""
     blocks: tuple[PlannedBlocks, ...] = ()
     """Empty before the plan was proven."""
     notes: tuple[str, ...] = ()
@@ -50,10 +50,10 @@ class TensorPlanTable(msgspec.Struct, frozen=True):
 
     @property
     def rank_bytes(self) -> int:
-        """What one rank keeps of all parameters."""
+        """Bytes that one rank keeps of all parameters."""
         return sum(row.rank_bytes for row in self.rows)
 
     @property
     def whole_bytes(self) -> int:
-        """Of all parameters."""
+        """Bytes of all parameters."""
         return sum(row.whole_bytes for row in self.rows)

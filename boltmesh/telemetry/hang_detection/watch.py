@@ -53,7 +53,7 @@ class HangWatch:
         world_size: Ranks of the job.
         timeout_s: How long a collective may take before the run ends, seconds. A hang is explained
             after a third of it, and after two minutes at the latest.
-        folder: Of the job's telemetry, for ranks that publish nothing.
+        folder: Folder of the job's telemetry, for ranks that publish nothing.
         progress: Returns the progress of this rank.
         idle_s: Returns the seconds since it entered or left a collective, cheaply.
         record: Called with the explanation on the one rank that prints it.

@@ -1,6 +1,6 @@
 """Says which rank took a job down, and where it was.
 
-A rank that loses a peer fails too, with an error of the network; what it says is a consequence.
+A rank that loses a peer fails too, with an error of the network, which is a consequence.
 The first cause is the earliest of the errors that are no consequence and of the deaths that a
 supervisor saw; without either it is a rank that is gone and recorded nothing.
 """
@@ -33,7 +33,7 @@ LOST_PEER: Final = (
     "communicator was aborted",
     "application timeout caused pair closure",
 )
-"""What gloo, NCCL and the store say of a peer that is gone, in lower case."""
+"""Texts of gloo, NCCL and the store about a peer that is gone, in lower case."""
 
 CONSEQUENCES: Final = (
     *LOST_PEER,
@@ -46,7 +46,7 @@ CONSEQUENCES: Final = (
 )
 """Parts of errors that a rank has because another one is gone, in lower case.
 
-``SIGTERMException`` is Lightning's, of a rank that was told to stop.
+``SIGTERMException`` is Lightning's, of a rank that is to stop.
 """
 
 

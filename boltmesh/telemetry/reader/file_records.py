@@ -1,4 +1,4 @@
-"""What a reader keeps of the records of a rank's file, and which of them it does not believe.
+"""The records of a rank's file as a reader keeps them, and which of them it does not believe.
 
 A checksum says that a record is as it was written, not that it makes sense: a file may be made to
 mislead its reader. Numbers that no run has are refused here, so that whatever is computed from

@@ -53,12 +53,12 @@ MAX_STEPS = 65_536
 
 MAX_CHUNKS = 131_072
 MANY_RANKS = 64
-"""Of more ranks than these, only as much is read as is shown."""
+"""With more ranks than these, only as much is read as is shown."""
 
 RANKS_IN_TURN = 256
 RANKS_A_LOOK = 16
 STILL_RANKS_A_LOOK = 64
-"""Of more ranks than RANKS_IN_TURN, each look reads the collectives and chunks of so many, in turn,
+"""With more ranks than RANKS_IN_TURN, a look reads the collectives and chunks of so many, in turn,
 and where they are, their steps and events of all. Those that have made no step for STILL_S come
 sooner, for in a hang their collectives are what counts; and they cost little, for little is new."""
 
@@ -241,7 +241,7 @@ class JobReader:
         }
 
     def _newest_events(self, views: Sequence[RankView]) -> tuple[Event, ...]:
-        """Return the newest lines of all ranks; sorted anew only when a rank has another one."""
+        """Return the newest lines of all ranks; sorted again only when a rank has another one."""
         lines = [view.events() for view in views]
         if len(lines) != len(self._lines) or any(
             now is not before for now, before in zip(lines, self._lines, strict=True)
@@ -339,7 +339,7 @@ def check_folder(path: Path) -> None:
     """Refuse what is no folder of this user's own.
 
     Raises:
-        TelemetryError: It cannot be read, is a link or a file, or belongs to somebody else.
+        TelemetryError: It cannot be read, is a link or a file, or belongs to another user.
     """
     try:
         found = path.lstat()

@@ -110,12 +110,12 @@ class PlansView:
 
     @property
     def pipeline(self) -> PipelinePlan | None:
-        """The schedule of the pipeline, as it is told now."""
+        """The schedule of the pipeline, as its file has it now."""
         return self._pipeline.newest()
 
     @property
     def tensor(self) -> TensorPlanTable | None:
-        """How layers are divided, as it is told now."""
+        """The division of layers, as its file has it now."""
         return self._tensor.newest()
 
 

@@ -3,8 +3,8 @@
 [Note: When a host is not heard of]
 Silence means something only while this host listens. It listens at the end of its steps, so when
 no step ends here either, in a long validation or a collective that does not come back, the last
-that was heard stays: a rank there is as it was, and its ``last_seen`` tells its age. When steps
-go on here and nothing comes from there, or nobody here is left to listen, its ranks become
+summary stays: a rank there is as it was, and its ``last_seen`` gives its age. When steps
+go on here and nothing comes from there, or no rank here is left to listen, its ranks become
 missing, with the reason. Times are compared on this host's clock only.
 """
 
@@ -48,7 +48,7 @@ _NO_MEMORY: Final = Memory(None, None, None, None)
 
 
 class _RemoteRank(NamedTuple):
-    """A rank as its own host told of it, and what that host said of itself."""
+    """A rank as its own host described it, and when that came."""
 
     rank: RankSnapshot
     received: float
@@ -56,7 +56,7 @@ class _RemoteRank(NamedTuple):
 
 
 class NodesView:
-    """What a job's folder says of the ranks of other hosts, looked at again and again.
+    """The ranks of other hosts by the files of a job's folder, looked at again and again.
 
     Args:
         path: The job's folder.
@@ -73,7 +73,7 @@ class NodesView:
         """Our clock minus that of a host, or a little more."""
 
     def fill(self, ranks: Sequence[RankSnapshot]) -> tuple[RankSnapshot, ...]:
-        """Return the ranks of a job, those without a file here as their own host told of them."""
+        """Return the ranks of a job, those without a file here as their own host described them."""
         self._read(len(ranks))
         if self._heard is None or not self._elsewhere:
             return tuple(ranks)
@@ -88,7 +88,7 @@ class NodesView:
         )
 
     def _show(self, each: _RemoteRank, here: Sequence[RankSnapshot]) -> RankSnapshot:
-        """Return a rank as it was told of, or why that is no longer to be believed."""
+        """Return a rank as it was described, or why that no longer holds."""
         rank = each.rank
         if not rank.is_alive:
             return rank
@@ -131,7 +131,7 @@ class NodesView:
         except FileNotFoundError:
             if self._stamp is not None and not self._path.parent.exists():
                 return  # a cleaner took all of it: what was read stays true
-            self._stamp, self._heard, self._elsewhere = None, None, {}  # begun anew, same id
+            self._stamp, self._heard, self._elsewhere = None, None, {}  # a new run of the same id
             return
         except (OSError, TelemetryError, msgspec.MsgspecError, RecursionError, ValueError):
             return
@@ -153,7 +153,7 @@ class NodesView:
             return
         if not _is_sane(summary.interval_s):
             return
-        # What is late looks as if the clocks were apart; the least difference that was ever seen
+        # A late summary looks as if the clocks were apart; the least difference that was ever seen
         # of a host has the least of the way in it.
         known_s = self._offsets_s.get(summary.host, math.inf)
         offset_s = self._offsets_s[summary.host] = min(node.received - summary.time, known_s)

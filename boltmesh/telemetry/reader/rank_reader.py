@@ -51,10 +51,10 @@ CHECK_PID_EVERY_S: Final = 3.0
 
 
 class Liveness:
-    """Asks after one writer again and again.
+    """Checks again and again whether one writer lives.
 
     Args:
-        header: Of its file.
+        header: The header of its file.
     """
 
     def __init__(self, header: Header) -> None:
@@ -276,7 +276,7 @@ class RankReader:
         self.series = SeriesReader()
         self.new_steps: list[Change[StepRow]] = []
         self.changed: set[str] = {"all"}
-        """What is not as it was at the look before, by section; ``all`` of a file seen first."""
+        """Sections that differ from the look before; ``all`` of a file seen first."""
         self.damaged: set[str] = set()
         self._liveness: Liveness | None = None
         self._head = b""

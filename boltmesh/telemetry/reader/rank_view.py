@@ -106,7 +106,7 @@ MOST_AHEAD_S: Final = 10.0
 """A time further ahead is of before the clock was set back, and no sign of life."""
 
 MAX_STAGES_OF_RANK: Final = 64
-"""Of a file that may hold anything."""
+"""Stages that are kept of a rank; a file may hold any number."""
 
 
 class RankView:
@@ -144,7 +144,7 @@ class RankView:
         self.reader.close()
 
     def look(self, *, is_quick: bool = False) -> RankSnapshot:
-        """Read the file and return what it says; missing, with the reason, when it cannot be.
+        """Read the file and return the rank; missing, with the reason, when it cannot be read.
 
         ``is_quick`` is as in ``RankReader.read``.
         """
@@ -203,7 +203,7 @@ class RankView:
         return clean(f"{self.reader.path.name}: {error}")
 
     def _build(self, changed: set[str], before: RankSnapshot | None) -> RankSnapshot:
-        """Make the snapshot anew, of the parts that have not changed those of ``before``."""
+        """Make a new snapshot, of the parts that have not changed those of ``before``."""
         reader = self.reader
         header, status, facts = reader.header, reader.status, reader.facts
         assert header is not None
@@ -384,7 +384,7 @@ class RankView:
 
     @property
     def expected(self) -> list[dict[str, object]]:
-        """What the strategy says that a step moves, undecoded."""
+        """The traffic that the strategy states for a step, undecoded."""
         return self.reader.facts.expected
 
     @property
@@ -395,7 +395,7 @@ class RankView:
 
     @property
     def checkpoint(self) -> str | None:
-        """The newest checkpoint that this rank told of."""
+        """The newest checkpoint that this rank has recorded."""
         path = self.reader.facts.checkpoint if self.is_present else None
         return clean(path) if path else None
 

@@ -60,7 +60,7 @@ def list_jobs(run_dir: Path | None = None) -> list[JobSummary]:
     Folders that are not those of a job, or not this user's, are passed over.
 
     Raises:
-        TelemetryError: The run directory belongs to somebody else.
+        TelemetryError: The run directory belongs to another user.
     """
     folder = run_dir or default_run_dir()
     if not os.path.lexists(folder):

@@ -113,7 +113,7 @@ class Ring(Generic[T]):
         return self._newest
 
     def restart(self) -> None:
-        """Forget the records, and search for the newest again: for who has fallen far behind."""
+        """Forget the records, and search for the newest again: for readers that are far behind."""
         self.records = {}
         self.first = 0
         self._again = []

@@ -1,4 +1,4 @@
-"""What the recent optimizer steps of a rank come to, kept up to date as steps come.
+"""Figures of the recent optimizer steps of a rank, kept up to date as steps come.
 
 Sums over a window that moves: a look costs what has changed, not the length of the window.
 
@@ -20,7 +20,7 @@ from boltmesh.telemetry.stall import RECENT_STEPS, whole_steps
 from boltmesh.telemetry.writer.phases import CHECKPOINT, VALIDATION
 
 WARM_UP_STEPS: Final = 2
-"""The first optimizer steps of a run move more: DDP rebuilds its buckets and tells all ranks."""
+"""The first optimizer steps of a run move more: DDP rebuilds its buckets and broadcasts them."""
 
 MAX_KEPT_STEPS: Final = 4096
 """Batches whose traffic is kept apart; optimizer steps of more batches than this have no mean."""

@@ -35,7 +35,7 @@ class Progress(NamedTuple):
     """The newest collective of a group."""
 
     sequence: int
-    """Of its record in the ring."""
+    """Sequence number of its record in the ring."""
     in_group: int
     operator: int
     flags: int

@@ -1,7 +1,7 @@
 """Counts what this rank sends: to other ranks, to its host or disk, and to each expert.
 
 ``CommunicationCounter`` writes every collective that ``torch_compat`` shows into the rank's file,
-gives groups the name of their axis, and tells the phase clock which waits are exposed.
+gives groups the name of their axis, and reports to the phase clock which waits are exposed.
 
 ``OffloadCounter`` counts what goes between the device and the host or a disk, and for how long.
 Transfers overlap, so durations are not added up: of each way the time is kept in which at least

@@ -1,4 +1,4 @@
-"""What a CUDA device knows of a step, read without ever waiting for it.
+"""Times, scalars and memory of a CUDA device, read without ever waiting for it.
 
 Kernels run behind the host, so the host's clock says when work was launched, not when it ran.
 Events are recorded on the stream of the computation where phases change, kept in a pool, and read

@@ -32,7 +32,7 @@ class StoredBytes(NamedTuple):
 
 
 TensorsByKind = Callable[[], Mapping[str, Iterable[Tensor | StoredBytes]]]
-"""Gives what there is now of each kind of MEMORY_KINDS."""
+"""Returns the present tensors of each kind of MEMORY_KINDS."""
 
 
 class MemoryWalk:
@@ -109,7 +109,7 @@ class MemorySampler:
 
     Args:
         file: Where bytes by kind go.
-        device: Of this rank.
+        device: The device of this rank.
     """
 
     def __init__(self, file: RankFile, device: torch.device) -> None:

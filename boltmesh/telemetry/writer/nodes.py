@@ -51,7 +51,7 @@ _SLOW_S: Final = 2.0
 
 
 class Store(Protocol):
-    """What is used of a ``torch.distributed.Store``."""
+    """The methods that are used of a ``torch.distributed.Store``."""
 
     def set(self, key: str, value: Any, /) -> None:
         """Set a key."""
@@ -67,7 +67,7 @@ class Store(Protocol):
 
 
 class RankSummary(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What other hosts are told of a rank; see ``RankSnapshot``."""
+    """Summary of a rank for other hosts; see ``RankSnapshot``."""
 
     rank: int
     pid: int | None = None
@@ -89,19 +89,19 @@ class RankSummary(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 class NodeSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """What a host tells the others."""
+    """Summary of a host for the others."""
 
     version: int = VERSION
     host: str
     time: float
     """Wall clock of that host."""
     interval_s: float
-    """Until it tells more."""
+    """Until its next summary."""
     ranks: tuple[RankSummary, ...]
 
 
 class ReceivedNode(msgspec.Struct, frozen=True):
-    """What was last heard of another host."""
+    """The newest summary of another host."""
 
     received: float
     """Wall clock of this host, when it was new."""
@@ -122,14 +122,14 @@ class ReceivedNodes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeExchange:
-    """Tells the other hosts of this one's ranks, and hears of theirs.
+    """Publishes a summary of this host's ranks, and reads those of the other hosts.
 
     Args:
         path: The job's folder on this host.
         rank: The one that does it, for this process.
         world_size: Ranks of the job.
         find_store: Returns the job's store; None: there is none, for now or at all.
-        say: Told, once, why it was given up.
+        say: Called once with the reason when it is given up.
         clock: Seconds that only go forward.
     """
 
@@ -162,7 +162,7 @@ class NodeExchange:
             self._try()
 
     def end(self, *, is_heard: bool = True) -> None:
-        """Exchange summaries a last time, unless nobody can be expected to hear; never raises."""
+        """Exchange summaries a last time if other hosts may still read them; never raises."""
         if self.is_on and self._slot is not None and is_heard:
             self._try()
         self.is_on = False

@@ -23,7 +23,7 @@ Method = TypeVar("Method", bound=Callable[..., None])
 
 
 class Guarded(Protocol):
-    """What has methods that may fail, and can be turned off."""
+    """An object with methods that may fail, which can be turned off."""
 
     is_on: bool
 

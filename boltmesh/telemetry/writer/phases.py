@@ -44,7 +44,7 @@ class Timeline(Protocol):
     """Marks the boundaries of phases somewhere else than on the host's clock."""
 
     def mark(self, phase: int) -> None:
-        """What is put on the device from here on belongs to ``phase``."""
+        """Kernels that are enqueued from here on belong to ``phase``."""
 
     def mark_enqueue(self) -> None:
         """A collective is enqueued by the backward pass."""
@@ -54,11 +54,11 @@ class Timeline(Protocol):
 
 
 class Completions(Protocol):
-    """Keeps collectives that are done until somebody has time to note them."""
+    """Keeps collectives that are done until they are recorded."""
 
     @property
     def done(self) -> Sized:
-        """What has been completed and not been noted yet."""
+        """Collectives that are done and not recorded yet."""
 
     def settle(self) -> None:
         """Have every one of them noted."""
@@ -168,13 +168,13 @@ class PhaseClock:
             self._timeline.mark(phase)
 
     def restart(self, phase: int) -> None:
-        """Forget the time so far; begin anew in ``phase``, outside any other."""
+        """Forget the time so far; begin in ``phase``, outside any other."""
         self.take()
         self._stack = [phase]
         self.phase = phase
 
     def take(self) -> StepTime:
-        """Return the time since the last call, and start anew."""
+        """Return the time since the last call, and count from now on."""
         self._charge()
         totals, self._totals = self._totals, [0] * len(PHASES)
         return StepTime(sum(totals), totals)
@@ -192,7 +192,7 @@ class PhaseClock:
         self._waited_ns += waited_ns
 
     def note_done(self, done_ns: int) -> None:
-        """A collective that nobody waits for yet is done."""
+        """A collective is done that the thread does not wait for yet."""
         self._tail_until_ns = max(self._tail_until_ns, done_ns)
 
     def _charge(self) -> None:

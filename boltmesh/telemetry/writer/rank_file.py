@@ -91,7 +91,7 @@ def _clocks() -> tuple[float, int]:
     """Return the wall clock and the monotonic clock of one moment.
 
     A process that had to wait between the two would show all it does that much earlier or later
-    than other ranks show theirs. Of several tries the shortest is right to its length.
+    than other ranks show theirs. The shortest of several tries is right to its length.
     """
     tries = []
     for _ in range(5):
@@ -160,7 +160,7 @@ def _allocate(descriptor: int) -> None:
 
 
 def _lock(descriptor: int, problem: str) -> None:
-    """Lock the file for good. A reader that asks whether it is locked holds it for a moment."""
+    """Lock the file for good. A reader that checks whether it is locked holds it for a moment."""
     for _ in range(_LOCK_ATTEMPTS):
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -173,7 +173,7 @@ OTHERS: Final = "(others)"
 TOUCH_EVERY_NS: Final = 60_000_000_000
 
 MAX_RUNS: Final = 2048
-"""Of evenly spaced ranks, in all groups together, so that the names always have room."""
+"""Runs of evenly spaced ranks, in all groups together, so that the names always have room."""
 
 _writers: "weakref.WeakSet[RankFile]" = weakref.WeakSet()
 
@@ -218,7 +218,7 @@ class RankFile(TrafficRecords):
         self._series_counts = [0] * layout.MAX_METRICS
         self._series_strides = [1] * layout.MAX_METRICS
         self.offloaded: tuple[int, ...] = (0,) * (3 * len(layout.OFFLOAD_WAYS))
-        """What ``offload`` was given last."""
+        """The totals that ``offload`` was given last."""
         self._touched_ns = time.monotonic_ns()
         self._restore()
         _writers.add(self)
@@ -372,7 +372,7 @@ class RankFile(TrafficRecords):
             )
 
     def phase(self, index: int) -> None:
-        """Write the phase that the rank is in: one byte, which nobody sees half written."""
+        """Write the phase that the rank is in: one byte, which is never torn."""
         if self._map is not None:
             self._map[layout.PHASE_OFFSET] = index
 
@@ -446,7 +446,7 @@ class RankFile(TrafficRecords):
     def touch(self) -> None:
         """Renew the file's time once a minute, for writing through a mapping does not.
 
-        Cleaners of temporary folders remove what nobody has changed for days.
+        Cleaners of temporary folders remove files that have not changed for days.
         """
         now = time.monotonic_ns()
         if now - self._touched_ns >= TOUCH_EVERY_NS and self._map is not None:

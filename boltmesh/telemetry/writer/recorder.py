@@ -1,4 +1,4 @@
-"""What the engine and the Lightning callback tell of a running rank.
+"""Records a running rank for the engine and the Lightning callback.
 
 A ``Recorder`` writes the rank's telemetry file; a ``NullRecorder`` takes the same calls and does
 nothing. ``open_recorder`` returns the one or the other. Whatever goes wrong inside a recorder
@@ -294,8 +294,8 @@ class Recorder:
         """Record one microbatch in one stage, outside of validation.
 
         Args:
-            stage: Of the model, counted over all ranks.
-            microbatch: Of the step, from 0.
+            stage: Stage of the model, counted over all ranks.
+            microbatch: Microbatch of the step, from 0.
             kind: ``F``, ``B``, ``I`` or ``W``, see ``snapshot.Chunk``.
             start_ns: On the monotonic clock, when its computation began, what it waited for
                 received.
@@ -490,7 +490,7 @@ class Recorder:
         except Exception as failure:  # noqa: BLE001 - telemetry never stops training
             self.turn_off(failure)
         if self._nodes is not None:
-            # Who has lost a peer may have lost the store with it, and must not wait for that.
+            # A rank that has lost a peer may have lost the store with it, and must not wait for it.
             self._nodes.end(is_heard=state == "finished" or not is_consequence(message))
 
     def close(self) -> None:

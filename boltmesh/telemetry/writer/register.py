@@ -1,4 +1,4 @@
-"""What a rank does once, when it joins the telemetry of its job."""
+"""Steps of a rank when it joins the telemetry of its job."""
 
 import functools
 import socket
@@ -69,7 +69,7 @@ def introduce(
 
     Args:
         job: That it is one rank of.
-        file: Of the rank.
+        file: The rank's file.
         device: That it computes on.
         coordinates: Its place on each axis of the mesh.
         note: What is not counted of its communication.

@@ -65,7 +65,7 @@ class StatusLine:
         return self.global_step, self.global_step > self.start_step
 
     def write_phase(self) -> None:
-        """Write where the rank is; once in a while also when, for who does not end batches."""
+        """Write the phase; the whole line too if it is due, for loops that end no batches."""
         if not self.has_ended:
             self._file.phase(self._clock.phase)
             if self._clock.since_ns - self._written_ns >= STATUS_EVERY_NS:

@@ -116,7 +116,7 @@ class TrafficRecords:
     def newest(self) -> list[tuple[tuple[int, ...], int, bool]]:
         """Return the newest collective of each group, as ``enqueue`` returned it.
 
-        With when it was done, 0 where it is not or nobody knows, and whether the group has calls
+        With when it was done, 0 if it is not or that is not known, and whether the group has calls
         from rank to rank.
         """
         with self._lock:
@@ -143,7 +143,7 @@ class TrafficRecords:
         self._change(ticket, flags=ticket[5] & ~layout.TRAFFIC_IS_TIMED, peer=ticket[6])
 
     def find_peer(self, ticket: tuple[int, ...], peer: int) -> None:
-        """Record whom a receive from anybody was from; ``peer`` is as in ``layout.TRAFFIC``."""
+        """Record the source of an any-source receive; ``peer`` is as in ``layout.TRAFFIC``."""
         self._change(ticket, flags=ticket[5], peer=peer)
         with self._lock:
             self._count_peer(ticket[2], ticket[3], peer, ticket[8])

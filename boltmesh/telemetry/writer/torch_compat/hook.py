@@ -47,7 +47,7 @@ from boltmesh.telemetry.writer.torch_compat.operators import (
 Ticket = tuple[int, ...]
 
 _MAX_UNSOURCED: Final = 64
-"""Receives from anybody that may wait to be asked for their source; older ones are given up."""
+"""Any-source receives whose source has not been read yet; older ones are given up."""
 
 _NO_TIMEOUT: Final = timedelta(0)
 
@@ -165,7 +165,7 @@ class CollectiveHook:
             post: Posts it.
 
         Returns:
-            What the caller has to wait for; the wait is told, too.
+            Work that the caller has to wait for; the wait is reported, too.
         """
         if self.done:
             self.settle()
@@ -331,7 +331,7 @@ class CollectiveHook:
     def _peer_kernel(
         self, name: str, arguments: list[str], redispatch: Callable[..., Any], after: Any
     ) -> Callable[..., Any]:
-        """Return the kernel of a point-to-point operator: nobody can say when it is done."""
+        """Return the kernel of a point-to-point operator, whose completion cannot be seen."""
         peer_name = PEER_ARGUMENTS[name]
         if peer_name is not None and peer_name not in arguments:
             raise TelemetryError(

@@ -83,7 +83,7 @@ def lies_on_host(args: tuple[Any, ...]) -> bool:
 
 
 def uncounted_operators() -> list[str]:
-    """Return the operators of this torch that move data in a group and that nobody counts."""
+    """Return the operators of this torch that move data in a group and are not counted."""
     names = sorted(
         name.removeprefix("c10d::").partition(".")[0]
         for name in torch._C._dispatch_get_all_op_names()
