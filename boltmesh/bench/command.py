@@ -22,6 +22,7 @@ from boltmesh.bench.variant import PLANNED, Variant, parse_variants
 from boltmesh.configs.load import load, source_named
 from boltmesh.errors import ConfigError
 from boltmesh.preflight import check_config
+from boltmesh.telemetry.snapshot import MEMORY_PLACES
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -117,7 +118,6 @@ MILLI, MEGA = 1e3, 1e6
 FEW = 10
 
 KINDS = ("parameters", "gradients", "optimizer", "activations")
-PLACES = ("device", "host", "disk")
 GROUPS = (*AXES, "world")
 """Groups of ranks between which something moves."""
 
@@ -146,7 +146,7 @@ def columns(last_step: int) -> list[Column]:
         Column("samples/s", lambda row: _number(row.per_second(_items(row, "samples")))),
         Column("tokens/s", lambda row: _number(row.per_second(_items(row, "tokens")))),
     ]
-    for place in PLACES:
+    for place in MEMORY_PLACES:
         for kind in KINDS:
             title = f"{kind} MB" if place == "host" else f"{kind} MB ({place})"
             made.append(Column(title, _memory(kind, place)))
@@ -197,7 +197,7 @@ def as_csv(rows: Sequence[BenchRow]) -> str:
     names = [
         "strategy", *AXES, "jobs", "steps", "step_s_lower_quartile",
         "step_s_median", "step_s_upper_quartile", "samples_per_s", "tokens_per_s",
-        *(f"{kind}_bytes_{place}" for place in PLACES for kind in KINDS),
+        *(f"{kind}_bytes_{place}" for place in MEMORY_PLACES for kind in KINDS),
         "device_peak_bytes", "resident_bytes", *(f"{axis}_bytes_per_step" for axis in GROUPS),
         "bubble_share", "last_step", "loss", "is_refused", "note",
     ]  # fmt: skip
@@ -234,7 +234,7 @@ def _values(row: BenchRow) -> dict[str, object]:
         "last_step": newest.last_step,
         "loss": newest.loss,
     }
-    for place in PLACES:
+    for place in MEMORY_PLACES:
         values |= {f"{kind}_bytes_{place}": row.memory(kind, place) for kind in KINDS}
     return values | {f"{axis}_bytes_per_step": _axis(row, axis) for axis in GROUPS}
 

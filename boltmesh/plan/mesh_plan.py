@@ -25,6 +25,7 @@ from boltmesh.strategies.cost_model.step_time import Machine
 from boltmesh.strategies.mesh import AXES, MeshLayout, fit_layout
 from boltmesh.strategies.registry import STRATEGIES
 from boltmesh.strategy_arguments import check_strategy_arguments
+from boltmesh.telemetry.snapshot import MEMORY_PLACES
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
     from boltmesh.telemetry.traffic import ExpectedTraffic
 
 SEVERAL_AXES = "bolt_3d"
-PLACES = ("device", "host", "disk")
 _SHOWN_RANKS = 8
 """Most ranks of a group that are printed; of a longer group, the first and the last."""
 
@@ -363,7 +363,9 @@ def _mesh_table(plan: MeshPlan) -> list[str]:
 def _memory_table(plan: MeshPlan) -> list[str]:
     """A line for each place of the pipeline and each memory that something is in."""
     used = [
-        place for place in PLACES if any(getattr(each.memory.peak, place) for each in plan.places)
+        place
+        for place in MEMORY_PLACES
+        if any(getattr(each.memory.peak, place) for each in plan.places)
     ]
     kinds = ("parameters", "gradients", "optimizer", "buffers")
     rows = [(each, place) for each in plan.places for place in used]

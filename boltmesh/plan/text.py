@@ -8,6 +8,7 @@ from boltmesh.strategies.cost_model.memory import MemoryEstimate
 from boltmesh.strategies.cost_model.model import JobShape, ModelShape
 from boltmesh.strategies.cost_model.step_time import StepTime
 from boltmesh.strategies.cost_model.traffic import OperatorBytes
+from boltmesh.telemetry.snapshot import MEMORY_PLACES
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ def write_table(
     ]
     peaks = [row.memory.peak for row in rows]
     kept = [row.memory.between_steps for row in rows]
-    for place in ("device", "host", "disk"):
+    for place in MEMORY_PLACES:
         if any(getattr(each, place) for each in peaks):
             if place != "disk" and (place == "device" or job.is_on_host):
                 for when, sizes in (("kept", kept), ("peak", peaks)):
@@ -78,7 +79,7 @@ def write_row(model: ModelShape, job: JobShape, row: StrategyRow, notes: Sequenc
     columns = [("between steps", [f"  {kind}" for kind, _ in kinds])]
     columns += [
         (place, [size_text(getattr(each, place)) for _, each in kinds])
-        for place in ("device", "host", "disk")
+        for place in MEMORY_PLACES
         if any(getattr(each, place) for _, each in kinds)
     ]
     lines = [_title(model, job, _short(row.name)), *align(columns), ""]

@@ -12,6 +12,7 @@ import msgspec
 
 from boltmesh.telemetry.rank_ranges import unpack_ranks
 from boltmesh.telemetry.snapshot import operator_name
+from boltmesh.telemetry.stall import LONG_PHASES
 
 POINT_TO_POINT: Final = frozenset({"send", "recv", "recv_any_source"})
 
@@ -66,8 +67,6 @@ class RankProgress(msgspec.Struct, frozen=True, kw_only=True):
 
 MAX_NAMED: Final = 4
 """Missing ranks that are described one by one."""
-
-_LONG_PHASES: Final = frozenset({"validation", "checkpoint"})
 
 _ADVICE: Final = "All ranks of a group have to make the same calls in the same order."
 
@@ -128,7 +127,7 @@ def explain(
         sentences += [_where(waiter, progress, world_size), _ADVICE.rstrip(".")]
     known = [progress[rank] for rank in wait.missing if rank in progress]
     takes_long = len(known) == len(wait.missing) > 0 and all(
-        not rank.silence and (rank.phase in _LONG_PHASES or not rank.has_stepped) for rank in known
+        not rank.silence and (rank.phase in LONG_PHASES or not rank.has_stepped) for rank in known
     )
     return Explanation(
         key=" ".join(_mark(progress, rank) for rank in (named or wait.waiting)),

@@ -13,17 +13,13 @@ from pathlib import Path
 import msgspec
 
 from boltmesh.errors import TelemetryError
-from boltmesh.telemetry.job import (
-    JOB_FILE,
-)
+from boltmesh.telemetry.job import JOB_FILE
 from boltmesh.telemetry.job import run_dir as default_run_dir
 from boltmesh.telemetry.reader.job_reader import JobReader as Job
 from boltmesh.telemetry.reader.job_reader import check_folder
 from boltmesh.telemetry.reader.job_view import clean_mesh, num_ranks, started_at
 from boltmesh.telemetry.sanitize import clean
-from boltmesh.telemetry.snapshot import (
-    JobState,
-)
+from boltmesh.telemetry.snapshot import JobState
 
 
 class JobSummary(msgspec.Struct, frozen=True):

@@ -116,7 +116,7 @@ class NullRecorder:
         """See ``Recorder``."""
 
     def dropped_rows(self, module: str, count: Tensor) -> None:
-        """Do nothing."""
+        """See ``Recorder``."""
 
     def expert_rows(self, module: str, chosen: Tensor, num_experts: int) -> None:
         """See ``Recorder``."""
