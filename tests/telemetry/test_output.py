@@ -1,5 +1,6 @@
 """Output of a rank is kept beside its telemetry: bounded, without secrets."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -71,6 +72,29 @@ def test_a_file_is_bounded_and_the_newest_lines_stay(tmp_path: Path) -> None:
     assert len(lines) == 50
     assert "line 19999 " in lines[-1]
     assert tail.read() is lines
+
+
+@pytest.mark.parametrize("is_removed", [True, False], ids=["removed", "no descriptor"])
+def test_a_new_half_that_cannot_be_had_closes_no_file_of_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_removed: bool
+) -> None:
+    monkeypatch.setattr(output, "MAX_BYTES", 200)
+    path = tmp_path / "rank-0.log"
+    keeper = OutputKeeper(path)
+    keeper.add("a" * 150 + "\n")
+    with monkeypatch.context() as patch:
+        if is_removed:
+            path.unlink()
+        else:
+            patch.setattr(os, "open", lambda *_, **__: os.close(-1))
+            with pytest.raises(OSError, match="Bad file descriptor"):
+                keeper.add("b" * 150 + "\n")
+    with (tmp_path / "checkpoint").open("wb", buffering=0) as file:
+        keeper.add("c" * 150 + "\n")
+        file.write(b"values")
+    assert (tmp_path / "checkpoint").read_bytes() == b"values"
+    assert _texts(path)[-1] == "c" * 150
+    keeper.close()
 
 
 def test_a_missing_file_and_a_link_have_no_lines(tmp_path: Path) -> None:

@@ -119,9 +119,12 @@ class OutputKeeper:
         stamp = time.strftime("%H:%M:%S")
         data = f"{stamp} {shown}\n".encode("utf-8", "replace")
         if self._size + len(data) > MAX_BYTES:
-            os.close(self._file)
-            os.replace(self.path, self._older)
-            self._file = os.open(self.path, self._flags, 0o600)
+            with contextlib.suppress(FileNotFoundError):  # a cleaner removed it
+                os.replace(self.path, self._older)
+            # The old one stays open until there is a new one: its number would become that of
+            # another file of the process, and be closed with the next line.
+            old, self._file = self._file, os.open(self.path, self._flags, 0o600)
+            os.close(old)
             self._size = 0
         os.write(self._file, data)
         self._size += len(data)
