@@ -252,13 +252,9 @@ class ConfigSearch:
     def smallest(self, count: int) -> list[PlannedLayout]:
         """Return the layouts that need least memory, of different kinds."""
         chosen: dict[object, PlannedLayout] = {}
-        for each in sorted(self.candidates, key=self._memory):
+        for each in sorted(self.candidates, key=lambda each: each.peak_bytes):
             chosen.setdefault(each.layout.axes.division, each)
         return list(chosen.values())[:count]
-
-    def _memory(self, planned: PlannedLayout) -> int:
-        peak = planned.memory.peak
-        return peak.host if self.hardware.is_cpu else peak.device
 
     def best(self, count: int = 3) -> list[PlannedLayout]:
         """Return the fastest that fit and differ in kind."""

@@ -367,7 +367,7 @@ def bench(
             order = variants if number % 2 == 0 else variants[::-1]
             for variant in order:
                 shown = f", round {number + 1} of {rounds}" if rounds > 1 else ""
-                _tell(f"boltmesh bench: {variant.label}{shown}")
+                _print_progress(f"boltmesh bench: {variant.label}{shown}")
                 _run(variant, rows[variant.label], config, overrides, loaded, placement,
                      steps=steps, warmup=warmup)  # fmt: skip
     except KeyboardInterrupt:
@@ -418,11 +418,11 @@ def _about(
 ) -> list[str]:
     """How it was measured."""
     versions = next((run.versions for row in rows for run in row.runs), {})
-    told = ", ".join(f"{name} {version}" for name, version in sorted(versions.items()))
+    versions_text = ", ".join(f"{name} {version}" for name, version in sorted(versions.items()))
     jobs = max((len(row.runs) for row in rows), default=0)
     ranks = (
         f"boltmesh bench {' '.join(line)}: {placement.num_local_ranks} ranks on "
-        f"{placement.accelerator}, precision {config.trainer.precision}. {told}."
+        f"{placement.accelerator}, precision {config.trainer.precision}. {versions_text}."
     )
     counted = (
         f"{steps} optimizer steps after {warmup} that do not count, in {jobs} "
@@ -447,5 +447,5 @@ def _write(
     return written
 
 
-def _tell(line: str) -> None:
+def _print_progress(line: str) -> None:
     print(line, file=sys.stderr, flush=True)

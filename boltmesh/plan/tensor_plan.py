@@ -226,8 +226,8 @@ def _ljust(title: str, cells: Sequence[str]) -> list[str]:
 def _stacked(row: PlannedParameters, width: int) -> list[str]:
     """Return a row for a terminal that is too narrow for a table: the name, below it the rest."""
     shape = "x".join(map(str, row.shape))
-    told = f"{row.count} of {shape}, {size_text(row.rank_bytes).strip()} a rank: {row.style}"
-    return [row.pattern, *textwrap.wrap(told, width, initial_indent="  ", subsequent_indent="    ")]
+    text = f"{row.count} of {shape}, {size_text(row.rank_bytes).strip()} a rank: {row.style}"
+    return [row.pattern, *textwrap.wrap(text, width, initial_indent="  ", subsequent_indent="    ")]
 
 
 def _reasons(table: Sequence[PlannedParameters]) -> dict[str, list[str]]:

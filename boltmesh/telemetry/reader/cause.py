@@ -120,9 +120,9 @@ def job_state(
     )
     died = next((rank for rank in dead if end is not None and rank.rank == end.rank), None)
     if died is not None and end is not None and not (errors and errors[0].time <= end.time):
-        return "crashed", _tell_death(died, describe_death(end))
+        return "crashed", _death_text(died, describe_death(end))
     if errors:
-        return "failed", _tell_error(errors[0])
+        return "failed", _error_text(errors[0])
     if dead and len(dead) == len(seen) and len(dead) > 1:
         last = max(dead, key=lambda rank: rank.last_seen)
         return "crashed", (
@@ -131,15 +131,15 @@ def job_state(
         )
     if dead:
         first = min(dead, key=lambda rank: rank.last_seen)
-        return "crashed", _tell_death(first, "is gone without recording an end")
-    return "failed", _tell_error(min(failures, key=lambda each: each.time))
+        return "crashed", _death_text(first, "is gone without recording an end")
+    return "failed", _error_text(min(failures, key=lambda each: each.time))
 
 
-def _tell_death(rank: RankSnapshot, how: str) -> str:
+def _death_text(rank: RankSnapshot, how: str) -> str:
     return f"rank {rank.rank} {how}, in {_place(rank)}."
 
 
-def _tell_error(failure: Failure) -> str:
+def _error_text(failure: Failure) -> str:
     return f"rank {failure.rank.rank} failed in {_place(failure.rank)}: {failure.error}"
 
 

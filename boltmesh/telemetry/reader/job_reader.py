@@ -211,11 +211,11 @@ class JobReader:
         ranks = self._nodes.fill(
             [looks.get(rank) or self._absent(rank) for rank in range(num_ranks(self.info))]
         )
-        told = {view.rank: view.error_time for view in views}
+        error_times = {view.rank: view.error_time for view in views}
         failures = [
             Failure(
                 rank,
-                rank.last_seen if rank.is_summary else told.get(rank.rank, 0.0),
+                rank.last_seen if rank.is_summary else error_times.get(rank.rank, 0.0),
                 rank.error or "",
             )
             for rank in ranks

@@ -163,8 +163,8 @@ class NodesView:
             known = self._elsewhere.get(rank.rank)
             is_newer = known is None or known.received < node.received
             if 0 <= rank.rank < world_size and is_newer and _is_possible(rank):
-                told = _snapshot(rank, clean(summary.host, 100), shift_s)
-                self._elsewhere[rank.rank] = _RemoteRank(told, node.received, patience_s)
+                described = _snapshot(rank, clean(summary.host, 100), shift_s)
+                self._elsewhere[rank.rank] = _RemoteRank(described, node.received, patience_s)
 
 
 def _snapshot(rank: RankSummary, host: str, shift_s: float) -> RankSnapshot:

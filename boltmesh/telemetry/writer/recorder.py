@@ -308,7 +308,7 @@ class Recorder:
     @guarded
     def trend(self, name: str, value: float) -> None:
         """Say the newest value of a figure that is kept over the whole run."""
-        self._steps.tell(name, value)
+        self._steps.note(name, value)
 
     @guarded
     def chose(self, strategy: str) -> None:

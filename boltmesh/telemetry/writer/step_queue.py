@@ -116,14 +116,14 @@ class StepQueue:
         """Since the last mean."""
         self._due = LOSS_EVERY_STEPS
         """Batches of the next mean."""
-        self._told: dict[str, float] = {}
+        self._noted: dict[str, float] = {}
         """The newest values of trends that others measure."""
         self._sent: tuple[float, int] | None = None
         """Wall clock and payload bytes at the last mean."""
 
-    def tell(self, name: str, value: float) -> None:
+    def note(self, name: str, value: float) -> None:
         """Add a value to the next point of a trend; of several the newest is taken."""
-        self._told[name] = value
+        self._noted[name] = value
 
     def add_metric(self, name: str, global_step: int, value: float | Tensor) -> None:
         """Write a metric, with the step that is being made if it is on the device."""
@@ -225,8 +225,8 @@ class StepQueue:
         sent, self._sent = self._sent, (step.wall_s, self._file.payload_bytes)
         if sent is not None and step.wall_s > sent[0]:
             values["bytes_per_s"] = (self._sent[1] - sent[1]) / (step.wall_s - sent[0])
-        values |= {"wall_s": step.wall_s} | self._load.read() | self._told
-        self._told.clear()
+        values |= {"wall_s": step.wall_s} | self._load.read() | self._noted
+        self._noted.clear()
         for name, value in values.items():
             self._file.point(layout.TREND + name, step.global_step, value)
 

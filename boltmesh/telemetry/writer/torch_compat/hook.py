@@ -150,7 +150,7 @@ class CollectiveHook:
 
         To be called before it is posted: a call that hangs has to be known.
         """
-        for observer, ticket in self._tell(operator, group, num_bytes, False, False, peer):
+        for observer, ticket in self._notify(operator, group, num_bytes, False, False, peer):
             observer.returned(ticket)
 
     def post(
@@ -169,7 +169,7 @@ class CollectiveHook:
         """
         if self.done:
             self.settle()
-        noted = self._tell(operator, group, num_bytes, False, True, is_wait_told=True)
+        noted = self._notify(operator, group, num_bytes, False, True, is_wait_told=True)
         work = post()
         return _ObservedWork(work, noted) if noted else work
 
@@ -199,7 +199,7 @@ class CollectiveHook:
                 for observer, ticket in each.noted:
                     observer.found_peer(ticket, each.group, peer)
 
-    def _tell(
+    def _notify(
         self,
         operator: str,
         group: dist.ProcessGroup,
@@ -210,7 +210,7 @@ class CollectiveHook:
         *,
         is_wait_told: bool = False,
     ) -> Noted:
-        """Tell the observers of a call before it runs; return who wants to know more of it."""
+        """Notify the observers of a call before it runs; return those that get more of it."""
         noted = []
         for observer in self._observers:
             ticket = observer.enqueued(
@@ -314,7 +314,7 @@ class CollectiveHook:
             group = unbox(args[group_at])
             if self.done:
                 self.settle()
-            noted = self._tell(operator, group, size, is_synchronous, is_timed)
+            noted = self._notify(operator, group, size, is_synchronous, is_timed)
             try:
                 result = redispatch(keys & after, *args)
             finally:
@@ -355,7 +355,7 @@ class CollectiveHook:
             peer = ANYBODY if peer_at is None else args[peer_at]
             if self.done:
                 self.settle()
-            noted = self._tell(operator, group, size, False, False, peer)
+            noted = self._notify(operator, group, size, False, False, peer)
             try:
                 result = redispatch(keys & after, *args)
             finally:
