@@ -1,5 +1,6 @@
 """Output of a rank is kept beside its telemetry: bounded, without secrets."""
 
+import io
 import os
 import sys
 from pathlib import Path
@@ -34,6 +35,25 @@ def test_what_is_printed_is_kept_and_still_printed(
     assert "hf_abc" in printed
     assert printed.endswith("later\n")
     assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_wrappers_of_other_libraries_stay(tmp_path: Path) -> None:
+    stream, seen = io.StringIO(), []
+
+    def wrap(name: str) -> None:
+        inner = stream.write
+        stream.write = lambda text: seen.append(name) or inner(text)
+
+    first, second = (OutputKeeper(tmp_path / name) for name in ("first", "second"))
+    wrap("before")
+    first.wrap(stream)
+    first.close()
+    second.wrap(stream)
+    wrap("after")
+    second.close()
+    stream.write("text")
+    assert seen == ["after", "before"]
+    assert stream.getvalue() == "text"
 
 
 def test_of_a_bar_below_another_one_the_last_state_is_kept(tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ class OutputKeeper:
         self._lower_bar = ""
         """The newest line that ended with the cursor moved up, to be written over."""
         self._lock = threading.RLock()
-        self._streams: list[Any] = []
+        self._wrapped = contextlib.ExitStack()
         self._is_open = True
 
     def wrap(self, stream: Any) -> None:
@@ -90,9 +90,18 @@ class OutputKeeper:
                     self.add(text)
             return written
 
+        def unwrap() -> None:
+            if stream.write is not write_and_keep:
+                return  # another library has wrapped it since
+            if own is None:
+                del stream.write
+            else:
+                stream.write = own
+
         with contextlib.suppress(AttributeError, TypeError):
+            own = vars(stream).get("write")
             stream.write = write_and_keep
-            self._streams.append(stream)
+            self._wrapped.callback(unwrap)
 
     def add(self, text: str) -> None:
         """Take a piece of output; lines are written as they end."""
@@ -138,6 +147,4 @@ class OutputKeeper:
                         self._write(line.replace(CURSOR_UP, ""))
             self._is_open = False
             os.close(self._file)
-        for stream in self._streams:
-            with contextlib.suppress(AttributeError):
-                del stream.write
+        self._wrapped.close()
