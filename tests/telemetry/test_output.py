@@ -38,11 +38,17 @@ def test_what_is_printed_is_kept_and_still_printed(
 
 
 def test_wrappers_of_other_libraries_stay(tmp_path: Path) -> None:
-    stream, seen = io.StringIO(), []
+    stream = io.StringIO()
+    seen: list[str] = []
 
     def wrap(name: str) -> None:
         inner = stream.write
-        stream.write = lambda text: seen.append(name) or inner(text)
+
+        def write(text: str) -> int:
+            seen.append(name)
+            return inner(text)
+
+        stream.write = write
 
     first, second = (OutputKeeper(tmp_path / name) for name in ("first", "second"))
     wrap("before")
