@@ -321,13 +321,17 @@ def test_twice_the_devices_are_predicted_as_if_they_were_given(
 
 
 @pytest.mark.parametrize(
-    ("axes", "agrees"),
-    [({"zero": 3}, True), ({"zero": 1, "tensor": 8}, True), ({"zero": 1}, False)],
+    ("layout", "agrees"),
+    [
+        (Layout(data=64, zero=3), True),
+        (Layout(data=64, zero=1, tensor=8), True),
+        (Layout(data=64, zero=1), False),
+    ],
     ids=["zero3", "tensor", "zero1"],
 )
-def test_the_usual_rule_is_compared_with_the_choice(axes: dict[str, int], agrees: bool) -> None:
+def test_the_usual_rule_is_compared_with_the_choice(layout: Layout, agrees: bool) -> None:
     found = search(LLAMA, NODES, sequences=64)
-    chosen = replace(found.candidates[0], layout=Layout(data=64, **axes))
+    chosen = replace(found.candidates[0], layout=layout)
     sentence = flow_sentence(found, chosen)
     assert sentence.endswith("the numbers agree." if agrees else "the numbers say otherwise.")
 
