@@ -194,7 +194,7 @@ def test_telemetry_of_old_jobs_is_pruned(workplace, capfd):
     Path("runs").mkdir()
     job(workplace / "telemetry", 3).close()
     assert run_command(["prune"]) == 0
-    assert capfd.readouterr().out == "boltmesh: 0 bytes deleted\n"
+    assert capfd.readouterr().out == "boltmesh: 0 B deleted\n"
     assert run_command(["prune", "--telemetry-days", "0.01"]) == 0
     assert "job3 (telemetry, " in capfd.readouterr().out
     assert not (workplace / "telemetry/job3").exists()
