@@ -24,13 +24,13 @@ def test_every_kind_is_described() -> None:
     "words",
     [
         (
-            f"from {stall.RECENT_STEPS} to {step_time.JUDGED_STEPS} steps of each rank "
+            f"from {stall.RECENT_STEPS} to {step_time.JUDGED_STEPS} batches of each rank "
             f"({step_time.LEAST_STEPS} with hundreds"
         ),
         f"falls below {KEPT:.0%} of the limit",
         f"{limits.HOST_BUSY:.0%} of its cores are in use, and {limits.OTHERS_BUSY:.0%} by",
         f"The first {WARM_UP_STEPS} batches",
-        f"made from {stragglers.STEPS_TO_JUDGE} such steps on",
+        f"made from {stragglers.BATCHES_TO_JUDGE} such batches on",
         f"for {stall.STALL_IN_BATCHES:.0f} batches, {stall.STALL_IN_LONGEST:.0f} times the longest",
         f"recent one and {stall.STALL_AT_LEAST_S:.0f} s",
         f"or for {stall.LONG_LIMIT_S / 60:.0f} minutes while",

@@ -5,19 +5,24 @@ import random
 import msgspec
 import pytest
 
-from boltmesh.telemetry.snapshot import JobSnapshot
+from boltmesh.telemetry.snapshot import JobSnapshot, RankSnapshot
+from boltmesh.tui.metrics.findings.diagnose import diagnose
 from boltmesh.tui.metrics.memo import remember_last
 from boltmesh.tui.metrics.step_time import middle, rank_profiles
 from boltmesh.tui.metrics.stragglers import (
+    BATCHES_TO_JUDGE,
     LATE_AT_LEAST_S,
     LATE_SHARE,
-    STEPS_TO_JUDGE,
     Lateness,
+    balance,
     lateness,
     stragglers,
 )
+from boltmesh.tui.panels.context import context_rows
+from boltmesh.tui.panels.rank_table import draw_rank_table
+from boltmesh.tui.render.style import UNICODE, Style
 from tests.tui.loads import HEALTHY, Load, records, steady, team, waiting_for, worker
-from tests.tui.samples import job
+from tests.tui.samples import job, state
 
 STEP_S = sum(HEALTHY.values())
 
@@ -70,6 +75,54 @@ def test_what_a_busy_host_adds_to_a_tiny_step_is_no_lateness(
     assert bool(_late(snapshot)) == is_late
 
 
+@pytest.mark.parametrize("batches", [1, 4])
+@pytest.mark.parametrize("phase", ["forward", "optimizer"])
+def test_times_of_an_accumulated_step_are_those_of_all_of_its_batches(
+    phase: str, batches: int
+) -> None:
+    """The optimizer runs, and ranks wait for each other, with the last batch of a step."""
+    late_s = 0.1
+
+    def accumulated(number: int) -> RankSnapshot:
+        def load(index: int) -> dict[str, float]:
+            is_last = (index + 1) % batches == 0
+            own = {"data": 0.01, "forward": 0.1, "optimizer": 0.08 * is_last}
+            if number == 3:
+                own[phase] += late_s * (is_last if phase == "optimizer" else 1 / batches)
+            # Whoever is not late waits in the last batch for the one who is.
+            return own | {"communication": (0.02 + late_s * (number != 3)) * is_last}
+
+        steps = tuple(
+            msgspec.structs.replace(each, global_step=(each.index + 1) // batches)
+            for each in records(load, num_steps=43)
+        )
+        return worker(number, steps=steps, global_step=steps[-1].global_step)
+
+    snapshot = job(ranks=tuple(map(accumulated, range(4))))
+    own_s = batches * 0.11 + 0.08
+    (found,) = stragglers(snapshot)
+    assert (found.rank, found.phase) == (3, phase)
+    assert found.excess_s == pytest.approx(late_s)
+    assert found.peers_s == pytest.approx(own_s)
+    assert found.phase_s - found.phase_peers_s == pytest.approx(late_s)
+    assert (found.wait_s, found.peers_wait_s) == pytest.approx((0.02, 0.12))
+    assert found.step_s == pytest.approx(own_s + 0.12)
+    typical = balance(snapshot)
+    assert typical is not None
+    assert typical.step_s == pytest.approx(own_s + 0.12)
+    assert typical.phases["data"] == pytest.approx(batches * 0.01)
+    assert typical.transfer_s == pytest.approx(0.02)
+    assert typical.uneven_s == pytest.approx(0.75 * late_s)
+    (told,) = [each for each in diagnose(state(snapshot)) if each.kind == "straggler"]
+    assert "100 ms a step late" in told.headline
+    table = draw_rank_table(state(snapshot), 200, 9, Style(UNICODE))
+    assert f"{phase} +100 ms" in "".join(line.plain for line in table)
+    assert [row.compute_s for row in context_rows(snapshot)] == pytest.approx(
+        [own_s] * 3 + [own_s + late_s]
+    )
+    assert [row.exposed_s for row in context_rows(snapshot)] == pytest.approx([0.12] * 3 + [0.02])
+
+
 def test_ranks_that_differ_by_nature_are_not_accused_but_one_far_out_is() -> None:
     generator = random.Random(0)
 
@@ -118,7 +171,7 @@ def test_warm_up_validation_and_checkpoints_are_not_judged() -> None:
 
 @pytest.mark.parametrize(("extra", "is_judged"), [(-1, False), (0, True)])
 def test_few_steps_are_not_judged(extra: int, *, is_judged: bool) -> None:
-    num_steps = 3 + STEPS_TO_JUDGE + extra
+    num_steps = 3 + BATCHES_TO_JUDGE + extra
     loads = waiting_for(0.1, size=4)
     ranks = tuple(
         worker(number, steps=records(load, num_steps=num_steps))
@@ -173,7 +226,7 @@ def test_a_thousand_ranks_give_up_steps_not_ranks() -> None:
     ranks = tuple(worker(0, rank=number) for number in range(1024))
     many = rank_profiles(job(ranks=ranks))
     assert len(many) == 1024
-    assert many[0].num_steps < few[0].num_steps
+    assert many[0].num_batches < few[0].num_batches
 
 
 def test_the_same_object_is_figured_out_once() -> None:

@@ -180,7 +180,7 @@ def rank_flops(job: JobSnapshot, rank: RankSnapshot) -> Flops | None:
 
 
 def _flops(job: JobSnapshot, ranks: Sequence[RankSnapshot]) -> Flops | None:
-    profiles = rank_profiles(job)
+    profiles, batches = rank_profiles(job), batches_per_step(job)
     done = 0.0
     hardware: float | None = 0.0
     peak: float | None = 0.0
@@ -190,9 +190,10 @@ def _flops(job: JobSnapshot, ranks: Sequence[RankSnapshot]) -> Flops | None:
         if profile is None or model is None or model <= 0:
             continue
         num_ranks += 1
-        done += model / profile.step_s
+        batch_s = profile.step_s / batches
+        done += model / batch_s
         again, known = rank.recomputed_flops_per_batch, rank.peak_flops_per_second
         if hardware is not None:
-            hardware = None if again is None else hardware + (model + again) / profile.step_s
+            hardware = None if again is None else hardware + (model + again) / batch_s
         peak = None if peak is None or not known or known <= 0 else peak + known
     return Flops(done, hardware, peak, num_ranks) if num_ranks else None

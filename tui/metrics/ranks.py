@@ -35,7 +35,7 @@ class RankRow(msgspec.Struct, frozen=True):
     compute_s: float | None
     """The same without what the rank only waits for."""
     profile: RankProfile | None
-    """The recent ordinary batches."""
+    """An ordinary optimizer step."""
     lateness: Lateness | None
     """Beside the ranks that do the same."""
     loss: float | None
@@ -117,7 +117,9 @@ def _row(
     is_current: bool,
 ) -> RankRow:
     is_on_cpu = rank.device_uuid is None and rank.device.startswith("cpu")
-    batch_s = recent_step_seconds(rank) if profile is None else profile.step_s
+    step_s = None if profile is None else profile.step_s
+    if profile is None and (batch_s := recent_step_seconds(rank)) is not None:
+        step_s = batches * batch_s
     # The GPU of a rank that has ended may be another's by now.
     reading = None if not rank.is_alive else process if is_on_cpu else gpu
     used = None if reading is None else reading.memory_used_bytes
@@ -133,8 +135,8 @@ def _row(
         phase=rank.phase,
         global_step=rank.global_step,
         behind=furthest - rank.global_step,
-        step_s=None if batch_s is None else batches * batch_s,
-        compute_s=None if profile is None else batches * profile.own_s,
+        step_s=step_s,
+        compute_s=None if profile is None else profile.own_s,
         profile=profile,
         lateness=late,
         loss=next((step.loss for step in reversed(rank.steps) if step.loss is not None), None),

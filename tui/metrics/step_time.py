@@ -1,18 +1,18 @@
-"""Times of optimizer steps: the recent ones of each rank, their phases, and an ordinary step.
+"""Times of steps and batches: the recent ones of each rank, their phases, and an ordinary step.
 
 A step is an optimizer step with all of its accumulated batches. ``recent_times`` reads the times of
-recent steps from the records, once for all panels. ``phase_split`` divides a step into phases; in a
-pipeline, the chunks of a step divide the time of its schedule, recorded as one phase, into forward
-and backward passes and the bubble.
+recent batches from the records, once for all panels. ``phase_split`` divides a batch into phases;
+in a pipeline, the chunks of a batch divide the time of its schedule, recorded as one phase, into
+forward and backward passes and the bubble.
 
-``rank_profiles`` has an ordinary step of each rank, by which ranks are compared. Steps that
-validate or write a checkpoint are left out, and so are the first steps of a run, which compile,
+``rank_profiles`` has an ordinary optimizer step of each rank, by which ranks are compared. Batches
+that validate or write a checkpoint are left out, and so are the first ones of a run, which compile,
 allocate and fill caches.
 """
 
+import itertools
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import islice
 from statistics import fmean, median
 
 import msgspec
@@ -31,12 +31,14 @@ RECORDS = 4096
 
 
 class RecentTimes(msgspec.Struct, frozen=True):
-    """One rank's recent steps, in columns."""
+    """One rank's recent batches, in columns."""
 
     indexes: tuple[int, ...]
     seconds: tuple[float, ...]
     phases: dict[str, tuple[float, ...]]
     """Seconds of each phase that took any."""
+    are_last: tuple[bool, ...]
+    """Whether an optimizer step ends with the batch."""
 
 
 @remember_last
@@ -167,7 +169,9 @@ def _columns(
     indexes: list[int] = []
     seconds: list[float] = []
     rows: list[dict[str, float]] = []
+    are_last: list[bool] = []
     recent = rank.steps[-num_steps:]
+    before = rank.steps[-len(recent) - 1].global_step if len(rank.steps) > len(recent) else -1
     # The first of these records may be in the middle of an optimizer step.
     batches = _batch_names(rank.steps[-2 * num_steps :])[-len(recent) :] if chunks else []
     mean = _mean_times(chunks.values()) if chunks else None
@@ -180,6 +184,8 @@ def _columns(
             indexes.append(step.index)
             seconds.append(step.seconds)
             rows.append(row)
+            are_last.append(step.global_step > before)
+        before = step.global_step
     if not rows:
         return None
     names = tuple(rows[0])
@@ -191,6 +197,7 @@ def _columns(
         indexes=tuple(indexes),
         seconds=tuple(seconds),
         phases={name: column for name, column in columns if any(column)},
+        are_last=tuple(are_last),
     )
 
 
@@ -231,7 +238,7 @@ def _step_ends(rank: RankSnapshot, most: int | None = None) -> list[int]:
         for place in range(len(steps) - 1, 0, -1)
         if steps[place].global_step > steps[place - 1].global_step
     )
-    return list(islice(ends, most))[::-1]
+    return list(itertools.islice(ends, most))[::-1]
 
 
 SPLIT_PHASES = (*PHASES[:-1], BUBBLE, PHASES[-1])
@@ -293,45 +300,47 @@ def working_seconds(step: StepRecord) -> float:
 
 
 class RankProfile(msgspec.Struct, frozen=True):
-    """The recent ordinary steps of one rank."""
+    """An ordinary optimizer step of one rank, with all batches that it accumulates."""
 
     rank: int
-    num_steps: int
+    num_batches: int
+    """Recent ones that it is computed from."""
     step_s: float
     """Mean."""
     phases: dict[str, float]
     """Mean seconds of each phase in a step."""
     own_s: float
-    """Compute time: median time of a step without exposed communication and the bubble.
+    """Compute time: typical time of a step without exposed communication and the bubble.
 
     Ranks that work together all take as long as the slowest: only this tells them apart, for the
     late rank waits the shortest.
     """
     own_error_s: float
-    """Standard error of ``own_s``, by the median deviation of the steps."""
+    """Standard error of ``own_s``, by the median deviation of the batches."""
     typical: dict[str, float]
-    """Median seconds of each phase: one odd step in twenty does not move it."""
+    """Typical seconds of each phase, sums of medians: one odd batch in twenty does not move them.
+    The batches with which steps end have a median of their own, for there the optimizer runs."""
     waits: dict[int, float]
-    """Exposed communication in seconds by the index of the step."""
+    """Exposed communication in seconds by the index of the batch."""
 
 
 @remember_last
 def rank_profiles(job: JobSnapshot) -> dict[int, RankProfile]:
     """Return a profile for each rank that has ordinary steps."""
-    return _profiles(recent_times(job))
+    return _profiles(recent_times(job), batches_per_step(job))
 
 
 @remember_last
 def judged_profiles(job: JobSnapshot) -> dict[int, RankProfile]:
     """Return the profiles over the longer window in which findings are judged."""
-    return _profiles(judged_times(job))
+    return _profiles(judged_times(job), batches_per_step(job))
 
 
-def _profiles(columns: Mapping[int, RecentTimes]) -> dict[int, RankProfile]:
+def _profiles(columns: Mapping[int, RecentTimes], batches: int) -> dict[int, RankProfile]:
     return {
         rank: profile
         for rank, times in columns.items()
-        if (profile := _profile(rank, times)) is not None
+        if (profile := _profile(rank, times, batches)) is not None
     }
 
 
@@ -342,26 +351,50 @@ def middle(values: Iterable[float]) -> float:
     return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
 
 
-def _profile(rank: int, times: RecentTimes) -> RankProfile | None:
+def _profile(rank: int, times: RecentTimes, batches: int) -> RankProfile | None:
     times = _ordinary(times)
-    seconds, indexes, phases = times.seconds, times.indexes, times.phases
+    seconds, phases = times.seconds, times.phases
     count = len(seconds)
     if count == 0:
         return None
+
+    def mean(column: Sequence[float]) -> float:
+        return batches * sum(column) / count
+
+    def typical(column: Sequence[float]) -> float:
+        usual, last = _medians(column, times.are_last, batches)
+        return (batches - 1) * usual + last
+
     none = (0.0,) * count
     waits = phases.get("communication", none)
     own = list(map(_own, seconds, waits, phases.get(BUBBLE, none)))
-    own_s = middle(own)
+    usual_s, last_s = _medians(own, times.are_last, batches)
+    deviations = (
+        abs(each - (last_s if is_last else usual_s))
+        for each, is_last in zip(own, times.are_last, strict=True)
+    )
     return RankProfile(
         rank=rank,
-        num_steps=count,
-        step_s=sum(seconds) / count,
-        phases={name: sum(column) / count for name, column in phases.items()},
-        own_s=own_s,
-        own_error_s=DEVIATION * middle(abs(each - own_s) for each in own) / math.sqrt(count),
-        typical={name: middle(column) for name, column in phases.items()},
-        waits=dict(zip(indexes, waits, strict=True)),
+        num_batches=count,
+        step_s=mean(seconds),
+        phases={name: mean(column) for name, column in phases.items()},
+        own_s=typical(own),
+        own_error_s=batches * DEVIATION * middle(deviations) / math.sqrt(count),
+        typical={name: typical(column) for name, column in phases.items()},
+        waits=dict(zip(times.indexes, waits, strict=True)),
     )
+
+
+def _medians(
+    column: Sequence[float], are_last: Sequence[bool], batches: int
+) -> tuple[float, float]:
+    """Return the medians of the batches with which no optimizer step ends, and of the others."""
+    last = list(itertools.compress(column, are_last))
+    if batches == 1 or len(last) in {0, len(column)}:
+        every = middle(column)
+        return every, every
+    usual = [value for value, is_last in zip(column, are_last, strict=True) if not is_last]
+    return middle(usual), middle(last)
 
 
 def _own(step_s: float, wait_s: float, idle_s: float) -> float:
@@ -385,5 +418,6 @@ def _ordinary(times: RecentTimes) -> RecentTimes:
     return RecentTimes(
         seconds=tuple(times.seconds[place] for place in kept),
         indexes=tuple(times.indexes[place] for place in kept),
+        are_last=tuple(times.are_last[place] for place in kept),
         phases={name: column for name, column in columns.items() if any(column)},
     )

@@ -21,6 +21,7 @@ from boltmesh.tui.metrics.step_time import (
     DEVIATION,
     SPLIT_PHASES,
     RankProfile,
+    batches_per_step,
     judged_profiles,
     middle,
 )
@@ -44,8 +45,8 @@ process that is stopped at times loses it in another phase each time, and in no 
 FEW_PEERS = 16
 """Up to here a rank is left out of the spread that it is judged by: of few, one is much."""
 
-STEPS_TO_JUDGE = 5
-"""Fewer steps may all be of one kind by chance."""
+BATCHES_TO_JUDGE = 5
+"""Fewer batches may all be of one kind by chance."""
 
 _WAITING = ("communication", BUBBLE)
 
@@ -84,12 +85,12 @@ class Lateness(msgspec.Struct, frozen=True):
 
 @remember_last
 def lateness(job: JobSnapshot) -> dict[int, Lateness]:
-    """Return every rank that has peers and enough steps to be judged."""
+    """Return every rank that has peers and enough batches to be judged."""
     profiles = judged_profiles(job)
     stages: dict[int, list[RankProfile]] = defaultdict(list)
     for rank in job.ranks:
         profile = profiles.get(rank.rank)
-        if profile is not None and profile.num_steps >= STEPS_TO_JUDGE:
+        if profile is not None and profile.num_batches >= BATCHES_TO_JUDGE:
             stages[rank.coordinates.get("pipeline", 0)].append(profile)
     if len(stages) > 1 and all(len(peers) == 1 for peers in stages.values()):
         return _compare_stages({stage: peers[0] for stage, peers in stages.items()})
@@ -200,14 +201,17 @@ class Balance(msgspec.Struct, frozen=True):
 def balance(job: JobSnapshot) -> Balance | None:
     """Return where a typical step goes, or None before there are enough to tell."""
     profiles = [
-        profile for profile in judged_profiles(job).values() if profile.num_steps >= STEPS_TO_JUDGE
+        profile
+        for profile in judged_profiles(job).values()
+        if profile.num_batches >= BATCHES_TO_JUDGE
     ]
     if not profiles:
         return None
     late = {found.rank for found in lateness(job).values() if found.is_late}
     normal = [profile for profile in profiles if profile.rank not in late] or profiles
     names = {name for profile in normal for name in profile.phases}
-    transfer_s, waits_s = _waits(profiles)
+    batches = batches_per_step(job)
+    transfer_s, waits_s = (batches * wait_s for wait_s in _waits(profiles))
     return Balance(
         step_s=middle(profile.step_s for profile in normal),
         phases={
@@ -219,15 +223,15 @@ def balance(job: JobSnapshot) -> Balance | None:
 
 
 def _waits(profiles: list[RankProfile]) -> tuple[float, float]:
-    """Return the mean over the steps of the shortest wait of any rank, and of the mean wait.
+    """Return the mean over the batches of the shortest wait of any rank, and of the mean wait.
 
-    Step by step, for it may be another rank each time that is waited for.
+    Batch by batch, for it may be another rank each time that is waited for.
     """
     common = set(profiles[0].waits).intersection(*(profile.waits for profile in profiles))
-    if not common:  # ranks that are too far apart to share a step
-        means = [profile.phases.get("communication", 0.0) for profile in profiles]
+    if not common:  # ranks that are too far apart to share a batch
+        means = [sum(profile.waits.values()) / len(profile.waits) for profile in profiles]
         return min(means), sum(means) / len(means)
-    by_step = [[profile.waits[index] for profile in profiles] for index in common]
-    shortest = sum(map(min, by_step)) / len(by_step)
-    mean = sum(sum(waits) / len(waits) for waits in by_step) / len(by_step)
+    by_batch = [[profile.waits[index] for profile in profiles] for index in common]
+    shortest = sum(map(min, by_batch)) / len(by_batch)
+    mean = sum(sum(waits) / len(waits) for waits in by_batch) / len(by_batch)
     return shortest, mean

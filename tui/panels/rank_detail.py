@@ -297,7 +297,6 @@ def _draw_phases(state: State, row: RankRow, width: int, look: Style) -> list[Li
                 _difference(difference, row, phase.name),
             ]
         )
-    typical = "a typical step" if batches_per_step(state.job) == 1 else "a typical batch"
     columns = [
         Column("phase"),
         Column("this rank", is_number=True, steady_width=9),
@@ -306,7 +305,7 @@ def _draw_phases(state: State, row: RankRow, width: int, look: Style) -> list[Li
     ]
     share = Line("slower ", "muted").join(late_share(row.lateness, look))
     right = None if row.lateness is None else share
-    lines = [heading(typical, width, look, right=right)]
+    lines = [heading("a typical step", width, look, right=right)]
     lines += draw_table(columns, cells, width, ellipsis=look.glyphs.ellipsis)
     cause = cause_words(row)
     if row.lateness is not None and row.lateness.is_late and cause is not None:
