@@ -164,7 +164,9 @@ def report(job: str | None, output: Path | None, replay: Path | None, run_dir: P
     default="prometheus",
     help="prometheus, openmetrics or csv. [prometheus]",
 )
-@click.option("--table", help="Of CSV: steps, metrics, collectives, ranks or offload. [steps]")
+@click.option(
+    "--table", help="Of CSV: steps, metrics, collectives, ranks, offload or figures. [steps]"
+)
 @click.option("--output", type=click.Path(path_type=Path), help="Write a file, whole or not.")
 @click.option(
     "--every",

@@ -16,9 +16,11 @@ from boltmesh.telemetry.snapshot import PHASES, MetricPoint, PhaseTime
 from boltmesh.telemetry.traffic import ExpectedTraffic
 from boltmesh.tui.commands.export import check_export, export
 from boltmesh.tui.export.tables import TABLES, csv_text
+from boltmesh.tui.metrics.figures import Figures
 from boltmesh.tui.sources.live import Observation
 from boltmesh.tui.sources.replay import ReplaySource
 from tests.tui.exposition import parse
+from tests.tui.loads import HEALTHY, worker
 from tests.tui.played import RING, look, write
 from tests.tui.samples import NOW, FakeSource, job, rank, step, total
 
@@ -77,6 +79,24 @@ def test_a_rank_is_a_row_with_its_place_and_its_memory() -> None:
     assert first["host_rss_bytes"] == str(2**30)
     assert first["device_peak_bytes"] == ""
     assert first["state"] == "running"
+
+
+@pytest.mark.parametrize("is_over", [False, True])
+def test_headline_figures_are_rows(*, is_over: bool) -> None:
+    ranks = tuple(worker(at, flops_per_batch=4e12, peak_flops_per_second=40e12) for at in range(2))
+    past = {"state": "finished", "updated": NOW - 90} if is_over else {}
+    found = {row["figure"]: row for row in rows_of("figures", seen(ranks=ranks, **past))}
+    assert set(found) == set(Figures.__struct_fields__)
+    step_s = sum(HEALTHY.values())
+    assert float(found["step_s"]["value"]) == pytest.approx(step_s)
+    assert found["bubble_ratio"]["value"] == ""
+    share = HEALTHY["communication"] / step_s
+    assert float(found["exposed_communication"]["value"]) == pytest.approx(share)
+    now, before = ("", "90.0") if is_over else ("2048.0", "")
+    assert (found["tokens_per_s"]["value"], found["tokens_per_s"]["age_s"]) == (now, before)
+    mfu = found["mfu"]["last" if is_over else "value"]
+    assert float(mfu) == pytest.approx(4 / step_s / 40)
+    assert all(row["definition"] for row in found.values())
 
 
 def test_of_many_looks_each_record_is_written_once() -> None:
@@ -230,7 +250,10 @@ def test_a_recording_gives_its_records_up_to_the_moment(
     [
         ({"form": "xml"}, "--format xml: there is no such format. Use prometheus"),
         ({"table": "steps"}, "--table chooses what a CSV file has. Add --format csv."),
-        ({"form": "csv", "table": "rows"}, "Use steps, metrics, collectives, ranks, offload."),
+        (
+            {"form": "csv", "table": "rows"},
+            "metrics, collectives, ranks, offload, figures.",
+        ),
         ({"every_s": 1.0}, "--every renews a file. Add --output FILE."),
         ({"every_s": 1.0, "form": "csv"}, "--every renews a file of metrics."),
         ({"every_s": 1.0, "replay": Path("a")}, "Leave out --replay."),

@@ -107,7 +107,9 @@ def test_accumulated_batches_are_one_step() -> None:
     assert row.profile is not None
     assert row.compute_s == pytest.approx(4 * (STEP_S - HEALTHY["communication"]))
     assert heat(shown, "step time").values[0].value == row.step_s
-    assert f"<td>{units.seconds(4 * STEP_S)}</td>" in html_page(shown)
+    page = html_page(shown)
+    assert f"<td>{units.seconds(4 * STEP_S)}</td>" in page
+    assert "<h2>Batch time, 4 a step</h2>" in page
     detail = "\n".join(line.plain for line in draw_rank_detail(shown, 80, 40, LOOK))
     assert "batch time, 4 a step" in detail
     assert f"mean {units.seconds(STEP_S)}" in detail

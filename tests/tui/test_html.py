@@ -73,7 +73,7 @@ def test_a_page_has_what_the_screens_have() -> None:
     state = fold(None, demo())
     text, ratio = html_page(state), units.share(figures(state).bubble_ratio.value)
     for title in (
-        "Headline figures", "Charts", "Time of a step", "Bubble of the pipeline", "Ranks", "Memory",
+        "Headline figures", "Charts", "Step time", "Bubble of the pipeline", "Ranks", "Memory",
         "Communication", "Config", "Events", "Output",
     ):  # fmt: skip
         assert f"<h2>{title}" in text
@@ -104,6 +104,12 @@ def test_tables_have_the_numbers_of_the_telemetry() -> None:
     (first, second) = [row for row in cells if row[:1] in (["expert"], ["data"]) and len(row) == 6]
     assert first[:3] == ["expert", "all_to_all", "5.00 MB"]
     assert second[:3] == ["data", "all_reduce", "1.00 kB"]
+
+
+def test_rates_of_a_job_that_has_ended_have_their_age() -> None:
+    ended = Observation(NOW, job(state="finished", updated=NOW - 90))
+    assert "<td>2,048, 1m 30s ago</td>" in html_page(fold(None, ended))
+    assert "<td>2,048</td>" in html_page(fold(None, Observation(NOW, job())))
 
 
 def test_texts_of_a_job_are_escaped() -> None:

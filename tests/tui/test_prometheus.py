@@ -193,6 +193,12 @@ def test_devices_are_ratios_bytes_watts_and_degrees() -> None:
     assert found["boltmesh_process_resident_memory_bytes"].value(rank="2") == 9
 
 
+@pytest.mark.parametrize(("reasons", "held"), [((), 0), (("idle",), 0), (("power limit",), 1)])
+def test_an_idle_gpu_is_not_throttled(reasons: tuple[str, ...], held: int) -> None:
+    gpu = DeviceReading("gpu", (0,), "H100", uuid="GPU-7", throttle_reasons=reasons)
+    assert read(gpu)["boltmesh_device_is_throttled"].value() == held
+
+
 def test_the_official_parser_reads_it_where_it_is_installed() -> None:
     parser = pytest.importorskip("prometheus_client.parser")
     names = {family.name for family in parser.text_string_to_metric_families(text_of())}

@@ -13,16 +13,17 @@ import msgspec
 from boltmesh.telemetry.snapshot import operator_name
 from boltmesh.tui import units
 from boltmesh.tui.metrics.experts import layer_loads
-from boltmesh.tui.metrics.figures import figures
+from boltmesh.tui.metrics.figures import DefinedFigure, figures
 from boltmesh.tui.metrics.findings.diagnose import diagnose
 from boltmesh.tui.metrics.pipelines import bubble
 from boltmesh.tui.metrics.ranks import rank_rows
 from boltmesh.tui.metrics.status import job_stalled_seconds, status
 from boltmesh.tui.metrics.step_time import phase_split
 from boltmesh.tui.panels.chart import MAX_VALUE, nice_scale
+from boltmesh.tui.panels.differences import FIGURES
 from boltmesh.tui.panels.history import Chart, charts
 from boltmesh.tui.panels.texts import config_entries, output_lines
-from boltmesh.tui.panels.throughput import phase_label
+from boltmesh.tui.panels.throughput import phase_label, phases_title
 from boltmesh.tui.panels.traffic import difference_words, shown_traffic
 from boltmesh.tui.sanitize import clean
 from boltmesh.tui.state import Series, State
@@ -74,7 +75,7 @@ def html_page(state: State) -> str:
         _section("Findings", _findings(state)),
         _section("Headline figures", _figures(state)),
         _section("Charts", _charts(charts(state))),
-        _section("Time of a step", _phases(state)),
+        _section(phases_title(state).capitalize(), _phases(state)),
         _section("Bubble of the pipeline", _bubble(state)),
         _section("Ranks", _ranks(state)),
         _section("Memory", _memory(state)),
@@ -139,26 +140,17 @@ def _findings(state: State) -> str:
 
 
 def _figures(state: State) -> str:
-    write = {
-        "bubble_ratio": units.share,
-        "mfu": units.share,
-        "model_tflops": units.number,
-        "hfu": units.share,
-        "hardware_tflops": units.number,
-        "samples_per_s": units.rate,
-        "tokens_per_s": units.rate,
-        "step_s": units.seconds,
-        "exposed_communication": units.share,
-        "utilisation": units.share,
-        "memory_bytes": units.memory,
-    }
     known = msgspec.structs.asdict(figures(state))
     rows = [
-        (name, write[name](figure.latest), figure.definition)
+        (name, FIGURES[name][1](figure.latest) + _age(figure), figure.definition)
         for name, figure in known.items()
         if figure.latest is not None
     ]
     return _table(("figure", "value", "definition"), rows)
+
+
+def _age(figure: DefinedFigure) -> str:
+    return "" if figure.age_s is None else f", {units.duration(figure.age_s)} ago"
 
 
 def _charts(found: Sequence[Chart]) -> str:

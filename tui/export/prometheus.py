@@ -12,16 +12,17 @@ from typing import Final, get_args
 
 from boltmesh.axes import AXES
 from boltmesh.telemetry.snapshot import JobSnapshot, JobState, RankSnapshot
-from boltmesh.telemetry.stall import stalled_seconds
 from boltmesh.tui.alerts.watch import AlertWatch
 from boltmesh.tui.devices import DeviceReading
+from boltmesh.tui.devices.reading import NO_LIMIT
 from boltmesh.tui.export.exposition import Family, Form, Labels, Sample, counter, gauge, text_of
 from boltmesh.tui.metrics.experts import layer_loads
 from boltmesh.tui.metrics.figures import figures
 from boltmesh.tui.metrics.findings.diagnose import diagnose
 from boltmesh.tui.metrics.findings.finding import Kind
+from boltmesh.tui.metrics.status import job_stalled_seconds, rates_are_current
 from boltmesh.tui.sources.live import Observation
-from boltmesh.tui.state import fold
+from boltmesh.tui.state import State, fold
 from boltmesh.tui.units import mean
 
 
@@ -56,6 +57,10 @@ def _million(megahertz: int | None) -> float | None:
     return None if megahertz is None else megahertz * 1e6
 
 
+def _is_throttled(reasons: tuple[str, ...] | None) -> int | None:
+    return None if reasons is None else int(not set(reasons).issubset(NO_LIMIT))
+
+
 _Gauges = tuple[tuple[str, str, Callable[[DeviceReading], float | None]], ...]
 
 _GPU_RATIOS: Final = (
@@ -88,8 +93,8 @@ _GPU_GAUGES: Final[_Gauges] = (
     ("memory_clock_hertz", "Clock of its memory.", lambda each: _million(each.memory_clock_mhz)),
     (
         "is_throttled",
-        "Whether anything holds its clocks down.",
-        lambda each: None if each.throttle_reasons is None else int(bool(each.throttle_reasons)),
+        "Whether anything but idleness holds its clocks down.",
+        lambda each: _is_throttled(each.throttle_reasons),
     ),
     (
         "nvlink_sent_bytes_per_second",
@@ -180,11 +185,11 @@ def prometheus_text(seen: Observation, form: Form = "prometheus") -> str:
 
 def families(seen: Observation) -> Iterator[Family]:
     """Yield every metric, those without a sample too."""
-    stalled_s = stalled_seconds(seen.job, seen.time)
-    yield from _of_job(seen.job, stalled_s)
+    state = fold(None, seen)
+    yield from _of_job(seen.job, job_stalled_seconds(state))
     yield from _of_metrics(seen.job)
-    yield from _of_figures(seen)
-    yield from _of_ranks(seen.job)
+    yield from _of_figures(state)
+    yield from _of_ranks(seen.job, is_current=rates_are_current(state))
     yield from _of_experts(seen.job)
     yield from _of_communication(seen.job)
     yield from _of_memory(seen.job)
@@ -226,8 +231,7 @@ def _of_metrics(job: JobSnapshot) -> Iterator[Family]:
     )
 
 
-def _of_figures(seen: Observation) -> Iterator[Family]:
-    state = fold(None, seen)
+def _of_figures(state: State) -> Iterator[Family]:
     found = figures(state)
     for unit, figure in (("samples", found.samples_per_s), ("tokens", found.tokens_per_s)):
         text = f"{unit.title()} a second, recently; not of a job that is stalled or has ended."
@@ -257,7 +261,7 @@ def _of_figures(seen: Observation) -> Iterator[Family]:
         [({"kind": kind}, int(kind in kinds)) for kind in get_args(Kind)],
     )
     raised = {alert.kind for alert in AlertWatch().update(state)}
-    if seen.job.state in {"failed", "crashed"}:
+    if state.job.state in {"failed", "crashed"}:
         raised.add("failed")  # the watch passes over a job that had ended before its first look
     yield gauge(
         "job_alert",
@@ -278,7 +282,7 @@ def _of_experts(job: JobSnapshot) -> Iterator[Family]:
     yield gauge("expert_imbalance_ratio", text, samples)
 
 
-def _of_ranks(job: JobSnapshot) -> Iterator[Family]:
+def _of_ranks(job: JobSnapshot, *, is_current: bool) -> Iterator[Family]:
     ranks = job.ranks
     yield gauge(
         "rank_info",
@@ -314,8 +318,8 @@ def _of_ranks(job: JobSnapshot) -> Iterator[Family]:
     )
     yield gauge(
         "rank_samples_per_second",
-        "Samples a second, recently.",
-        [(_of(rank), rank.samples_per_second) for rank in ranks],
+        "Samples a second, recently; not of a job that is stalled or has ended.",
+        [(_of(rank), rank.samples_per_second if is_current else None) for rank in ranks],
     )
     recent = f"mean of the newest {RECENT_STEPS} batches."
     yield gauge(

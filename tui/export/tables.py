@@ -12,8 +12,10 @@ import msgspec
 
 from boltmesh.axes import AXES
 from boltmesh.telemetry.snapshot import PHASES, JobSnapshot
+from boltmesh.tui.metrics.figures import figures
 from boltmesh.tui.sanitize import clean
 from boltmesh.tui.sources.live import Observation
+from boltmesh.tui.state import fold
 
 Cell = str | int | float | None
 Row = tuple[Cell, ...]
@@ -126,6 +128,19 @@ def _offload(seen: Observation) -> Iterator[Row]:
             )
 
 
+def _figures(seen: Observation) -> Iterator[Row]:
+    for name, figure in msgspec.structs.asdict(figures(fold(None, seen))).items():
+        yield (
+            seen.job.id,
+            seen.time,
+            name,
+            figure.value,
+            figure.last,
+            figure.age_s,
+            figure.definition,
+        )
+
+
 TABLES: Final[dict[str, ExportTable]] = {
     "steps": ExportTable(
         (
@@ -159,6 +174,9 @@ TABLES: Final[dict[str, ExportTable]] = {
             *("bytes_per_step", "seconds_per_step", "bytes_per_second"),
         ),
         _offload,
+    ),
+    "figures": ExportTable(
+        ("job", "time", "figure", "value", "last", "age_s", "definition"), _figures
     ),
 }
 
