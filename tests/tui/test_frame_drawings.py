@@ -67,7 +67,7 @@ def test_a_replay_says_where_it_is_and_whether_it_moves() -> None:
     assert "at 2m 30s of 10m 00s" in text
     bar = text.rsplit("   ", 1)[1]
     assert bar.count("━") == pytest.approx(len(bar) / 4, abs=1)
-    assert "replay held" in draw_timeline(span, NOW, 99, LOOK, is_playing=False, speed=2.0).plain
+    assert "replay paused" in draw_timeline(span, NOW, 99, LOOK, is_playing=False, speed=2.0).plain
 
 
 @pytest.mark.parametrize(

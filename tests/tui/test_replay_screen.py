@@ -70,7 +70,7 @@ async def test_keys_move_in_time_and_the_screen_follows(recording: FakeRecording
             assert recording.position == NOW + position
         assert screen_text(pilot.app).splitlines()[1] != before
         assert not recording.is_playing
-        assert "replay held" in screen_text(pilot.app)
+        assert "replay paused" in screen_text(pilot.app)
 
 
 async def test_space_plays_and_stops_and_the_keys_say_which(recording: FakeRecording) -> None:

@@ -2,12 +2,14 @@
 
 import json
 
+import msgspec
 import pytest
 
 from boltmesh.telemetry.snapshot import JobSnapshot
 from boltmesh.tui.commands.top import job_json, job_text
 from boltmesh.tui.export.prometheus import prometheus_text
 from boltmesh.tui.metrics.ranks import rank_rows
+from boltmesh.tui.panels.devices import draw_devices
 from boltmesh.tui.panels.header import draw_header, progress
 from boltmesh.tui.panels.jobs import draw_jobs, shown_jobs
 from boltmesh.tui.panels.rank_detail import draw_rank_detail
@@ -16,9 +18,10 @@ from boltmesh.tui.panels.throughput import draw_throughput
 from boltmesh.tui.render.line import Line
 from boltmesh.tui.render.style import ASCII, UNICODE, Style
 from boltmesh.tui.sources.live import Observation
+from boltmesh.tui.state import fold
 from boltmesh.tui.view import TableView
 from tests.tui.exposition import parse
-from tests.tui.samples import NOW, job, rank, state, summary
+from tests.tui.samples import NOW, crashed_demo, demo, job, rank, state, summary
 from tests.tui.screens import open_app, screen_text
 
 LOOK = Style(UNICODE)
@@ -53,6 +56,20 @@ def test_no_panel_that_shows_a_state_is_green(snapshot: JobSnapshot, word: str) 
     assert _is_green(draw_rank_table(healthy, 160, 10, LOOK))
 
 
+@pytest.mark.parametrize(
+    ("seen", "is_green"),
+    [
+        (demo(), True),
+        (msgspec.structs.replace(demo(), time=NOW + STALLED_S), False),
+        (crashed_demo(), False),
+    ],
+)
+def test_no_bar_is_green(seen: Observation, *, is_green: bool) -> None:
+    shown = fold(None, seen)
+    assert _is_green(draw_throughput(shown, 120, 9, LOOK)) == is_green
+    assert _is_green(draw_devices(shown, 160, 20, LOOK)) == is_green
+
+
 def test_the_header_says_for_how_long_and_promises_no_end() -> None:
     seen = state(_stalled())
     assert draw_header(seen, 100, 2, LOOK)[0].plain.rstrip().endswith("stalled 2m 40s")
@@ -82,9 +99,11 @@ def test_json_and_prometheus_tell() -> None:
     found = parse(prometheus_text(stalled))
     assert found["boltmesh_job_stalled_seconds"].value() == STALLED_S
     assert "boltmesh_job_samples_per_second" not in found
+    assert "boltmesh_rank_samples_per_second" not in found
     found = parse(prometheus_text(Observation(NOW, job())))
     assert found["boltmesh_job_stalled_seconds"].value() == 0
     assert found["boltmesh_job_samples_per_second"].value() == 16
+    assert found["boltmesh_rank_samples_per_second"].value(rank="1") == 8
     found = parse(prometheus_text(stopped))
     assert "boltmesh_job_stalled_seconds" not in found
     assert found["boltmesh_job_stopped"].value() == 1

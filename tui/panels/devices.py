@@ -7,7 +7,7 @@ import msgspec
 from boltmesh.tui import units
 from boltmesh.tui.devices import DeviceReading
 from boltmesh.tui.devices.reading import NO_LIMIT, POWER_LIMIT
-from boltmesh.tui.metrics.status import job_stalled_seconds
+from boltmesh.tui.metrics.status import rates_are_current
 from boltmesh.tui.render.bars import MEMORY, UTILISATION, bar
 from boltmesh.tui.render.line import Line, Role
 from boltmesh.tui.render.ranks import NEARLY_FULL
@@ -118,7 +118,7 @@ def draw_devices(
     if not every:
         return [*lines, *note][: max(0, height)]
     # The use of devices says nothing of a job that is stalled or has ended.
-    is_running = state.job.state == "running" and job_stalled_seconds(state) is None
+    is_running = rates_are_current(state)
     room = max(0, height - top - len(note))
     detail = _detail(rows, table, width, look)[: max(0, room - 1 - len(rows))]
     seen = browse(
@@ -225,7 +225,7 @@ def _cells(
         "util": _utilization(reading, look, has_bar=has_bars, is_running=is_running),
         "SM": units.percent(reading.sm_active_percent),
         "tensor": units.percent(reading.tensor_active_percent),
-        "memory": _memory(row, look, has_bar=has_bars),
+        "memory": _memory(row, look, has_bar=has_bars, is_running=is_running),
         "power": of_limit(reading.power_watts, reading.power_limit_watts, "W"),
         "temp": _temperature(reading, look),
         "SM clock": of_limit(reading.sm_clock_mhz, reading.sm_clock_max_mhz, "MHz"),
@@ -278,7 +278,7 @@ def _utilization(reading: DeviceReading, look: Style, *, has_bar: bool, is_runni
     return bar(percent / 100, BAR_WIDTH, look.glyphs, role=role).add(text.rjust(5))
 
 
-def _memory(row: GpuRow, look: Style, *, has_bar: bool) -> Line:
+def _memory(row: GpuRow, look: Style, *, has_bar: bool, is_running: bool) -> Line:
     used, total = row.reading.memory_used_bytes, row.reading.memory_total_bytes
     if used is None:
         return Line(units.UNKNOWN)
@@ -288,9 +288,8 @@ def _memory(row: GpuRow, look: Style, *, has_bar: bool) -> Line:
     text = f"{used / 2**30:.1f}/{total / 2**30:.1f} GiB"
     if not has_bar:
         return Line(text, role)
-    return bar(used / total, BAR_WIDTH, look.glyphs, role=MEMORY.level(used / total)).add(
-        " " + text, role
-    )
+    level: Role = MEMORY.level(used / total) if is_running else "chart"
+    return bar(used / total, BAR_WIDTH, look.glyphs, role=level).add(" " + text, role)
 
 
 def _temperature(reading: DeviceReading, look: Style) -> Line:

@@ -13,7 +13,7 @@ from boltmesh.telemetry.snapshot import JobSnapshot, JobState
 from boltmesh.tui import units
 from boltmesh.tui.metrics.figures import Figures, figures
 from boltmesh.tui.metrics.ranks import rank_rows
-from boltmesh.tui.metrics.status import job_stalled_seconds
+from boltmesh.tui.metrics.status import job_stalled_seconds, rates_are_current
 from boltmesh.tui.panels.events import clock
 from boltmesh.tui.panels.throughput import Unit, rate_line, throughput
 from boltmesh.tui.render.bars import BUBBLE, EXPOSED, MEMORY, MFU, UTILISATION, Level, bar
@@ -153,7 +153,7 @@ def draw_timeline(
     """Clock, position and length as words, and what is left of the line as a bar."""
     first, last = span
     position, length = max(0.0, now - first), max(0.0, last - first)
-    how = f"replay {speed:g}x" if is_playing else "replay held"
+    how = f"replay {speed:g}x" if is_playing else "replay paused"
     line = facts(
         [
             Line(how, "accent" if is_playing else "warn"),
@@ -192,7 +192,7 @@ def _parts(state: State) -> Iterator[Line]:
     yield rate_line(state, unit)
     is_stalled = job_stalled_seconds(state) is not None
     is_running = state.job.state == "running"
-    has_levels = is_running and not is_stalled
+    has_levels = rates_are_current(state)
     if not is_stalled:
         yield from _work(found)
     rows = rank_rows(state)

@@ -14,7 +14,7 @@ from boltmesh.tui.metrics.status import rates_are_current
 from boltmesh.tui.metrics.step_time import BUBBLE, PhaseSplit, batches_per_step, phase_split
 from boltmesh.tui.render import bars
 from boltmesh.tui.render.bars import bar, phase_role, sparkline, stacked_bar
-from boltmesh.tui.render.line import Line
+from boltmesh.tui.render.line import Line, Role
 from boltmesh.tui.render.style import Glyphs, Style, facts, heading, labelled, wrap_facts
 from boltmesh.tui.state import State
 
@@ -109,7 +109,7 @@ def draw_throughput(state: State, width: int, height: int, look: Style) -> list[
     if flops is not None:
         lines.append(_draw_flops(flops, width, look))
     if ratio is not None:
-        lines.append(_draw_bubble(ratio, width, look))
+        lines.append(_draw_bubble(ratio, width, look, has_level=rates_are_current(state)))
     if look.has_headings and height > len(lines):
         lines.insert(0, heading("throughput", width, look))
     return lines[: max(0, height)]
@@ -171,13 +171,13 @@ def _draw_flops(flops: Flops, width: int, look: Style) -> Line:
     return line.crop(width)
 
 
-def _draw_bubble(ratio: float, width: int, look: Style) -> Line:
+def _draw_bubble(ratio: float, width: int, look: Style, *, has_level: bool) -> Line:
     line = Line("bubble".ljust(_LABEL_WIDTH), "muted")
     line.add(units.share(ratio).rjust(_FIGURE_WIDTH), "strong")
     room = width - line.width - 2
     if room >= _SPARKLINE_FROM_WIDTH:
-        level = bars.BUBBLE.level(ratio)
-        line.add("  ").join(bar(ratio, room, look.glyphs, role=level))
+        role: Role = bars.BUBBLE.level(ratio) if has_level else "chart"
+        line.add("  ").join(bar(ratio, room, look.glyphs, role=role))
     return line.crop(width)
 
 
