@@ -79,8 +79,8 @@ def figures(state: State) -> Figures:
         model_tflops=_rate(
             state,
             None if flops is None else flops.per_second / 1e12,
-            "10^12 model FLOPs a second of all ranks, recomputation not counted: flops_per_batch "
-            "of the module, else counted in the second batch",
+            "10^12 model FLOPs a second of the ranks whose batches are seen, recomputation not "
+            "counted: flops_per_batch of the module, else counted in the second batch",
         ),
         hfu=_rate(
             state,
@@ -90,8 +90,8 @@ def figures(state: State) -> Figures:
         hardware_tflops=_rate(
             state,
             None if flops is None else _tera(flops.hardware_per_second),
-            "10^12 hardware FLOPs a second of all ranks: model FLOPs, and those of activations "
-            "that the second batch computed again in its backward pass",
+            "10^12 hardware FLOPs a second of the same ranks: model FLOPs, and those of "
+            "activations that the second batch computed again in its backward pass",
         ),
         samples_per_s=_rate(state, job.samples_per_second, _definition("samples")),
         tokens_per_s=_rate(state, job.tokens_per_second, _definition("tokens")),
@@ -144,13 +144,11 @@ class Flops(msgspec.Struct, frozen=True):
     """FLOPs of the job, over its recent ordinary steps."""
 
     per_second: float
-    """Model FLOPs of all ranks whose FLOPs are known, a second."""
+    """Model FLOPs a second of the ranks whose FLOPs are known: those of other hosts are not."""
     hardware_per_second: float | None
     """The same with activations that are computed again; None where one rank has not counted."""
     peak: float | None
     """Peak of the devices of the same ranks; None where that of one is not known."""
-    num_ranks: int
-    """Those that are in it."""
 
     @property
     def utilization(self) -> float | None:
@@ -184,16 +182,14 @@ def _flops(job: JobSnapshot, ranks: Sequence[RankSnapshot]) -> Flops | None:
     done = 0.0
     hardware: float | None = 0.0
     peak: float | None = 0.0
-    num_ranks = 0
     for rank in ranks:
         profile, model = profiles.get(rank.rank), rank.flops_per_batch
         if profile is None or model is None or model <= 0:
             continue
-        num_ranks += 1
         batch_s = profile.step_s / batches
         done += model / batch_s
         again, known = rank.recomputed_flops_per_batch, rank.peak_flops_per_second
         if hardware is not None:
             hardware = None if again is None else hardware + (model + again) / batch_s
         peak = None if peak is None or not known or known <= 0 else peak + known
-    return Flops(done, hardware, peak, num_ranks) if num_ranks else None
+    return Flops(done, hardware, peak) if done else None

@@ -160,6 +160,9 @@ def _draw_flops(flops: Flops, width: int, look: Style) -> Line:
         if line.width + 2 + told.width <= width:
             line.add("  ").join(told)
     if flops.utilization is None:
+        reason = "no peak known, so no MFU"
+        if line.width + 2 + len(reason) <= width:
+            line.add(f"  {reason}", "muted")
         return line.crop(width)
     rate = Line(units.flops(flops.per_second), "muted")
     room = width - line.width - rate.width - 4
