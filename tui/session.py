@@ -81,7 +81,7 @@ def is_recording(source: Source) -> TypeGuard[Recording]:
 
 
 class Session:
-    """Folds what its source sees, and keeps what is shown while the screen is held.
+    """Folds what its source sees, and keeps what is shown while the screen is paused.
 
     Args:
         source: Where the job is read. It belongs to the session, which closes it.
@@ -116,7 +116,7 @@ class Session:
 
     @property
     def state(self) -> State | None:
-        """What is on the screen; while it is held, not the newest. None before the first look."""
+        """What is on the screen, not the newest while it is paused. None before the first look."""
         return self._shown
 
     @property
@@ -179,7 +179,7 @@ class Session:
         return table
 
     def toggle_pause(self) -> None:
-        """Hold what is shown or go on with the newest; a recording stops or plays instead."""
+        """Pause the screen or go on with the newest; a recording is paused or played instead."""
         recording = self.recording
         if recording is not None:
             (recording.pause if recording.is_playing else recording.play)()

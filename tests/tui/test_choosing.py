@@ -129,6 +129,18 @@ async def test_esc_undoes_one_thing_after_the_other() -> None:
         assert screen.page is PAGES["overview"]
 
 
+async def test_the_last_line_says_what_esc_does() -> None:
+    async with open_app(demo(), size=(80, 24)) as pilot:
+        screen = job_screen(pilot)
+        await pilot.press("2", "slash", *"rank>3", "enter")
+        assert "esc all rows" in screen_text(pilot.app).splitlines()[-1]
+        await pilot.press("l")
+        assert "rank=0   esc back" in screen_text(pilot.app).splitlines()[-1]
+        await pilot.press("escape")
+        assert screen.page is PAGES["ranks"]
+        assert "esc all rows" in screen_text(pilot.app).splitlines()[-1]
+
+
 async def test_enter_opens_from_the_start_and_esc_goes_back() -> None:
     async with open_app(MANY, size=(120, 40)) as pilot:
         screen = job_screen(pilot)

@@ -21,6 +21,8 @@ class FrameOptions(msgspec.Struct, frozen=True):
     note: str = ""
     has_jobs: bool = False
     """Whether there is a list of jobs to go to."""
+    has_page_before: bool = False
+    """Whether esc goes back to another page."""
     has_prompt: bool = False
     """Whether the filter is being typed, on the line of the keys."""
 
@@ -90,7 +92,7 @@ def page_keys(session: Session, page: Page) -> Keys:
         keys += [
             ("space", "pause" if recording.is_playing else "play"),
             ("[ ]", "10 s"),
-            (", .", "one look"),
+            (", .", "one frame"),
         ]
     is_empty = session.state is not None and bool(page.empty_reason(session.state))
     keys += () if is_empty else page.keys
@@ -111,7 +113,8 @@ def _bottom(session: Session, front: FrameOptions, width: int, look: Style) -> L
     if not chosen:
         return draw_keys(page_keys(session, front.page), width)
     line = Line("/ ", "accent").add(chosen, "strong").add("   ")
-    return line.join(draw_keys((("esc", "all rows"), ("/", "change")), width - line.width))
+    escape = "back" if front.has_page_before else "all rows"
+    return line.join(draw_keys((("esc", escape), ("/", "change")), width - line.width))
 
 
 def _empty(title: str, reason: Sequence[str], look: Style) -> Draw:
@@ -142,7 +145,7 @@ def _time(recording: Recording, look: Style) -> Draw:
 
 def _waiting(session: Session, width: int, height: int) -> list[Panel]:
     """Before the first look nothing is known, not even the job's name."""
-    reason = session.waiting_for or "waiting for the first look at the job"
+    reason = session.waiting_for or "reading the job"
     lines = (
         Line(reason, "muted"),
         Line(),

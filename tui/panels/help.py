@@ -46,8 +46,8 @@ KEYS: Entries = (
 
 REPLAY_KEYS: Entries = (
     ("space", "pause, play"),
-    ("[ ]", "10 seconds back, on"),
-    (", .", "one look back, on"),
+    ("[ ]", "10 seconds back, forward"),
+    (", .", "one frame back, forward"),
     ("- +", "slower, faster"),
 )
 

@@ -63,9 +63,9 @@ class JobScreen(NavigationScreen):
         Binding("g", "app.go_to_screen", "go to a screen by name"),
         Binding("o", "next_table", "other table"),
         Binding("left_square_bracket", f"scrub(-{SCRUB_S})", "10 s back"),
-        Binding("right_square_bracket", f"scrub({SCRUB_S})", "10 s on"),
-        Binding("comma", "step(-1)", "one look back"),
-        Binding("full_stop", "step(1)", "one look on"),
+        Binding("right_square_bracket", f"scrub({SCRUB_S})", "10 s forward"),
+        Binding("comma", "step(-1)", "one frame back"),
+        Binding("full_stop", "step(1)", "one frame forward"),
         Binding("plus,equals_sign", "change_speed(2.0)", "faster"),
         Binding("minus", "change_speed(0.5)", "slower"),
     ]  # fmt: skip
@@ -76,7 +76,7 @@ class JobScreen(NavigationScreen):
         if self.page.charts is not None and self.session.view.cursor is not None:
             self.put_cursor(None)
             return
-        if self.leave_rank():
+        if self.leave_page():
             return
         if table is not None and self.session.view.table(table.name).filter:
             self._set_filter("")
@@ -141,7 +141,7 @@ class JobScreen(NavigationScreen):
             self.start_look()
 
     def action_step(self, by: int) -> None:
-        """Go to another look of a recording."""
+        """Go to another frame of a recording."""
         recording = self.session.recording
         if recording is not None:
             recording.step(by)

@@ -51,6 +51,8 @@ class LiveScreen(PanelScreen):
         super().__init__()
         self.session = session
         self.page: Page = PAGES.get(page or "overview", PAGES["overview"])
+        self.page_before: Page | None = None
+        """Where esc goes back to, from a rank or a page beside the tabs."""
         self.note = ""
         """Said in place of the keys until the next one is pressed."""
         self._interval_s = interval_s
@@ -78,6 +80,7 @@ class LiveScreen(PanelScreen):
             page=self.page,
             note=self.note,
             has_jobs=self.dashboard.has_jobs,
+            has_page_before=self.page_before is not None,
             has_prompt=bool(self.query(Prompt)),
         )
         width, height = self.size
@@ -125,7 +128,7 @@ class LiveScreen(PanelScreen):
         await self._await_look(asyncio.to_thread(self.session.look))
 
     def on_live_screen_looked(self, message: Looked) -> None:
-        """Fold one look; a held screen keeps what it shows."""
+        """Fold one look; a paused screen keeps what it shows."""
         is_first = self.session.state is None
         if self.session.take(message.seen):
             self.app.bell()

@@ -9,7 +9,6 @@ from typing_extensions import override
 
 from boltmesh.tui.layout.page import (
     DrawView,
-    Page,
     Panel,
     RankMap,
     Table,
@@ -36,27 +35,19 @@ CURSOR_STEPS = 50
 class NavigationScreen(LiveScreen):
     """What a key does depends on the page; where it means nothing, nothing happens."""
 
-    page_before: Page | None = None
-    """Where a rank was chosen; None while no rank is shown in full."""
-
     def show_page(self, name: str) -> None:
-        """Go to another page."""
-        self.page = PAGES[name]
-        self.page_before = None
-        self.place_cursor()
-        self.paint()
-
-    def show_beside(self, name: str) -> None:
-        """Go to a page that has no place in the line of tabs; esc comes back from it.
+        """Go to another page; from one that has no place in the line of tabs, esc goes back.
 
         The output is that of the chosen rank.
         """
+        page = PAGES[name]
         before = self.page if self.page.tab.is_listed else self.page_before
+        self.page, self.page_before = page, None if page.tab.is_listed else before
         if name == "output" and self.session.view.rank is not None:
             words = f"rank={self.session.view.rank}"
             self.session.look_at_table("output", filter=words, first=0, selected=None)
-        self.show_page(name)
-        self.page_before = before
+        self.place_cursor()
+        self.paint()
 
     def show_rank(self, rank: int) -> None:
         """Show one rank in full."""
@@ -66,8 +57,8 @@ class NavigationScreen(LiveScreen):
         self.session.choose(rank=rank)
         self.paint()
 
-    def leave_rank(self) -> bool:
-        """Go back to where the rank was chosen; return whether one was shown."""
+    def leave_page(self) -> bool:
+        """Go back from a rank or a page beside the tabs; return whether there was one."""
         if self.page_before is None:
             return False
         self.page, self.page_before = self.page_before, None
@@ -129,10 +120,7 @@ class NavigationScreen(LiveScreen):
         page = PAGES.with_key(event.key)
         if page is not None:
             event.stop()
-            if page.tab.is_listed:
-                self.show_page(page.tab.name)
-            else:
-                self.show_beside(page.tab.name)
+            self.show_page(page.tab.name)
 
     def action_next_page(self, by: int) -> None:
         """Go to the next page, or the previous one; after the last comes the first."""
