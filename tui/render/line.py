@@ -70,14 +70,20 @@ class Span(NamedTuple):
     role: Role
 
 
+TITLES: Final = -1
+"""The row of the line of titles."""
+
+
 class Line:
     """Spans from left to right; ``width`` counts terminal cells, not characters."""
 
-    __slots__ = ("spans", "width")
+    __slots__ = ("row", "spans", "width")
 
     def __init__(self, text: str = "", role: Role = "text") -> None:
         self.spans: list[Span] = []
         self.width = 0
+        self.row: int | None = None
+        """The row of a table that it shows, counted as ``TableView.selected`` counts, or TITLES."""
         self.add(text, role)
 
     def add(self, text: str, role: Role = "text") -> Self:

@@ -9,7 +9,7 @@ from typing import Final, NamedTuple, TypeVar
 
 import msgspec
 
-from boltmesh.tui.render.line import SELECTED, Line, fit
+from boltmesh.tui.render.line import SELECTED, TITLES, Line, fit
 from boltmesh.tui.render.style import ASCII, UNICODE, Style
 from boltmesh.tui.view import TableView, first_shown
 
@@ -141,6 +141,9 @@ def browse(
     marked = [_mark(column, table, look) for column in columns]
     cells = [*map(draw, shown), *totals]
     header, *lines = draw_table(marked, cells, width, ellipsis=look.glyphs.ellipsis)
+    header.row = TITLES
+    for row, line in zip(range(first, first + len(shown)), lines, strict=False):
+        line.row = row
     if table.selected is not None and rows:
         at = min(max(0, table.selected), len(rows) - 1) - first
         if 0 <= at < len(shown):
@@ -155,6 +158,7 @@ def browse(
 def _selected(line: Line, width: int) -> Line:
     """Mark a row; what is good or bad in it, and shades of a map, keep their colour."""
     marked = Line()
+    marked.row = line.row
     for text, role in line.spans:
         marked.add(text, SELECTED.get(role, "selected"))
     return marked.pad_to(width, role="selected")

@@ -26,8 +26,9 @@ from typing_extensions import override
 
 from boltmesh.tui.layout.page import Panel
 from boltmesh.tui.layout.region import has_headings
-from boltmesh.tui.render.line import Line, Role, Span, to_ascii
+from boltmesh.tui.render.line import TITLES, Line, Role, Span, to_ascii
 from boltmesh.tui.render.style import Style
+from boltmesh.tui.render.table import column_at
 from boltmesh.tui.theme import Palette
 
 if TYPE_CHECKING:
@@ -42,10 +43,25 @@ class _Piece(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """A panel and the text that it shows."""
+    """A panel and the lines that it shows."""
 
     panel: Panel
-    lines: list[str]
+    lines: list[Line]
+
+    def row_at(self, y: int) -> int | None:
+        """Return the row of a table on a line; None: there is none."""
+        row = self.lines[y].row if y < len(self.lines) else None
+        return None if row == TITLES else row
+
+    def title_at(self, x: int, y: int, titles: Sequence[str]) -> str | None:
+        """Return the title at a cell, or nearest to it, where that is in the line of titles."""
+        is_header = y < len(self.lines) and self.lines[y].row == TITLES
+        return column_at(self.lines[y], x, titles) if is_header else None
+
+    def first_row(self) -> int | None:
+        """Return the first row of a table that is shown, if one is."""
+        rows = map(self.row_at, range(len(self.lines)))
+        return next((row for row in rows if row is not None), None)
 
 
 class Canvas(Widget):
@@ -78,7 +94,7 @@ class Canvas(Widget):
         for panel in panels:
             region = panel.region
             lines = draw_lines(panel)
-            self.drawn.append(Drawn(panel, [line.plain for line in lines]))
+            self.drawn.append(Drawn(panel, lines))
             for y, line in enumerate(lines, start=region.y):
                 if y < height:
                     strip = painter.paint(line, min(region.width, width - region.x))

@@ -8,7 +8,7 @@ from textual.binding import Binding, BindingType
 from typing_extensions import override
 
 from boltmesh.tui.layout.frame import shown_tabs
-from boltmesh.tui.layout.page import RankMap, Table, row_at, title_at
+from boltmesh.tui.layout.page import RankMap, Table
 from boltmesh.tui.metrics.heat import chosen_heat
 from boltmesh.tui.pages.ranks import RANK
 from boltmesh.tui.pages.registry import PAGES
@@ -238,17 +238,13 @@ class JobScreen(NavigationScreen):
         view = scene.view.table(table.name)
         if len(self.page.tables) > 1:
             self.activate(table.name)
-        column = title_at(drawn.lines, table.columns, x, y)
+        column = drawn.title_at(x, y, table.columns)
         if column is not None:
             self.sort_by(
                 table, column, is_descending=view.sort == column and not view.is_descending
             )
             return
-        draw = self.draw_view(table)
-        if draw is None:
-            return
-        num_rows = len(table.rows(scene.state, view))
-        row = row_at(draw, self.window(table), num_rows, y)
+        row = drawn.row_at(y)
         if row is not None:
             self.select(table, row)
             if is_double:

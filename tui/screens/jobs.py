@@ -11,7 +11,7 @@ from textual.binding import Binding, BindingType
 from typing_extensions import override
 
 from boltmesh.errors import BoltMeshError
-from boltmesh.tui.layout.page import Panel, hold_window, row_at, title_at
+from boltmesh.tui.layout.page import Panel
 from boltmesh.tui.layout.region import Region
 from boltmesh.tui.panels.help import PageHelp
 from boltmesh.tui.panels.jobs import COLUMNS, draw_jobs, shown_jobs
@@ -127,15 +127,13 @@ class JobsScreen(PanelScreen):
             return
         region = drawn.panel.region
         x, y = event.screen_x - region.x, event.screen_y - region.y
-        column = title_at(drawn.lines, COLUMNS, x, y)
+        column = drawn.title_at(x, y, COLUMNS)
         if column is not None:
             self._sort(
                 column, is_descending=self._view.sort == column and not self._view.is_descending
             )
             return
-        row = row_at(
-            lambda view: self._table(region, view), self._window(region), len(self.shown), y
-        )
+        row = drawn.row_at(y)
         if row is not None:
             self._choose(row)
             if event.chain >= 2:
@@ -206,17 +204,11 @@ class JobsScreen(PanelScreen):
         return ids.index(self._chosen) if self._chosen in ids else 0
 
     def _choose(self, row: int) -> None:
-        for drawn in self.canvas.drawn:
-            if drawn.panel.name == "jobs":
-                first = self._window(drawn.panel.region).first
-                self._view = msgspec.structs.replace(self._view, first=first)
+        drawn = self.canvas.drawn_panel("jobs")
+        if drawn is not None and (first := drawn.first_row()) is not None:
+            self._view = msgspec.structs.replace(self._view, first=first)
         self._chosen = self.shown[row].id
         self.paint()
-
-    def _window(self, region: Region) -> TableView:
-        """Return the view with the window that is on the screen."""
-        view = msgspec.structs.replace(self._view, selected=self._place())
-        return hold_window(lambda view: self._table(region, view), view)
 
     def _sort(self, column: str | None, *, is_descending: bool = False) -> None:
         self._look(sort=column, is_descending=is_descending)
@@ -226,14 +218,8 @@ class JobsScreen(PanelScreen):
         self.paint()
 
     def _draw(self, width: int, height: int) -> list[Line]:
-        region = Region(0, 0, width, height)
         view = msgspec.structs.replace(self._view, selected=self._place())
-        return self._table(region, view)
-
-    def _table(self, region: Region, view: TableView) -> list[Line]:
-        return draw_jobs(
-            self._jobs, region.width, region.height, self.look, table=view, trouble=self._trouble
-        )
+        return draw_jobs(self._jobs, width, height, self.look, table=view, trouble=self._trouble)
 
     def _draw_bottom(self, width: int, height: int) -> list[Line]:
         if note := self._note or self._trouble:

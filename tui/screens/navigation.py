@@ -1,19 +1,13 @@
 """The keys that change how a job is looked at: rows, columns, metrics, figures."""
 
-from collections.abc import Sequence
-from functools import partial
-
 import msgspec
 from textual import events
 from typing_extensions import override
 
 from boltmesh.tui.layout.page import (
-    DrawView,
-    Panel,
     RankMap,
     Table,
     WindowOf,
-    hold_window,
     next_column,
 )
 from boltmesh.tui.metrics.heat import HEAT_FIGURES, chosen_heat
@@ -21,11 +15,8 @@ from boltmesh.tui.pages.ranks import RANK
 from boltmesh.tui.pages.registry import PAGES
 from boltmesh.tui.panels.chart import chosen_metric
 from boltmesh.tui.panels.history import has_clock
-from boltmesh.tui.render.line import Line
-from boltmesh.tui.screens.base import draw_lines
 from boltmesh.tui.screens.live import LiveScreen
 from boltmesh.tui.state import metric_names
-from boltmesh.tui.view import TableView
 
 MAX_ZOOM = 8
 CURSOR_STEPS = 50
@@ -88,31 +79,14 @@ class NavigationScreen(LiveScreen):
         scene = self.scene
         if scene is None:
             return
-        first = self.window(table).first
-        view = self.session.look_at_table(table.name, selected=row, first=first)
+        drawn = self.canvas.drawn_panel(table.name)
+        first = None if drawn is None else drawn.first_row()
+        window = {} if first is None else {"first": first}
+        view = self.session.look_at_table(table.name, selected=row, **window)
         rank = table.selected_rank(scene.state, view)
         if rank is not None:
             self.session.choose(rank=rank)
         self.paint()
-
-    def window(self, table: Table) -> TableView:
-        """Return how a table is looked at, with the window that is on the screen."""
-        view = self.session.view.table(table.name)
-        draw = self.draw_view(table)
-        return view if draw is None else hold_window(draw, view)
-
-    def draw_view(self, table: Table) -> DrawView | None:
-        """Return what draws a table at its place, if it is on the screen."""
-        scene, drawn = self.scene, self.canvas.drawn_panel(table.name)
-        if scene is None or drawn is None:
-            return None
-        region, state, look = drawn.panel.region, scene.state, scene.look
-
-        def draw(view: TableView) -> Sequence[Line]:
-            draw_table = partial(table.draw, state, look=look, table=view)
-            return draw_lines(Panel(table.name, region, draw_table))
-
-        return draw
 
     @override
     def on_key(self, event: events.Key) -> None:
