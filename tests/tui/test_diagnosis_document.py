@@ -9,7 +9,7 @@ from boltmesh.telemetry import stall
 from boltmesh.tui.metrics import step_time, stragglers, traffic
 from boltmesh.tui.metrics.findings import limits, waits
 from boltmesh.tui.metrics.findings.finding import KEPT, Kind
-from boltmesh.tui.metrics.step_time import WARM_UP_STEPS
+from boltmesh.tui.metrics.step_time import WARM_UP_BATCHES
 
 TEXT = " ".join(
     (Path(__file__).parents[2] / "docs" / "diagnosis.md").read_text(encoding="utf-8").split()
@@ -29,7 +29,7 @@ def test_every_kind_is_described() -> None:
         ),
         f"falls below {KEPT:.0%} of the limit",
         f"{limits.HOST_BUSY:.0%} of its cores are in use, and {limits.OTHERS_BUSY:.0%} by",
-        f"The first {WARM_UP_STEPS} batches",
+        f"The first {WARM_UP_BATCHES} batches",
         f"made from {stragglers.BATCHES_TO_JUDGE} such batches on",
         f"for {stall.STALL_IN_BATCHES:.0f} batches, {stall.STALL_IN_LONGEST:.0f} times the longest",
         f"recent one and {stall.STALL_AT_LEAST_S:.0f} s",

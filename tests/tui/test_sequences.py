@@ -4,8 +4,9 @@ import msgspec
 import pytest
 
 from boltmesh.telemetry.snapshot import JobSnapshot, RankSnapshot
+from boltmesh.telemetry.stall import STALL_AT_LEAST_S
 from boltmesh.tui.metrics.hangs import first_to_go, hangs, last_collective
-from boltmesh.tui.metrics.sequences import STUCK_AT_LEAST_S, GroupRow, group_rows
+from boltmesh.tui.metrics.sequences import GroupRow, group_rows
 from boltmesh.tui.panels.sequences import COLUMNS, draw_sequences, shown_groups
 from boltmesh.tui.render.style import ASCII, UNICODE, Style
 from boltmesh.tui.view import TableView
@@ -82,7 +83,7 @@ def test_a_thousand_ranks_wait_for_one() -> None:
     assert text.endswith("ranks 0-699, 701-1023 wait for 31s")
 
 
-@pytest.mark.parametrize("seconds", [0.0, 5.0, STUCK_AT_LEAST_S - 1])
+@pytest.mark.parametrize("seconds", [0.0, 5.0, STALL_AT_LEAST_S - 1])
 def test_ranks_that_differ_for_a_moment_are_no_hang(seconds: float) -> None:
     snapshot = hung({"data": 4}, 1, seconds=seconds)
     assert _texts(snapshot) == []

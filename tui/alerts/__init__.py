@@ -1,5 +1,5 @@
 """Alerts on a job while it is watched.
 
-``rules`` define conditions, ``watch`` raises and resolves alerts, ``hook`` runs the user's command.
-``headless`` does so without a screen, for ``boltmesh top --json``.
+``watch`` has the rules, and raises and resolves alerts; ``hook`` runs the user's command, also
+without a screen.
 """

@@ -60,10 +60,8 @@ from boltmesh.tui.sources.live import InterruptionError, Observation, Source
 from boltmesh.tui.state import State, fold
 
 if TYPE_CHECKING:
-    from boltmesh.tui.sources.replay import ReplaySource
-
-if TYPE_CHECKING:
     from boltmesh.telemetry.reader.reader import JobSummary
+    from boltmesh.tui.sources.replay import ReplaySource
 
 
 THEMES = ("night", "day", "terminal", "mono")
@@ -122,14 +120,7 @@ def top(
         if theme is not None and theme not in THEMES:
             raise ConfigError(f"--theme {theme}: there is no such theme. Use {', '.join(THEMES)}.")
         if other is not None:
-            if as_json and not once:
-                raise ConfigError("--json of two runs is one document. Add --once.")
-            if at_s is not None or demo or replay is not None:
-                used = "--demo" if demo else "--at" if at_s is not None else "--replay"
-                raise ConfigError(
-                    f"{used} shows one run. Leave it out to compare two; a recording is named "
-                    f"like a job."
-                )
+            _check_two_runs(once=once, as_json=as_json, demo=demo, replay=replay, at_s=at_s)
         if slurm is not None:
             ssh = targets.with_slurm(ssh, slurm)
         targets.check_replay(job, demo=demo, replay=replay, at_s=at_s, on_alert=on_alert, once=once)
@@ -142,15 +133,7 @@ def top(
             ssh, remote_command, run_dir, interval_s=targets.CPU_SAMPLE_S if once else interval_s
         )
         is_screen = not (once or as_json)
-        if not is_screen and (theme is not None or not has_mouse):
-            option = "--no-mouse" if theme is None else "--theme"
-            other = "--once" if once else "--json"
-            raise ConfigError(f"{option} is for the screen. Leave out {option} or {other}.")
-        if is_screen and not (sys.stdin.isatty() and sys.stdout.isatty()):
-            raise ConfigError(
-                "The dashboard needs a terminal. Use 'boltmesh top --once' for text or "
-                "'boltmesh top --once --json' for JSON."
-            )
+        _check_screen(is_screen=is_screen, once=once, theme=theme, has_mouse=has_mouse)
         look = terminal_look(ascii_only=ascii_only)
         if is_screen:
             _open_screen(
@@ -180,6 +163,32 @@ def top(
             else:
                 _print_until_the_end(source, interval_s=interval_s, on_alert=on_alert)
     return exit_code()
+
+
+def _check_two_runs(
+    *, once: bool, as_json: bool, demo: bool, replay: Path | None, at_s: float | None
+) -> None:
+    """Refuse options that are about one run."""
+    if as_json and not once:
+        raise ConfigError("--json of two runs is one document. Add --once.")
+    if at_s is not None or demo or replay is not None:
+        used = "--demo" if demo else "--at" if at_s is not None else "--replay"
+        raise ConfigError(
+            f"{used} shows one run. Leave it out to compare two; a recording is named like a job."
+        )
+
+
+def _check_screen(*, is_screen: bool, once: bool, theme: str | None, has_mouse: bool) -> None:
+    """Refuse options of the screen without one, and a screen without a terminal."""
+    if not is_screen and (theme is not None or not has_mouse):
+        option = "--no-mouse" if theme is None else "--theme"
+        text = "--once" if once else "--json"
+        raise ConfigError(f"{option} is for the screen. Leave out {option} or {text}.")
+    if is_screen and not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise ConfigError(
+            "The dashboard needs a terminal. Use 'boltmesh top --once' for text or "
+            "'boltmesh top --once --json' for JSON."
+        )
 
 
 def _open_screen(

@@ -1,1 +1,1 @@
-"""Metrics of a job for other programs: ``prometheus`` text, and CSV ``tables``."""
+"""A job for other programs: Prometheus text, CSV tables, an HTML page."""

@@ -12,6 +12,7 @@ from typing import Final, get_args
 
 from boltmesh.axes import AXES
 from boltmesh.telemetry.snapshot import JobSnapshot, JobState, RankSnapshot
+from boltmesh.telemetry.stall import RECENT_STEPS
 from boltmesh.tui.alerts.watch import AlertWatch
 from boltmesh.tui.devices import DeviceReading
 from boltmesh.tui.devices.reading import NO_LIMIT
@@ -168,10 +169,6 @@ _HOST_GAUGES: Final[_Gauges] = (
         lambda each: each.disk_free_bytes,
     ),
 )
-
-
-RECENT_STEPS = 20
-"""Batches whose mean is a rank's step and phase time."""
 
 
 _ALERTS: Final = ("loss", "memory", "temperature", "stall", "failed")

@@ -58,9 +58,6 @@ def figures(state: State) -> Figures:
     job = state.job
     flops = _flops(job, job.ranks)
     split = phase_split(job)
-    exposed_s = 0.0
-    for phase in () if split is None else split.phases:
-        exposed_s += phase.seconds if phase.name == "communication" else 0.0
     rows = rank_rows(state)
     used = [row.utilization_percent for row in rows if row.utilization_percent is not None]
     memory = [row.memory_used_bytes for row in rows if row.memory_used_bytes is not None]
@@ -101,7 +98,7 @@ def figures(state: State) -> Figures:
             "make whole steps, without the first 3 and those that validate or write a checkpoint",
         ),
         exposed_communication=DefinedFigure(
-            None if split is None else exposed_s / split.seconds,
+            None if split is None else split.share("communication"),
             "share of a step in which a rank only waits for communication, its pipeline's bubble "
             "not counted",
         ),

@@ -15,16 +15,16 @@ from typing import Literal
 import msgspec
 
 from boltmesh.telemetry.snapshot import GroupProgress, JobSnapshot, RankSnapshot
-from boltmesh.telemetry.stall import LONG_LIMIT_S, LONG_PHASES
+from boltmesh.telemetry.stall import LONG_LIMIT_S, LONG_PHASES, STALL_AT_LEAST_S
 from boltmesh.tui.metrics.memo import remember_last
 from boltmesh.tui.metrics.step_time import optimizer_step_seconds
 from boltmesh.tui.metrics.traffic import is_point_to_point
 from boltmesh.tui.state import State
 
-STUCK_AT_LEAST_S = 15.0
 STUCK_IN_STEPS = 5.0
 """A group is called stuck when somebody waits in it and nobody has advanced for this many steps
-of the job, and this long. When the job has ended nobody will, and there is nothing to wait for."""
+of the job, and for STALL_AT_LEAST_S. When the job has ended nobody will, and there is nothing to
+wait for."""
 
 Status = Literal["even", "apart", "waiting", "stuck", "paired", "unknown"]
 """``apart``: the numbers differ, as they do for a moment. ``waiting``: for a rank that validates,
@@ -74,7 +74,7 @@ def group_rows(state: State) -> tuple[GroupRow, ...]:
     job = state.job
     paired = _paired_groups(job)
     ranks = {rank.rank: rank for rank in job.ranks}
-    patience_s = max(STUCK_AT_LEAST_S, STUCK_IN_STEPS * (optimizer_step_seconds(job) or 0.0))
+    patience_s = max(STALL_AT_LEAST_S, STUCK_IN_STEPS * (optimizer_step_seconds(job) or 0.0))
     rows = [
         _row(key, found, state, ranks, is_paired=key[:2] in paired, patience_s=patience_s)
         for key, found in _by_group(job).items()

@@ -252,6 +252,10 @@ class PhaseSplit(msgspec.Struct, frozen=True):
     phases: tuple[PhaseTime, ...]
     """In the order of ``SPLIT_PHASES``, those that took time; they add up to ``seconds``."""
 
+    def share(self, name: str) -> float:
+        """Return the share of the step that a phase takes."""
+        return sum(each.seconds for each in self.phases if each.name == name) / self.seconds
+
 
 @remember_last
 def phase_split(job: JobSnapshot) -> PhaseSplit | None:
@@ -288,7 +292,7 @@ def phase_split(job: JobSnapshot) -> PhaseSplit | None:
 DEVIATION = 1.4826
 """Makes the median deviation of a normal distribution its standard deviation."""
 
-WARM_UP_STEPS = 3
+WARM_UP_BATCHES = 3
 """Batches at the start of a run that are not judged: kernels are chosen, buckets arranged."""
 
 INTERRUPTIONS = ("validation", "checkpoint")
@@ -404,13 +408,13 @@ def _own(step_s: float, wait_s: float, idle_s: float) -> float:
 def _ordinary(times: RecentTimes) -> RecentTimes:
     """Return the columns without steps that warm up, validate or write a checkpoint."""
     is_interrupted = any(name in times.phases for name in INTERRUPTIONS)
-    if times.indexes[0] >= WARM_UP_STEPS and not is_interrupted:
+    if times.indexes[0] >= WARM_UP_BATCHES and not is_interrupted:
         return times
     interruptions = [times.phases[name] for name in INTERRUPTIONS if name in times.phases]
     kept = [
         place
         for place, index in enumerate(times.indexes)
-        if index >= WARM_UP_STEPS and not any(column[place] for column in interruptions)
+        if index >= WARM_UP_BATCHES and not any(column[place] for column in interruptions)
     ]
     columns = {
         name: tuple(column[place] for place in kept) for name, column in times.phases.items()

@@ -1,5 +1,5 @@
 """The pages of a job: which panels each has, and where they are. Plain Python, without Textual.
 
-``registry`` lists them by key and loads each on first use. A ``page`` places ``tui.panels`` with
-``tui.layout``; ``frame`` adds header, tabs and keys; ``table`` describes a table to the screens.
+``registry`` finds them in this folder. A page places ``tui.panels`` by ``tui.layout``, whose
+``page`` has the base class, and whose ``frame`` adds header, tabs and keys.
 """

@@ -20,7 +20,7 @@ from boltmesh.tui import units
 from boltmesh.tui.metrics.hangs import hangs, whereabouts
 from boltmesh.tui.metrics.memo import remember_last
 from boltmesh.tui.metrics.sequences import has_ended
-from boltmesh.tui.metrics.step_time import INTERRUPTIONS, working_seconds
+from boltmesh.tui.metrics.step_time import INTERRUPTIONS, WARM_UP_BATCHES, working_seconds
 from boltmesh.tui.render.line import Line, Role, fit
 from boltmesh.tui.render.style import Style, heading, sentence
 from boltmesh.tui.render.table import AS_IT_COMES, Cell, Column, browse, selected_row
@@ -34,9 +34,6 @@ beyond it: where all steps differ, none of them is an event."""
 
 MIN_STEPS = 10
 """Fewer steps have no median to speak of."""
-
-WARM_UP_BATCHES = 3
-"""At the start of a run: kernels are chosen, files opened, buckets arranged."""
 
 SEARCHED_RANKS = 4
 MAX_SLOW_STEPS = 8

@@ -14,6 +14,7 @@ import msgspec
 
 from boltmesh.schedule_sim import Action, Slot
 from boltmesh.telemetry.snapshot import Chunk
+from boltmesh.telemetry.stall import STALL_AT_LEAST_S
 from boltmesh.tui import units
 from boltmesh.tui.metrics.pipelines import PipelineStep, newest_step, slowest_whole_step
 from boltmesh.tui.render.line import Line, Role
@@ -21,9 +22,8 @@ from boltmesh.tui.render.ranks import fit_rows, nothing_to_show, row_names, step
 from boltmesh.tui.render.style import Style, heading, wrap_facts
 from boltmesh.tui.state import State
 
-STUCK_AT_LEAST_S = 15.0
 STUCK_IN_WINDOWS = 10.0
-"""An unfinished step is shown once it has been idle for so long."""
+"""An unfinished step is shown once it has been idle for so long, and for STALL_AT_LEAST_S."""
 
 
 class GanttRow(msgspec.Struct, frozen=True):
@@ -67,7 +67,7 @@ def _is_stuck(state: State, begun: PipelineStep, whole: PipelineStep | None) -> 
     if state.job.state in {"failed", "crashed"}:
         return True
     patience_s = STUCK_IN_WINDOWS * (whole.window_s if whole is not None else 0.0)
-    return state.time - begun.end > max(STUCK_AT_LEAST_S, patience_s)
+    return state.time - begun.end > max(STALL_AT_LEAST_S, patience_s)
 
 
 def _draw(step: PipelineStep) -> Gantt:

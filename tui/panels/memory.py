@@ -17,6 +17,7 @@ from boltmesh.tui.metrics.memo import remember_last
 from boltmesh.tui.panels.offload import draw_offload, offload_rows
 from boltmesh.tui.render.bars import stack
 from boltmesh.tui.render.line import Line, Role
+from boltmesh.tui.render.ranks import NEARLY_FULL
 from boltmesh.tui.render.style import Style, facts, heading, labelled, sentence, wrap_facts
 from boltmesh.tui.render.table import AS_IT_COMES, Cell, Column, browse
 from boltmesh.tui.state import State
@@ -213,9 +214,6 @@ COLUMNS = ("place", "kind", "min", "median", "max", "max rank", "predicted", "di
 """Titles that the table can be sorted by."""
 
 NOT_KNOWN = "not known"
-
-NEARLY_FULL = 0.95
-"""From this share of the limit on, the figure warns."""
 
 MIN_BAR_WIDTH = 12
 _LABEL_WIDTH = len("predicted ")
