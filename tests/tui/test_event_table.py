@@ -65,11 +65,12 @@ def test_alerts_of_the_watcher_have_their_own_kind() -> None:
     assert "the job" in _drawn(job(events=events))
 
 
-def test_a_slow_step_is_an_event_with_its_cause() -> None:
+@pytest.mark.parametrize(("batches", "name"), [(1, "step 41"), (3, "batch 40")])
+def test_a_slow_step_is_an_event_with_its_cause(batches: int, name: str) -> None:
     def steps(number: int) -> tuple:
         extra = ("data" if number == 1 else "communication", 1.0)
         return tuple(
-            step(index, seconds=0.5 + (index == 40),
+            step(index, seconds=0.5 + (index == 40), global_step=(index + 1) // batches,
                  phases=(PhaseTime("forward", 0.5), PhaseTime(extra[0], extra[1] * (index == 40))))
             for index in range(60)
         )  # fmt: skip
@@ -78,9 +79,8 @@ def test_a_slow_step_is_an_event_with_its_cause() -> None:
     (row,) = _rows(snapshot, "slow step")
     assert row.ranks == (1,)
     assert row.time == steps(0)[40].end_time
-    assert (
-        row.message == "step 41 took 1.50 s, 3x the median of 500 ms: 1.00 s more in data of rank 1"
-    )
+    told = "took 1.50 s, 3x the median of 500 ms: 1.00 s more in data of rank 1"
+    assert row.message == f"{name} {told}"
 
 
 def test_ranks_that_are_gone_are_events_and_those_of_one_place_one_line() -> None:

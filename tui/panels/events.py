@@ -20,7 +20,12 @@ from boltmesh.tui import units
 from boltmesh.tui.metrics.hangs import hangs, whereabouts
 from boltmesh.tui.metrics.memo import remember_last
 from boltmesh.tui.metrics.sequences import has_ended
-from boltmesh.tui.metrics.step_time import INTERRUPTIONS, WARM_UP_BATCHES, working_seconds
+from boltmesh.tui.metrics.step_time import (
+    INTERRUPTIONS,
+    WARM_UP_BATCHES,
+    batches_per_step,
+    working_seconds,
+)
 from boltmesh.tui.render.line import Line, Role, fit
 from boltmesh.tui.render.style import Style, heading, sentence
 from boltmesh.tui.render.table import AS_IT_COMES, Cell, Column, browse, selected_row
@@ -195,7 +200,7 @@ def timeline(state: State) -> tuple[EventRow, ...]:
     """Return events of the ranks and those seen from outside, oldest first."""
     job = state.job
     told = [_told(event) for event in job.events]
-    slow = [_slow(step) for step in slow_steps(job)]
+    slow = [_slow(step, batches_per_step(job)) for step in slow_steps(job)]
     stuck = [
         EventRow(hang.since or state.time, hang.row.missing, "hang", hang.text)
         for hang in hangs(state)[:MAX_HANGS]
@@ -233,13 +238,14 @@ def _told(event: Event) -> EventRow:
     return EventRow(event.time, ranks, event.kind, event.message)
 
 
-def _slow(step: SlowStep) -> EventRow:
-    message = (
-        f"step {units.count(step.global_step)} took {units.seconds(step.seconds)}, "
-        f"{step.seconds / step.median_s:.3g}x the median of {units.seconds(step.median_s)}"
-        if step.median_s > 0
-        else f"step {units.count(step.global_step)} took {units.seconds(step.seconds)}"
-    )
+def _slow(step: SlowStep, batches: int) -> EventRow:
+    name = f"step {units.count(step.global_step)}"
+    if batches > 1:
+        name = f"batch {units.count(step.index)}"
+    message = f"{name} took {units.seconds(step.seconds)}"
+    if step.median_s > 0:
+        times = f"{step.seconds / step.median_s:.3g}x"
+        message += f", {times} the median of {units.seconds(step.median_s)}"
     if step.phase is not None:
         message += f": {units.seconds(step.excess_s)} more in {step.phase}"
         message += " than usual" if step.rank is None else f" of rank {step.rank}"
