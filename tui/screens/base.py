@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple, cast
 
 from rich.segment import Segment
 from rich.style import Style as Colour
+from textual import events
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal
@@ -175,6 +176,11 @@ class PanelScreen(Screen[None]):
 
     AUTO_FOCUS = None
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.note = ""
+        """Said in place of the keys until the next one is pressed."""
+
     @property
     def dashboard(self) -> "DashboardApp":
         """The app, by its own type."""
@@ -210,6 +216,22 @@ class PanelScreen(Screen[None]):
     def on_screen_resume(self) -> None:
         """Draw for the first time, or catch up with what happened behind another screen."""
         self.paint()
+
+    def on_key(self, event: events.Key) -> None:
+        """Take away what was said, whichever key comes."""
+        del event
+        self.say("")
+
+    def say(self, note: str) -> None:
+        """Show a line in place of the keys."""
+        if note != self.note:
+            self.note = note
+            self.paint()
+
+    @override
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        # While a filter is typed, a slash is a character and tab does nothing.
+        return not (action in {"filter", "next_page"} and self.query(Prompt))
 
     async def on_prompt_done(self) -> None:
         """Close the line of the filter."""

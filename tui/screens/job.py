@@ -5,7 +5,6 @@ from typing import ClassVar
 
 from textual import events
 from textual.binding import Binding, BindingType
-from typing_extensions import override
 
 from boltmesh.tui.layout.frame import shown_tabs
 from boltmesh.tui.layout.page import RankMap, Table
@@ -89,11 +88,6 @@ class JobScreen(NavigationScreen):
         """Pause the screen, or show the newest state again."""
         self.session.toggle_pause()
         self.paint()
-
-    @override
-    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        # While a filter is typed, a slash is a character and tab does nothing.
-        return not (action in {"filter", "next_page"} and self.query(Prompt))
 
     async def action_filter(self) -> None:
         """Open the line in which the rows of the table are chosen."""

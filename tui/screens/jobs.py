@@ -63,7 +63,6 @@ class JobsScreen(PanelScreen):
         self._jobs: Sequence[JobSummary] = ()
         self._view = TableView()
         self._chosen: str | None = None
-        self._note = ""
         self._trouble = "reading the list of jobs"
         """Why the list is not of now, while nothing else is said."""
         self._is_listing = False
@@ -109,16 +108,6 @@ class JobsScreen(PanelScreen):
             self._is_listing, self._listed = False, self.dashboard.clock()
         self._cost_s = time.process_time() - begun_s
         self.paint()
-
-    def say(self, note: str) -> None:
-        """Show a line in place of the keys until the next one is pressed."""
-        self._note = note
-        self.paint()
-
-    def on_key(self, event: events.Key) -> None:
-        """Take away what was said, whichever key comes."""
-        del event
-        self._note = ""
 
     def on_click(self, event: events.Click) -> None:
         """Sort by a title, choose a job, or open it with the second click."""
@@ -171,11 +160,6 @@ class JobsScreen(PanelScreen):
         else:
             self._sort(self._view.sort, is_descending=not self._view.is_descending)
 
-    @override
-    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        # While somebody types, a slash is a character.
-        return not (action == "filter" and self.query(Prompt))
-
     async def action_filter(self) -> None:
         """Open the line in which the rows are chosen."""
         if not self.query(Prompt):
@@ -222,7 +206,7 @@ class JobsScreen(PanelScreen):
         return draw_jobs(self._jobs, width, height, self.look, table=view, trouble=self._trouble)
 
     def _draw_bottom(self, width: int, height: int) -> list[Line]:
-        if note := self._note or self._trouble:
+        if note := self.note or self._trouble:
             return [Line(fit(note, width, ellipsis=self.look.glyphs.ellipsis), "warn")]
         line = Line()
         if self._view.filter:

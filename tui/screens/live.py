@@ -5,7 +5,6 @@ import time
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 
-from textual import events
 from textual.message import Message
 from typing_extensions import override
 
@@ -53,8 +52,6 @@ class LiveScreen(PanelScreen):
         self.page: Page = PAGES.get(page or "overview", PAGES["overview"])
         self.page_before: Page | None = None
         """Where esc goes back to, from a rank or a page beside the tabs."""
-        self.note = ""
-        """Said in place of the keys until the next one is pressed."""
         self._interval_s = interval_s
         self._last_look = float("-inf")
         self._cost_s = 0.0
@@ -104,17 +101,6 @@ class LiveScreen(PanelScreen):
     def on_unmount(self) -> None:
         """Detach from the job."""
         self.session.close()
-
-    def on_key(self, event: events.Key) -> None:
-        """Take away what was said, whichever key comes."""
-        del event
-        self.say("")
-
-    def say(self, note: str) -> None:
-        """Show a line in place of the keys."""
-        if note != self.note:
-            self.note = note
-            self.paint()
 
     def start_look(self) -> None:
         """Look in the background, unless a look is under way."""
