@@ -24,7 +24,7 @@ class CommunicationPage(Page):
 
     tab = Tab("communication", "Communication", key="3")
     help = PageHelp(
-        about="communication: what the ranks send to each other, beside what they should",
+        about="communication: what ranks send to each other, beside what they should",
         terms=TRAFFIC_TERMS,
     )
     tables = (TRAFFIC,)

@@ -42,10 +42,7 @@ class MeshPage(Page):
             ("arrows", "choose a rank; j and k too; enter shows it in full"),
         ),
         terms=(
-            (
-                "compute time",
-                "step without waiting for other ranks: the late one has the longest",
-            ),
+            ("compute", "time of a step without waiting for others; the late rank has most"),
             ("bubble", "idle share of a rank over the whole steps that are recorded"),
             ("bytes/s", "payload of all operators, over the time of a step"),
             ("by place", "mean of the ranks at one place of an axis, beside that of all"),

@@ -20,7 +20,7 @@ from boltmesh.tui.panels.chart import chosen_metric, draw_chart, draw_metrics, n
 from boltmesh.tui.panels.diagnosis import diagnosis_lines, draw_diagnosis
 from boltmesh.tui.panels.events import draw_events, timeline
 from boltmesh.tui.panels.heatmap import draw_heatmap, heatmap_lines, neighbour, rank_at
-from boltmesh.tui.panels.help import STEP_TIME_TERMS, TRAFFIC_TERMS, PageHelp
+from boltmesh.tui.panels.help import TRAFFIC_TERMS, PageHelp
 from boltmesh.tui.panels.rank_table import draw_spread
 from boltmesh.tui.panels.throughput import draw_phases, draw_throughput
 from boltmesh.tui.panels.traffic import draw_communication
@@ -183,7 +183,8 @@ class OverviewPage(Page):
             ("arrows", "choose a rank; enter shows it in full"),
         ),
         terms=(
-            *STEP_TIME_TERMS,
+            ("step time", "mean of the last 20 steps over all ranks; communication is"),
+            ("", "only the part that no computation hides"),
             ("MFU", "model FLOPs a second, as a share of what the devices can do"),
             *TRAFFIC_TERMS,
         ),

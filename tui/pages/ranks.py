@@ -6,7 +6,7 @@ from typing_extensions import override
 
 from boltmesh.tui.layout.page import Page, Panel, Scene, Table, table_draw, with_trends
 from boltmesh.tui.layout.region import Region
-from boltmesh.tui.panels.help import DEVICE_TERMS, STEP_TIME_TERMS, PageHelp
+from boltmesh.tui.panels.help import DEVICE_TERMS, PageHelp
 from boltmesh.tui.panels.rank_detail import draw_rank_detail
 from boltmesh.tui.panels.rank_table import COLUMNS, draw_rank_table, shown_ranks
 from boltmesh.tui.render.tabs import Tab
@@ -28,7 +28,13 @@ class RanksPage(Page):
     help = PageHelp(
         about="ranks: a line for each process of the job",
         keys=(("enter", "the selected rank in full; there j k go through the ranks"),),
-        terms=(*STEP_TIME_TERMS[:1], *DEVICE_TERMS),
+        terms=(
+            ("step time", "mean of the newest ordinary optimizer steps"),
+            ("split", "their phases, in the signs and colours of the overview"),
+            ("waits", "exposed communication of a step"),
+            ("slower", "compute time beside that of the ranks that do the same work"),
+            *DEVICE_TERMS,
+        ),
     )
     tables = (RANKS,)
     keys = (("enter", "one rank"),)

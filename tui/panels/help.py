@@ -30,6 +30,8 @@ KEYS: Entries = (
     ("left right", "the screen to the left, to the right; on a map, a rank"),
     ("l", "what the chosen rank has printed; esc comes back"),
     ("c", "command, hyperparameters and versions of the run"),
+    ("h", "charts of the whole run"),
+    ("r n v", "experts; the context axis; this run beside another one"),
     ("enter", "the rank that the row is about, in full"),
     ("o", "the other table of the screen, if it has two"),
     ("/", "only the rows with these words; enter keeps it, esc ends it;"),
@@ -51,10 +53,6 @@ REPLAY_KEYS: Entries = (
     ("- +", "slower, faster"),
 )
 
-STEP_TIME_TERMS: Entries = (
-    ("step time", "mean of the last 20 steps over all ranks; communication is"),
-    ("", "only the part that no computation hides"),
-)
 DEVICE_TERMS: Entries = (
     ("util", "GPU: share of time in which any kernel ran, by NVML"),
     ("", "CPU: of the rank's process, where 100% is one core"),
@@ -70,7 +68,7 @@ TRAFFIC_TERMS: Entries = (
 )
 
 NOT_KNOWN: Entries = (("-", "not known, which is never the same as zero"),)
-_WORD_WIDTH = 12
+WORD_WIDTH = 12
 
 
 def draw_help(
@@ -93,10 +91,10 @@ def help_lines(page: PageHelp, width: int, look: Style) -> list[Line]:
 
 
 def _entries(entries: Entries, role: Role, width: int, look: Style) -> list[Line]:
-    room = max(1, width - _WORD_WIDTH)
+    room = max(1, width - WORD_WIDTH)
     lines = []
     for word, text in entries:
         for at, part in enumerate(sentence(text, room, look, max_lines=None)):
             start = "" if at else word
-            lines.append(Line(start.ljust(_WORD_WIDTH), role).join(part).crop(width))
+            lines.append(Line(start.ljust(WORD_WIDTH), role).join(part).crop(width))
     return lines
