@@ -135,7 +135,7 @@ def active_table(page: Page, view: View) -> Table | None:
 def table_draw(table: Table, scene: Scene) -> Draw:
     """Return the drawing of a table, looked at as the person has chosen."""
     view = scene.view.table(table.name)
-    return lambda width, height: table.draw(scene.state, width, height, scene.look, table=view)
+    return partial(table.draw, scene.state, look=scene.look, table=view)
 
 
 def with_trends(

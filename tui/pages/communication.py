@@ -1,5 +1,6 @@
 """Page 3: what moves between the ranks, beside what should."""
 
+from functools import partial
 from typing import Final
 
 from typing_extensions import override
@@ -57,7 +58,7 @@ class CommunicationPage(Page):
             plan,
             {
                 "traffic": table_draw(TRAFFIC, scene),
-                "peers": lambda width, height: draw_peers(state, width, height, look),
+                "peers": partial(draw_peers, state, look=look),
             },
         )
         return [*panels, *trends]

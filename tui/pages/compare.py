@@ -1,6 +1,7 @@
 """Page ``v``: this run beside another one."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Final
 
 from typing_extensions import override
@@ -52,19 +53,15 @@ class ComparePage(Page):
     @override
     def panels(self, scene: Scene, body: Region) -> list[Panel]:
         """The table has a half or more, the charts what is left."""
-        state, look, view = scene.state, scene.look, scene.view
         room = max(0, min(body.height // 2, body.height - LEAST_TABLE - 1))
         table = table_draw(DIFFERENCES, scene)
         if room < 6:
             return [Panel("differences", body, table)]
-        below = Region(body.x, body.y + room + 1, body.width, body.height - room - 1)
+        above, below = body.split_off_top(room)
+        draw = partial(draw_history, scene.state, look=scene.look, view=scene.view)
         return [
-            Panel(
-                "history",
-                Region(body.x, body.y, body.width, room),
-                lambda width, height: draw_history(state, width, height, look, view=view),
-            ),
-            Panel("differences", below, table),
+            Panel("history", above, draw),
+            Panel("differences", below.split_off_top(1)[1], table),
         ]
 
     @override

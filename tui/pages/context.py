@@ -1,6 +1,7 @@
 """Page ``n``: how even the context axis divides the work, and its largest messages."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Final
 
 from typing_extensions import override
@@ -58,7 +59,7 @@ class ContextPage(Page):
         ]
         draws = {
             "context": table_draw(WORK, scene),
-            "axis": lambda width, height: draw_axis(state, width, height, look, axis=AXIS),
+            "axis": partial(draw_axis, state, look=look, axis=AXIS),
         }
         return [*place(stack(body, items), draws), *trends]
 

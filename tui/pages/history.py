@@ -1,6 +1,7 @@
 """Page ``h``: charts of the whole run."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Final
 
 from typing_extensions import override
@@ -47,14 +48,8 @@ class HistoryPage(Page):
     @override
     def panels(self, scene: Scene, body: Region) -> list[Panel]:
         """One panel draws all charts, for it knows how many fit."""
-        state, look, view = scene.state, scene.look, scene.view
-        return [
-            Panel(
-                "history",
-                body,
-                lambda width, height: draw_history(state, width, height, look, view=view),
-            )
-        ]
+        draw = partial(draw_history, scene.state, look=scene.look, view=scene.view)
+        return [Panel("history", body, draw)]
 
     @override
     def empty_reason(self, state: State) -> Sequence[str]:

@@ -1,5 +1,6 @@
 """Page 8: all ranks in one figure, laid out by the mesh, and what each axis moves."""
 
+from functools import partial
 from typing import Final
 
 from typing_extensions import override
@@ -64,15 +65,9 @@ class MeshPage(Page):
         panels = place(
             self._plan(scene, upper) if trends else plan,
             {
-                "map": lambda width, height: draw_map(
-                    state, width, height, look, figure=figure, selected=view.rank
-                ),
-                "places": lambda width, height: draw_places(
-                    state, width, height, look, figure=figure
-                ),
-                "axes": lambda width, height: draw_axes(
-                    state, width, height, look, selected=view.rank
-                ),
+                "map": partial(draw_map, state, look=look, figure=figure, selected=view.rank),
+                "places": partial(draw_places, state, look=look, figure=figure),
+                "axes": partial(draw_axes, state, look=look, selected=view.rank),
             },
         )
         return [*panels, *trends]

@@ -5,6 +5,7 @@ beside the chart, and the events beside the ranks; from 160 on, the metrics are 
 well, and the lower half has two columns.
 """
 
+from functools import partial
 from typing import Final
 
 import msgspec
@@ -219,39 +220,21 @@ def _contents(scene: Scene, body: Region) -> Contents:
 
 def _draws(scene: Scene) -> dict[str, Draw]:
     state, view, look = scene.state, scene.view, scene.look
-
+    chart = partial(draw_chart, state, look=look, view=view)
     return {
-        "says": lambda width, height: draw_diagnosis(state, width, height, look),
-        "chart": lambda width, height: draw_chart(
-            state,
-            width,
-            height,
-            look,
-            metric=chosen_metric(state, view),
-            is_log=view.is_log,
-            view=view,
-        ),
-        "next chart": lambda width, height: draw_chart(
-            state,
-            width,
-            height,
-            look,
-            metric=chosen_metric(state, view, later=1),
-            is_log=view.is_log,
-            view=view,
-        ),
-        "phases": lambda width, height: draw_phases(state, width, height, look),
-        "throughput": lambda width, height: draw_throughput(state, width, height, look),
-        "metrics": lambda width, height: draw_metrics(
-            state, width, height, look, selected=chosen_metric(state, view)
-        ),
-        "heat": lambda width, height: draw_heatmap(
-            state, width, height, look, figure=chosen_heat(view), selected=view.rank
+        "says": partial(draw_diagnosis, state, look=look),
+        "chart": partial(chart, metric=chosen_metric(state, view)),
+        "next chart": partial(chart, metric=chosen_metric(state, view, later=1)),
+        "phases": partial(draw_phases, state, look=look),
+        "throughput": partial(draw_throughput, state, look=look),
+        "metrics": partial(draw_metrics, state, look=look, selected=chosen_metric(state, view)),
+        "heat": partial(
+            draw_heatmap, state, look=look, figure=chosen_heat(view), selected=view.rank
         ),
         "spread": lambda width, _: draw_spread(state, width, look),
         "ranks": table_draw(RANKS, scene),
-        "communication": lambda width, height: draw_communication(state, width, height, look),
-        "events": lambda width, height: draw_events(state, width, height, look),
+        "communication": partial(draw_communication, state, look=look),
+        "events": partial(draw_events, state, look=look),
     }
 
 

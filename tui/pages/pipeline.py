@@ -1,6 +1,7 @@
 """Page 4: how much of the pipeline's time is idle, and when."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Final
 
 from typing_extensions import override
@@ -53,9 +54,9 @@ class PipelinePage(Page):
         panels = place(
             stack(body, items),
             {
-                "bubble": lambda width, height: draw_bubble(state, width, height, look),
-                "borders": lambda width, height: draw_borders(state, width, height, look),
-                "gantt": lambda width, height: draw_gantt(state, width, height, look),
+                "bubble": partial(draw_bubble, state, look=look),
+                "borders": partial(draw_borders, state, look=look),
+                "gantt": partial(draw_gantt, state, look=look),
             },
         )
         return [*panels, *trends]

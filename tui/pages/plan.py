@@ -1,6 +1,7 @@
 """Page 9: how layers are divided over the tensor axis, and what that moves."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Final
 
 from typing_extensions import override
@@ -62,7 +63,7 @@ class PlanPage(Page):
             items.append(Item("axis", size, size, 2))
         draws: dict[str, Draw] = {
             "plan": table_draw(PLAN, scene),
-            "axis": lambda width, height: draw_axis(state, width, height, look, axis="tensor"),
+            "axis": partial(draw_axis, state, look=look, axis="tensor"),
         }
         return [*place(stack(body, items), draws), *trends]
 

@@ -1,5 +1,6 @@
 """Page 2: a line for each rank; and one rank in full."""
 
+from functools import partial
 from typing import Final
 
 from typing_extensions import override
@@ -57,15 +58,9 @@ class RankPage(Page):
     @override
     def panels(self, scene: Scene, body: Region) -> list[Panel]:
         """One panel that fills the screen."""
-        state, look = scene.state, scene.look
         rank = scene.view.rank or 0
-        return [
-            Panel(
-                "rank",
-                body,
-                lambda width, height: draw_rank_detail(state, width, height, look, rank=rank),
-            )
-        ]
+        draw = partial(draw_rank_detail, scene.state, look=scene.look, rank=rank)
+        return [Panel("rank", body, draw)]
 
 
 PAGE: Final[Page] = RanksPage()

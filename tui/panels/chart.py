@@ -53,7 +53,6 @@ def draw_chart(
     look: Style,
     *,
     metric: str | None = None,
-    is_log: bool = False,
     view: View | None = None,
 ) -> list[Line]:
     """One metric over the steps, under a heading with its newest value.
@@ -74,6 +73,7 @@ def draw_chart(
         value = Line(words, "muted").add("  ").join(value)
     if len(names) > 1:
         value = Line(f"{names.index(name) + 1} of {len(names)}", "muted").add("  ").join(value)
+    is_log = view.is_log
     if is_log:
         is_log = any(0 < point <= MAX_VALUE for point in series.values)
         word = "log" if is_log else "no log axis: nothing above zero"
