@@ -2,6 +2,7 @@
 
 import re
 
+import msgspec
 import pytest
 from textual import events
 from textual.pilot import Pilot
@@ -9,10 +10,14 @@ from textual.pilot import Pilot
 from boltmesh.tui.app import DashboardApp
 from boltmesh.tui.pages.registry import PAGES
 from boltmesh.tui.panels.heatmap import rank_at
+from boltmesh.tui.render.line import TITLES
+from boltmesh.tui.render.style import UNICODE, Style
 from boltmesh.tui.render.tabs import Tab
 from boltmesh.tui.screens.job import JobScreen
 from boltmesh.tui.screens.jobs import JobsScreen
 from boltmesh.tui.sources.live import Observation
+from boltmesh.tui.state import fold
+from boltmesh.tui.view import TableView
 from tests.tui.samples import NOW, FakeSource, demo, job, rank, summary
 from tests.tui.screens import (
     find_text,
@@ -167,3 +172,23 @@ async def test_jobs_are_sorted_chosen_and_opened_by_clicks() -> None:
         await pilot.pause()
         assert opened == ["job2"]
         assert isinstance(app.screen, JobScreen)
+
+
+@pytest.mark.parametrize("width", [60, 120, 200])
+def test_every_table_says_which_row_is_on_which_line(width: int) -> None:
+    shown = fold(None, demo(mesh={"pipeline": 2, "data": 2, "context": 2, "tensor": 2}))
+    shown = msgspec.structs.replace(shown, other=fold(None, demo(scenario="straggler")))
+    tables = [table for page in PAGES.values() for table in page.tables]
+    assert len(tables) > 10
+    for table in tables:
+        view = TableView(selected=4, first=2)
+        num_rows = len(table.rows(shown, view))
+        lines = table.draw(shown, width, 16, Style(UNICODE), table=view)
+        rows = [line.row for line in lines if line.row is not None]
+        titles, *numbers = rows
+        assert titles == TITLES
+        assert bool(numbers) == bool(num_rows)
+        first = min(numbers, default=0)
+        assert numbers == list(range(first, first + len(numbers)))
+        selected = [line.row for line in lines if "selected" in {role for _, role in line.spans}]
+        assert selected == ([min(4, num_rows - 1)] if num_rows else [])
