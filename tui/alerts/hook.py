@@ -21,8 +21,7 @@ import msgspec
 from boltmesh.telemetry.sanitize import clean
 from boltmesh.tui.alerts.watch import Alert, AlertWatch
 from boltmesh.tui.sanitize import clean_json
-from boltmesh.tui.sources.live import Observation
-from boltmesh.tui.state import State, fold
+from boltmesh.tui.state import State
 
 TIMEOUT_S = 30.0
 """A command that takes longer is ended, with all that it started."""
@@ -196,7 +195,7 @@ def _failure(alert: Alert, message: str) -> Alert:
 
 
 class HeadlessAlerts:
-    """Folds what a source sees and tells what is new.
+    """Tells of alerts without a screen, and runs the command for them.
 
     Args:
         command: Run for each alert, for ``/bin/sh``.
@@ -207,12 +206,10 @@ class HeadlessAlerts:
         self._watch = AlertWatch()
         self._hook = AlertHook(command)
         self._say = say
-        self._state: State | None = None
 
-    def look(self, seen: Observation) -> None:
-        """Take one more observation."""
-        self._state = fold(self._state, seen)
-        alerts = self._watch.update(self._state)
+    def take(self, state: State) -> None:
+        """Take one more state of the job."""
+        alerts = self._watch.update(state)
         for alert in alerts:
             word = "alert is over" if alert.is_resolved else "alert"
             self._say(f"{word}: {alert.message}")

@@ -307,7 +307,7 @@ def _print_until_the_end(source: Source, *, interval_s: float, on_alert: str | N
             state = fold(state, seen)
             print_line(state_json(state))
             if alerts is not None:
-                alerts.look(seen)
+                alerts.take(state)
             if seen.job.is_over:
                 return
             time.sleep(interval_s)
