@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from boltmesh.telemetry.snapshot import MetricPoint
+from boltmesh.tui.export.html import html_page
 from boltmesh.tui.panels.chart import Curve, draw_plot, plot_series, seen_through, value_at
 from boltmesh.tui.panels.history import charts, draw_history, draw_trends
 from boltmesh.tui.render.line import Line
@@ -177,6 +178,15 @@ async def test_room_below_the_tables_shows_the_run(key: str, title: str) -> None
         await pilot.resize_terminal(160, 20)
         await settle(pilot)
         assert f"─ {title}" not in screen_text(pilot.app)
+
+
+def test_bytes_have_the_unit_of_their_size() -> None:
+    seen = fold(None, demo())
+    lines = draw_trends(seen, 80, 20, LOOK, view=View(), names=("bytes_per_s",))
+    newest = seen.trends["bytes_per_s"].values[-1]
+    assert lines[0].plain.endswith(f" {newest / 1e9:.1f} GB/s ─")
+    assert any(line.plain.lstrip()[:3].rstrip().endswith("G") for line in lines[1:])
+    assert "e+10" not in html_page(seen)
 
 
 def test_noise_of_the_cost_of_a_step_does_not_fill_its_chart() -> None:

@@ -19,7 +19,7 @@ from boltmesh.tui.metrics.pipelines import bubble
 from boltmesh.tui.metrics.ranks import rank_rows
 from boltmesh.tui.metrics.status import job_stalled_seconds, status
 from boltmesh.tui.metrics.step_time import phase_split
-from boltmesh.tui.panels.chart import MAX_VALUE, nice_scale
+from boltmesh.tui.panels.chart import MAX_VALUE, nice_scale, tick_label
 from boltmesh.tui.panels.differences import FIGURES
 from boltmesh.tui.panels.history import Chart, charts
 from boltmesh.tui.panels.texts import config_entries, output_lines
@@ -175,11 +175,13 @@ def _chart(chart: Chart) -> str:
         return f"{x:.1f},{y:.1f}"
 
     parts = []
+    largest = max(map(abs, scale.ticks), default=0.0)
     for tick in scale.ticks:
+        label = tick_label(tick, scale.step, largest)
         y = 8 + (scale.high - tick) / (scale.high - scale.low) * (HEIGHT - 32)
         parts.append(
             f'<line x1="{MARGIN}" x2="{WIDTH - 8}" y1="{y:.1f}" y2="{y:.1f}" stroke="#ddd"/>'
-            f'<text x="{MARGIN - 4}" y="{y + 4:.1f}" text-anchor="end">{tick:,.6g}</text>'
+            f'<text x="{MARGIN - 4}" y="{y + 4:.1f}" text-anchor="end">{label}</text>'
         )
     colours = ("#2f5f94", "#c9884f")
     for line, colour in zip(lines, colours, strict=False):

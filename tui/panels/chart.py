@@ -400,14 +400,16 @@ def _labels(scale: Scale, height: int, *, is_log: bool) -> list[str]:
     for tick in scale.ticks:
         place = round((scale.high - tick) / (scale.high - scale.low) * (height - 1))
         digits = 3 if scale.step > 0.05 else 6  # or both ends of a narrow range read the same
-        labels[place] = f"{10.0**tick:.{digits}g}" if is_log else _label(tick, scale.step, largest)
+        labels[place] = (
+            f"{10.0**tick:.{digits}g}" if is_log else tick_label(tick, scale.step, largest)
+        )
     return labels
 
 
 _THOUSANDS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
-def _label(value: float, step: float, largest: float) -> str:
+def tick_label(value: float, step: float, largest: float) -> str:
     """Return ``value`` in the unit of ``largest``, with the decimals that tell it from others."""
     size = max(largest, step)
     if size >= 1e15 or step < 1e-4:
@@ -415,7 +417,7 @@ def _label(value: float, step: float, largest: float) -> str:
         return f"{value:.{digits}g}" if value else "0"
     if size >= 1e5:
         unit, letter = next(each for each in _THOUSANDS if size >= each[0])
-        return _label(value / unit, step / unit, largest / unit) + letter if value else "0"
+        return tick_label(value / unit, step / unit, largest / unit) + letter if value else "0"
     decimals = max(0, -math.floor(math.log10(step) + 1e-9))
     return f"{value:.{decimals}f}"
 

@@ -1,7 +1,7 @@
 """Charts of the run side by side: what is logged, what each step costs, and a second run."""
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -32,7 +32,7 @@ TRENDS = (
     ("step_s", "step time, ms", 1e3),
     ("tokens_per_s", "tokens/s", 1.0),
     ("bubble_ratio", "bubble, %", 1e2),
-    ("bytes_per_s", "traffic of rank 0, MB/s", 1e-6),
+    ("bytes_per_s", "traffic of rank 0, B/s", 1.0),
     ("loader_queue", "batches ready in the loader of rank 0", 1.0),
     ("memory_bytes", "memory of rank 0, GiB", 2.0**-30),
     ("utilisation_percent", "utilisation of rank 0, %", 1.0),
@@ -42,6 +42,7 @@ TRENDS = (
 """Name, title and factor."""
 CLOCK = "wall_s"
 TREND_SPAN = 0.2
+"""Least range of a trend, as a share of its largest value: noise does not fill the chart."""
 
 
 class Chart(NamedTuple):
@@ -51,16 +52,13 @@ class Chart(NamedTuple):
     title: str
     series: Series
     beside: Series | None = None
-    has_units: bool = False
-    """Whether the title names the unit; the newest value is then rounded."""
+    write: Callable[[float | None], str] = units.number
+    """Writes a value."""
+    least_span: float = 0.0
+    """The least range of its values, as a share of the largest."""
     other: Series | None = None
     """The same of the other run."""
     beside_name: str = ""
-
-    @property
-    def least_span(self) -> float:
-        """The least range of its values: noise of a step's cost does not fill the chart."""
-        return TREND_SPAN if self.has_units else 0.0
 
     @property
     def shown(self) -> list[Series]:
@@ -136,7 +134,9 @@ def _trend(state: State, name: str) -> Chart:
     _, title, factor = next(trend for trend in TRENDS if trend[0] == name)
     series = state.trends[name]
     values = tuple(factor * value for value in series.values)
-    return Chart(name, title, Series(series.steps, values), has_units=True)
+    write = units.bandwidth if name == "bytes_per_s" else units.rate
+    series = Series(series.steps, values)
+    return Chart(name, title, series, write=write, least_span=TREND_SPAN)
 
 
 def draw_trends(
@@ -270,7 +270,6 @@ def _is_log(chart: Chart, view: View) -> bool:
 def _draw(
     chart: Chart, width: int, height: int, look: Style, view: View, window: Window
 ) -> list[Line]:
-    write = units.rate if chart.has_units else units.number
     # With two curves or more, names and values have the colours of theirs.
     is_alone = chart.beside is None and chart.other is None
     title = Line(chart.title, "strong" if is_alone else "chart")
@@ -289,7 +288,7 @@ def _draw(
             continue
         else:
             value = values[-1] if values else None
-        newest.add(" / " if newest.width else "", "muted").add(write(value), curve.role)
+        newest.add(" / " if newest.width else "", "muted").add(chart.write(value), curve.role)
     over = [each._replace(series=seen_through(each.series, view, window)) for each in curves[1:]]
     return draw_plot(
         title,
