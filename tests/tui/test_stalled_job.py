@@ -8,6 +8,7 @@ import pytest
 from boltmesh.telemetry.snapshot import JobSnapshot
 from boltmesh.tui.commands.top import job_json, job_text
 from boltmesh.tui.export.prometheus import prometheus_text
+from boltmesh.tui.metrics.heat import heat
 from boltmesh.tui.metrics.ranks import rank_rows
 from boltmesh.tui.panels.devices import draw_devices
 from boltmesh.tui.panels.header import draw_header, progress
@@ -21,7 +22,7 @@ from boltmesh.tui.sources.live import Observation
 from boltmesh.tui.state import fold
 from boltmesh.tui.view import TableView
 from tests.tui.exposition import parse
-from tests.tui.samples import NOW, crashed_demo, demo, job, rank, state, summary
+from tests.tui.samples import NOW, crashed_demo, demo, job, rank, state, summary, total
 from tests.tui.screens import open_app, screen_text
 
 LOOK = Style(UNICODE)
@@ -29,7 +30,17 @@ STALLED_S = 160.0
 
 
 def _stalled() -> JobSnapshot:
-    return job(ranks=tuple(rank(number, last_seen=NOW - STALLED_S) for number in range(2)))
+    ranks = [
+        rank(
+            number,
+            last_seen=NOW - STALLED_S,
+            collectives=(total(),),
+            flops_per_batch=1e12,
+            peak_flops_per_second=1e14,
+        )
+        for number in range(2)
+    ]
+    return job(ranks=tuple(ranks))
 
 
 def _stopped() -> JobSnapshot:
@@ -82,6 +93,9 @@ def test_rates_of_a_stalled_job_are_told_as_past() -> None:
     drawn = "\n".join(line.plain for line in draw_throughput(seen, 60, 5, LOOK))
     assert "2m 40s ago" in drawn
     assert [row.tokens_per_second for row in rank_rows(seen)] == [None, None]
+    assert not any(each.value for each in heat(seen, "bytes/s").values.values())
+    detail = "\n".join(line.plain for line in draw_rank_detail(seen, 160, 40, LOOK))
+    assert "TFLOP/s" not in detail
     narrow = draw_throughput(seen, 60, 1, LOOK)[0].plain
     assert "1,024" not in narrow
     assert "2,048" not in narrow

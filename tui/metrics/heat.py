@@ -10,11 +10,11 @@ from typing import Final, Literal
 
 import msgspec
 
-from boltmesh.telemetry.snapshot import JobSnapshot
 from boltmesh.tui import units
 from boltmesh.tui.metrics.memo import remember_last
 from boltmesh.tui.metrics.pipelines import mean_idle_shares, pipelines
 from boltmesh.tui.metrics.ranks import RankRow, ShownState, rank_rows
+from boltmesh.tui.metrics.status import rates_are_current
 from boltmesh.tui.metrics.step_time import optimizer_step_seconds
 from boltmesh.tui.state import State
 from boltmesh.tui.view import View
@@ -56,34 +56,36 @@ class Heat(msgspec.Struct, frozen=True):
 
 class _Figure(msgspec.Struct, frozen=True):
     value: Callable[[RankRow], float | None] | None
-    """Value of a rank; None where it needs the whole job."""
+    """Value of a rank; None where it needs the whole state."""
     text: Callable[[float | None], str]
     ends: tuple[float, float] | None = None
     """Of the scale; None: from the least to the most of the ranks."""
     least_span: float = 0.0
     """The scale's least width, as a share of its high end."""
     is_bad_high: bool = True
-    of_job: Callable[[JobSnapshot], Mapping[int, float]] | None = None
+    of_all: Callable[[State], Mapping[int, float]] | None = None
     """Values of all ranks at once; those that are missing are not known."""
 
 
-def _idle(job: JobSnapshot) -> dict[int, float]:
+def _idle(state: State) -> dict[int, float]:
     """Return the mean idle share of each rank in the whole steps of its pipeline."""
     return {
         rank: share
-        for pipeline in pipelines(job)
+        for pipeline in pipelines(state.job)
         if pipeline.whole
         for rank, share in zip(pipeline.ranks, mean_idle_shares(pipeline), strict=True)
     }
 
 
-def _bytes_per_second(job: JobSnapshot) -> dict[int, float]:
+def _bytes_per_second(state: State) -> dict[int, float]:
     """Return the payload of a step's operators on each rank, over the time of a step."""
-    step_s = optimizer_step_seconds(job)
+    step_s = optimizer_step_seconds(state.job)
+    if not step_s or not rates_are_current(state):
+        return {}
     found: dict[int, float] = {}
-    for rank in job.ranks if step_s else ():
+    for rank in state.job.ranks:
         sizes = [each.bytes_per_step for each in rank.collectives if each.bytes_per_step]
-        if step_s and sizes:
+        if sizes:
             found[rank.rank] = sum(sizes) / step_s
     return found
 
@@ -106,8 +108,8 @@ _FIGURES: Final[Mapping[str, _Figure]] = MappingProxyType(
         "communication": _Figure(
             lambda row: row.phase_share("communication"), _share, ends=(0.0, 0.5)
         ),
-        "bubble": _Figure(None, _share, ends=(0.0, 0.5), of_job=_idle),
-        "bytes/s": _Figure(None, units.bandwidth, least_span=_TIMES, of_job=_bytes_per_second),
+        "bubble": _Figure(None, _share, ends=(0.0, 0.5), of_all=_idle),
+        "bytes/s": _Figure(None, units.bandwidth, least_span=_TIMES, of_all=_bytes_per_second),
         "data": _Figure(lambda row: row.phase_share("data", "transfer"), _share, ends=(0.0, 0.5)),
         "utilisation": _Figure(
             lambda row: _percent(row.utilization_percent),
@@ -176,7 +178,7 @@ def _heat(state: State, figure: str) -> Heat:
         return _states(state)
     name = figure if figure in _FIGURES else HEAT_FIGURES[0]
     shown = _FIGURES[name]
-    told = {} if shown.of_job is None else shown.of_job(state.job)
+    told = {} if shown.of_all is None else shown.of_all(state)
     found = {
         row.rank: (row, told.get(row.rank) if shown.value is None else shown.value(row))
         for row in rank_rows(state)

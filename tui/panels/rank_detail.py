@@ -12,6 +12,7 @@ from boltmesh.telemetry.snapshot import JobSnapshot, RankSnapshot, operator_name
 from boltmesh.tui import units
 from boltmesh.tui.metrics.figures import rank_flops
 from boltmesh.tui.metrics.ranks import RankRow, rank_rows
+from boltmesh.tui.metrics.status import rates_are_current
 from boltmesh.tui.metrics.step_time import SPLIT_PHASES, batches_per_step, middle, rank_profiles
 from boltmesh.tui.panels.events import event_line, event_rows
 from boltmesh.tui.panels.offload import draw_offload, rows_of_rank
@@ -335,7 +336,7 @@ def _draw_work(
     if row.tokens_per_second is not None:
         parts.append(labelled("tokens/s", units.rate(row.tokens_per_second)))
     flops = rank_flops(state.job, rank)
-    if flops is not None:
+    if flops is not None and rates_are_current(state):
         parts.append(labelled(*flops_words(flops)))
         if (hardware := hardware_words(flops)) is not None:
             parts.append(labelled(*hardware))
