@@ -10,6 +10,7 @@ from boltmesh.tui.metrics.findings.diagnose import diagnose
 from boltmesh.tui.metrics.step_time import phase_split, rank_profiles
 from boltmesh.tui.metrics.stragglers import stragglers
 from boltmesh.tui.panels.bubble import draw_bubble
+from boltmesh.tui.panels.context import context_rows
 from boltmesh.tui.panels.rank_table import draw_rank_table
 from boltmesh.tui.render.style import UNICODE, Style
 from tests.tui.loads import worker
@@ -115,6 +116,8 @@ def test_compute_time_leaves_out_the_wait_for_neighbours() -> None:
         busy = MICROBATCHES * (SECONDS["F"] + SECONDS["B"]) * (1.5 if rank == 1 else 1.0)
         assert profiles[rank].own_s == pytest.approx(busy + OPTIMIZER_S, rel=1e-3)
     assert profiles[0].step_s == pytest.approx(profiles[1].step_s)
+    # Nor is it communication, where the context screen has both.
+    assert [row.exposed_s for row in context_rows(snapshot)] == pytest.approx([REDUCE_S] * STAGES)
 
 
 @pytest.mark.parametrize(("slow", "is_named"), [(1.05, False), (1.5, True), (0.5, True)])

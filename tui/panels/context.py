@@ -52,7 +52,7 @@ def context_rows(job: JobSnapshot) -> list[ContextWork]:
                 part=rank.coordinates.get(AXIS, 0),
                 compute_s=own_s,
                 work=None if own_s is None or not typical else own_s / typical - 1,
-                exposed_s=None if profile is None else profile.step_s - profile.own_s,
+                exposed_s=None if profile is None else profile.phases.get("communication", 0.0),
                 step_bytes=sum(each for each in known if each is not None) if known else None,
                 largest=operator,
                 message_bytes=message,
