@@ -393,8 +393,8 @@ def _medians(
     column: Sequence[float], are_last: Sequence[bool], batches: int
 ) -> tuple[float, float]:
     """Return the medians of the batches with which no optimizer step ends, and of the others."""
-    last = list(itertools.compress(column, are_last))
-    if batches == 1 or len(last) in {0, len(column)}:
+    last = list(itertools.compress(column, are_last)) if batches > 1 else []
+    if len(last) in {0, len(column)}:
         every = middle(column)
         return every, every
     usual = [value for value, is_last in zip(column, are_last, strict=True) if not is_last]
