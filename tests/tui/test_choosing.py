@@ -15,8 +15,8 @@ from boltmesh.tui.settings import Settings, save
 from boltmesh.tui.sources.live import Observation
 from boltmesh.tui.state import fold
 from boltmesh.tui.view import TableView
-from tests.tui.samples import NOW, crashed_demo, demo, job, rank, state
-from tests.tui.screens import job_screen, look_again, open_app, screen_text
+from tests.tui.samples import NOW, FakeSource, crashed_demo, demo, job, rank, state
+from tests.tui.screens import job_screen, look_again, open_app, open_source, screen_text
 
 MANY = Observation(NOW, job(ranks=tuple(rank(number) for number in range(64))))
 TABLES = [(name, table.name) for name, page in PAGES.items() for table in page.tables]
@@ -139,6 +139,12 @@ async def test_the_last_line_says_what_esc_does() -> None:
         await pilot.press("escape")
         assert screen.page is PAGES["ranks"]
         assert "esc all rows" in screen_text(pilot.app).splitlines()[-1]
+    async with open_source(FakeSource(demo()), size=(80, 24), first_page="config") as pilot:
+        screen = job_screen(pilot)
+        await pilot.press("l")
+        assert "esc back" in screen_text(pilot.app).splitlines()[-1]
+        await pilot.press("escape")
+        assert screen.page is PAGES["overview"]
 
 
 async def test_enter_opens_from_the_start_and_esc_goes_back() -> None:

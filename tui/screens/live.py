@@ -50,7 +50,7 @@ class LiveScreen(PanelScreen):
         super().__init__()
         self.session = session
         self.page: Page = PAGES.get(page or "overview", PAGES["overview"])
-        self.page_before: Page | None = None
+        self.page_before = None if self.page.tab.is_listed else PAGES["overview"]
         """Where esc goes back to, from a rank or a page beside the tabs."""
         self._interval_s = interval_s
         self._last_look = float("-inf")
@@ -136,7 +136,7 @@ class LiveScreen(PanelScreen):
         is_well = state.job.state == "running" and job_stalled_seconds(state) is None
         is_compared = state.other is not None
         if (not is_well and not is_compared) or self.page.empty_reason(state):
-            self.page = PAGES["overview"]
+            self.page, self.page_before = PAGES["overview"], None
         self.place_cursor()
 
     def place_cursor(self) -> None:
