@@ -6,7 +6,16 @@ from typing import Final
 
 from typing_extensions import override
 
-from boltmesh.tui.layout.page import Page, Panel, Scene, Table, place, table_draw, with_trends
+from boltmesh.tui.layout.page import (
+    Draw,
+    Page,
+    Panel,
+    Scene,
+    Table,
+    place,
+    table_draw,
+    with_trends,
+)
 from boltmesh.tui.layout.region import Item, Region, stack
 from boltmesh.tui.metrics.traffic import traffic_rows
 from boltmesh.tui.panels.context import AXIS, CONTEXT_COLUMNS, draw_context, shown_context
@@ -57,7 +66,7 @@ class ContextPage(Page):
             Item("context", least, max(least, body.height - size), 1, grows=True),
             Item("axis", size, size, 2),
         ]
-        draws = {
+        draws: dict[str, Draw] = {
             "context": table_draw(WORK, scene),
             "axis": partial(draw_axis, state, look=look, axis=AXIS),
         }
