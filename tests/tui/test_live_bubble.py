@@ -23,6 +23,7 @@ from boltmesh.tui.state import fold
 from tests.support.pipelines import MICROBATCHES, pipeline, quiet_trainer
 from tests.support.ranks import run_ranks
 from tests.support.stack import Stack, token_data
+from tests.tui.training import busy_cores
 
 pytestmark = pytest.mark.ranks
 
@@ -125,8 +126,18 @@ def watched(rank: int, world_size: int, schedule: str) -> tuple[list[Look], floa
 
 
 @pytest.mark.full
+def test_load_on_the_machine_makes_no_difference() -> None:
+    with busy_cores():
+        _check("1f1b")
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("schedule", STAGES_PER_RANK)
 def test_screens_json_and_log_have_the_ratio_of_the_chunks(schedule: str) -> None:
+    _check(schedule)
+
+
+def _check(schedule: str) -> None:
     (looks, logged, truth), *others = run_ranks(partial(watched, schedule=schedule), 2)
     assert len(looks) == len(LOOKS)
     # The first step of an asynchronous schedule is not whole.

@@ -1,6 +1,8 @@
 """A real run of two ranks that trains for as long as a test lasts."""
 
 import contextlib
+import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -51,3 +53,20 @@ def run_training(folder: Path, *, step_s: float = 0.05) -> Iterator[ForkedPython
         finally:
             process.terminate()
             process.wait()
+
+
+@contextlib.contextmanager
+def busy_cores() -> Iterator[None]:
+    """Let as many processes compute as there are cores, for ten minutes at most.
+
+    Tests that run beside these have the larger part of the time.
+    """
+    code = (
+        "import os, time; os.nice(5); end = time.monotonic() + 600\n"
+        "while time.monotonic() < end: pass"
+    )
+    with contextlib.ExitStack() as stack:
+        for _ in os.sched_getaffinity(0):
+            process = stack.enter_context(subprocess.Popen([sys.executable, "-c", code]))
+            stack.callback(process.kill)
+        yield
