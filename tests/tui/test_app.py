@@ -233,7 +233,7 @@ async def test_a_slow_first_look_does_not_keep_the_screen_dark() -> None:
 
     source.read = read_slowly
     async with open_source(source, size=(60, 15), first_look_s=FIRST_LOOK_S) as pilot:
-        assert "waiting for the first look" in screen_text(pilot.app)
+        assert "reading the job" in screen_text(pilot.app)
         job_screen(pilot).start_look()
         may_go_on.set()
         await settle(pilot)

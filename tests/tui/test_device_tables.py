@@ -203,16 +203,20 @@ def test_one_line_says_why_no_gpu_is_shown(state: State, words: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("scenario", "later_s", "use"),
-    [("healthy", 0, "good"), ("input_bound", 30, "warn"), ("hang", 300, "chart")],
+    ("scenario", "later_s", "use", "memory"),
+    [
+        ("healthy", 0, "good", "good"),
+        ("input_bound", 30, "warn", "good"),
+        ("hang", 300, "chart", "chart"),
+    ],
 )
 def test_bars_have_the_colours_of_the_headline_figures(
-    scenario: Scenario, later_s: float, use: str
+    scenario: Scenario, later_s: float, use: str, memory: str
 ) -> None:
     shown = fold(None, demo(scenario=scenario, later_s=later_s))
     row = draw_devices(shown, 160, 20, LOOK)[2]
     roles = [span.role for span in row.spans if UNICODE.bar_full in span.text]
-    assert roles == [use, "good"]
+    assert roles == [use, memory]
 
 
 def test_one_line_says_why_no_process_is_shown() -> None:
