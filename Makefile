@@ -44,7 +44,7 @@ TESTS := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=20
 test: check  ## check, then a test of each capability; about ten minutes on two cores
 	$(TESTS) -m "not full"
 
-test-all: check  ## check, then every test there is; an hour
+test-all: check  ## check, then every test there is; about two hours
 	$(TESTS)
 
 # Types are those of the release of torch that constraints.txt names.
