@@ -51,8 +51,8 @@ class Action(NamedTuple):
         return f"{self.stage}{self.kind}{self.microbatch}"
 
     @property
-    def border(self) -> int:
-        """The border that a message crosses; 1 is the one from stage 0 to stage 1."""
+    def boundary(self) -> int:
+        """The boundary that a message crosses; 1 is the one from stage 0 to stage 1."""
         return self.stage + (self.kind in {"SEND_F", "RECV_B"})
 
 

@@ -21,7 +21,7 @@ from boltmesh.plan.dry_model import stand_in_model
 from boltmesh.plan.dry_step import STEP
 from boltmesh.plan.text import align, size_text
 from boltmesh.strategies.blocks import find_blocks
-from boltmesh.strategies.context.axis import SequenceBorders
+from boltmesh.strategies.context.axis import ContextBoundaries
 from boltmesh.strategies.context.cut import ContextState, step_ended
 from boltmesh.strategies.context.entries import (
     Entries,
@@ -167,13 +167,13 @@ def stages_divided(
     options: ContextOptions,
     rank: int,
     size: int,
-) -> Iterator[SequenceBorders]:
+) -> Iterator[ContextBoundaries]:
     """Context for stages that run with the positions of one rank, whose group only counts."""
     state = _state(options, rank, size)
     hooks = Entries(module, entries, state)
     try:
         with functions_watched(), flex_attention_watched():
-            yield SequenceBorders(_CutSequences(entries, state, hooks))
+            yield ContextBoundaries(_CutSequences(entries, state, hooks))
     finally:
         state.end_step()
         hooks.remove()

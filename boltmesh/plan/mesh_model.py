@@ -286,7 +286,7 @@ def _build(config: DictConfig, types: NumberTypes, part: Any, source: str) -> _B
 def _with_fewer_blocks(
     module: LightningModule, job: MeshJob, per_stage: int
 ) -> tuple[AbstractContextManager[None], MeshJob, int | None]:
-    """Leave a module so many blocks for each stage, with the same borders between stages.
+    """Leave a module so many blocks for each stage, with the same boundaries between stages.
 
     Returns:
         Within what it has so few; the job of these; how many more each stage has, None where
@@ -300,12 +300,12 @@ def _with_fewer_blocks(
     whole, rest = divmod(found.count, stages)
     if whole <= per_stage + 1:
         return nullcontext(), job, None
-    borders, first = [], 0
+    boundaries, first = [], 0
     for stage in range(stages - 1):
         first += per_stage + (stage < rest)
-        borders.append(f"{found.name}.{first}")
-    if borders:
-        job = replace(job, stages=replace(job.stages, split=borders))
+        boundaries.append(f"{found.name}.{first}")
+    if boundaries:
+        job = replace(job, stages=replace(job.stages, split=boundaries))
     return found.first(per_stage * stages + rest), job, whole - per_stage
 
 

@@ -181,9 +181,9 @@ def _stages_at(
         yield cut.plans, None
         return
     size = job.layout.size("context")
-    with stages_divided(module, job.sequence.entries, job.sequences, rank, size) as borders:
+    with stages_divided(module, job.sequence.entries, job.sequences, rank, size) as boundaries:
         division = cut.division.stage_of_unit
-        yield StagePlans(module, cut.plans.units, division, borders=borders), borders.state
+        yield StagePlans(module, cut.plans.units, division, boundaries=boundaries), boundaries.state
 
 
 _OverAxes = Sequence[Sequence[ExpectedTraffic] | None]

@@ -238,7 +238,7 @@ class PipelinePlan(msgspec.Struct, frozen=True):
     rank_of_stage: tuple[int, ...] = ()
     """Where each stage runs, counted within the pipeline; empty where that is not recorded."""
     border_bytes: tuple[tuple[float, float], ...] = ()
-    """Expected bytes over the border behind each stage but the last, in an optimizer step: values
+    """Expected bytes over the boundary behind each stage but the last, in an optimizer step: values
     forward, gradients back. Empty where that is not recorded."""
 
 

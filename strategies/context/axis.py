@@ -59,7 +59,7 @@ from boltmesh.strategies.engine.axis import FakeRuns, LayerAxis, StepFunction
 from boltmesh.strategies.lightning_compat.loops import step_arguments
 from boltmesh.strategies.object_collectives import broadcast_from_rank0
 from boltmesh.strategies.pipeline.runtime.stage import ValueSpec
-from boltmesh.strategies.pipeline.stage.cut import StageBorders
+from boltmesh.strategies.pipeline.stage.cut import StageBoundaries
 from boltmesh.strategies.pipeline.stage.trace import StepTrace, TensorSpec
 from boltmesh.strategies.tensor.analysis.analyse import analyse
 from boltmesh.strategies.tensor.expected_traffic import CountingGroup, OperatorTraffic, count_step
@@ -146,8 +146,8 @@ class ContextAxis(LayerAxis):
             self._watching.enter_context(flex_attention_watched())
 
     @override
-    def stage_borders(self) -> StageBorders | None:
-        return SequenceBorders(self) if self.size > 1 else None
+    def stage_boundaries(self) -> StageBoundaries | None:
+        return ContextBoundaries(self) if self.size > 1 else None
 
     @override
     def look_at_whole(self, trainer: Trainer) -> None:
@@ -417,7 +417,7 @@ class DividedSequences(Protocol):
         """The ranks that have the other positions, on the CPU."""
 
 
-class SequenceBorders(StageBorders):
+class ContextBoundaries(StageBoundaries):
     """Values cross from one stage to the next with this rank's positions alone.
 
     What is handed on whole, and what is divided, decides memory and bytes, not numbers: a value is

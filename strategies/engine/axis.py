@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from boltmesh.strategies.engine.data_axis import OwnedRows
     from boltmesh.strategies.engine.strategy import MeshStrategy
     from boltmesh.strategies.lightning_compat.launchers import SigtermAgreement
-    from boltmesh.strategies.pipeline.stage.cut import StageBorders
+    from boltmesh.strategies.pipeline.stage.cut import StageBoundaries
 
 StepFunction = Callable[[Any, Any], Any]
 """Runs a step of the module by its ``args`` and ``kwargs``, as inner axes and the engine do it."""
@@ -171,7 +171,7 @@ class Axis:
             units: What is run as a whole, by dotted name.
         """
 
-    def stage_borders(self) -> "StageBorders | None":
+    def stage_boundaries(self) -> "StageBoundaries | None":
         """How values cross from one stage to the next where this rank has a part of each."""
         return None
 

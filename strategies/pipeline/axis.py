@@ -176,7 +176,7 @@ class PipelineAxis(Axis):
             refuse_wrapped_calls(module, units)
             for axis in strategy.axes:
                 axis.cut_into_stages(units)
-            # What crosses borders is of the type that the model will have.
+            # What crosses boundaries is of the type that the model will have.
             strategy.model = strategy.precision_plugin.convert_module(module)
             is_shown = strategy.is_global_zero
             with (
@@ -213,7 +213,9 @@ class PipelineAxis(Axis):
             coupled=strategy.coupled,
             rounds_by_microbatch=strategy.float8.recipe == "tensorwise",
             silent=self.others_silenced,
-            borders=next(filter(None, (each.stage_borders() for each in strategy.axes)), None),
+            boundaries=next(
+                filter(None, (each.stage_boundaries() for each in strategy.axes)), None
+            ),
         )
 
     @property

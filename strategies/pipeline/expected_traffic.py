@@ -1,10 +1,10 @@
 """What batches of training will do on a pipeline: their order, their traffic and their memory.
 
-``expected_traffic`` counts what an optimizer step moves over the borders of a rank's stages.
+``expected_traffic`` counts what an optimizer step moves over the boundaries of a rank's stages.
 ``StageRehearsal`` runs the stages of this rank once with a batch, on tensors without data; nothing
-is sent or received, and what crosses borders has the shapes that are planned. ``PipelineForecast``
-has what is known of batches before any is run, from a sample; ``PipelineEstimate`` makes the
-numbers for the engine and for telemetry.
+is sent or received, and what crosses boundaries has the shapes that are planned.
+``PipelineForecast`` has what is known of batches before any is run, from a sample;
+``PipelineEstimate`` makes the numbers for the engine and for telemetry.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from boltmesh.strategies.pipeline.staged_model import StagedModel
 
 ValuesAt = Callable[[int, int], tuple[ValueSpec, ...]]
-"""Gives what crosses a border in a microbatch; border 1 is the one from stage 0 to stage 1."""
+"""Gives what crosses a boundary in a microbatch; boundary 1 is the one from stage 0 to stage 1."""
 
 
 def expected_traffic(
@@ -54,7 +54,7 @@ def expected_traffic(
 
     Args:
         program: What the rank does in one run.
-        values_at: What crosses a border.
+        values_at: What crosses a boundary.
         accumulated: Runs in an optimizer step.
     """
     expected: list[ExpectedTraffic] = []
@@ -63,13 +63,13 @@ def expected_traffic(
         for action in program.actions:
             if action.kind not in kinds:
                 continue
-            specs = values_at(action.border, action.microbatch)
+            specs = values_at(action.boundary, action.microbatch)
             if action.kind.endswith("B"):
                 specs = tuple(spec for spec in specs if spec.needs_grad)
             num_bytes += sum(spec.num_bytes for spec in specs)
             num_messages += sum(spec.num_bytes > 0 for spec in specs)
         size = num_bytes * accumulated, num_messages * accumulated
-        why = "each microbatch: values over a border, gradients back"
+        why = "each microbatch: values over a boundary, gradients back"
         expected += _in_sum("pipeline", operator, {why: size})
     return expected
 
@@ -117,13 +117,13 @@ def with_second_version(
     ]
 
 
-def border_bytes(
+def boundary_bytes(
     crossing: Sequence[Sequence[Sequence[ValueSpec]]], accumulated: int
 ) -> tuple[tuple[int, int], ...]:
-    """Return what an optimizer step moves over each border: values forward, gradients back.
+    """Return what an optimizer step moves over each boundary: values forward, gradients back.
 
     Args:
-        crossing: By microbatch and stage, what the border before the stage carries.
+        crossing: By microbatch and stage, what the boundary before the stage carries.
         accumulated: Batches in an optimizer step.
     """
     num_stages = len(crossing[0]) if crossing else 0
@@ -193,7 +193,7 @@ class StageRehearsal:
 
 
 Crossing = Sequence[Sequence[tuple[ValueSpec, ...]]]
-"""By microbatch and stage of a batch of training, what the border before the stage carries."""
+"""By microbatch and stage of a batch of training, what the boundary before the stage carries."""
 
 
 class PipelineForecast:
@@ -225,7 +225,7 @@ class PipelineForecast:
             num_microbatches=self._num_microbatches,
             order=self._programs.order(self._num_microbatches),
             rank_of_stage=self._programs.rank_of_stage,
-            border_bytes=border_bytes(self.crossing or (), accumulated),
+            border_bytes=boundary_bytes(self.crossing or (), accumulated),
         )
 
     def traffic(
@@ -255,8 +255,8 @@ class PipelineForecast:
         if crossing is None:
             return []
 
-        def values_at(border: int, microbatch: int) -> tuple[ValueSpec, ...]:
-            return crossing[microbatch][border]
+        def values_at(boundary: int, microbatch: int) -> tuple[ValueSpec, ...]:
+            return crossing[microbatch][boundary]
 
         expected = expected_traffic(
             self._programs.of(len(crossing)), values_at, accumulated=accumulated

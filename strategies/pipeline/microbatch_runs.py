@@ -163,11 +163,11 @@ class MicrobatchStage:
         self._scalars = SentScalars()
 
     def values_in(self, microbatch: int) -> tuple[ValueSpec, ...]:
-        """Return what the border before this stage carries."""
+        """Return what the boundary before this stage carries."""
         return self._runs[microbatch].plan.values_in
 
     def values_out(self, microbatch: int) -> tuple[ValueSpec, ...]:
-        """Return what the border behind this stage carries."""
+        """Return what the boundary behind this stage carries."""
         return self._runs[microbatch].plan.values_out
 
     def forward(self, microbatch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -29,7 +29,7 @@ from boltmesh.telemetry.writer.recorder import Recorder
 
 if TYPE_CHECKING:
     from boltmesh.strategies.data_parallel.axis import PipelineDataAxis
-    from boltmesh.strategies.pipeline.stage.cut import StageBorders
+    from boltmesh.strategies.pipeline.stage.cut import StageBoundaries
 
 
 Split = str | Sequence[str] | Callable[[Sequence[UnitCost], int], Sequence[Sequence[str]]]
@@ -136,7 +136,7 @@ class PipelineContext:
     """Whether products round by the largest element of a microbatch, as those in float8 do."""
     silent: Silent = nullcontext
     """Enters what layers are run in on tensors without data, by one rank alone."""
-    borders: "StageBorders | None" = None
+    boundaries: "StageBoundaries | None" = None
     """How values cross from one stage to the next where a rank has a part of each; None: whole."""
 
     @property

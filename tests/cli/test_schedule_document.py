@@ -46,7 +46,7 @@ def test_every_row_is_a_schedule_and_has_a_source():
 @pytest.mark.parametrize("name", ROWS)
 @pytest.mark.parametrize("ranks", [2, 3, 4, 6])
 def test_the_formulas_are_what_is_simulated(name, ranks):
-    bubble, kept, borders, *_ = ROWS[name]
+    bubble, kept, boundaries, *_ = ROWS[name]
     kind = schedules()[name]
     for size in (1, 2, 3):
         if not kind.has_stages_per_rank(size):
@@ -61,16 +61,16 @@ def test_the_formulas_are_what_is_simulated(name, ranks):
         assert peak == pytest.approx(formula(kept, **sizes))
         owners = table.rank_of_stage
         crossed = sum(here != there for here, there in itertools.pairwise(owners))
-        assert crossed == formula(borders, **sizes)
+        assert crossed == formula(boundaries, **sizes)
 
 
 @pytest.mark.parametrize("name", ROWS)
 def test_the_examples_are_what_the_formulas_give(name):
-    bubble, kept, borders, *_ = ROWS[name]
+    bubble, kept, boundaries, *_ = ROWS[name]
     size = EXAMPLE | ({"v": 1} if schedules()[name].most_stages_per_rank == 1 else {})
     assert example(bubble) == f"{formula(bubble, **size):.1%}"
     assert float(example(kept)) == formula(kept, **size)
-    assert int(example(borders)) == formula(borders, **size)
+    assert int(example(boundaries)) == formula(boundaries, **size)
 
 
 def test_the_picture_is_what_the_command_draws(capsys, monkeypatch):

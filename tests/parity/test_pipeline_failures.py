@@ -94,7 +94,7 @@ def fail(rank: int, world_size: int, how: str) -> tuple[str, float, bool]:
         ),
         (
             "shape",
-            "(2, 4, 7), and the border from stage 0 to stage 1, in microbatch 0, awaits float32",
+            "(2, 4, 7), and the boundary from stage 0 to stage 1, in microbatch 0, awaits float32",
         ),
         ("step", "Stage 1 on rank 1 failed in the forward pass of microbatch 0"),
         ("uncut", "batch[0] has 8 rows and batch[1] has 7"),

@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 ON_TWO = [("zbv", "32-true"), ("1f1b", "bf16-mixed")]
 ON_FOUR = [("1f1b", "32-true"), ("interleaved_1f1b", "bf16-mixed")]
 FOUR_RANKS = ["GPT-2, tied", "T5", "U-Net"]
-"""A tied weight, an encoder's output and skips, each over borders that are not neighbours."""
+"""A tied weight, an encoder's output and skips, each over boundaries that are not neighbours."""
 
 
 @pytest.mark.sample("U-Net-2-0")

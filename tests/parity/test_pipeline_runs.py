@@ -203,8 +203,8 @@ def test_what_training_moves_is_expected_after_another_run_too() -> None:
     for told in run_ranks(expect, 2):
         # Two batches of four microbatches, each of 2 texts of 5 tokens and 7 numbers in fp32, and
         # as much of their gradients on the way back.
-        borders = [(operator, 2 * 4 * 2 * 5 * 7 * 4.0, 8.0) for operator in ("send", "recv")]
-        assert told[:2] == borders
+        boundaries = [(operator, 2 * 4 * 2 * 5 * 7 * 4.0, 8.0) for operator in ("send", "recv")]
+        assert told[:2] == boundaries
         # What the last stage tells rides on the agreements.
         assert {operator for operator, _, _ in told[2:]} == {"send", "recv"}
 

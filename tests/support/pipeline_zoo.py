@@ -93,7 +93,7 @@ class Level(nn.Module):
 
 
 class UNet(Skips, Images):
-    """Skips from every level down to the same level up, over the borders of stages."""
+    """Skips from every level down to the same level up, over the boundaries of stages."""
 
     def __init__(self) -> None:
         super().__init__(3, 8, Level)

@@ -31,7 +31,7 @@ class Ran:
     """What a run of all stages gave."""
 
     result: Any
-    borders: list[tuple[Tensor, ...]]
+    boundaries: list[tuple[Tensor, ...]]
     specs: list[tuple[ValueSpec, ...]]
 
 
@@ -64,7 +64,7 @@ class Staged:
 
     def forward(self, batch: Any) -> Ran:
         """All stages, and no backward."""
-        borders: list[tuple[Tensor, ...]] = []
+        boundaries: list[tuple[Tensor, ...]] = []
         specs: list[tuple[ValueSpec, ...]] = []
         self.inputs: list[tuple[Tensor, ...]] = []
         received: tuple[Tensor, ...] = ()
@@ -73,7 +73,7 @@ class Staged:
             self.inputs.append(received)
             result = run.forward(received, (batch, 0), seed=self.seed)
             if stage == self.count - 1:
-                return Ran(result, borders, specs)
+                return Ran(result, boundaries, specs)
             for tensor, spec in zip(result, run.plan.values_out, strict=True):
                 assert (tuple(tensor.shape), tensor.dtype, tensor.requires_grad) == (
                     spec.shape,
@@ -81,7 +81,7 @@ class Staged:
                     spec.needs_grad,
                 ), spec
             assert torch.is_grad_enabled() or not any(each.requires_grad for each in result)
-            borders.append(result)
+            boundaries.append(result)
             specs.append(run.plan.values_out)
             received = tuple(each.detach().clone() for each in result)
         raise AssertionError
@@ -91,9 +91,9 @@ class Staged:
         ran = self.forward(batch)
         loss = ran.result["loss"] if isinstance(ran.result, dict) else ran.result
         loss.backward()
-        for border, inputs in zip(reversed(ran.borders), reversed(self.inputs), strict=False):
+        for boundary, inputs in zip(reversed(ran.boundaries), reversed(self.inputs), strict=False):
             pairs = [
-                (out, into) for out, into in zip(border, inputs, strict=True) if out.requires_grad
+                (out, into) for out, into in zip(boundary, inputs, strict=True) if out.requires_grad
             ]
             grads = [
                 torch.zeros_like(into) if into.grad is None else into.grad for _, into in pairs

@@ -1,4 +1,4 @@
-"""Small stages whose borders carry everything that a border can carry."""
+"""Small stages whose boundaries carry everything that a boundary can carry."""
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ WIDTH = 6
 class Piece(nn.Module):
     """One stage of a toy model.
 
-    Its border carries a transposed activation, a skip that is handed on as it is, an offset that
+    Its boundary carries a transposed activation, a skip that is handed on as it is, an offset that
     depends on parameters alone, a view of complex numbers, a frozen output that is expanded, a
     mask, a number and nothing.
     """
@@ -62,8 +62,8 @@ def first_values(size: int, microbatch: int) -> tuple[Tensor, ...]:
     )
 
 
-def border(size: int, index: int) -> tuple[ValueSpec, ...]:
-    """What crosses the border before piece ``index``."""
+def boundary(size: int, index: int) -> tuple[ValueSpec, ...]:
+    """What crosses the boundary before piece ``index``."""
     f64, at = torch.float64, f"of piece {index - 1}"
     return (
         ValueSpec((WIDTH, size), f64, True, f"activation {at}"),
@@ -93,10 +93,10 @@ class PieceStage:
         self.is_last = piece.index == piece.num_stages - 1
 
     def values_in(self, microbatch: int) -> tuple[ValueSpec, ...]:
-        return () if self.is_first else border(self.sizes[microbatch], self.index)
+        return () if self.is_first else boundary(self.sizes[microbatch], self.index)
 
     def values_out(self, microbatch: int) -> tuple[ValueSpec, ...]:
-        return () if self.is_last else border(self.sizes[microbatch], self.index + 1)
+        return () if self.is_last else boundary(self.sizes[microbatch], self.index + 1)
 
     def forward(self, microbatch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         given = received or first_values(self.sizes[microbatch], microbatch)

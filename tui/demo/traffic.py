@@ -43,9 +43,9 @@ def moved(setup: Setup, stage: int) -> tuple[Moved, ...]:
     found = []
     if setup.pipeline > 1:
         activation, count = activation_bytes(setup), setup.num_microbatches
-        borders_after, borders_before = int(stage < setup.pipeline - 1), int(stage > 0)
+        boundaries_after, boundaries_before = int(stage < setup.pipeline - 1), int(stage > 0)
         # Activations go to the next stage and gradients come back, and the other way round.
-        calls = count * (borders_after + borders_before)
+        calls = count * (boundaries_after + boundaries_before)
         found += [
             Moved("pipeline", "send", calls, calls * activation),
             Moved("pipeline", "recv", calls, calls * activation),
@@ -82,9 +82,11 @@ def _tensor_allreduces(setup: Setup, stage: int) -> tuple[int, int]:
     return count * calls, count * size
 
 
+_OVER_BOUNDARIES = "an activation or its gradient per boundary and microbatch, mean of ranks"
+
 _WHY = {
-    ("pipeline", "send"): "an activation or its gradient per border and microbatch, mean of ranks",
-    ("pipeline", "recv"): "an activation or its gradient per border and microbatch, mean of ranks",
+    ("pipeline", "send"): _OVER_BOUNDARIES,
+    ("pipeline", "recv"): _OVER_BOUNDARIES,
     ("pipeline", "allreduce"): "norm of the gradients, once",
     ("data", "allreduce"): "gradients of all trainable parameters of the stage, once",
     ("tensor", "allreduce"): "4 activations a layer and microbatch, embedding, head, norm",

@@ -8,7 +8,7 @@ from typing_extensions import override
 
 from boltmesh.tui.layout.page import Page, Panel, Scene, place, with_trends
 from boltmesh.tui.layout.region import Item, Region, stack
-from boltmesh.tui.panels.bubble import borders, draw_borders, draw_bubble
+from boltmesh.tui.panels.bubble import boundaries, draw_boundaries, draw_bubble
 from boltmesh.tui.panels.gantt import draw_gantt
 from boltmesh.tui.panels.help import PageHelp
 from boltmesh.tui.render.ranks import NO_PIPELINE
@@ -20,7 +20,7 @@ LINES_BESIDE_RANKS = 7
 
 
 class PipelinePage(Page):
-    """The bubble of each stage above, then what crosses the borders, then the last step."""
+    """The bubble of each stage above, then what crosses the boundaries, then the last step."""
 
     tab = Tab("pipeline", "Pipeline", key="4")
     help = PageHelp(
@@ -46,16 +46,16 @@ class PipelinePage(Page):
             gantt = scene.title + ranks
             items[0] = Item("bubble", min(scene.title + ranks + 3, body.height), bubble, 2)
             items.append(Item("gantt", gantt + 1, gantt + 2, 1, grows=True))
-        if between := borders(state.job):
+        if between := boundaries(state.job):
             size = scene.title + 1 + len(between)
-            items.insert(1, Item("borders", size, size, 3))
+            items.insert(1, Item("boundaries", size, size, 3))
         needed = sum(item.ideal for item in items)
         body, trends = with_trends(scene, body, needed, ("bubble_ratio", "step_s"))
         panels = place(
             stack(body, items),
             {
                 "bubble": partial(draw_bubble, state, look=look),
-                "borders": partial(draw_borders, state, look=look),
+                "boundaries": partial(draw_boundaries, state, look=look),
                 "gantt": partial(draw_gantt, state, look=look),
             },
         )

@@ -5,7 +5,7 @@ any of its ranks: 1 - busy / window. A rank's own window would flatter the late 
 of what the schedule costs with equal stages (structural), what the stages' unequal times add
 (imbalance), and what is left (excess: communication, the host). The three add up to the measured.
 
-``draw_borders`` shows for each pair of ranks the bytes between stages in an optimizer step,
+``draw_boundaries`` shows for each pair of ranks the bytes between stages in an optimizer step,
 measured beside expected.
 """
 
@@ -272,13 +272,13 @@ class Flow(msgspec.Struct, frozen=True):
         return abs(self.measured - self.expected) <= TOLERANCE * self.expected
 
 
-class Border(msgspec.Struct, frozen=True):
+class Boundary(msgspec.Struct, frozen=True):
     """Two ranks whose stages follow each other."""
 
     ranks: tuple[int, int]
     """The first is earlier in the pipeline."""
     stages: tuple[int, ...]
-    """Those behind which there is a border between the two."""
+    """Those behind which there is a boundary between the two."""
     there: Flow
     """From the first rank to the second."""
     back: Flow
@@ -287,8 +287,8 @@ class Border(msgspec.Struct, frozen=True):
 
 
 @remember_last
-def borders(job: JobSnapshot) -> tuple[Border, ...]:
-    """Return the borders of the pipeline that ``bubble`` shows; none without a plan."""
+def boundaries(job: JobSnapshot) -> tuple[Boundary, ...]:
+    """Return the boundaries of the pipeline that ``bubble`` shows; none without a plan."""
     plan, step = job.pipeline, slowest_whole_step(job)
     if plan is None or step is None or not _is_told(plan, len(step.ranks)):
         return ()
@@ -301,7 +301,7 @@ def borders(job: JobSnapshot) -> tuple[Border, ...]:
         return Flow(None if is_early else measured, expected.get((first, second), 0.0))
 
     return tuple(
-        Border(
+        Boundary(
             ranks=(step.ranks[first], step.ranks[second]),
             stages=stages,
             there=flow(first, second),
@@ -323,7 +323,7 @@ def _is_told(plan: PipelinePlan, num_ranks: int) -> bool:
 def _expected(
     plan: PipelinePlan,
 ) -> tuple[Mapping[tuple[int, int], float], Mapping[tuple[int, int], tuple[int, ...]]]:
-    """Return the bytes from rank to rank, and the stages at whose end there is a border."""
+    """Return the bytes from rank to rank, and the stages at whose end there is a boundary."""
     expected: dict[tuple[int, int], float] = {}
     between: dict[tuple[int, int], tuple[int, ...]] = {}
     for stage, (forward, back) in enumerate(plan.border_bytes):
@@ -337,9 +337,9 @@ def _expected(
     return expected, between
 
 
-def draw_borders(state: State, width: int, height: int, look: Style) -> list[Line]:
+def draw_boundaries(state: State, width: int, height: int, look: Style) -> list[Line]:
     """A table; nothing for a job without expected bytes."""
-    found = borders(state.job)
+    found = boundaries(state.job)
     if not found:
         return []
     lines: list[Line] = []
@@ -354,32 +354,32 @@ def draw_borders(state: State, width: int, height: int, look: Style) -> list[Lin
         Column("expected", is_number=True, rank=1),
         Column("difference"),
     ]
-    cells = [_border_cells(border, look) for border in found]
+    cells = [_boundary_cells(boundary, look) for boundary in found]
     table = draw_table(columns, cells, width, ellipsis=look.glyphs.ellipsis)
     lines += [table[0], *fit_rows(table[1:], height - len(lines) - 1, width)]
     return lines[: max(0, height)]
 
 
-def _border_cells(border: Border, look: Style) -> list[Cell]:
-    first, second = border.ranks
-    stages = ", ".join(f"{stage}-{stage + 1}" for stage in border.stages)
+def _boundary_cells(boundary: Boundary, look: Style) -> list[Cell]:
+    first, second = boundary.ranks
+    stages = ", ".join(f"{stage}-{stage + 1}" for stage in boundary.stages)
     return [
         Line(f"{first} - {second}", "muted"),
         Line(stages, "muted"),
-        units.traffic(border.there.measured),
-        Line(units.traffic(border.there.expected), "muted"),
-        units.traffic(border.back.measured),
-        Line(units.traffic(border.back.expected), "muted"),
-        _verdict(border, look),
+        units.traffic(boundary.there.measured),
+        Line(units.traffic(boundary.there.expected), "muted"),
+        units.traffic(boundary.back.measured),
+        Line(units.traffic(boundary.back.expected), "muted"),
+        _verdict(boundary, look),
     ]
 
 
-def _verdict(border: Border, look: Style) -> Line:
-    there, back = border.there, border.back
+def _verdict(boundary: Boundary, look: Style) -> Line:
+    there, back = boundary.there, boundary.back
     if there.is_equal is None or back.is_equal is None:
         return Line("counting", "muted")
     if there.is_equal and back.is_equal:
         return Line(look.sign(look.glyphs.equal) + "as expected", "good")
-    if border.is_of_several_sizes:
+    if boundary.is_of_several_sizes:
         return Line("varies", "muted")
     return Line(look.sign(look.glyphs.differs) + "differs", "bad")

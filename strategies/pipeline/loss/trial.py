@@ -325,7 +325,7 @@ class TailTrial:
         self._around = around
         self._seed = seed
         self.device = device
-        self.largest = plans.borders.largest
+        self.largest = plans.boundaries.largest
 
     def rows(self, numbers: Sequence[int]) -> Any:
         """Return some rows of the batch."""

@@ -31,7 +31,7 @@ from boltmesh.strategies.pipeline.partition.choose import (
 )
 from boltmesh.strategies.pipeline.partition.materialize import DeferredModel
 from boltmesh.strategies.pipeline.partition.split import UnitCost, refuse_too_few
-from boltmesh.strategies.pipeline.stage.cut import StageBorders
+from boltmesh.strategies.pipeline.stage.cut import StageBoundaries
 from boltmesh.strategies.pipeline.stage.fake_unit import UnitError
 from boltmesh.strategies.pipeline.stage.plan_cache import TRAINING, StagePlans
 from boltmesh.strategies.pipeline.stage.trace import (
@@ -138,7 +138,7 @@ def place(
                     unmade=unmade,
                     recomputed=context.recomputed,
                     silent=context.silent,
-                    borders=context.borders,
+                    boundaries=context.boundaries,
                 )
         except ConfigError as error:
             mine = error
@@ -156,7 +156,11 @@ def place(
     if plans is None:
         units = {name: module.get_submodule(name) for name in answer.stage_of_unit}
         plans = StagePlans(
-            module, units, answer.stage_of_unit, silent=context.silent, borders=context.borders
+            module,
+            units,
+            answer.stage_of_unit,
+            silent=context.silent,
+            boundaries=context.boundaries,
         )
     return StagePlacement(plans, answer)
 
@@ -174,7 +178,7 @@ def divide(
     unmade: DeferredModel,
     recomputed: Set[Module],
     silent: Silent = nullcontext,
-    borders: StageBorders | None = None,
+    boundaries: StageBoundaries | None = None,
 ) -> tuple[StageAssignment, StagePlans]:
     """Cut a model into stages, by a look at what a step does with one microbatch.
 
@@ -190,7 +194,7 @@ def divide(
         unmade: What of it does not exist yet.
         recomputed: Units whose forward pass runs once more in the backward pass.
         silent: See ``PipelineContext``.
-        borders: See there.
+        boundaries: See there.
 
     Raises:
         ConfigError: When the model cannot be cut so.
@@ -221,7 +225,7 @@ def divide(
     stage = 0
     for each in uses:  # one that this step does not call stands with its neighbour
         stage = stage_of_unit.setdefault(each.name, stage)
-    plans = StagePlans(module, units, stage_of_unit, silent=silent, borders=borders)
+    plans = StagePlans(module, units, stage_of_unit, silent=silent, boundaries=boundaries)
     rank_of_unit = {unit: rank_of_stage[each] for unit, each in stage_of_unit.items()}
     last_rank = rank_of_stage[-1]
     unit_of_buffer = _units_of_buffers(module, units)

@@ -204,7 +204,7 @@ class StageTransport:
         if not wires:
             return []
         is_gradient = action.kind.endswith("B")
-        tag = 2 * action.border + is_gradient
+        tag = 2 * action.boundary + is_gradient
         if self._messages is not None:
             post = self._messages.send if do is dist.isend else self._messages.receive
             return [post(wire, peer, tag) for wire in wires]
@@ -225,7 +225,7 @@ def describe_tensor(shape: Sequence[int], dtype: torch.dtype) -> str:
 
 
 def describe_specs(specs: Sequence[ValueSpec]) -> str:
-    """Return what a border carries, in words."""
+    """Return what a boundary carries, in words."""
     if not specs:
         return "nothing"
     return ", ".join(
@@ -237,7 +237,7 @@ def describe_specs(specs: Sequence[ValueSpec]) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def digest(microbatches: tuple[tuple[ValueSpec, ...], ...]) -> int:
-    """Return a number, below 2**32, by which two sides of a border compare what they know of it.
+    """Return a number, below 2**32, by which two sides of a boundary compare what they know of it.
 
     Files are left out: packages lie elsewhere on other hosts, generated code in each process.
     """
@@ -269,29 +269,29 @@ def check_outputs(
         for output, spec in zip(outputs, specs, strict=True)
     ):
         return
-    border = (
-        f"the border from stage {stage} to stage {stage + 1}, in microbatch {microbatch}, awaits"
+    boundary = (
+        f"the boundary from stage {stage} to stage {stage + 1}, in microbatch {microbatch}, awaits"
     )
     if len(outputs) != len(specs):
         raise PipelineError(
-            f"Stage {stage} gave {len(outputs)} values, and {border} {len(specs)}: "
+            f"Stage {stage} gave {len(outputs)} values, and {boundary} {len(specs)}: "
             f"{describe_specs(specs)}. What a stage hands on may not depend on values of the batch."
         )
     for output, spec in zip(outputs, specs, strict=True):
         if output.shape != spec.shape or output.dtype != spec.dtype:
             raise PipelineError(
                 f"Stage {stage} gave {spec.origin} as "
-                f"{describe_tensor(output.shape, output.dtype)}, and {border} "
+                f"{describe_tensor(output.shape, output.dtype)}, and {boundary} "
                 f"{describe_tensor(spec.shape, spec.dtype)}. Shapes and types may depend on those "
                 "of the batch, not on its values."
             )
         if output.layout != torch.strided:
             raise PipelineError(
-                f"Stage {stage} gave {spec.origin} in the layout {output.layout}, and {border} a "
-                "dense tensor: make it dense before the border."
+                f"Stage {stage} gave {spec.origin} in the layout {output.layout}, and {boundary} a "
+                "dense tensor: make it dense before the boundary."
             )
         if is_differentiated and output.requires_grad and not spec.needs_grad:
             raise PipelineError(
-                f"Stage {stage} gave {spec.origin} with a gradient, and {border} none for it: it "
+                f"Stage {stage} gave {spec.origin} with a gradient, and {boundary} none for it: it "
                 "would be lost. Whether a value is trained may not change within a step."
             )

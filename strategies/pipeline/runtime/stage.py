@@ -1,4 +1,4 @@
-"""What the executor asks of a stage of the model, and what crosses a border between stages."""
+"""What the executor asks of a stage of the model, and what crosses a boundary between stages."""
 
 import math
 from dataclasses import dataclass
@@ -10,12 +10,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ValueSpec:
-    """One tensor that a border carries, as both of its sides know it without talking."""
+    """One tensor that a boundary carries, as both of its sides know it without talking."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     needs_grad: bool
-    """Whether its gradient travels back over the border."""
+    """Whether its gradient travels back over the boundary."""
     origin: str
     """Where the step makes it, for messages: "output of model.layers.3", "add after encoder"."""
     cut_dim: int | None = None
@@ -48,11 +48,11 @@ class PipelineStage(Protocol):
         ...
 
     def values_in(self, microbatch: int) -> tuple[ValueSpec, ...]:
-        """What crosses the border before the stage; empty for the first."""
+        """What crosses the boundary before the stage; empty for the first."""
         ...
 
     def values_out(self, microbatch: int) -> tuple[ValueSpec, ...]:
-        """What crosses the border behind the stage; empty for the last."""
+        """What crosses the boundary behind the stage; empty for the last."""
         ...
 
     def forward(self, microbatch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

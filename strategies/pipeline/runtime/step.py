@@ -311,7 +311,7 @@ class PipelineStep:
 
     def _crossing(self, action: Action) -> Sequence[ValueSpec]:
         """Return what a message carries."""
-        is_behind = action.border > action.stage
+        is_behind = action.boundary > action.stage
         specs = (self._given if is_behind else self._awaited)[action.stage, action.microbatch]
         if action.kind.endswith("F"):
             return specs

@@ -105,7 +105,7 @@ class RankProgram:
 
     def peer(self, action: Action) -> int:
         """Return the rank at the other end of a send or a receive."""
-        to_next = action.border > action.stage
+        to_next = action.boundary > action.stage
         return self.rank_of_stage[action.stage + (1 if to_next else -1)]
 
 

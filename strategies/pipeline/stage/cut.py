@@ -1,4 +1,4 @@
-"""Cuts a trace into stages: which values cross each border, and what a stage does at each event."""
+"""Cuts a trace into stages: which values cross each boundary, what a stage does at each event."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
@@ -27,7 +27,7 @@ from boltmesh.strategies.pipeline.stage.trace import (
 ANY_STAGE = -1
 
 
-class StageBorders:
+class StageBoundaries:
     """How values cross from one stage to the next: whole, as stages compute with them."""
 
     def running(self) -> AbstractContextManager[None]:
@@ -135,7 +135,7 @@ def plan_stages(
     stage_of_unit: Mapping[str, int],
     parameters_of_unit: Mapping[str, frozenset[str]],
     weight_only: frozenset[str] = frozenset(),
-    borders: StageBorders | None = None,
+    boundaries: StageBoundaries | None = None,
     *,
     trains: bool = False,
 ) -> tuple[StagePlan, ...]:
@@ -147,14 +147,14 @@ def plan_stages(
         parameters_of_unit: The parameters that each unit holds, by their first names.
         weight_only: Units that are nothing but weights, such as an embedding: a later stage may
             call them again, with weights that it then shares.
-        borders: How values cross from one stage to the next.
+        boundaries: How values cross from one stage to the next.
         trains: Whether the last stage uses the parameters that the step logs or returns; the tail
             of other steps borrows them.
 
     Raises:
         ConfigError: When the step cannot be cut there.
     """
-    cut = _StageCut(trace, stage_of_unit, weight_only, borders=borders)
+    cut = _StageCut(trace, stage_of_unit, weight_only, boundaries=boundaries)
     cut.has_parameters_out = trains
     plans = [_StagePlanner(cut, stage, parameters_of_unit).plan() for stage in range(cut.count)]
     for number, event in enumerate(trace.events):
@@ -170,7 +170,7 @@ def plan_tail(
     parameters_of_unit: Mapping[str, frozenset[str]],
     weight_only: frozenset[str] = frozenset(),
     recomputed: frozenset[int] = frozenset(),
-    borders: StageBorders | None = None,
+    boundaries: StageBoundaries | None = None,
 ) -> tuple[StagePlan, StagePlan]:
     """Return the last stage without what follows its last unit, and that as a stage of its own.
 
@@ -181,13 +181,13 @@ def plan_tail(
         weight_only: As there.
         recomputed: Values, by their number in the trace, that the second of them computes again
             from those that they were made of, where code between units made them.
-        borders: As there.
+        boundaries: As there.
 
     Raises:
         ConfigError: When the step cannot be cut there.
     """
     begin = trace.unit_events()[-1] + 1
-    cut = _StageCut(trace, stage_of_unit, weight_only, tail=begin, borders=borders)
+    cut = _StageCut(trace, stage_of_unit, weight_only, tail=begin, boundaries=boundaries)
     cut.recompute({id(trace.values[number]) for number in recomputed})
     last, tail = (
         _StagePlanner(cut, stage, parameters_of_unit) for stage in (cut.count - 2, cut.count - 1)
@@ -196,7 +196,7 @@ def plan_tail(
 
 
 class _StageCut:
-    """Which event belongs to which stage, and what is alive at each border."""
+    """Which event belongs to which stage, and what is alive at each boundary."""
 
     def __init__(
         self,
@@ -204,10 +204,10 @@ class _StageCut:
         stage_of_unit: Mapping[str, int],
         weight_only: frozenset[str],
         tail: int | None = None,
-        borders: StageBorders | None = None,
+        boundaries: StageBoundaries | None = None,
     ) -> None:
         self.trace = trace
-        self.divided = (borders or StageBorders()).dividing(trace)
+        self.divided = (boundaries or StageBoundaries()).dividing(trace)
         self.stages = EventStages(trace, stage_of_unit, weight_only)
         self.calls, self.stage_of_call = self.stages.calls, self.stages.of_call
         self.count = max(stage_of_unit.values()) + 1

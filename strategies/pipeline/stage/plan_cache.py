@@ -19,7 +19,12 @@ from torch.nn import Module, Parameter
 from boltmesh.errors import ConfigError
 from boltmesh.lightning_import import ROOTS
 from boltmesh.strategies.dry_run.unsupported import with_inner
-from boltmesh.strategies.pipeline.stage.cut import StageBorders, StagePlan, plan_stages, plan_tail
+from boltmesh.strategies.pipeline.stage.cut import (
+    StageBoundaries,
+    StagePlan,
+    plan_stages,
+    plan_tail,
+)
 from boltmesh.strategies.pipeline.stage.stage_run import ParameterWrites, StageRun, Tail
 from boltmesh.strategies.pipeline.stage.trace import StepTrace, UnitOutput, refuse_writes
 from boltmesh.strategies.pipeline.stage.trace_step import probe
@@ -141,7 +146,7 @@ class StagePlans:
         stage_of_unit: Mapping[str, int],
         *,
         silent: Callable[[], AbstractContextManager[None]] = nullcontext,
-        borders: StageBorders | None = None,
+        boundaries: StageBoundaries | None = None,
     ) -> None:
         """Take how a model is cut.
 
@@ -150,9 +155,9 @@ class StagePlans:
             units: All of its units by name, of :func:`find_stage_units`.
             stage_of_unit: The stage of each unit that steps call.
             silent: Enters what a step is probed in: units communicate nothing there.
-            borders: How values cross from one stage to the next.
+            boundaries: How values cross from one stage to the next.
         """
-        self.borders = borders or StageBorders()
+        self.boundaries = boundaries or StageBoundaries()
         self._silent = silent
         self.root = root
         self.units = dict(units)
@@ -238,7 +243,7 @@ class StagePlans:
                 self.parameters_of_unit,
                 self.weight_only,
                 recomputed,
-                self.borders,
+                self.boundaries,
             )
             tail = tails[recomputed] = Tail(
                 last=self._run(step, last),
@@ -337,7 +342,7 @@ class StagePlans:
             self.stage_of_unit,
             self.parameters_of_unit,
             self.weight_only,
-            self.borders,
+            self.boundaries,
             trains=step == TRAINING,
         )
         if step != TRAINING and not plans[0].is_in_order:
@@ -347,4 +352,4 @@ class StagePlans:
         return tuple(self._run(step, each) for each in plans)
 
     def _run(self, step: str, plan: StagePlan) -> StageRun:
-        return StageRun(self.root, self.units, step, plan, self.borders, self.writes)
+        return StageRun(self.root, self.units, step, plan, self.boundaries, self.writes)

@@ -1,7 +1,7 @@
 """Runs a step as one stage: receives what earlier stages made, stops where the next one begins.
 
 [Note: The tail of a step]
-Behind the last unit there is one more stage, which has no unit. What crosses the border to it are
+Behind the last unit there is one more stage, which has no unit. What crosses the boundary to it are
 the values that the last unit made, or that earlier units made and that are used again: logits as a
 rule. Microbatches can be joined there, since what units give for a row does not depend on other
 rows; means, counts and metrics come later. So whoever runs the tail on values of the whole batch
@@ -28,7 +28,7 @@ from typing_extensions import override
 
 from boltmesh.errors import DivergenceError
 from boltmesh.strategies.dry_run.no_side_effects import name_of
-from boltmesh.strategies.pipeline.stage.cut import EventPlan, StageBorders, StagePlan
+from boltmesh.strategies.pipeline.stage.cut import EventPlan, StageBoundaries, StagePlan
 from boltmesh.strategies.pipeline.stage.data_dependent_ops import is_event
 from boltmesh.strategies.pipeline.stage.rng import RandomStreams
 from boltmesh.strategies.pipeline.stage.trace import Argument, TensorSpec, line_of_step
@@ -220,7 +220,7 @@ class StageRun:
         units: Mapping[str, Module],
         step: str,
         plan: StagePlan,
-        borders: StageBorders | None = None,
+        boundaries: StageBoundaries | None = None,
         writes: ParameterWrites | None = None,
     ) -> None:
         """Prepare the stage.
@@ -230,10 +230,10 @@ class StageRun:
             units: All units by name.
             step: The name of the method.
             plan: What the stage does.
-            borders: How values cross from one stage to the next.
+            boundaries: How values cross from one stage to the next.
             writes: Does the step's writes to parameters; by default they are left out.
         """
-        self.borders = borders or StageBorders()
+        self.boundaries = boundaries or StageBoundaries()
         self.writes = writes or ParameterWrites()
         self.root = root
         self.units = units
@@ -256,7 +256,7 @@ class StageRun:
         """Run the stage on one batch.
 
         Args:
-            received: What the border before this stage carries, as ``plan.values_in`` says. Those
+            received: What the boundary before this stage carries, as ``plan.values_in`` says. Those
                 that need a gradient get ``requires_grad``.
             args: What the step is called with.
             kwargs: Also what the step is called with.
@@ -285,13 +285,13 @@ class StageRun:
         self.streams = None if seed is None else self._streams(seed)
         try:
             with (
-                self.borders.running(),
+                self.boundaries.running(),
                 distributions_unchecked(),
                 self._forwards,
                 NOT_DRAWING if self.streams is None else self.streams,
             ):
                 result = self._run_step(args, kwargs)
-            return self._finish(self.borders.whole(result))
+            return self._finish(self.boundaries.whole(result))
         except _NextStage:
             return self._sent()
         finally:
@@ -351,7 +351,7 @@ class StageRun:
             tensor.requires_grad_()
         # A leaf that needs a gradient cannot be changed in place; the step is about to.
         tensor = tensor.clone() if slot in self.plan.copies else tensor
-        return self.borders.received(tensor, spec)
+        return self.boundaries.received(tensor, spec)
 
     def _streams(self, seed: int) -> RandomStreams:
         plan = self.plan
@@ -441,7 +441,7 @@ class StageRun:
 
     def _sent(self) -> tuple[Tensor, ...]:
         pairs = zip(self.plan.sent_numbers, self.plan.values_out, strict=True)
-        sent = [self.borders.sent(self.kept[number], spec) for number, spec in pairs]
+        sent = [self.boundaries.sent(self.kept[number], spec) for number, spec in pairs]
         # What only passes through has to come out of a function, as everything else that is sent.
         return tuple(
             each.view_as(each) if each.requires_grad and each.is_leaf else each for each in sent

@@ -171,7 +171,7 @@ def regroup(dims: Sequence[Dim], shape: Sequence[int], reason: Reason) -> list[D
     Args:
         dims: Of the tensor.
         shape: Of the view, with as many elements.
-        reason: Why atoms that lie across a border of the view have to be whole.
+        reason: Why atoms that lie across a boundary of the view have to be whole.
     """
     flat = list(leaves([atom for dim in dims for atom in dim]))
     return [_take(flat, size, reason) for size in shape]

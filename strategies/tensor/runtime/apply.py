@@ -320,24 +320,24 @@ class _Application:
 
     def _put_axis(self, owners: list[Owner], *, is_region: bool) -> None:
         """Wrap the modules of one axis in one block, and the module that holds them."""
-        border = self._border(owners)
+        boundary = self._boundary(owners)
         for owner in owners:
             is_fed = owner.name in self.plan.fed and not is_region  # where there are no boundaries
             is_fed = is_fed or self.stacks.is_fed(owner.name)
-            of_owner = GradSummedUpstream(border) if is_fed else border
+            of_owner = GradSummedUpstream(boundary) if is_fed else boundary
             self._put_owner(owner, of_owner, is_region=is_region)
         name = scope_of(self.root, [owner.name for owner in owners])
         self.scopes[name].add(is_region)
         scope = self.root.get_submodule(name)
         for method in ["forward"] if has_forward(scope) else _STEPS:
             if callable(getattr(scope, method, None)):
-                self.changes.wrap(scope, BlockScope(border), method)
+                self.changes.wrap(scope, BlockScope(boundary), method)
                 if is_region:
-                    is_in_stack = isinstance(border, SequenceBoundary)
+                    is_in_stack = isinstance(boundary, SequenceBoundary)
                     region = Region(self.group, self.draws, shares_gradients=is_in_stack)
                     self.changes.wrap(scope, region, method)
 
-    def _border(self, owners: list[Owner]) -> BlockBoundary:
+    def _boundary(self, owners: list[Owner]) -> BlockBoundary:
         stacks = {self.stacks.around(owner.name) for owner in owners}
         stack = stacks.pop()
         if stacks:
@@ -349,24 +349,24 @@ class _Application:
             SequenceBoundary(self.group, stack.parts) if stack else ReplicatedBoundary(self.group)
         )
 
-    def _put_owner(self, owner: Owner, border: BlockBoundary, *, is_region: bool) -> None:
+    def _put_owner(self, owner: Owner, boundary: BlockBoundary, *, is_region: bool) -> None:
         module, styles = owner.module, owner.styles
         if isinstance(module, nn.MultiheadAttention):
-            Heads(module, border, self.group, self.draws).put_on(self.root, self.changes)
+            Heads(module, boundary, self.group, self.draws).put_on(self.root, self.changes)
         elif "expert" in styles or {"column", "row"} <= styles:
-            self.changes.wrap(module, ColumnRow(border))
+            self.changes.wrap(module, ColumnRow(boundary))
         elif "column" in styles:
             matrix = owner.leading("column")
             names = self.widths.get(type(module), ())
             divide_width(module, matrix, names, self.group.size, self.changes)
             column = (
-                RegionColumn(border, matrix.sections, _channels(module), self.group)
+                RegionColumn(boundary, matrix.sections, _channels(module), self.group)
                 if is_region
-                else Column(border)
+                else Column(boundary)
             )
             self.changes.wrap(module, column)
         elif "row" in styles:
-            row = (RegionRow if is_region else Row)(module, owner.attributes, border)
+            row = (RegionRow if is_region else Row)(module, owner.attributes, boundary)
             self.changes.wrap(module, row)
         elif "table" in styles:
             self._put_table(owner, is_region=is_region)

@@ -128,14 +128,14 @@ class SequenceBoundary(ReplicatedBoundary):
 
 
 class GradSummedUpstream(BlockBoundary):
-    """The border of a module whose input's gradient is summed further up.
+    """The boundary of a module whose input's gradient is summed further up.
 
     By the gather of a sequence, or by a boundary behind what the input was made of.
     """
 
-    def __init__(self, border: BlockBoundary) -> None:
-        super().__init__(border.group)
-        self._border = border
+    def __init__(self, boundary: BlockBoundary) -> None:
+        super().__init__(boundary.group)
+        self._boundary = boundary
 
     @override
     def enter(self, value: Tensor) -> Tensor:
@@ -144,29 +144,29 @@ class GradSummedUpstream(BlockBoundary):
 
     @override
     def leave(self, part: Tensor) -> Tensor:
-        """As the other border."""
-        return self._border.leave(part)
+        """As the other boundary."""
+        return self._boundary.leave(part)
 
     @override
     def after(self, parameter: Tensor) -> Tensor:
-        """As the other border."""
-        return self._border.after(parameter)
+        """As the other boundary."""
+        return self._boundary.after(parameter)
 
     @override
     def forget(self) -> None:
-        """As the other border."""
-        self._border.forget()
+        """As the other boundary."""
+        self._boundary.forget()
 
 
 class BlockScope:
     """Around the module that holds all divided modules of an axis in a block."""
 
-    def __init__(self, border: BlockBoundary) -> None:
-        self._border = border
+    def __init__(self, boundary: BlockBoundary) -> None:
+        self._boundary = boundary
 
     def __call__(self, forward: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the module."""
         try:
             return forward(*args, **kwargs)
         finally:
-            self._border.forget()
+            self._boundary.forget()

@@ -167,16 +167,16 @@ class RegionColumn(Column):
     """Around a module whose input is whole, and whose output becomes a DTensor.
 
     Args:
-        border: That the input passes.
+        boundary: That the input passes.
         sections: Of the output's divided dimension, whole.
         dim: That dimension.
         group: That has the parts.
     """
 
     def __init__(
-        self, border: BlockBoundary, sections: Sequence[Section], dim: int, group: TensorGroup
+        self, boundary: BlockBoundary, sections: Sequence[Section], dim: int, group: TensorGroup
     ) -> None:
-        super().__init__(border)
+        super().__init__(boundary)
         self._sections = tuple(sections)
         self._dim = dim
         self._group = group

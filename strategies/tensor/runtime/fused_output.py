@@ -67,7 +67,7 @@ class FusedOutput:
         return self._local.dim()
 
     def split(self, split_size: int | Sequence[int], dim: int = 0) -> tuple[Any, ...]:
-        """Take it apart at borders of sections."""
+        """Take it apart at boundaries of sections."""
         self._check_last(dim, "split")
         width = self.shape[-1]
         if isinstance(split_size, int):
@@ -80,11 +80,11 @@ class FusedOutput:
         return tuple(self._slice(start, stop) for start, stop in pairwise(starts))
 
     def chunk(self, chunks: int, dim: int = 0) -> tuple[Any, ...]:
-        """Take it apart into pieces of one length, at borders of sections."""
+        """Take it apart into pieces of one length, at boundaries of sections."""
         return self.split(-(-self.shape[-1] // chunks), dim)
 
     def narrow(self, dim: int, start: int, length: int) -> Any:
-        """Take a piece between borders of sections."""
+        """Take a piece between boundaries of sections."""
         self._check_last(dim, "narrow")
         return self._slice(start, start + length)
 

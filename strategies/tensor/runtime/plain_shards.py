@@ -45,15 +45,15 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 class Column:
     """Around a module whose input is whole and whose output is divided."""
 
-    def __init__(self, border: BlockBoundary) -> None:
-        self._border = border
+    def __init__(self, boundary: BlockBoundary) -> None:
+        self._boundary = boundary
 
     def __call__(self, forward: Around, *args: Any, **kwargs: Any) -> Any:
         """Run the module."""
         if getattr(forward, "__func__", None) is nn.Linear.forward and not kwargs:
             module = cast("nn.Linear", forward.__self__)  # type: ignore[attr-defined]
             (value,) = args
-            product = self._border.enter_linear(value, module.weight, module.bias)
+            product = self._boundary.enter_linear(value, module.weight, module.bias)
             if product is not None:
                 return product
         args, kwargs = map_floats(self.enter, (args, kwargs))
@@ -61,7 +61,7 @@ class Column:
 
     def enter(self, value: Tensor) -> Tensor:
         """Return what the module's own code takes."""
-        return self._border.enter(value)
+        return self._boundary.enter(value)
 
 
 class Row:
@@ -72,15 +72,15 @@ class Row:
     Args:
         module: Whose own parameters stand for the rank's part of a product.
         sharded: Their names, as far as they are divided.
-        border: That the output passes.
+        boundary: That the output passes.
 
     Raises:
         LayoutError: When it is not clear which whole parameter is its bias.
     """
 
-    def __init__(self, module: Module, sharded: frozenset[str], border: BlockBoundary) -> None:
+    def __init__(self, module: Module, sharded: frozenset[str], boundary: BlockBoundary) -> None:
         self._module = module
-        self._border = border
+        self._boundary = boundary
         whole = [
             name
             for name, parameter in own_parameters(module).items()
@@ -97,11 +97,11 @@ class Row:
         """Run the module."""
         args, kwargs = map_floats(self.enter, (args, kwargs))
         if self._bias is None:
-            return map_floats(self._border.leave, forward(*args, **kwargs))
+            return map_floats(self._boundary.leave, forward(*args, **kwargs))
         bias = own_parameters(self._module)[self._bias]
         with in_place_of(self._module, {self._bias: self._nothing(bias)}):
             parts = forward(*args, **kwargs)
-        return map_floats(lambda part: self._with_bias(self._border.leave(part), bias), parts)
+        return map_floats(lambda part: self._with_bias(self._boundary.leave(part), bias), parts)
 
     def enter(self, value: Tensor) -> Tensor:
         """Return what the module's own code takes."""
@@ -115,7 +115,7 @@ class Row:
 
     def _with_bias(self, total: Tensor, bias: Tensor) -> Tensor:
         # Autocast gave the product its type; a bias of the parameter's own would widen it.
-        bias = self._border.after(bias).to(total.dtype)
+        bias = self._boundary.after(bias).to(total.dtype)
         if isinstance(self._module, _CONVOLUTIONS):
             bias = bias.view(-1, *(1 for _ in self._module.kernel_size))
         return total + bias
@@ -124,13 +124,13 @@ class Row:
 class ColumnRow:
     """Around a module that divides its input's use and its output's sum within itself."""
 
-    def __init__(self, border: BlockBoundary) -> None:
-        self._border = border
+    def __init__(self, boundary: BlockBoundary) -> None:
+        self._boundary = boundary
 
     def __call__(self, forward: Around, *args: Any, **kwargs: Any) -> Any:
         """Run the module."""
-        args, kwargs = map_floats(self._border.enter, (args, kwargs))
-        return map_floats(self._border.leave, forward(*args, **kwargs))
+        args, kwargs = map_floats(self._boundary.enter, (args, kwargs))
+        return map_floats(self._boundary.leave, forward(*args, **kwargs))
 
 
 @dataclass(frozen=True)
@@ -151,10 +151,10 @@ class Heads:
     """Around the forward of a ``MultiheadAttention`` whose projections are divided by heads."""
 
     def __init__(
-        self, module: MultiheadAttention, border: BlockBoundary, group: TensorGroup, draws: Draws
+        self, module: MultiheadAttention, boundary: BlockBoundary, group: TensorGroup, draws: Draws
     ) -> None:
         self._module = module
-        self._border = border
+        self._boundary = boundary
         self._group = group
         self._draws = draws
 
@@ -186,7 +186,7 @@ class Heads:
         if is_causal and attn_mask is None:
             raise RuntimeError("Need attn_mask if specifying the is_causal hint.")
         is_batched = query.dim() == 3
-        query, key, value = (self._border.enter(each) for each in (query, key, value))
+        query, key, value = (self._boundary.enter(each) for each in (query, key, value))
         if not is_batched:
             query, key, value = (each.unsqueeze(0) for each in (query, key, value))
             key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
@@ -275,7 +275,7 @@ class Heads:
             else:
                 added = added.chunk(self._group.size, 1)[self._group.rank]
         elif added is not None:
-            added = self._border.enter(added)
+            added = self._boundary.enter(added)
         if call.key_padding_mask is not None:
             padding = _additive(call.key_padding_mask, query.dtype)[:, None, None, :]
             added = padding if added is None else added + padding

@@ -64,9 +64,9 @@ def test_every_size_is_complete_and_free_of_deadlock(name: str) -> None:
         simulate_messages(rows, NOMINAL.seconds, sends="rendezvous")
         computed = [[text for text in row if "_" not in text] for row in rows]
         assert computed == [list(map(str, row)) for row in actions(table.order)]
-        borders = sum(here != there for here, there in itertools.pairwise(table.rank_of_stage))
+        boundaries = sum(here != there for here, there in itertools.pairwise(table.rank_of_stage))
         sends = sum("SEND" in text for row in rows for text in row)
-        assert sends == 2 * borders * table.num_microbatches
+        assert sends == 2 * boundaries * table.num_microbatches
 
 
 @pytest.mark.parametrize("name", NUM_SIZES)

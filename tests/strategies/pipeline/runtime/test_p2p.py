@@ -47,7 +47,7 @@ def test_between_gpus_values_and_gradients_have_communicators_of_their_own(
     assert posted == [values, gradients, values, gradients]
 
 
-def test_ranks_on_which_the_code_of_a_layer_lies_in_other_files_agree_on_a_border() -> None:
+def test_ranks_on_which_the_code_of_a_layer_lies_in_other_files_agree_on_a_boundary() -> None:
     """``Sequential`` of torch-geometric writes its forward to a file of each process."""
 
     def of(origin: str) -> int:

@@ -20,7 +20,7 @@ from boltmesh.strategies.pipeline.schedules.actions import RankProgram
 from boltmesh.strategies.torch_compat.communication import host_backend
 from tests.support.programs import NAMES, programs
 from tests.support.ranks import run_ranks
-from tests.support.stages import Piece, PieceStage, border
+from tests.support.stages import Piece, PieceStage, boundary
 
 SIZES = (3, 1, 4, 2, 2, 3, 1, 2)
 
@@ -103,7 +103,7 @@ def take_spans(rank: int, world_size: int, name: str) -> list[tuple[int, int, st
 @pytest.mark.sample("1f1b")
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", ["1f1b", "zbv"])
-def test_spans_are_in_order_on_each_rank_and_across_borders(name: str) -> None:
+def test_spans_are_in_order_on_each_rank_and_across_boundaries(name: str) -> None:
     rows = run_ranks(take_spans, 2, name)
     times: dict[tuple[int, str, int], tuple[int, int]] = {}
     for row in rows:
@@ -144,7 +144,7 @@ def count_traffic(rank: int, world_size: int, name: str) -> tuple[Counter, list[
         executor.run(program, [PieceStage(piece, SIZES) for piece in pieces])
     executor.close()
     return moved, expected_traffic(
-        program, lambda index, microbatch: border(SIZES[microbatch], index), accumulated=2
+        program, lambda index, microbatch: boundary(SIZES[microbatch], index), accumulated=2
     )
 
 

@@ -117,7 +117,7 @@ def recomputed(block: Any, x: Tensor) -> Tensor:
     ],
     ids=["reversed", "straight through", "adjoint", "reentrant checkpoint"],
 )
-def test_a_function_at_a_border_hands_gradients_on(call: Callable[[Any, Tensor], Tensor]) -> None:
+def test_a_function_at_a_boundary_hands_gradients_on(call: Callable[[Any, Tensor], Tensor]) -> None:
     torch.manual_seed(0)
     check_parity(Calls(call), TOKENS, 3)
 

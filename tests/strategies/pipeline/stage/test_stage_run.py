@@ -61,7 +61,7 @@ def test_steps_without_gradients(kind: Any, step: str) -> None:
         got = Staged(module, [TOKENS], split, step).forward(TOKENS)
         wanted = getattr(module, step)(TOKENS, 0)
     torch.testing.assert_close(got.result, wanted)
-    assert not any(spec.needs_grad for border in got.specs for spec in border)
+    assert not any(spec.needs_grad for boundary in got.specs for spec in boundary)
 
 
 @pytest.mark.parametrize("kind", [models.Words, models.OutsideResidual, models.Convolutions])
@@ -72,7 +72,7 @@ def test_autocast(kind: Any) -> None:
         staged = check_parity(module, [batch], stages=4)
         specs = staged.forward(batch).specs
     if kind is models.Convolutions:
-        assert torch.bfloat16 in {spec.dtype for border in specs for spec in border}
+        assert torch.bfloat16 in {spec.dtype for boundary in specs for spec in boundary}
 
 
 def test_a_probe_under_autocast_leaves_no_cast_weights_behind() -> None:

@@ -47,7 +47,7 @@ def test_two_ways_to_take_an_axis_apart_refine_each_other():
     assert leaves(one) == leaves(two)
 
 
-def test_factors_without_a_common_border_have_to_be_whole():
+def test_factors_without_a_common_boundary_have_to_be_whole():
     one, two = (*new_dim(3), *new_dim(4)), (*new_dim(4), *new_dim(3))
 
     unify(one, two, WHY)

@@ -1,4 +1,4 @@
-"""Each border of the tensor axis against the sum over ranks written out in one process."""
+"""Each boundary of the tensor axis against the sum over ranks written out in one process."""
 
 from collections.abc import Callable
 from typing import Any
@@ -41,7 +41,7 @@ def _both(function: Callable[[Tensor], Tensor], value: Tensor, seed: int) -> tup
     return out.detach(), value.grad
 
 
-def _every_border(
+def _every_boundary(
     rank: int, world_size: int, is_compiled: bool
 ) -> dict[tuple[str, int], tuple[Tensor, Tensor]]:
     group = world()
@@ -52,13 +52,15 @@ def _every_border(
             function = getattr(collectives, name)
             dims = () if name.startswith("reduce") else (dim,)
 
-            def border(value: Tensor, function: Callable = function, dims: tuple = dims) -> Tensor:
+            def boundary(
+                value: Tensor, function: Callable = function, dims: tuple = dims
+            ) -> Tensor:
                 return function(value, group, *dims)
 
             if is_compiled:
                 torch._dynamo.reset()
-                border = torch.compile(border, backend="eager", fullgraph=True)
-            results[name, dim] = _both(border, _input(rank), 10 + rank)
+                boundary = torch.compile(boundary, backend="eager", fullgraph=True)
+            results[name, dim] = _both(boundary, _input(rank), 10 + rank)
     return results
 
 
@@ -69,7 +71,7 @@ def _parts(value: Tensor, size: int, dim: int) -> list[Tensor]:
 @pytest.fixture(scope="module", params=[(1, False), (2, False), (2, True)], ids=str)
 def by_rank(request: pytest.FixtureRequest) -> list[dict]:
     size, is_compiled = request.param
-    return run_ranks(_every_border, size, is_compiled)
+    return run_ranks(_every_boundary, size, is_compiled)
 
 
 @pytest.mark.sample(
@@ -82,7 +84,7 @@ def by_rank(request: pytest.FixtureRequest) -> list[dict]:
 )
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_border_and_its_backward_are_what_they_are_said_to_be(
+def test_a_boundary_and_its_backward_are_what_they_are_said_to_be(
     by_rank: list[dict], name: str, dim: int
 ) -> None:
     size = len(by_rank)
@@ -126,7 +128,7 @@ def _penalty(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
     return column.grad, row.grad
 
 
-def test_gradients_of_gradients_pass_the_borders() -> None:
+def test_gradients_of_gradients_pass_the_boundaries() -> None:
     ((column, row),) = run_ranks(_penalty, 1)
     parts = run_ranks(_penalty, 2)
     torch.testing.assert_close(torch.cat([each[0] for each in parts]), column)
@@ -140,10 +142,10 @@ def _layers(bias: bool) -> tuple[Tensor, list[nn.Linear]]:
 
 def _attended(value: Tensor, layers: list[nn.Linear], *, is_beside: bool) -> Tensor:
     """Let three layers take a value as queries, keys and values do."""
-    border, columns = ReplicatedBoundary(world()), []
+    boundary, columns = ReplicatedBoundary(world()), []
     for each in layers:
-        around: Any = Column(border) if is_beside else None
-        given = value if is_beside else border.enter(value)
+        around: Any = Column(boundary) if is_beside else None
+        given = value if is_beside else boundary.enter(value)
         columns.append(around(each.forward, given) if is_beside else each(given))
     q, k, v = columns
     return torch.softmax(q @ k.mT, -1) @ v

@@ -1,4 +1,4 @@
-"""Bytes over the borders of a pipeline's stages, measured beside expected."""
+"""Bytes over the boundaries of a pipeline's stages, measured beside expected."""
 
 import msgspec
 import pytest
@@ -12,7 +12,7 @@ from boltmesh.telemetry.snapshot import (
     PipelinePlan,
 )
 from boltmesh.tui.metrics.pipelines import bubble
-from boltmesh.tui.panels.bubble import borders, draw_borders, draw_bubble
+from boltmesh.tui.panels.bubble import boundaries, draw_boundaries, draw_bubble
 from boltmesh.tui.panels.gantt import draw_gantt, gantt
 from boltmesh.tui.render.style import ASCII, UNICODE, Style
 from tests.tui.recorded import pipeline_job
@@ -50,9 +50,9 @@ def interleaved(sent: dict[tuple[int, int], float], steps: int = 9) -> JobSnapsh
     return msgspec.structs.replace(job, ranks=ranks)
 
 
-def test_values_and_gradients_of_all_borders_between_two_ranks_are_added_up() -> None:
-    # From 0 to 1: values of borders 0 and 2, gradients of border 1, which leads back.
-    (found,) = borders(interleaved({(0, 1): 66.0, (1, 0): 60.0}))
+def test_values_and_gradients_of_all_boundaries_between_two_ranks_are_added_up() -> None:
+    # From 0 to 1: values of boundaries 0 and 2, gradients of boundary 1, which leads back.
+    (found,) = boundaries(interleaved({(0, 1): 66.0, (1, 0): 60.0}))
     assert (found.ranks, found.stages) == ((0, 1), (0, 1, 2))
     assert (found.there.expected, found.back.expected) == (10 + 40 + 16, 8 + 32 + 20)
     assert found.there.is_equal
@@ -62,7 +62,7 @@ def test_values_and_gradients_of_all_borders_between_two_ranks_are_added_up() ->
 @pytest.mark.parametrize("look", [LOOK, Style(ASCII, has_headings=False)])
 def test_a_difference_is_a_word_and_no_colour(look: Style) -> None:
     for back, word in ((60.0, "as expected"), (120.0, "differs")):
-        lines = draw_borders(state(interleaved({(0, 1): 66.0, (1, 0): back})), 80, 6, look)
+        lines = draw_boundaries(state(interleaved({(0, 1): 66.0, (1, 0): back})), 80, 6, look)
         assert word in lines[-1].plain
         assert "0 - 1" in lines[-1].plain
         assert all(line.width <= 80 for line in lines)
@@ -73,11 +73,11 @@ def test_bytes_of_smaller_batches_vary() -> None:
     steps = tuple(step(index, samples=2 if index == 5 else 4) for index in range(9))
     ranks = tuple(msgspec.structs.replace(rank, steps=steps) for rank in seen.ranks)
     seen = msgspec.structs.replace(seen, ranks=ranks)
-    assert "varies" in draw_borders(state(seen), 80, 6, LOOK)[-1].plain
+    assert "varies" in draw_boundaries(state(seen), 80, 6, LOOK)[-1].plain
 
 
 def test_early_in_a_run_nothing_is_judged() -> None:
-    assert "counting" in draw_borders(state(interleaved({}, steps=1)), 80, 6, LOOK)[-1].plain
+    assert "counting" in draw_boundaries(state(interleaved({}, steps=1)), 80, 6, LOOK)[-1].plain
 
 
 @pytest.mark.parametrize(
@@ -88,8 +88,8 @@ def test_what_no_strategy_told_is_not_drawn(changes: dict[str, object]) -> None:
     job = interleaved({(0, 1): 66.0, (1, 0): 60.0})
     assert job.pipeline is not None
     job = msgspec.structs.replace(job, pipeline=msgspec.structs.replace(job.pipeline, **changes))
-    assert borders(job) == ()
-    assert draw_borders(state(job), 80, 6, LOOK) == []
+    assert boundaries(job) == ()
+    assert draw_boundaries(state(job), 80, 6, LOOK) == []
 
 
 def test_microbatches_in_flight_stand_beside_the_bubble() -> None:
