@@ -28,6 +28,7 @@ from boltmesh.errors import ConfigError
 from boltmesh.strategies.blocks import find_blocks
 from boltmesh.strategies.compiled_blocks import CompiledForward
 from boltmesh.strategies.offload.activations import ActivationOffload
+from boltmesh.strategies.patch import Changes
 from boltmesh.strategies.torch_compat.autograd import CHECKPOINT_OPTIONS
 from boltmesh.strategies.torch_compat.tensors import COSTLY_OPERATORS
 from boltmesh.telemetry.writer.null_recorder import NullRecorder
@@ -82,13 +83,12 @@ class ActivationCheckpointing:
         self._offload_to = offload
         self.offload: ActivationOffload | None = None
         """Offload of the wrapped model; None without one."""
-        self._blocks: dict[Module, Any] = {}
-        """The ``forward`` set on each instance before; None: that of its class."""
+        self._changes = Changes()
 
     @property
     def blocks(self) -> frozenset[Module]:
         """Blocks that are recomputed at the moment; none outside of a fit."""
-        return frozenset(self._blocks)
+        return self._changes.modules()
 
     def put_on(
         self,
@@ -110,7 +110,7 @@ class ActivationCheckpointing:
         Raises:
             ConfigError: If the model has no such block.
         """
-        if self.kind is None or self._blocks:
+        if self.kind is None or self.blocks:
             return
         blocks = [each for each in find_blocks(root).values() if any(each.children())]
         if not blocks:
@@ -124,19 +124,12 @@ class ActivationCheckpointing:
             folder = None if self._offload_to is True else Path(self._offload_to)
             self.offload = ActivationOffload(folder, rank=rank, recorder=recorder)
         for block in _spread(blocks, self.share):
-            self._blocks[block] = vars(block).get("forward")
-            vars(block)["forward"] = partial(
-                _run, block, block.forward, _CONTEXTS[self.kind], self.offload
-            )
+            run = partial(_run, block, block.forward, _CONTEXTS[self.kind], self.offload)
+            self._changes.set(block, "forward", run)
 
     def take_off(self) -> None:
         """Restore the blocks."""
-        for block, before in self._blocks.items():
-            if before is None:
-                del vars(block)["forward"]
-            else:
-                vars(block)["forward"] = before
-        self._blocks = {}
+        self._changes.undo()
         if self.offload is not None:
             self.offload.close()
             self.offload = None

@@ -24,6 +24,7 @@ from boltmesh.strategies.checkpoint.directory import MODEL, is_directory, load_d
 from boltmesh.strategies.checkpoint.file import load_file
 from boltmesh.strategies.checkpoint.storage.addresses import is_file, path_or_address
 from boltmesh.strategies.object_collectives import all_or_none, gather_objects
+from boltmesh.strategies.patch import Changes
 from boltmesh.strategies.pipeline.axis import PipelineAxis
 from boltmesh.strategies.pytree import tensors_in
 from boltmesh.strategies.torch_compat.tensors import is_fake
@@ -50,8 +51,8 @@ class DetectNonFinite(Callback):
 
     def __init__(self) -> None:
         self._handles: list[RemovableHandle] = []
-        self._forwards: list[tuple[Module, Any]] = []
-        """Layers of a pipeline, and what they had as a forward of their own."""
+        self._forwards = Changes()
+        """Of layers of a pipeline."""
         self._places = {BATCH: -1}
         """Index of the layer of a pipeline that a module is or lies in."""
         self._seen: list[tuple[str, Tensor]] = []
@@ -80,8 +81,7 @@ class DetectNonFinite(Callback):
                 self._places[inner] = place
                 if module is not unit:
                     self._add_hook(inner, module)
-            self._forwards.append((unit, vars(unit).get("forward")))
-            unit.forward = partial(self._run, name, unit, unit.forward)
+            self._forwards.set(unit, "forward", partial(self._run, name, unit, unit.forward))
         self._places[LOSS] = len(units)
 
     def _run(
@@ -146,12 +146,7 @@ class DetectNonFinite(Callback):
         for each in self._handles:
             each.remove()
         self._handles.clear()
-        for unit, forward in reversed(self._forwards):
-            if forward is None:
-                del vars(unit)["forward"]
-            else:
-                unit.forward = forward
-        self._forwards.clear()
+        self._forwards.undo()
         self._seen.clear()
 
     def _look(self, name: str, module: Module, inputs: Any, output: Any) -> None:

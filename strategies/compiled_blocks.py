@@ -20,6 +20,7 @@ from torch.nn import Module
 
 from boltmesh.errors import ConfigError, UnsupportedError
 from boltmesh.strategies.blocks import find_blocks
+from boltmesh.strategies.patch import Changes
 from boltmesh.strategies.torch_compat.modules import compiled, is_compiled
 from boltmesh.strategies.torch_compat.tensors import is_fake, is_watched
 
@@ -49,8 +50,7 @@ class CompiledBlocks:
                 "Use activation_checkpointing='full', or leave compile_blocks out."
             )
         self.is_on = is_on
-        self._blocks: dict[Module, Any] = {}
-        """The ``forward`` set on each instance before; None: that of its class."""
+        self._changes = Changes()
         self._limits = ExitStack()
 
     def put_on(self, root: Module, device: torch.device) -> None:
@@ -64,7 +64,7 @@ class CompiledBlocks:
             ConfigError: Without a compiler for the device, or if the model has no repeated block.
             UnsupportedError: When the author has compiled parts of the model.
         """
-        if not self.is_on or self._blocks:
+        if not self.is_on or self._changes.modules():
             return
         for name, module in root.named_modules():
             if is_compiled(module):
@@ -92,17 +92,11 @@ class CompiledBlocks:
             if before is None and kind not in of_kinds:
                 of_kinds[kind] = compile_(kind.forward)
             run = partial(of_kinds[kind], block) if before is None else compiled(before, compile_)
-            self._blocks[block] = before
-            vars(block)["forward"] = CompiledForward(kind.__name__, block.forward, run)
+            self._changes.set(block, "forward", CompiledForward(kind.__name__, block.forward, run))
 
     def take_off(self) -> None:
         """Restore the blocks."""
-        for block, before in self._blocks.items():
-            if before is None:
-                vars(block).pop("forward", None)
-            else:
-                vars(block)["forward"] = before
-        self._blocks = {}
+        self._changes.undo()
         self._limits.close()
 
 

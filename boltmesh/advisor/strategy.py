@@ -35,7 +35,6 @@ from boltmesh.strategies.dry_run.metrics import find_metrics
 from boltmesh.strategies.dry_run.no_side_effects import (
     modules_unchanged,
     no_side_effects,
-    patched_log,
     random_state_unchanged,
 )
 from boltmesh.strategies.dry_run.sample import sample_batch
@@ -220,7 +219,6 @@ def _describe(trainer: Trainer, module: LightningModule) -> tuple[ModelShape, st
             stack.enter_context(random_state_unchanged(torch.device("cpu")))
             stack.enter_context(modules_unchanged(module.modules()))
             stack.enter_context(no_side_effects(module, find_metrics(module)))
-            stack.enter_context(patched_log(module, lambda *_, **__: None))
             named = [*module.named_parameters(), *module.named_buffers()]
             swapped = {name: make_fake(each, mode) for name, each in named}
             stack.enter_context(mode)

@@ -50,9 +50,9 @@ from boltmesh.plan.stage_model import (
 )
 from boltmesh.plan.strategy_options import optimizer_copies
 from boltmesh.plan.tensor_plan import TensorSummary, find_division, summarise
-from boltmesh.strategies.dry_run.no_side_effects import patched_log
 from boltmesh.strategies.dry_run.step import DryRun
 from boltmesh.strategies.lightning_compat.loops import step_arguments
+from boltmesh.strategies.patch import patched
 from boltmesh.strategies.pipeline.microbatch import MicrobatchSplitter
 from boltmesh.strategies.pipeline.stage.units import find_stage_units
 from boltmesh.strategies.tensor.runtime.apply import apply_plan
@@ -408,6 +408,6 @@ def _logged_and_chosen(
             names.add((name, None))
 
     step = DryStep()
-    with patched_log(module, note):
+    with patched(module, log=note):
         step.run(module, part, cast)
     return len(names), step.counts.chosen_widths

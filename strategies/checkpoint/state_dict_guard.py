@@ -1,13 +1,14 @@
 """Makes ``state_dict()`` raise on a model of which other ranks hold parts."""
 
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 from torch.nn import Module
 from typing_extensions import override
 
 from boltmesh.errors import CheckpointError
+from boltmesh.strategies.patch import patched
 
 _ADVICE = (
     "Use Trainer.save_checkpoint or ModelCheckpoint, by which each rank writes what it has; "
@@ -42,14 +43,9 @@ class StateGuard:
             if any(one.startswith(f"{name}." if name else "") for one in absent)
         ]
 
-    @contextmanager
-    def opened(self) -> Iterator[None]:
+    def opened(self) -> AbstractContextManager[None]:
         """Context in which parts may be read, for callers that handle them."""
-        was_open, self._is_open = self._is_open, True
-        try:
-            yield
-        finally:
-            self._is_open = was_open
+        return patched(self, _is_open=True)
 
     @property
     def is_open(self) -> bool:

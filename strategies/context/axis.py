@@ -58,6 +58,7 @@ from boltmesh.strategies.dry_run.step import DryRun
 from boltmesh.strategies.engine.axis import FakeRuns, LayerAxis, StepFunction
 from boltmesh.strategies.lightning_compat.loops import step_arguments
 from boltmesh.strategies.object_collectives import broadcast_from_rank0
+from boltmesh.strategies.patch import patched
 from boltmesh.strategies.pipeline.runtime.stage import ValueSpec
 from boltmesh.strategies.pipeline.stage.cut import StageBoundaries
 from boltmesh.strategies.pipeline.stage.trace import StepTrace, TensorSpec
@@ -186,9 +187,9 @@ class ContextAxis(LayerAxis):
     @contextmanager
     def _whole_where_it_generates(self, step: str) -> Iterator[None]:
         """Context of a proof; a step that generates text is left to every rank."""
-        self._is_proving = True
         try:
-            yield
+            with patched(self, _is_proving=True):
+                yield
         except ConfigError:
             if step not in self._whole_steps:
                 raise
@@ -197,8 +198,6 @@ class ContextAxis(LayerAxis):
                 f"of it."
             )
             self._steps.add(step)
-        finally:
-            self._is_proving = False
 
     @property
     def _is_double(self) -> bool:

@@ -7,7 +7,7 @@ by a convolution, the first of the repeated blocks cuts what it takes.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.nn import Module
 
 from boltmesh.errors import ConfigError
 from boltmesh.strategies.context.cut import ContextState, CutTensor, cut
+from boltmesh.strategies.patch import patched
 from boltmesh.strategies.tensor.analysis.analyse import Analysis
 from boltmesh.strategies.tensor.analysis.symbolic_dims import (
     Dim,
@@ -225,18 +226,13 @@ class Entries:
 
         return call
 
-    @contextmanager
-    def on(self, *, is_on: bool = True) -> Iterator[None]:
+    def on(self) -> AbstractContextManager[None]:
         """Context in which entries cut, as in backward passes that run a block again."""
-        before, self.is_on = self.is_on, is_on
-        try:
-            yield
-        finally:
-            self.is_on = before
+        return patched(self, is_on=True)
 
     def off(self) -> AbstractContextManager[None]:
         """Context in which they do not."""
-        return self.on(is_on=False)
+        return patched(self, is_on=False)
 
     def remove(self) -> None:
         """Leave the model as it was."""

@@ -19,6 +19,7 @@ from torch.nn import Dropout, Module
 from torch.utils.checkpoint import checkpoint
 
 from boltmesh.strategies.context.cut import ContextState, CutTensor
+from boltmesh.strategies.patch import Changes
 from boltmesh.strategies.tensor.analysis.analyse import Analysis
 from boltmesh.strategies.tensor.analysis.symbolic_dims import (
     Dim,
@@ -27,7 +28,6 @@ from boltmesh.strategies.tensor.analysis.symbolic_dims import (
     representative,
 )
 from boltmesh.strategies.tensor.analysis.trace import OperatorRecord
-from boltmesh.strategies.tensor.runtime.param_swap import Changes
 
 
 @dataclass(frozen=True)

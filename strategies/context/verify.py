@@ -5,8 +5,8 @@ over the ranks of every gradient have to agree. Long sequences are shortened for
 """
 
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -32,6 +32,7 @@ from boltmesh.strategies.dry_run.step import (
     full_float32,
 )
 from boltmesh.strategies.object_collectives import gather_objects
+from boltmesh.strategies.patch import patched
 from boltmesh.strategies.pytree import replace_tensors
 
 _LOG = logging.getLogger(__name__)
@@ -184,24 +185,14 @@ def _run_with_whole_results(run: DryRun) -> DryRunOutcome:
     return outcome
 
 
-@contextmanager
-def results_whole(module: Module, step: str) -> Iterator[None]:
+def results_whole(module: Module, step: str) -> AbstractContextManager[None]:
     """Context in which a step of a module returns what it gives whole."""
-    own = vars(module)
-    before = own.get(step)
     method = getattr(module, step)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         return make_all_whole(method(*args, **kwargs), f"the result of {step}")
 
-    own[step] = run
-    try:
-        yield
-    finally:
-        if before is None:
-            del own[step]
-        else:
-            own[step] = before
+    return patched(module, **{step: run})
 
 
 def _told(error: BaseException) -> str:

@@ -7,8 +7,8 @@ in ``.grad``.
 """
 
 from abc import abstractmethod
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager
 
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from boltmesh.strategies.data_parallel.expected_memory import expected_held_memory
 from boltmesh.strategies.engine.data_axis import AxisContext, DataAxis
+from boltmesh.strategies.patch import patched
 from boltmesh.telemetry.snapshot import MemoryKind
 from boltmesh.telemetry.traffic import ExpectedTraffic
 
@@ -29,13 +30,8 @@ class PipelineDataAxis(DataAxis):
     """Whether the batch is the last one of an accumulation window."""
 
     @override
-    @contextmanager
-    def no_sync(self, module: Module) -> Iterator[None]:
-        self._is_synchronised = False
-        try:
-            yield
-        finally:
-            self._is_synchronised = True
+    def no_sync(self, module: Module) -> AbstractContextManager[None]:
+        return patched(self, _is_synchronised=False)
 
     @abstractmethod
     def begin_batch(self) -> None:

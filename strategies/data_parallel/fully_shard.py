@@ -54,6 +54,7 @@ from boltmesh.strategies.object_collectives import noop
 from boltmesh.strategies.offload.bucket_layout import held_alone, held_unit
 from boltmesh.strategies.offload.state import Staging
 from boltmesh.strategies.parameter_access import register_units
+from boltmesh.strategies.patch import patched
 from boltmesh.strategies.tiling.apply import TiledWeight, apply_tiling
 from boltmesh.strategies.torch_compat.fsdp import StepUnits, is_gathered, prepare_class
 from boltmesh.strategies.torch_compat.fsdp_hooks import (
@@ -88,19 +89,13 @@ class RootModule(Module):
 
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self.is_running = True
-        try:
+        with patched(self, is_running=True):
             return self.module(*args, **kwargs) if self._instead is None else self._instead()
-        finally:
-            self.is_running = False
 
     def run(self, function: Callable[[], Any]) -> Any:
         """Run a function as a step is run, with everything gathered that no block holds."""
-        self._instead = function
-        try:
+        with patched(self, _instead=function):
             return self()
-        finally:
-            self._instead = None
 
 
 class OwnParameters(Module):

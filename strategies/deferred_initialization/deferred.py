@@ -47,6 +47,7 @@ from boltmesh.strategies.deferred_initialization.recording import (
     written_by,
 )
 from boltmesh.strategies.offload.host_memory import give_back_free_memory
+from boltmesh.strategies.patch import patched
 from boltmesh.strategies.torch_compat.tensors import (
     CAST,
     DispatchMode,
@@ -179,11 +180,8 @@ class DeferredInitMode(DispatchMode):  # type: ignore[no-untyped-call]
         """Return the current values of a deferred tensor; return other values unchanged."""
         if not isinstance(value, Tensor) or not _is_deferred(value):
             return value
-        before, self._is_paused = self._is_paused, True
-        try:
+        with patched(self, _is_paused=True):
             return self.recording.replay(self.recording.view(value))
-        finally:
-            self._is_paused = before
 
     def defer(self, value: Any) -> Any:
         """Return a deferred copy of a real tensor; return other values unchanged."""

@@ -18,6 +18,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from typing_extensions import override
 
+from boltmesh.strategies.patch import patched
+
 
 class _Same(list[Any]):
     """A list that returns its one item for every index."""
@@ -64,12 +66,6 @@ def fake_optimizers(strategy: Strategy, module: Module) -> Iterator[None]:
         strategy.lr_scheduler_configs = before
 
 
-_MANUAL = (
-    *("optimizers", "lr_schedulers", "manual_backward", "toggle_optimizer", "untoggle_optimizer"),
-    "clip_gradients",
-)
-
-
 @contextmanager
 def manual_optimization_stub(module: LightningModule) -> Iterator[dict[int, Tensor]]:
     """Context in which a module under manual optimization runs backward passes but no steps.
@@ -113,15 +109,11 @@ def manual_optimization_stub(module: LightningModule) -> Iterator[dict[int, Tens
         "untoggle_optimizer": untoggle,
         "clip_gradients": lambda *_, **__: None,
     }
-    before = {name: vars(module)[name] for name in _MANUAL if name in vars(module)}
-    vars(module).update(acts)
     try:
-        yield collected
+        with patched(module, **acts):
+            yield collected
     finally:
         untoggle(None)
-        for name in _MANUAL:
-            del vars(module)[name]
-        vars(module).update(before)
 
 
 class _FakeOptimizer:

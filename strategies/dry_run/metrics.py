@@ -10,7 +10,7 @@ import copy
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,6 +24,7 @@ from torchmetrics import MeanMetric, Metric, MetricCollection
 from torchmetrics.utilities.distributed import gather_all_tensors
 
 from boltmesh.errors import ConfigError
+from boltmesh.strategies.patch import patched
 from boltmesh.strategies.pytree import is_constant
 from boltmesh.strategies.torch_compat.tensors import functions_unwatched
 
@@ -62,25 +63,14 @@ def metrics_replaced(metrics: Mapping[str, MetricKind], act: Act) -> Iterator[No
     called inside.
     """
     replacement = _Replacement(act)
-    kept = []
-    for name, metric in metrics.items():
-        attributes, before = vars(metric), methods_aside(metric)
-        kept.append((attributes, before))
-        for method in METHODS:
-            attributes[method] = partial(replacement.call, name, metric, method, before)
-    try:
+    with ExitStack() as stack:
+        for name, metric in metrics.items():
+            own = {method: vars(metric)[method] for method in METHODS if method in vars(metric)}
+            calls = {
+                method: partial(replacement.call, name, metric, method, own) for method in METHODS
+            }
+            stack.enter_context(patched(metric, **calls))
         yield
-    finally:
-        for attributes, before in kept:
-            for method in METHODS:
-                del attributes[method]
-            attributes.update(before)
-
-
-def methods_aside(metric: MetricKind) -> dict[str, Any]:
-    """Remove methods that are set on the instance; return them."""
-    attributes = vars(metric)
-    return {key: attributes.pop(key) for key in METHODS if key in attributes}
 
 
 class _Replacement:
@@ -278,15 +268,14 @@ def copy_of(metric: MetricKind) -> MetricKind:
     """Return a copy with its state, on the metric's device, that does not communicate."""
     # While methods are replaced, a copy would have the replacements.
     aside = [
-        (vars(each), methods_aside(each))
-        for each in metric.modules()
-        if isinstance(each, MetricKind)
+        (own, {method: own.pop(method) for method in METHODS if method in own})
+        for own in (vars(each) for each in metric.modules() if isinstance(each, MetricKind))
     ]
     try:
         made = copy.deepcopy(metric)
     finally:
-        for attributes, methods in aside:
-            attributes.update(methods)
+        for own, methods in aside:
+            own.update(methods)
     for each in made.modules():
         if isinstance(each, Metric):
             each.distributed_available_fn = SingleRankMetrics(each.distributed_available_fn)

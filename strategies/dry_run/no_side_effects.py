@@ -23,6 +23,7 @@ from boltmesh.lightning_import import ROOTS
 from boltmesh.strategies.dry_run.metrics import MetricCall, MetricKind, answer, metrics_replaced
 from boltmesh.strategies.lightning_compat.trainer import attributes_of_run, trainer_of
 from boltmesh.strategies.object_collectives import noop
+from boltmesh.strategies.patch import patched
 from boltmesh.strategies.random_state import (
     capture_random_state,
     generators_unchanged,
@@ -225,29 +226,11 @@ def refill(container: Any, members: Any) -> None:
         container.update(members)
 
 
-class patched_log:  # noqa: N801 - read as a verb, where it is used
-    """Context in which ``self.log`` is ``log``, also when ``self.log_dict`` calls it."""
-
-    def __init__(self, module: LightningModule, log: Any) -> None:
-        self._attributes = vars(module)
-        self._log = log
-
-    def __enter__(self) -> None:
-        self._aside = self._attributes.get("log")
-        self._attributes["log"] = self._log
-
-    def __exit__(self, *_: object) -> None:
-        if self._aside is None:
-            del self._attributes["log"]
-        else:
-            self._attributes["log"] = self._aside
-
-
 def no_side_effects(
     module: LightningModule, metrics: Mapping[str, MetricKind]
 ) -> AbstractContextManager[None]:
     """Context in which nothing is logged, and metrics are not updated."""
-    logs = patched_log(module, noop)
+    logs = patched(module, log=noop)  # which self.log_dict calls too
     # Entered for each microbatch; most models have no metrics.
     return _with_metrics_kept(logs, metrics) if metrics else logs
 

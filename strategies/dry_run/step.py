@@ -38,11 +38,11 @@ from boltmesh.strategies.dry_run.no_side_effects import (
     ParametersUnchanged,
     modules_unchanged,
     no_side_effects,
-    patched_log,
     random_state_unchanged,
 )
 from boltmesh.strategies.dry_run.unsupported import refuse_collective
 from boltmesh.strategies.lightning_compat.trainer import trainer_of
+from boltmesh.strategies.patch import patched
 from boltmesh.strategies.pytree import replace_tensors
 from boltmesh.strategies.torch_compat.tensors import tree_leaves
 
@@ -124,7 +124,7 @@ class DryRun:
         try:
             logged: list[Any] = []
             with self._untraced(), self._probed(outcome), torch.set_grad_enabled(trains):
-                with patched_log(self.module, lambda name, value, *_, **__: logged.append(value)):
+                with patched(self.module, log=lambda name, value, *_, **__: logged.append(value)):
                     result, collected = self._call()
                 outcome.values = _tensors_of([result, logged])
                 if trains and self.module.automatic_optimization:

@@ -31,6 +31,7 @@ from boltmesh.strategies.engine.data_axis import OwnedModules
 from boltmesh.strategies.expert.divided import DividedExperts
 from boltmesh.strategies.expert.exchange import with_unused
 from boltmesh.strategies.expert.find import ExpertCall, Experts
+from boltmesh.strategies.patch import patched
 from boltmesh.strategies.random_state import capture_random_state, restore_random_state
 from boltmesh.strategies.torch_compat.modules import results_unwatched
 from boltmesh.strategies.torch_compat.tensors import tree_leaves, tree_map
@@ -102,7 +103,7 @@ class DividedList(DividedExperts):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward with rows of all ranks of the group. Collective over it."""
         noted = _Pass([])
-        with self._in_pass(noted), self._first_pass():
+        with patched(self, _pass=noted), self._first_pass():
             copies = tree_map(_copy, (args, kwargs))
             self._forward(*copies[0], **copies[1])
         results = self._exchanged(noted.calls)
@@ -112,19 +113,11 @@ class DividedList(DividedExperts):
             for part, (_, rows) in zip(parts, noted.calls, strict=True)
         ]
         answering = _Pass(noted.calls, answers)
-        with self._in_pass(answering):
+        with patched(self, _pass=answering):
             output = self._forward(*args, **kwargs)
         if answering.place != len(answers):
             raise self._differs()
         return _connected(output, results)
-
-    @contextmanager
-    def _in_pass(self, one: _Pass) -> Iterator[None]:
-        before, self._pass = self._pass, one
-        try:
-            yield
-        finally:
-            self._pass = before
 
     @contextmanager
     def _first_pass(self) -> Iterator[None]:

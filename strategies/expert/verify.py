@@ -28,6 +28,7 @@ from boltmesh.strategies.expert.exchange import with_unused
 from boltmesh.strategies.expert.find import ExpertCall, Experts, arguments, detached
 from boltmesh.strategies.expert.module_list import DividedList, divide
 from boltmesh.strategies.object_collectives import gather_objects
+from boltmesh.strategies.patch import patched
 from boltmesh.strategies.random_state import capture_random_state, restore_random_state
 from boltmesh.strategies.torch_compat.modules import swapped_state
 from boltmesh.strategies.torch_compat.tensors import tree_leaves, tree_map
@@ -217,16 +218,14 @@ def _raised_alone(
     def answer(rows: Tensor, *_: Any) -> Tensor:
         return with_unused(divided.empty(rows), (rows,))
 
-    run: Any = divided.exchange.run
-    divided.exchange.run = answer  # type: ignore[method-assign,assignment]
     divided.put_on()
     try:
-        _outcome(divided.module, divided, experts, call, state, names)
+        with patched(divided.exchange, run=answer):
+            _outcome(divided.module, divided, experts, call, state, names)
     except Exception as error:  # noqa: BLE001 - the author's code
         return _raised(error)
     finally:
         divided.take_off()
-        divided.exchange.run = run  # type: ignore[method-assign]
     return None
 
 

@@ -48,6 +48,7 @@ from boltmesh.rank_reports import (
     write_report,
 )
 from boltmesh.strategies.lightning_compat.loops import begins_step
+from boltmesh.strategies.patch import patched
 from boltmesh.strategies.process_groups import temporary_group
 
 if TYPE_CHECKING:
@@ -223,11 +224,8 @@ class SigtermAgreement:
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
         """Within, SIGTERM does not interrupt a save outside of training; the run ends after it."""
-        self._is_saving = True
-        try:
+        with patched(self, _is_saving=True):
             yield
-        finally:
-            self._is_saving = False
         if self._has_sigterm and not self._trainer.training:
             raise SIGTERMException(128 + signal.SIGTERM)
 
@@ -474,8 +472,5 @@ class MultiProcessingLauncher(_MultiProcessingLauncher):
             whole: dict[str, Any] = strategy.checkpoints.whole_state(state_dict)
             return whole
 
-        vars(module)["state_dict"] = whole_state_dict  # all ranks call it, before rank 0 saves
-        try:
+        with patched(module, state_dict=whole_state_dict):  # all ranks call it, then rank 0 saves
             return super()._collect_rank_zero_results(trainer, results)
-        finally:
-            del vars(module)["state_dict"]

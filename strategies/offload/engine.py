@@ -11,8 +11,8 @@ bucket. ``step`` returns while steps are pending.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import AbstractContextManager
 from types import MappingProxyType
 
 import torch
@@ -283,12 +283,10 @@ class OffloadEngine(StepBarrier):
 
     # Gradients.
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Around all backward passes of an accumulation but the last: ``.grad`` adds them up."""
         assert self._arrivals is not None
-        with self._arrivals.no_sync():
-            yield
+        return self._arrivals.no_sync()
 
     def _discard(self, optimizer: Optimizer, keeps_zeros: bool) -> None:
         """Before ``zero_grad``: gradients that nobody stepped with are dropped."""

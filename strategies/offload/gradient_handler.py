@@ -12,8 +12,8 @@ optimizer's settings at this moment.
 """
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 
 import torch
@@ -30,6 +30,7 @@ from boltmesh.strategies.offload.step_in_backward import BackwardStepper
 from boltmesh.strategies.offload.stepper import BucketGradients, BucketStep, Stepper, WorkerTask
 from boltmesh.strategies.offload.streams import CopyStream
 from boltmesh.strategies.offload.update_rule import Update, WholeRule
+from boltmesh.strategies.patch import patched
 from boltmesh.strategies.torch_compat.autograd import after_gradient
 from boltmesh.strategies.torch_compat.tensors import local_tensor
 
@@ -186,14 +187,9 @@ class GradientHandler:
 
     # As they arrive.
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Around all backward passes of an accumulation but the last: ``.grad`` adds them up."""
-        self._is_blocked = True
-        try:
-            yield
-        finally:
-            self._is_blocked = False
+        return patched(self, _is_blocked=True)
 
     def _arrive(self, bucket: Bucket, slot: Slot, parameter: Parameter) -> None:
         """A gradient is complete on this rank; called within the stream that reduced it."""

@@ -39,6 +39,7 @@ from boltmesh.strategies.lightning_compat.trainer import (
 )
 from boltmesh.strategies.mesh import MeshLayout
 from boltmesh.strategies.object_collectives import broadcast_from_rank0
+from boltmesh.strategies.patch import patched
 from boltmesh.strategies.pipeline.evaluation import Evaluation
 from boltmesh.strategies.pipeline.expected_traffic import with_second_version
 from boltmesh.strategies.pipeline.microbatch_runs import cast_once
@@ -315,13 +316,10 @@ class PipelineAxis(Axis):
             refuse_accumulation(self.strategy.trainer)
         self._check(args[0])
         self.staged.runner.digest = self._digest_of(args[0])
-        self._is_in_step = True
-        try:
+        with patched(self, _is_in_step=True):
             if step == "training_step":
                 return self._train(args, kwargs)
             return self._evaluate(step, args, kwargs)
-        finally:
-            self._is_in_step = False
 
     def _check(self, batch: Any) -> None:
         """Let what other axes refuse of a batch end the step on all ranks of the pipeline."""

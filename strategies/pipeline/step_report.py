@@ -25,7 +25,7 @@ from torch.nn import Module
 from torchmetrics import Metric
 
 from boltmesh.strategies.dry_run.metrics import find_metrics
-from boltmesh.strategies.dry_run.no_side_effects import patched_log
+from boltmesh.strategies.patch import patched
 from boltmesh.strategies.pipeline.loss.weights import (
     Key,
     LogRule,
@@ -84,7 +84,7 @@ class StepLogs:
         """Within, calls of ``self.log`` are kept as this microbatch's."""
         self._microbatch = index
         with (
-            patched_log(self._module, self._log),
+            patched(self._module, log=self._log),
             self.metrics.of_microbatch(index, self._keep_number),
         ):
             yield

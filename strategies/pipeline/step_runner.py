@@ -14,6 +14,7 @@ from torch import Tensor
 
 from boltmesh.strategies.dry_run.batch_check import BatchDigest
 from boltmesh.strategies.dry_run.no_side_effects import no_side_effects
+from boltmesh.strategies.patch import patched
 from boltmesh.strategies.pipeline.layerwise_eval import relay_of
 from boltmesh.strategies.pipeline.merge import BatchTail, JoinedRun
 from boltmesh.strategies.pipeline.metrics import MetricCalls
@@ -288,12 +289,8 @@ class StepRunner:
         self, name: str, function: Callable[[], Any], seed: int, *, seeds: bool = True
     ) -> Any:
         made = relay_of(self._module, self._placement, self._context.group, self._context.device)
-        self.is_relaying = True
-        try:
-            with self._executor.guarded(name):
-                return made.run(function, seed, seeds=seeds)
-        finally:
-            self.is_relaying = False
+        with patched(self, is_relaying=True), self._executor.guarded(name):
+            return made.run(function, seed, seeds=seeds)
 
     def refuse(self, error: Exception) -> NoReturn:
         """Raise what keeps this rank from a step, on all ranks. In the place of the step."""

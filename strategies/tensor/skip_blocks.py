@@ -14,6 +14,7 @@ from torch.nn import Module, Parameter
 
 from boltmesh.strategies.deferred_initialization.materialize import own_tensors
 from boltmesh.strategies.deferred_initialization.recording import tensors_of
+from boltmesh.strategies.patch import patched
 from boltmesh.strategies.tensor.plan import TensorPlan
 from boltmesh.strategies.torch_compat.tensors import tree_leaves, tree_map_only
 
@@ -164,17 +165,8 @@ def blocks_passed(blocks: Mapping[str, Module], firsts: Mapping[str, str]) -> It
         for first in set(firsts.values()):
             stack.enter_context(blocks[first].register_forward_hook(_keep(given, first)))
         for name, first in firsts.items():
-            stack.callback(_put_forward, blocks[name], vars(blocks[name]).get("forward"))
-            _put_forward(blocks[name], _Passing(given, first))
+            stack.enter_context(patched(blocks[name], forward=_Passing(given, first)))
         yield
-
-
-def _put_forward(block: Module, forward: Any) -> None:
-    """Set a block's own ``forward``, or with None the one of its class."""
-    if forward is None:
-        vars(block).pop("forward", None)
-    else:
-        vars(block)["forward"] = forward
 
 
 def _keep(given: dict[str, Any], name: str) -> Callable[..., None]:

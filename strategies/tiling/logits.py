@@ -24,6 +24,7 @@ from typing_extensions import override
 
 from boltmesh.errors import ConfigError, UnsupportedError
 from boltmesh.strategies.blocks import find_blocks
+from boltmesh.strategies.patch import Changes
 from boltmesh.strategies.torch_compat.tensors import (
     make_wrapper,
     storage_key,
@@ -64,8 +65,7 @@ class LogitTiling:
                 f"together. Set 1024 or more, or leave it out."
             )
         self.positions = positions
-        self._heads: dict[nn.Linear, Any] = {}
-        """With the ``forward`` that their instance had before; None without one."""
+        self._changes = Changes()
 
     def put_on(self, root: Module, *, is_divided: bool = False) -> None:
         """Wrap the heads of a model. No effect on a model that is wrapped already.
@@ -77,26 +77,26 @@ class LogitTiling:
         Raises:
             ConfigError: If the model has no head, or is divided.
         """
-        if self.positions is None or self._heads:
+        if self.positions is None or self._changes.modules():
             return
         if is_divided:
             self.refuse_division()
         inside = {part for block in find_blocks(root).values() for part in block.modules()}
-        self._heads = {
-            each: vars(each).get("forward")
+        heads = [
+            each
             for each in root.modules()
             if type(each) is nn.Linear
             and each not in inside
             and each.out_features > each.in_features
-        }
-        if not self._heads:
+        ]
+        if not heads:
             raise ConfigError(
                 f"tile_logits={self.positions} computes the output of a model's head in tiles, "
                 f"and {type(root).__name__} has none: a head is an nn.Linear outside of the "
                 f"repeated blocks with more outputs than inputs. Leave tile_logits out."
             )
-        for head in self._heads:
-            vars(head)["forward"] = partial(_run, head, head.forward, self.positions)
+        for head in heads:
+            self._changes.set(head, "forward", partial(_run, head, head.forward, self.positions))
 
     def refuse_division(self) -> None:
         """Refuse a model of which layers or their parts are on different ranks.
@@ -113,11 +113,7 @@ class LogitTiling:
 
     def take_off(self) -> None:
         """Restore the heads."""
-        for head, before in self._heads.items():
-            del vars(head)["forward"]
-            if before is not None:
-                vars(head)["forward"] = before
-        self._heads = {}
+        self._changes.undo()
 
 
 def _run(

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from boltmesh.strategies.patch import patched
 from boltmesh.strategies.torch_compat.tensors import is_fake
 
 _MODULE = "torch.nn.attention.flex_attention"
@@ -28,9 +29,7 @@ def flex_attention_by(run: Callable[..., Any]) -> Iterator[None]:
     if module is None:
         yield
         return
-    names = ("flex_attention_hop", "_validate_device", "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG")
-    before = {name: getattr(module, name) for name in names}
-    operator, check = before["flex_attention_hop"], before["_validate_device"]
+    operator, check = module.flex_attention_hop, module._validate_device
 
     def whole(*args: Any) -> Any:
         return operator(*args)
@@ -47,14 +46,14 @@ def flex_attention_by(run: Callable[..., Any]) -> Iterator[None]:
     def seen(*args: Any) -> Any:
         return run(compiled, *args)
 
-    for name, value in zip(names, (seen, checked, True), strict=True):
-        setattr(module, name, value)
-    try:
-        with torch.compiler.set_stance("force_eager"):
-            yield
-    finally:
-        for name, value in before.items():
-            setattr(module, name, value)
+    replaced = patched(
+        module,
+        flex_attention_hop=seen,
+        _validate_device=checked,
+        _FLEX_ATTENTION_DISABLE_COMPILE_DEBUG=True,
+    )
+    with replaced, torch.compiler.set_stance("force_eager"):
+        yield
 
 
 def blocks_shown(mask: tuple[Any, ...]) -> tuple[Tensor, int, int]:

@@ -1,8 +1,8 @@
 """Steps of optimizers, their scaling and their clipping, and the calls that users make of them."""
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from types import MethodType
 from typing import Any
 
@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import SGD, Adagrad, Optimizer, Rprop
+
+from boltmesh.strategies.patch import patched
 
 
 def fused_adam(*, is_decoupled: bool) -> Any:
@@ -124,10 +126,9 @@ TOTAL_NORM: Callable[..., Tensor] = torch.nn.utils.clip_grad._get_total_norm
 _SCALE_TO_NORM: Callable[..., None] = torch.nn.utils.clip_grad._clip_grads_with_norm_
 
 
-@contextmanager
 def total_norm_replaced(
     total_norm: Callable[..., Tensor], check: Callable[[Sequence[Tensor]], None] | None = None
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Within, ``torch.nn.utils.clip_grad_norm_`` clips by another norm.
 
     That holds also where it was imported by name.
@@ -137,19 +138,15 @@ def total_norm_replaced(
         check: Called between norm and scaling with the parameters that were given, also those
             without a gradient; may raise.
     """
-    clip_grad: Any = torch.nn.utils.clip_grad
 
     def scale(parameters: Sequence[Tensor], *args: Any, **kwargs: Any) -> None:
         if check is not None:
             check(parameters)
         _SCALE_TO_NORM(parameters, *args, **kwargs)
 
-    before = clip_grad._get_total_norm, clip_grad._clip_grads_with_norm_
-    clip_grad._get_total_norm, clip_grad._clip_grads_with_norm_ = total_norm, scale
-    try:
-        yield
-    finally:
-        clip_grad._get_total_norm, clip_grad._clip_grads_with_norm_ = before
+    return patched(
+        torch.nn.utils.clip_grad, _get_total_norm=total_norm, _clip_grads_with_norm_=scale
+    )
 
 
 def zeroed_by(optimizers: Sequence[Optimizer]) -> set[Parameter]:

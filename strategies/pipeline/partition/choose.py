@@ -22,6 +22,7 @@ from torch.nn import Module
 from boltmesh.errors import ConfigError
 from boltmesh.strategies.dry_run.no_side_effects import modules_unchanged, random_state_unchanged
 from boltmesh.strategies.object_collectives import noop
+from boltmesh.strategies.patch import patched
 from boltmesh.strategies.pipeline.options import Split
 from boltmesh.strategies.pipeline.partition.materialize import DeferredModel
 from boltmesh.strategies.pipeline.partition.split import UnitCost, balanced_split, named_split
@@ -214,19 +215,15 @@ class _Timer:
         given = key_of("", (args, kwargs)) or (name, len(self._calls[name]))
         kind = _kind(unit), given
         self._calls[name].append(kind)
-        self._is_inside = True
-        try:
-            with self._unmade.made_for_now(unit):
-                unit.to(self._device)
-                try:
-                    for number in range(WARMED + TIMED):
-                        took, result = self._run(unit, forward, args, kwargs)
-                        if number >= WARMED:
-                            self._times.setdefault(kind, []).append(took)
-                finally:
-                    unit.to("cpu")
-        finally:
-            self._is_inside = False
+        with patched(self, _is_inside=True), self._unmade.made_for_now(unit):
+            unit.to(self._device)
+            try:
+                for number in range(WARMED + TIMED):
+                    took, result = self._run(unit, forward, args, kwargs)
+                    if number >= WARMED:
+                        self._times.setdefault(kind, []).append(took)
+            finally:
+                unit.to("cpu")
         return replace_tensors(result, lambda each: each.detach().to("cpu"))
 
     def _run(

@@ -16,7 +16,7 @@ they the same, so such a batch is not divided.
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,6 +28,7 @@ from typing_extensions import override
 
 from boltmesh.errors import DivergenceError
 from boltmesh.strategies.dry_run.no_side_effects import name_of
+from boltmesh.strategies.patch import patched
 from boltmesh.strategies.pipeline.stage.cut import EventPlan, StageBoundaries, StagePlan
 from boltmesh.strategies.pipeline.stage.data_dependent_ops import is_event
 from boltmesh.strategies.pipeline.stage.rng import RandomStreams
@@ -75,14 +76,9 @@ class ParameterWrites:
             self._done = None
             self._late = []
 
-    @contextmanager
-    def left_out(self) -> Iterator[None]:
+    def left_out(self) -> AbstractContextManager[None]:
         """Within it, stages run beside the microbatches of the batch."""
-        done, self._done = self._done, None
-        try:
-            yield
-        finally:
-            self._done = done
+        return patched(self, _done=None)
 
     def do(self, plan: EventPlan, write: Callable[[], Any]) -> None:
         """Do a write, once, as it was planned."""

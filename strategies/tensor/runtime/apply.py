@@ -14,6 +14,7 @@ from torch.nn import Module, Parameter
 
 from boltmesh.errors import LayoutError
 from boltmesh.strategies.blocks import has_forward
+from boltmesh.strategies.patch import Around, Changes
 from boltmesh.strategies.tensor.plan import (
     OUTSIDE,
     LossParallel,
@@ -42,8 +43,6 @@ from boltmesh.strategies.tensor.runtime.dtensor import (
     Table,
 )
 from boltmesh.strategies.tensor.runtime.param_swap import (
-    Around,
-    Changes,
     PartialGradients,
     ReplicatedOutput,
     broadcast_whole,

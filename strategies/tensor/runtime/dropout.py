@@ -17,8 +17,8 @@ from torch.nn import Module
 from typing_extensions import Self
 
 from boltmesh.strategies.deferred_initialization.recording import default_generator
+from boltmesh.strategies.patch import Around, Changes
 from boltmesh.strategies.tensor.runtime.collectives import TensorGroup
-from boltmesh.strategies.tensor.runtime.param_swap import Around, Changes
 
 _SPREAD = 0x9E3779B97F4A7C15
 """Odd and without pattern, so that the seeds of neighbouring ranks have nothing in common."""

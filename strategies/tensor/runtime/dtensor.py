@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from boltmesh.errors import LayoutError
+from boltmesh.strategies.patch import patched
 from boltmesh.strategies.tensor.plan import Section, ShardedParameter
 from boltmesh.strategies.tensor.runtime.boundaries import BlockBoundary
 from boltmesh.strategies.tensor.runtime.collectives import TensorGroup, shared_gradient
@@ -31,7 +32,6 @@ from boltmesh.strategies.tensor.runtime.dropout import Draws
 from boltmesh.strategies.tensor.runtime.fused_output import as_whole
 from boltmesh.strategies.tensor.runtime.param_swap import (
     Around,
-    in_place_of,
     map_floats,
     own_parameters,
 )
@@ -240,7 +240,7 @@ class AlongParameters:
             name: DTensor.from_local(own[name], self._group.mesh, [Shard(entry.dim)])
             for name, entry in self._entries.items()
         }
-        with in_place_of(self._module, views):
+        with patched(self._module, **views):
             return forward(*args, **kwargs)
 
 

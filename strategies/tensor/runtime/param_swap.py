@@ -4,16 +4,10 @@ A parameter is a plain tensor that DDP, FSDP2 and optimizers know. What its use 
 (its gradient summed over the ranks, a bias that is added later) is a differentiable view of it,
 which the module finds under the parameter's name as long as its forward lasts.
 
-``Changes`` has what a plan puts on a model's modules, and takes it off again. Wrappers are on
-instances, in the place of a method; classes, parameters and names stay as they are. A wrapper
-around ``forward``, and no hook, changes what a module takes, gives and reads: it also runs where
-activation checkpointing repeats a block, and is left where the block raises.
-
 ``shard_of`` cuts parameters into the shards of the ranks, ``join_shards`` joins them.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +17,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from boltmesh.errors import LayoutError
+from boltmesh.strategies.patch import Around, patched
 from boltmesh.strategies.tensor.plan import ShardedParameter, runs
 from boltmesh.strategies.tensor.runtime.collectives import (
     TensorGroup,
@@ -30,70 +25,7 @@ from boltmesh.strategies.tensor.runtime.collectives import (
     differentiable,
     reduce_gradient,
 )
-from boltmesh.strategies.torch_compat.modules import wrapped
 from boltmesh.strategies.torch_compat.tensors import tree_map_only
-
-Around = Callable[..., Any]
-"""Called with the method that it wraps, and with the arguments of the call."""
-
-_ABSENT = object()
-
-Original = tuple[Module, str, object]
-"""A module, an attribute and its value before a change."""
-
-
-class Changes:
-    """A list of changes to modules, taken back in the reverse order."""
-
-    def __init__(self) -> None:
-        self._before: list[tuple[Module, str, Any]] = []
-
-    def wrap(self, module: Module, around: Around, method: str = "forward") -> None:
-        """Call ``around(method, *args, **kwargs)`` where ``method(*args, **kwargs)`` is called.
-
-        A copy of the module calls the copy's method: ``around`` is to hold the module only in ways
-        that ``copy.deepcopy`` follows.
-        """
-        self.set(module, method, wrapped(getattr(module, method), around))
-
-    def set(self, module: Module, name: str, value: object) -> None:
-        """Give an instance an attribute that is neither parameter, buffer nor module."""
-        self._before.append((module, name, vars(module).get(name, _ABSENT)))
-        vars(module)[name] = value
-
-    def originals_of(self, block: Module) -> list[Original]:
-        """Return what a block's modules had before the first change of each attribute."""
-        inside = set(block.modules())
-        found: dict[tuple[Module, str], object] = {}
-        for module, name, before in self._before:
-            if module in inside:
-                found.setdefault((module, name), before)
-        return [(module, name, before) for (module, name), before in found.items()]
-
-    def undo(self) -> None:
-        """Put everything back. What others put on modules since then has to be off."""
-        _restore(reversed(self._before))
-        self._before.clear()
-
-
-@contextmanager
-def originals_restored(originals: Iterable[Original]) -> Iterator[None]:
-    """Context in which modules have attributes as they were before changes."""
-    originals = list(originals)
-    changed = [(module, name, vars(module).get(name, _ABSENT)) for module, name, _ in originals]
-    _restore(originals)
-    try:
-        yield
-    finally:
-        _restore(changed)
-
-
-def _restore(values: Iterable[Original]) -> None:
-    for module, name, value in values:
-        if value is not _ABSENT:
-            vars(module)[name] = value
-        else:
-            vars(module).pop(name, None)
 
 
 def shard_of(whole: Tensor, entry: ShardedParameter, *, size: int, rank: int) -> Tensor:
@@ -193,25 +125,6 @@ def shard_parameters(
         parameter.grad = None
 
 
-@contextmanager
-def in_place_of(module: Module, views: Mapping[str, Tensor | None]) -> Iterator[None]:
-    """Let a module find views under the names of its parameters.
-
-    Attributes of an instance are found before ``Module.__getattr__`` looks for parameters.
-    """
-    attributes = vars(module)
-    before = {name: attributes.get(name, _ABSENT) for name in views}
-    attributes.update(views)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is _ABSENT:
-                del attributes[name]
-            else:
-                attributes[name] = value
-
-
 def own_parameters(module: Module) -> dict[str, Parameter]:
     """Return a module's own parameters, never their views; what FSDP2 gathered where it has."""
     return dict(module.named_parameters(recurse=False, remove_duplicate=False))
@@ -237,7 +150,7 @@ class PartialGradients:
         """Run the module."""
         own = own_parameters(self.module)
         views = {name: summed_gradient(own[name], self.group) for name in self.names}
-        with in_place_of(self.module, views):
+        with patched(self.module, **views):
             return forward(*args, **kwargs)
 
 

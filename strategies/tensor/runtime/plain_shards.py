@@ -22,6 +22,7 @@ from torch.nn import Module, MultiheadAttention, TransformerEncoder
 from torch.nn import functional as F
 
 from boltmesh.errors import LayoutError
+from boltmesh.strategies.patch import Around, Changes, patched
 from boltmesh.strategies.tensor.runtime.boundaries import BlockBoundary
 from boltmesh.strategies.tensor.runtime.collectives import (
     TensorGroup,
@@ -30,13 +31,7 @@ from boltmesh.strategies.tensor.runtime.collectives import (
     take_part,
 )
 from boltmesh.strategies.tensor.runtime.dropout import Draws
-from boltmesh.strategies.tensor.runtime.param_swap import (
-    Around,
-    Changes,
-    in_place_of,
-    map_floats,
-    own_parameters,
-)
+from boltmesh.strategies.tensor.runtime.param_swap import map_floats, own_parameters
 from boltmesh.strategies.torch_compat.modules import refuse_fused_attention
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -99,7 +94,7 @@ class Row:
         if self._bias is None:
             return map_floats(self._boundary.leave, forward(*args, **kwargs))
         bias = own_parameters(self._module)[self._bias]
-        with in_place_of(self._module, {self._bias: self._nothing(bias)}):
+        with patched(self._module, **{self._bias: self._nothing(bias)}):
             parts = forward(*args, **kwargs)
         return map_floats(lambda part: self._with_bias(self._boundary.leave(part), bias), parts)
 

@@ -29,6 +29,7 @@ from torch.nn import Module
 from typing_extensions import Self, override
 
 from boltmesh.errors import LayoutError
+from boltmesh.strategies.patch import Around, Changes
 from boltmesh.strategies.tensor.plan import ExitPoint, GatherPoint, TensorPlan, WholePoint
 from boltmesh.strategies.tensor.runtime.collectives import (
     TensorGroup,
@@ -37,7 +38,6 @@ from boltmesh.strategies.tensor.runtime.collectives import (
     scatter_sum,
     take_part,
 )
-from boltmesh.strategies.tensor.runtime.param_swap import Around, Changes
 from boltmesh.strategies.torch_compat.autograd import is_in_backward
 from boltmesh.strategies.torch_compat.tensors import times_written
 

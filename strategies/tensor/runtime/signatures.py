@@ -36,16 +36,10 @@ from boltmesh.strategies.dry_run.step import (
     full_float32,
     without_dropout,
 )
+from boltmesh.strategies.patch import Around, Original, originals_restored, patched
 from boltmesh.strategies.tensor.plan import ShardedParameter
 from boltmesh.strategies.tensor.runtime.collectives import TensorGroup, all_reduce
-from boltmesh.strategies.tensor.runtime.param_swap import (
-    Around,
-    Original,
-    gather_whole,
-    in_place_of,
-    originals_restored,
-    own_parameters,
-)
+from boltmesh.strategies.tensor.runtime.param_swap import gather_whole, own_parameters
 from boltmesh.strategies.tensor.runtime.sequence import RunningStack, opened
 from boltmesh.strategies.torch_compat.autograd import unrecorded
 from boltmesh.strategies.torch_compat.tensors import is_fake, tree_leaves
@@ -295,7 +289,7 @@ class SignatureGuard:
                 view = gather_whole(self._own(name), entry, self.group)
                 views.setdefault(owner, {})[attribute] = view
             for owner, several in views.items():
-                context.enter_context(in_place_of(self.block.get_submodule(owner), several))
+                context.enter_context(patched(self.block.get_submodule(owner), **several))
             # Checkpoints of Hugging Face in it would be run again when its parts are back.
             for each in self.block.modules():
                 if vars(each).get("gradient_checkpointing"):

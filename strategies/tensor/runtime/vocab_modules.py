@@ -18,15 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Module
 
+from boltmesh.strategies.patch import Around, Changes, patched
 from boltmesh.strategies.tensor.plan import LossParallel, ShardedParameter, TensorPlan, Unsharded
 from boltmesh.strategies.tensor.runtime import vocab_local, vocab_reductions
 from boltmesh.strategies.tensor.runtime.collectives import TensorGroup, reduce_gradient, reduce_sum
-from boltmesh.strategies.tensor.runtime.param_swap import (
-    Around,
-    Changes,
-    in_place_of,
-    own_parameters,
-)
+from boltmesh.strategies.tensor.runtime.param_swap import own_parameters
 from boltmesh.strategies.tensor.runtime.vocab_tensor import (
     NO_RULE,
     Vocabulary,
@@ -107,7 +103,7 @@ class ShownUnsharded:
         """Run the module."""
         own = own_parameters(self.module)
         views = {name: wrap(own[name], *self.views[name]) for name in self.views}
-        with in_place_of(self.module, views):
+        with patched(self.module, **views):
             return forward(*args, **kwargs)
 
 

@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torchmetrics import SumMetric
 
-from boltmesh.strategies.dry_run.no_side_effects import patched_log
+from boltmesh.strategies.patch import patched
 from boltmesh.strategies.pipeline.loss.weights import MicrobatchWeights
 from boltmesh.strategies.pipeline.step_report import StepLogs, repeat
 
@@ -60,7 +60,7 @@ def test_a_key_that_is_logged_twice_shows_the_last_value_as_the_steps(
     def log(name: str, value: Any, **_: Any) -> None:
         made.append((name, {k: float(v) for k, v in value.items()} if name == "group" else value))
 
-    with patched_log(module, log):
+    with patched(module, log=log):
         repeat(module, collected)
     for name, values in {"loss": [1, 5], "a": [1, 5], "b": [-1, -5]}.items():
         assert [value for key, value in made if key == name] == values

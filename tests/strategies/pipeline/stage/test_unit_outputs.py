@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from boltmesh.strategies.patch import Changes
 from boltmesh.strategies.pipeline.stage import fake_unit, trace_step
 from boltmesh.strategies.pipeline.stage.trace import StepTrace
 from boltmesh.strategies.pipeline.stage.trace_step import probe
@@ -17,7 +18,6 @@ from boltmesh.strategies.pipeline.stage.units import (
     refuse_calls_outside,
 )
 from boltmesh.strategies.tensor.plan import Section, ShardedParameter
-from boltmesh.strategies.tensor.runtime.param_swap import Changes
 from boltmesh.strategies.tensor.runtime.signatures import (
     SignatureGuard,
     Verified,

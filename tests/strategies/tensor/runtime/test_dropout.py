@@ -10,12 +10,12 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from boltmesh.strategies.blocks import find_blocks
+from boltmesh.strategies.patch import Changes
 from boltmesh.strategies.tensor.analysis.analyse import analyse
 from boltmesh.strategies.tensor.planning import make_plan
 from boltmesh.strategies.tensor.runtime.apply import apply_plan
 from boltmesh.strategies.tensor.runtime.collectives import TensorGroup
 from boltmesh.strategies.tensor.runtime.dropout import Draws, divide_draws
-from boltmesh.strategies.tensor.runtime.param_swap import Changes
 from tests.support.ranks import run_ranks
 from tests.support.tensor_runs import applied, world
 

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from boltmesh.strategies.patch import Changes
 from boltmesh.strategies.tensor.plan import (
     LossParallel,
     PlannedDim,
@@ -14,7 +15,7 @@ from boltmesh.strategies.tensor.plan import (
     ShardedParameter,
     TensorPlan,
 )
-from boltmesh.strategies.tensor.runtime.param_swap import Changes, shard_of, shard_parameters
+from boltmesh.strategies.tensor.runtime.param_swap import shard_of, shard_parameters
 from boltmesh.strategies.tensor.runtime.vocab_modules import divide_vocabularies, left_whole
 from boltmesh.strategies.tensor.runtime.vocab_tensor import Vocabulary
 from tests.support.hugging_face import make

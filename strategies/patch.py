@@ -1,0 +1,104 @@
+"""Gives objects other attributes: within a context, or until they are taken back.
+
+``patched`` is for one object and a block of code, ``Changes`` for modules that a feature is put on
+and taken off again. Attributes are put into the ``__dict__`` of instances. There they are found
+before methods of the class and before parameters of a ``Module``, whose ``__setattr__`` does not
+see them; classes and parameters stay as they are. A wrapper around ``forward``, and no hook,
+changes what a module takes, gives and reads: it also runs where activation checkpointing repeats
+a block, and is left where the block raises.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch.nn import Module
+
+from boltmesh.strategies.torch_compat.modules import wrapped
+
+Around = Callable[..., Any]
+"""Called with the method that it wraps, and with the arguments of the call."""
+
+Original = tuple[Module, str, object]
+"""A module, an attribute and its value before a change."""
+
+_ABSENT = object()
+
+
+@contextmanager
+def patched(owner: Any, /, **attributes: Any) -> Iterator[None]:
+    """Context in which an object has other attributes; afterwards those of before, or none.
+
+    Args:
+        owner: An instance or a Python module; no attribute is a property of its class.
+        attributes: By name.
+    """
+    own = vars(owner)
+    before = {name: own.get(name, _ABSENT) for name in attributes}
+    own.update(attributes)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is _ABSENT:
+                del own[name]
+            else:
+                own[name] = value
+
+
+class Changes:
+    """A list of changes to modules, taken back in the reverse order."""
+
+    def __init__(self) -> None:
+        self._before: list[tuple[Module, str, Any]] = []
+
+    def wrap(self, module: Module, around: Around, method: str = "forward") -> None:
+        """Call ``around(method, *args, **kwargs)`` where ``method(*args, **kwargs)`` is called.
+
+        A copy of the module calls the copy's method: ``around`` is to hold the module only in ways
+        that ``copy.deepcopy`` follows.
+        """
+        self.set(module, method, wrapped(getattr(module, method), around))
+
+    def set(self, module: Module, name: str, value: object) -> None:
+        """Give an instance an attribute that is neither parameter, buffer nor module."""
+        self._before.append((module, name, vars(module).get(name, _ABSENT)))
+        vars(module)[name] = value
+
+    def modules(self) -> frozenset[Module]:
+        """Return the modules that have changes."""
+        return frozenset(module for module, _, _ in self._before)
+
+    def originals_of(self, block: Module) -> list[Original]:
+        """Return what a block's modules had before the first change of each attribute."""
+        inside = set(block.modules())
+        found: dict[tuple[Module, str], object] = {}
+        for module, name, before in self._before:
+            if module in inside:
+                found.setdefault((module, name), before)
+        return [(module, name, before) for (module, name), before in found.items()]
+
+    def undo(self) -> None:
+        """Put everything back. What others put on modules since then has to be off."""
+        _restore(reversed(self._before))
+        self._before.clear()
+
+
+@contextmanager
+def originals_restored(originals: Iterable[Original]) -> Iterator[None]:
+    """Context in which modules have attributes as they were before changes."""
+    originals = list(originals)
+    changed = [(module, name, vars(module).get(name, _ABSENT)) for module, name, _ in originals]
+    _restore(originals)
+    try:
+        yield
+    finally:
+        _restore(changed)
+
+
+def _restore(values: Iterable[Original]) -> None:
+    for module, name, value in values:
+        if value is not _ABSENT:
+            vars(module)[name] = value
+        else:
+            vars(module).pop(name, None)
