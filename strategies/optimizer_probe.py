@@ -47,7 +47,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from boltmesh.errors import UnsupportedError
-from boltmesh.strategies.random_state import random_states_kept
+from boltmesh.strategies.random_state import random_state_unchanged
 from boltmesh.strategies.torch_compat.optimizers import bare_copy, step_without_hooks
 from boltmesh.strategies.torch_compat.tensors import OperatorsSeen
 
@@ -263,7 +263,7 @@ def _is_any(
     if type(optimizer).__module__.startswith("torch.") or not hasattr(optimizer, "param_groups"):
         return False
     try:
-        with random_states_kept():
+        with random_state_unchanged():
             return any(map(question, _groups(optimizer)))
     except Exception:  # noqa: BLE001 - it needs other parameters, as a real step will show
         inner = inner_optimizers(optimizer)

@@ -46,6 +46,23 @@ def restore_random_state(state: RandomState, device: torch.device | None = None)
         torch.cuda.set_rng_state(state["cuda"], device)
 
 
+@contextmanager
+def random_state_unchanged(device: torch.device | None = None) -> Iterator[None]:
+    """Restore the generators of torch, numpy and Python, and those of a device; None: of all GPUs.
+
+    ``torch.manual_seed`` seeds those of all.
+    """
+    is_initialized: Any = torch.cuda.is_initialized
+    before = capture_random_state(device)
+    of_all = torch.cuda.get_rng_state_all() if device is None and is_initialized() else []
+    try:
+        yield
+    finally:
+        restore_random_state(before, device)
+        if of_all:
+            torch.cuda.set_rng_state_all(of_all)
+
+
 def seed_random_state(seed: int) -> None:
     """Start every generator of this process from ``seed``."""
     torch.manual_seed(seed)
@@ -124,20 +141,3 @@ def _state_of(generator: Any) -> Any:
     if isinstance(generator, np.random.Generator):
         return generator.bit_generator.state
     return generator.getstate()
-
-
-@contextmanager
-def random_states_kept() -> Iterator[None]:
-    """Within, random numbers may be drawn, and generators seeded, without a trace.
-
-    Not ``torch.manual_seed`` under ``fork_rng``, which seeds the generators of all devices.
-    """
-    state = capture_random_state()
-    is_initialized: Any = torch.cuda.is_initialized
-    devices = torch.cuda.get_rng_state_all() if is_initialized() else []
-    try:
-        yield
-    finally:
-        restore_random_state(state)
-        if devices:
-            torch.cuda.set_rng_state_all(devices)

@@ -32,11 +32,7 @@ from boltmesh.strategies.data_parallel.ddp import DdpAxis, DdpOptions
 from boltmesh.strategies.data_parallel.options import ZeroOptions
 from boltmesh.strategies.data_parallel.zero import ZeroAxis
 from boltmesh.strategies.dry_run.metrics import find_metrics
-from boltmesh.strategies.dry_run.no_side_effects import (
-    modules_unchanged,
-    no_side_effects,
-    random_state_unchanged,
-)
+from boltmesh.strategies.dry_run.no_side_effects import modules_unchanged, no_side_effects
 from boltmesh.strategies.dry_run.sample import sample_batch
 from boltmesh.strategies.engine import MeshStrategy
 from boltmesh.strategies.lightning_compat.loops import without_shown_loader
@@ -45,6 +41,7 @@ from boltmesh.strategies.lightning_compat.trainer import (
     module_reads_gradients,
     reads_gradients,
 )
+from boltmesh.strategies.random_state import random_state_unchanged
 from boltmesh.strategies.registry import STRATEGIES
 from boltmesh.strategies.torch_compat.modules import swapped_state
 from boltmesh.strategies.torch_compat.tensors import fake_tensors, make_fake, tree_map

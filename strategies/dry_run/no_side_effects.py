@@ -24,12 +24,7 @@ from boltmesh.strategies.dry_run.metrics import MetricCall, MetricKind, answer, 
 from boltmesh.strategies.lightning_compat.trainer import attributes_of_run, trainer_of
 from boltmesh.strategies.object_collectives import noop
 from boltmesh.strategies.patch import patched
-from boltmesh.strategies.random_state import (
-    capture_random_state,
-    generators_unchanged,
-    held_generators,
-    restore_random_state,
-)
+from boltmesh.strategies.random_state import generators_unchanged, held_generators
 from boltmesh.strategies.torch_compat.tensors import (
     is_equal,
     local_tensor,
@@ -162,16 +157,6 @@ def _is_expanded(buffer: Tensor) -> bool:
     return any(
         stride == 0 and size > 1 for stride, size in zip(buffer.stride(), buffer.shape, strict=True)
     )
-
-
-@contextmanager
-def random_state_unchanged(device: torch.device) -> Iterator[None]:
-    """Restore the generators of torch, numpy and Python, and those of a device."""
-    before = capture_random_state(device)
-    try:
-        yield
-    finally:
-        restore_random_state(before, device)
 
 
 def _run_of(modules: Iterable[Module]) -> tuple[list[dict[str, Any]], list[list[dict[str, Any]]]]:

@@ -10,6 +10,7 @@ from copy import deepcopy
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import DataLoader, IterableDataset
@@ -20,7 +21,7 @@ from boltmesh.strategies.lightning_compat.loops import (
     show_loader,
     transferred_to_host,
 )
-from boltmesh.strategies.random_state import capture_random_state, restore_random_state
+from boltmesh.strategies.random_state import random_state_unchanged
 
 
 class Sample(NamedTuple):
@@ -39,14 +40,11 @@ def sample_batch(trainer: Trainer) -> Sample:
     Raises:
         ConfigError: If the loaders have none.
     """
-    state = capture_random_state()
-    try:
+    with random_state_unchanged(torch.device("cpu")):
         loader = requested_loader(trainer)
         show_loader(trainer, loader)
         batch = _first_batch(loader)
         return Sample(transferred_to_host(trainer, batch), batch_sizes(loader))
-    finally:
-        restore_random_state(state)
 
 
 def batch_sizes(loader: Any) -> set[int]:

@@ -38,12 +38,12 @@ from boltmesh.strategies.dry_run.no_side_effects import (
     ParametersUnchanged,
     modules_unchanged,
     no_side_effects,
-    random_state_unchanged,
 )
 from boltmesh.strategies.dry_run.unsupported import refuse_collective
 from boltmesh.strategies.lightning_compat.trainer import trainer_of
 from boltmesh.strategies.patch import patched
 from boltmesh.strategies.pytree import replace_tensors
+from boltmesh.strategies.random_state import random_state_unchanged
 from boltmesh.strategies.torch_compat.tensors import tree_leaves
 
 Around = Callable[[], AbstractContextManager[Any]]

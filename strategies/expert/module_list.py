@@ -14,8 +14,8 @@ not see what it gives. In between, ``data_parallel/brought_params`` has brought 
 each expert to its owner.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,9 @@ from boltmesh.strategies.expert.divided import DividedExperts
 from boltmesh.strategies.expert.exchange import with_unused
 from boltmesh.strategies.expert.find import ExpertCall, Experts
 from boltmesh.strategies.patch import patched
-from boltmesh.strategies.random_state import capture_random_state, restore_random_state
+from boltmesh.strategies.random_state import (
+    random_state_unchanged,
+)
 from boltmesh.strategies.torch_compat.modules import results_unwatched
 from boltmesh.strategies.torch_compat.tensors import tree_leaves, tree_map
 
@@ -103,7 +105,12 @@ class DividedList(DividedExperts):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward with rows of all ranks of the group. Collective over it."""
         noted = _Pass([])
-        with patched(self, _pass=noted), self._first_pass():
+        with (
+            patched(self, _pass=noted),
+            random_state_unchanged(self._device),
+            modules_unchanged(self._around_experts),
+            results_unwatched(self.module.modules()),
+        ):
             copies = tree_map(_copy, (args, kwargs))
             self._forward(*copies[0], **copies[1])
         results = self._exchanged(noted.calls)
@@ -118,14 +125,6 @@ class DividedList(DividedExperts):
         if answering.place != len(answers):
             raise self._differs()
         return _connected(output, results)
-
-    @contextmanager
-    def _first_pass(self) -> Iterator[None]:
-        device = self._device
-        state = capture_random_state(device)
-        with modules_unchanged(self._around_experts), results_unwatched(self.module.modules()):
-            yield
-        restore_random_state(state, device)
 
     def answer(self, number: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
         """Return what an expert gives in this pass of the module.

@@ -22,11 +22,7 @@ from torch.nn import Parameter
 from boltmesh.schedule_sim import RECEIVES, SENDS, peak_live_bytes
 from boltmesh.strategies.cost_model.traffic import NORM_BYTES, OVERFLOW_BYTES
 from boltmesh.strategies.dry_run.metrics import find_metrics
-from boltmesh.strategies.dry_run.no_side_effects import (
-    modules_unchanged,
-    no_side_effects,
-    random_state_unchanged,
-)
+from boltmesh.strategies.dry_run.no_side_effects import modules_unchanged, no_side_effects
 from boltmesh.strategies.pipeline.microbatch_runs import Around
 from boltmesh.strategies.pipeline.partition.placement import StagePlacement
 from boltmesh.strategies.pipeline.runtime.backward import StageGraph, backward
@@ -36,6 +32,7 @@ from boltmesh.strategies.pipeline.schedules.actions import RankProgram, RankProg
 from boltmesh.strategies.pipeline.stage.plan_cache import TRAINING, batch_signature
 from boltmesh.strategies.pipeline.stage.stage_run import StageRun
 from boltmesh.strategies.pipeline.step_report import NUM_SIGNALS
+from boltmesh.strategies.random_state import random_state_unchanged
 from boltmesh.strategies.torch_compat.tensors import FakeTensorMode
 from boltmesh.telemetry.snapshot import MemoryKind, MemoryPlace, PipelinePlan
 from boltmesh.telemetry.traffic import CONTROL, ExpectedTraffic

@@ -12,7 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from boltmesh.strategies.deferred_initialization.recording import is_random
-from boltmesh.strategies.dry_run.no_side_effects import modules_unchanged, random_state_unchanged
+from boltmesh.strategies.dry_run.no_side_effects import modules_unchanged
 from boltmesh.strategies.pipeline.loss.autograd_nodes import gradients_of
 from boltmesh.strategies.pipeline.loss.reduction import BatchLossError
 from boltmesh.strategies.pipeline.loss.weights import Key, Noted, returned_numbers
@@ -21,6 +21,7 @@ from boltmesh.strategies.pipeline.microbatch_runs import Around
 from boltmesh.strategies.pipeline.runtime.stage import ValueSpec
 from boltmesh.strategies.pipeline.stage.plan_cache import StagePlans
 from boltmesh.strategies.pipeline.step_report import StepLogs
+from boltmesh.strategies.random_state import random_state_unchanged
 from boltmesh.strategies.torch_compat.tensors import DispatchMode, schema_of
 
 _PERMUTATION, _DROPOUT = "aten::randperm", "aten::native_dropout"

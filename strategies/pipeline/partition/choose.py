@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Module
 
 from boltmesh.errors import ConfigError
-from boltmesh.strategies.dry_run.no_side_effects import modules_unchanged, random_state_unchanged
+from boltmesh.strategies.dry_run.no_side_effects import modules_unchanged
 from boltmesh.strategies.object_collectives import noop
 from boltmesh.strategies.patch import patched
 from boltmesh.strategies.pipeline.options import Split
@@ -32,7 +32,7 @@ from boltmesh.strategies.pipeline.stage.trace_step import LOGGING, without_weigh
 from boltmesh.strategies.pipeline.stage.unit_outputs import key_of
 from boltmesh.strategies.pipeline.stage.units import ReplacedForwards
 from boltmesh.strategies.pytree import is_constant, replace_tensors, tensors_in
-from boltmesh.strategies.random_state import seed_random_state
+from boltmesh.strategies.random_state import random_state_unchanged, seed_random_state
 
 
 @dataclass(frozen=True)

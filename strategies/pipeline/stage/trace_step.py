@@ -18,12 +18,7 @@ from torch.nn import Module
 
 from boltmesh.errors import BoltMeshError, ConfigError
 from boltmesh.strategies.dry_run.metrics import MetricCall, answer, find_metrics, metrics_replaced
-from boltmesh.strategies.dry_run.no_side_effects import (
-    CONTAINERS,
-    holds,
-    modules_unchanged,
-    random_state_unchanged,
-)
+from boltmesh.strategies.dry_run.no_side_effects import CONTAINERS, holds, modules_unchanged
 from boltmesh.strategies.pipeline.stage.fake_unit import FakeCall, run_on_fakes
 from boltmesh.strategies.pipeline.stage.rng import host_random_state
 from boltmesh.strategies.pipeline.stage.trace import (
@@ -47,6 +42,7 @@ from boltmesh.strategies.pytree import own_arguments, replace_tensors, take_apar
 from boltmesh.strategies.random_state import (
     generator_states,
     held_generators,
+    random_state_unchanged,
     seed_random_state,
 )
 from boltmesh.strategies.torch_compat.modules import (

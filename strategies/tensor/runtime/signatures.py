@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from boltmesh.errors import UnsupportedError
-from boltmesh.strategies.dry_run.no_side_effects import modules_unchanged, random_state_unchanged
+from boltmesh.strategies.dry_run.no_side_effects import modules_unchanged
 from boltmesh.strategies.dry_run.step import (
     ROUGH,
     TOLERANCE,
@@ -37,6 +37,7 @@ from boltmesh.strategies.dry_run.step import (
     without_dropout,
 )
 from boltmesh.strategies.patch import Around, Original, originals_restored, patched
+from boltmesh.strategies.random_state import random_state_unchanged
 from boltmesh.strategies.tensor.plan import ShardedParameter
 from boltmesh.strategies.tensor.runtime.collectives import TensorGroup, all_reduce
 from boltmesh.strategies.tensor.runtime.param_swap import gather_whole, own_parameters
