@@ -7,8 +7,8 @@ import math
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -167,7 +167,6 @@ def measure_units(
     timer = _Timer(units, device, unmade)
     with ExitStack() as stack:
         stack.enter_context(modules_unchanged(root.modules()))
-        stack.enter_context(_buffers_unchanged(root))
         stack.enter_context(random_state_unchanged(device))
         stack.enter_context(without_weight_cache())
         forwards = {name: partial(timer.call, name, unit.forward) for name, unit in units.items()}
@@ -252,18 +251,6 @@ class _Timer:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.monotonic_ns() / 1e9
-
-
-@contextmanager
-def _buffers_unchanged(root: Module) -> Iterator[None]:
-    """Give buffers their values back, also where batch norm wrote them unseen by torch."""
-    before = [(each, each.clone()) for each in root.buffers() if 0 not in each.stride()]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, value in before:
-                buffer.copy_(value)
 
 
 def _kind(unit: Module) -> Hashable:
