@@ -6,7 +6,7 @@
 
 import copy
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -115,6 +115,15 @@ def _copy(value: Any) -> Any:
         return copy.copy(value)
     except TypeError:  # a lock or a generator, of which there is one
         return value
+
+
+def nesting(value: Any) -> Hashable:
+    """Return the classes of a value and of what lists, tuples and mappings hold, and their keys."""
+    if isinstance(value, Mapping):
+        return type(value), tuple((key, nesting(each)) for key, each in value.items())
+    if isinstance(value, list | tuple):
+        return type(value), tuple(map(nesting, value))
+    return type(value)
 
 
 def is_constant(value: Any) -> bool:

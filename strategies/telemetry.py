@@ -2,13 +2,14 @@
 
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from torch import Tensor
+from torch.optim import Optimizer
 
 from boltmesh.strategies.lightning_compat.trainer import trainer_of
 from boltmesh.telemetry.callback import TelemetryCallback
@@ -102,23 +103,23 @@ def _state_by_kind(strategy: "MeshStrategy") -> Mapping[str, Sequence[Tensor | S
             *(each.grad for each in parameters if each.grad is not None),
             *(each for _, gradients in kept for each in gradients),
         ],
-        "optimizer": [
-            tensor
-            for optimizer in strategy.optimizers
-            for state in optimizer.state.values()
-            for tensor in tensors_within(state)
-        ],
+        "optimizer": optimizer_tensors(strategy.optimizers),
         "buffers": list(module.buffers()) if module is not None else [],
     }
 
 
-def tensors_within(state: object) -> Iterator[Tensor]:
-    """Give the tensors of one parameter's state, those in lists and mappings included."""
+def optimizer_tensors(optimizers: Iterable[Optimizer]) -> list[Tensor]:
+    """Return the tensors of optimizers' states, those in lists and mappings included."""
+    states = (state for each in optimizers for state in each.state.values())
+    return [tensor for state in states for tensor in _tensors_within(state)]
+
+
+def _tensors_within(state: object) -> Iterator[Tensor]:
     if isinstance(state, Tensor):
         yield state
     elif isinstance(state, (Mapping, list, tuple)):
         for each in state.values() if isinstance(state, Mapping) else state:
-            yield from tensors_within(each)
+            yield from _tensors_within(each)
 
 
 def _hyperparameters(strategy: "MeshStrategy") -> Mapping[str, object]:

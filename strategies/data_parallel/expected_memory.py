@@ -22,7 +22,7 @@ from boltmesh.strategies.cost_model.model import (
     Widths,
 )
 from boltmesh.strategies.data_parallel.fully_shard import ShardedModel
-from boltmesh.strategies.telemetry import tensors_within
+from boltmesh.strategies.telemetry import optimizer_tensors
 from boltmesh.strategies.torch_compat.fsdp import unit_parameters, unsharded_gradients
 from boltmesh.telemetry.snapshot import MemoryKind, MemoryPlace
 from boltmesh.telemetry.writer.memory import StoredBytes
@@ -48,12 +48,7 @@ def held_tensors(
     return {
         "parameters": [*shards, *wholes],
         "gradients": [*gradients],
-        "optimizer": [
-            tensor
-            for optimizer in optimizers
-            for state in optimizer.state.values()
-            for tensor in tensors_within(state)
-        ],
+        "optimizer": optimizer_tensors(optimizers),
         "buffers": [*model.module.buffers()],
         "cache": [StoredBytes("host", free)],
     }

@@ -1,6 +1,6 @@
 """Finds what a unit would give, without its parameters' values and without computing."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -148,7 +148,9 @@ class _Watch(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         refuse_collective(func, (*args, *kwargs.values()), self.unit)
-        self.borrowed += _real_parameters((*args, *kwargs.values()))
+        given = tensors_in((args, kwargs))
+        # A unit's own parameters have no data while it runs.
+        self.borrowed += [one for one in given if isinstance(one, Parameter) and not is_fake(one)]
         name = name_of(func)
         if name in READS:
             return self._read(name, func, args, kwargs)
@@ -178,15 +180,6 @@ class _Watch(TorchFunctionMode):
         result = func(*args, **kwargs)
         self.answers.append(answer_of(result))
         return result
-
-
-def _real_parameters(values: Iterable[Any]) -> Iterator[Parameter]:
-    """Yield the parameters with data; a unit's own have none while it runs."""
-    for each in values:
-        if isinstance(each, list | tuple):
-            yield from _real_parameters(each)
-        elif isinstance(each, Parameter) and not is_fake(each):
-            yield each
 
 
 def _describe(

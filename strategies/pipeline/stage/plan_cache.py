@@ -29,7 +29,7 @@ from boltmesh.strategies.pipeline.stage.stage_run import ParameterWrites, StageR
 from boltmesh.strategies.pipeline.stage.trace import StepTrace, UnitOutput, refuse_writes
 from boltmesh.strategies.pipeline.stage.trace_step import probe
 from boltmesh.strategies.pipeline.stage.units import unit_parameters
-from boltmesh.strategies.pytree import hidden_members, is_constant, take_apart
+from boltmesh.strategies.pytree import hidden_members, is_constant, nesting, take_apart
 from boltmesh.strategies.torch_compat.modules import ParametersInPlace
 
 TRAINING: Final = "training_step"
@@ -81,16 +81,7 @@ def batch_signature(value: Any) -> Hashable:
         return kind, tuple(value), tuple(map(batch_signature, value.values()))
     if kind in _PLAIN:
         return kind, value
-    return tuple(map(_leaf, take_apart(value)[0])), _nesting(value)
-
-
-def _nesting(value: Any) -> Hashable:
-    """Return how a value is nested, down to the names of dictionary keys."""
-    if isinstance(value, Mapping):
-        return type(value), tuple((key, _nesting(each)) for key, each in value.items())
-    if isinstance(value, (list, tuple)):
-        return type(value), tuple(map(_nesting, value))
-    return type(value).__qualname__
+    return tuple(map(_leaf, take_apart(value)[0])), nesting(value)
 
 
 def _leaf(leaf: Any) -> Hashable:

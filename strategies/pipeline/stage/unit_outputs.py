@@ -25,7 +25,7 @@ from torch.nn import Module
 from boltmesh.strategies.pipeline.stage.fake_unit import FakeCall
 from boltmesh.strategies.pipeline.stage.rng import host_random_state
 from boltmesh.strategies.pipeline.stage.trace import Argument, TensorSpec, UnitOutput
-from boltmesh.strategies.pytree import is_constant, take_apart, tensors_in
+from boltmesh.strategies.pytree import is_constant, nesting, take_apart, tensors_in
 from boltmesh.strategies.torch_compat.tensors import (
     FakeTensorMode,
     is_fake,
@@ -179,7 +179,7 @@ class KnownUnits:
             *((each, torch.is_autocast_enabled(each), torch.get_autocast_dtype(each))
               for each in sorted(devices)),
         )  # fmt: skip
-        return self._kinds[name], key[1:], _nesting(arguments), tuple(shared), modes
+        return self._kinds[name], key[1:], nesting(arguments), tuple(shared), modes
 
 
 @dataclass
@@ -271,15 +271,6 @@ _WRAPPERS = (
     "boltmesh.strategies.pipeline.stage.units",
 )
 """Where classes lie whose objects strategies put around methods. They hold all they use."""
-
-
-def _nesting(value: Any) -> Any:
-    """Return the containers and names around the leaves of arguments."""
-    if isinstance(value, Mapping):
-        return type(value), tuple((key, _nesting(each)) for key, each in value.items())
-    if isinstance(value, list | tuple):
-        return type(value), tuple(map(_nesting, value))
-    return type(value)
 
 
 def _differing(
