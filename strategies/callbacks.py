@@ -52,7 +52,7 @@ class DetectNonFinite(Callback):
     def __init__(self) -> None:
         self._handles: list[RemovableHandle] = []
         self._forwards = Changes()
-        """Of layers of a pipeline."""
+        """Forwards of the layers of a pipeline."""
         self._places = {BATCH: -1}
         """Index of the layer of a pipeline that a module is or lies in."""
         self._seen: list[tuple[str, Tensor]] = []

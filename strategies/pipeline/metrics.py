@@ -28,7 +28,7 @@ from boltmesh.strategies.dry_run.metrics import (
     settings_of,
     stand_in,
 )
-from boltmesh.strategies.pipeline.loss.weights import is_number
+from boltmesh.strategies.pipeline.loss.log_rules import is_number
 from boltmesh.strategies.pipeline.stage.trace import MetricTrace
 from boltmesh.strategies.pytree import Build, take_apart, tensors_in
 from boltmesh.strategies.torch_compat.tensors import tree_map_only

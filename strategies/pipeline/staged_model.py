@@ -143,7 +143,7 @@ class StagedModel:
             parts = self.parts_of(batch)[0]
         self.last = dist.get_global_rank(context.group, programs.rank_of_stage[-1])
         self.holds_last_stage = dist.get_rank() == self.last
-        self.proofs = LossChecks(context.device)
+        self.loss_checks = LossChecks(context.device)
         self.sharing = LastStageBroadcast(context.group, self.last, context.device)
         self.executor = self._build_executor(context)
         self.metric_sharing = MetricBroadcast(
@@ -364,7 +364,7 @@ class StagedModel:
         """Return why no weights put the loss together. Collective over the pipeline."""
         found: list[tuple[str, str] | None] = [None]
         with suppress(Exception):  # raised again within the step, on all ranks
-            problem = self.proofs.find_problem(trial) if self.holds_last_stage else None
+            problem = self.loss_checks.find_problem(trial) if self.holds_last_stage else None
             found = [None if problem is None else (problem.what, problem.instead)]
         dist.broadcast_object_list(found, self.last, group=self.context.group)
         return None if found[0] is None else BatchLossError(*found[0])

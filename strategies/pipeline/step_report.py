@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from numbers import Number
 from typing import Any
 
 import torch
@@ -26,12 +27,11 @@ from torchmetrics import Metric
 
 from boltmesh.strategies.dry_run.metrics import find_metrics
 from boltmesh.strategies.patch import patched
-from boltmesh.strategies.pipeline.loss.weights import (
+from boltmesh.strategies.pipeline.loss.log_rules import (
     Key,
     LogRule,
     MicrobatchWeights,
     Noted,
-    check_loggable,
     combine,
     note,
     usual_rule,
@@ -111,7 +111,7 @@ class StepLogs:
         if (given := self.metrics.given(value)) is not None:
             entry.metric = given
             return
-        check_loggable(name, value)
+        _check_loggable(name, value)
         entry.noted.append(note(self._microbatch, value, options))
 
     def noted(self) -> dict[Key, list[Noted]]:
@@ -150,6 +150,25 @@ class StepLogs:
                 )
                 logged.append(Logged(name, key, combine(rule, noted, weights), options))
         return logged
+
+
+def _check_loggable(name: str, value: Any) -> None:
+    """Refuse what Lightning would, where the author called ``self.log`` with it.
+
+    Raises:
+        ValueError: With what to log instead.
+    """
+    called = f"`self.log({name!r}, ...)` was called with"
+    if not isinstance(value, Number | Tensor):
+        raise ValueError(  # noqa: TRY004 - as Lightning does
+            f"{called} a {type(value).__name__}, which cannot be logged. Log numbers, tensors of "
+            f"one element, metrics, or a dictionary of these."
+        )
+    if isinstance(value, Tensor) and value.numel() != 1:
+        raise ValueError(
+            f"{called} a tensor of {value.numel()} elements, of which one has to be made: such as "
+            f"its mean()."
+        )
 
 
 @dataclass(frozen=True)

@@ -19,19 +19,18 @@ from typing_extensions import override
 
 from boltmesh.strategies.object_collectives import noop
 from boltmesh.strategies.pipeline.loss.autograd_nodes import is_none
-from boltmesh.strategies.pipeline.loss.loss_check import StepLossCheck
-from boltmesh.strategies.pipeline.loss.reduction import BatchLossError, Form, Term
-from boltmesh.strategies.pipeline.loss.trial import TailTrial
-from boltmesh.strategies.pipeline.loss.weights import (
+from boltmesh.strategies.pipeline.loss.log_rules import (
     RETURNED,
     Key,
     MicrobatchWeights,
     Noted,
-    Read,
-    StepWeights,
     combine,
     returned_numbers,
 )
+from boltmesh.strategies.pipeline.loss.loss_check import StepLossCheck
+from boltmesh.strategies.pipeline.loss.reduction import BatchLossError, Form, Term
+from boltmesh.strategies.pipeline.loss.trial import TailTrial
+from boltmesh.strategies.pipeline.loss.weights import Read, StepWeights
 from boltmesh.strategies.pipeline.merge import JoinedRun, merge
 from boltmesh.strategies.pipeline.microbatch_runs import Around, MicrobatchRun
 from boltmesh.strategies.pipeline.step_report import StepLogs, repeat, take_numbers
@@ -211,12 +210,12 @@ def training_step(
     if len(parts) > 1 and model.has_open_schedule:
         model.choose_schedule(run, around, trial)
     joined = model.join(run, around) if len(parts) > 1 else None
-    check = model.row_check(run) if len(parts) > 1 else None
-    proofs = model.proofs.of_step(trial)
+    row_check = model.row_check(run) if len(parts) > 1 else None
+    checks = model.loss_checks.of_step(trial)
     if isinstance(joined, JoinedRun):
         sizes = [sum(sizes)]
         run = replace(run, sizes=())
-    weights = StepWeights(_reader(proofs, joined), is_single=len(sizes) == 1)
+    weights = StepWeights(_reader(checks, joined), is_single=len(sizes) == 1)
     results = _Results(sizes)
     scale = gradient_scale(model.context, len(sizes)) if model.holds_last_stage else 1.0
 
@@ -232,9 +231,9 @@ def training_step(
 
     def found(logs: StepLogs) -> Tensor:
         if (both := results.rows_with_and_without_loss()) is not None:
-            proofs.prove_empty(*both)
+            checks.prove_empty(*both)
         known = results.weights()
-        whole = logs.collected(known, proofs.rules(known), proofs.is_size_of_batch)
+        whole = logs.collected(known, checks.rules(known), checks.is_size_of_batch)
         logged, given = take_numbers(whole)
         numbers.update(given)
         device = model.context.device
@@ -252,7 +251,7 @@ def training_step(
     delayed = model.delayed
     with handoff.capture() if delayed is None else nullcontext():
         logs, rows = model.runner.run_batch(
-            run, finish, around, found, joined if isinstance(joined, JoinedRun) else None, check
+            run, finish, around, found, joined if isinstance(joined, JoinedRun) else None, row_check
         )
     loss, total = _take_report(model, logs, rows, numbers)
     if delayed is not None:
@@ -272,23 +271,23 @@ def training_step(
     )
     if not model.sharing.is_mapping:
         return signed
-    return {**results.merged(proofs), "loss": signed}
+    return {**results.merged(checks), "loss": signed}
 
 
-def _reader(proofs: StepLossCheck, joined: JoinedRun | str | None) -> Read:
+def _reader(checks: StepLossCheck, joined: JoinedRun | str | None) -> Read:
     """Return what reads the loss of a microbatch.
 
     Args:
-        proofs: Loss checks of the step.
+        checks: Loss checks of the step.
         joined: Why microbatches are not joined; None where their schedule never does it.
     """
     if not isinstance(joined, str):
-        return proofs.read
+        return checks.read
     reason = joined
 
     def read(loss: Tensor) -> tuple[Form, list[Term]] | None:
         try:
-            return proofs.read(loss)
+            return checks.read(loss)
         except BatchLossError as error:
             raise error.without_joining(reason) from None
 
@@ -405,7 +404,7 @@ class _Results:
         whole = scalar_on(total, mean.device)
         return torch.where(whole == 0, mean, self._sum / whole)
 
-    def merged(self, proofs: StepLossCheck) -> dict[str, Any]:
+    def merged(self, checks: StepLossCheck) -> dict[str, Any]:
         """Return what else was returned, put together."""
         numbers = sorted(self._extra)
         if not numbers:
@@ -414,7 +413,7 @@ class _Results:
         weights = [self._weights[number] for number in numbers]
         merged: dict[str, Any] = merge(parts, [self._sizes[number] for number in numbers], weights)
         known = self.weights()
-        rule_of = proofs.rules(known)
+        rule_of = checks.rules(known)
         for (_, name), noted in self._numbers.items():
             if name in merged and len(noted) > 1:
                 number = combine(rule_of((RETURNED, name), noted), noted, known)

@@ -81,7 +81,7 @@ ALLOWED = {
     "pipeline/loss/calibration.py:kinds_of_rows": "the first eight batches; more on the host alone",
     "pipeline/loss/loss_check.py:is_open": "logged values that have been zero, or equal in all "
     "microbatches, in every step so far",
-    "pipeline/loss/weights.py:are_alike": "first steps that tell rules of logged keys apart",
+    "pipeline/loss/log_rules.py:are_alike": "first steps that tell rules of logged keys apart",
 }
 """Places that wait for the device, and why."""
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from boltmesh.strategies.pipeline.loss.log_rules import note
 from boltmesh.strategies.pipeline.loss.trial import TrialOutcome
-from boltmesh.strategies.pipeline.loss.weights import note
 from boltmesh.strategies.pipeline.runtime.stage import ValueSpec
 
 ROWS, TOKENS, CLASSES = 11, 6, 10

@@ -1,4 +1,4 @@
-"""Proves on a few rows that microbatches give a step's loss and logs as the batch does.
+"""Proves on a few rows that microbatches give a step's loss as the batch does.
 
 [Note: Calibration]
 Before the first microbatch of a new kind is trained, the rank of the last stage runs the end of
@@ -42,17 +42,18 @@ from boltmesh.strategies.pipeline.loss.autograd_nodes import (
     is_none,
     plain_name,
 )
+from boltmesh.strategies.pipeline.loss.log_rules import Key
 from boltmesh.strategies.pipeline.loss.reduction import (
     BatchLossError,
     Form,
     Kind,
-    Leaves,
     OtherFormError,
     Place,
+    Source,
     Term,
     find_form,
-    leaves_of,
     read,
+    source_of_branch,
     variables_behind,
 )
 from boltmesh.strategies.pipeline.loss.trial import (
@@ -60,14 +61,14 @@ from boltmesh.strategies.pipeline.loss.trial import (
     MOST_ROWS,
     Attempt,
     Trial,
+    TrialCut,
     TrialPart,
-    TrialRows,
     narrowed,
     run_cuts,
     run_row,
     windows,
 )
-from boltmesh.strategies.pipeline.loss.weights import Key, StepWeights
+from boltmesh.strategies.pipeline.loss.weights import StepWeights
 from boltmesh.strategies.pipeline.stage.trace import place_of
 from boltmesh.strategies.pytree import tensors_in
 
@@ -83,7 +84,7 @@ class LossProof:
     """A loss's form, and the runs that prove it."""
 
     form: Form
-    cuts: list[TrialRows]
+    cuts: list[TrialCut]
 
 
 def prove(trial: Trial) -> LossProof | None:
@@ -188,9 +189,9 @@ def _is_zero(proof: LossProof) -> bool:
 
 def _more_cuts(
     form: Form, trial: Trial, tried: Sequence[Sequence[int]], attempt: Attempt
-) -> list[TrialRows]:
+) -> list[TrialCut]:
     """Prove the form on other rows too: what is logged for these may tell a sum from a maximum."""
-    found: list[TrialRows] = []
+    found: list[TrialCut] = []
     for numbers in tried:
         try:
             cuts = run_cuts(trial, numbers, attempt)
@@ -203,7 +204,7 @@ def _more_cuts(
     return found
 
 
-def _telling_cuts(form: Form, trial: Trial, count: int, attempt: Attempt) -> list[TrialRows]:
+def _telling_cuts(form: Form, trial: Trial, count: int, attempt: Attempt) -> list[TrialCut]:
     """Run rows for which a doubtful divisor is another one, among those for which it is not."""
     rows = _rows_by(partial(_tells, form, trial, attempt), range(trial.num_rows))
     if True not in rows:
@@ -241,7 +242,7 @@ def prove_empty(form: Form, trial: Trial, rows: Sequence[int], empty: Sequence[i
 
 def prove_key(
     form: Form, trial: Trial, key: Key, numbers: Sequence[int], logged: LoggedOfRow
-) -> list[TrialRows]:
+) -> list[TrialCut]:
     """Run the step on two rows, several times over, of which a logged value differs.
 
     Args:
@@ -313,10 +314,7 @@ def _tells(form: Form, trial: Trial, attempt: Attempt, row: int) -> bool | None:
     return False
 
 
-# The form.
-
-
-def _proof(cuts: list[TrialRows], trial: Trial, attempt: Attempt) -> LossProof | None:
+def _proof(cuts: list[TrialCut], trial: Trial, attempt: Attempt) -> LossProof | None:
     form = _form(cuts)
     if form is not None and form.doubtful:
         more = _telling_cuts(form, trial, max(cuts[0].whole.count, 3), attempt)
@@ -328,9 +326,9 @@ def _proof(cuts: list[TrialRows], trial: Trial, attempt: Attempt) -> LossProof |
     return LossProof(form, compared) if compared else None
 
 
-def _form(cuts: Sequence[TrialRows]) -> Form | None:
+def _form(cuts: Sequence[TrialCut]) -> Form | None:
     whole = cuts[0].whole
-    form, _ = find_form(whole.loss, lambda node: _leaves(node, cuts[0], whole))
+    form = find_form(whole.loss, lambda node: _source(node, cuts[0], whole))
     constants = _constants(form, cuts)
     form.constants |= constants.keys()
     form.off = {place for place, factor in constants.items() if factor.is_zero}
@@ -348,7 +346,7 @@ def _form(cuts: Sequence[TrialRows]) -> Form | None:
     return form
 
 
-def _constants(form: Form, cuts: Sequence[TrialRows]) -> dict[Place, Factor]:
+def _constants(form: Form, cuts: Sequence[TrialCut]) -> dict[Place, Factor]:
     """Return the factors that are the same however many rows there are, by their places."""
     form.factors = {}
     _counts(form, cuts)
@@ -360,9 +358,9 @@ def _constants(form: Form, cuts: Sequence[TrialRows]) -> dict[Place, Factor]:
     }
 
 
-def _leaves(node: Node, cut: TrialRows, part: TrialPart) -> Leaves:
+def _source(node: Node, cut: TrialCut, part: TrialPart) -> Source:
     pairs = list(zip(cut.live, part.values, strict=True))
-    return leaves_of(
+    return source_of_branch(
         node,
         rows={id(tensor) for value, tensor in pairs if value.dim is not None},
         scalars={
@@ -371,7 +369,7 @@ def _leaves(node: Node, cut: TrialRows, part: TrialPart) -> Leaves:
     )
 
 
-def _kinds(form: Form, cuts: Sequence[TrialRows]) -> dict[Place, set[Kind]]:
+def _kinds(form: Form, cuts: Sequence[TrialCut]) -> dict[Place, set[Kind]]:
     """Return what each term may be; nothing where all counts are zero."""
     kinds: dict[Place, set[Kind]] = {}
     for place, counts in _counts(form, cuts).items():
@@ -396,7 +394,7 @@ def _kinds(form: Form, cuts: Sequence[TrialRows]) -> dict[Place, set[Kind]]:
     return kinds
 
 
-def _counts(form: Form, cuts: Sequence[TrialRows]) -> dict[Place, list[tuple[TrialPart, Term]]]:
+def _counts(form: Form, cuts: Sequence[TrialCut]) -> dict[Place, list[tuple[TrialPart, Term]]]:
     """Return the terms of all parts, by their place."""
     counts: dict[Place, list[tuple[TrialPart, Term]]] = {}
     for cut in cuts:
@@ -420,12 +418,10 @@ def _read(part: TrialPart, form: Form) -> list[Term]:
         ) from None
 
 
-def _kind(term: Term, cut: TrialRows, *, is_count: bool, is_constant: bool) -> Kind:
-    leaves = _leaves(term.end, cut, cut.whole)
-    if leaves.scalars and not leaves.rows and is_constant:
-        return "received"
-    if not leaves.rows and is_constant:
-        return "penalty"
+def _kind(term: Term, cut: TrialCut, *, is_count: bool, is_constant: bool) -> Kind:
+    source = _source(term.end, cut, cut.whole)
+    if not source.rows and is_constant:
+        return "received" if source.scalars else "penalty"
     if is_count:
         return "mean"
     if is_constant:
@@ -436,10 +432,7 @@ def _kind(term: Term, cut: TrialRows, *, is_count: bool, is_constant: bool) -> K
     )
 
 
-# The proof.
-
-
-def _compare(form: Form, cut: TrialRows, trial: Trial) -> bool:
+def _compare(form: Form, cut: TrialCut, trial: Trial) -> bool:
     """Weigh the parts as microbatches are, and compare them with the whole.
 
     Returns:

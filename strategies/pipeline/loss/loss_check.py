@@ -21,15 +21,7 @@ from boltmesh.strategies.pipeline.loss.calibration import (
     prove_empty,
     prove_key,
 )
-from boltmesh.strategies.pipeline.loss.reduction import (
-    BatchLossError,
-    Form,
-    OtherFormError,
-    Term,
-    read,
-)
-from boltmesh.strategies.pipeline.loss.trial import Trial, TrialPart, TrialRows
-from boltmesh.strategies.pipeline.loss.weights import (
+from boltmesh.strategies.pipeline.loss.log_rules import (
     RETURNED,
     Key,
     LogRule,
@@ -39,6 +31,14 @@ from boltmesh.strategies.pipeline.loss.weights import (
     rules,
     usual_rule,
 )
+from boltmesh.strategies.pipeline.loss.reduction import (
+    BatchLossError,
+    Form,
+    OtherFormError,
+    Term,
+    read,
+)
+from boltmesh.strategies.pipeline.loss.trial import Trial, TrialCut, TrialPart
 
 MOST_TRIES = 8
 """Batches on which a key or a divisor is tried that none of them decides."""
@@ -206,7 +206,7 @@ class LossChecks:
         if form not in self._forms:
             self._forms.append(form)
 
-    def _learn_rule(self, key: Key, cuts: Sequence[TrialRows]) -> None:
+    def _learn_rule(self, key: Key, cuts: Sequence[TrialCut]) -> None:
         if not cuts or any(key not in each.outcome.logged for cut in cuts for each in _runs(cut)):
             return
         known = self._rules.get(key)
@@ -231,7 +231,7 @@ class LossChecks:
             stacklevel=2,
         )
 
-    def _warn(self, key: Key, cut: TrialRows) -> None:
+    def _warn(self, key: Key, cut: TrialCut) -> None:
         if key in self._warned:
             return
         self._warned.add(key)
@@ -292,11 +292,11 @@ def _described(key: Key) -> str:
     return f"returns {inner!r}" if name == RETURNED else f"logs {label!r}"
 
 
-def _runs(cut: TrialRows) -> list[TrialPart]:
+def _runs(cut: TrialCut) -> list[TrialPart]:
     return [cut.whole, *cut.parts]
 
 
-def _fitting(key: Key, cuts: Sequence[TrialRows]) -> list[LogRule]:
+def _fitting(key: Key, cuts: Sequence[TrialCut]) -> list[LogRule]:
     """Return the rules that give the whole's value in all cuts; where they mean one, the first."""
     noted = [_noted(key, cut) for cut in cuts]
     weights = [
@@ -337,7 +337,7 @@ def _rows_to_look_at(
     return [(start + each) % num_rows for each in range(num_rows)]
 
 
-def _noted(key: Key, cut: TrialRows) -> list[Noted]:
+def _noted(key: Key, cut: TrialCut) -> list[Noted]:
     return [
         replace(part.outcome.logged[key], microbatch=number)
         for number, part in enumerate(cut.parts)

@@ -1,12 +1,12 @@
 """Divisors of a loss, read from the graph that autograd keeps of it.
 
 The mean of means is not the mean where microbatches hold different numbers of rows, or of tokens
-that count. From a loss down to the values of the rows, the graph tells every reduction and every
+that count. From a loss down to the values of the rows, the graph has every reduction and every
 scalar factor on the way. Their product is the *count* of a term: what a sum was divided by. Whether
 a count grows with the rows or is a constant of the user's cannot be seen in one graph;
 ``calibration`` finds out, and proves what was read.
 
-``leaves_of`` returns what a branch comes from: parameters, rows, or scalars of layers.
+``source_of_branch`` returns what a branch is made of: rows, or scalars of layers.
 ``read_open`` is for losses that a layer makes, and for logged values before they are tried: it has
 the graph alone.
 """
@@ -26,7 +26,6 @@ from boltmesh.strategies.pipeline.loss.autograd_nodes import (
     Factor,
     SumOverRanksNode,
     factor_of,
-    is_none,
     is_sum,
     is_transparent,
     masks_of,
@@ -69,14 +68,17 @@ _MEAN = ", or a loss that is a mean or a sum over the rows of losses of single r
 
 
 @dataclass(frozen=True)
-class Leaves:
-    """Source of a branch of a graph."""
+class Source:
+    """Values, beside parameters, that a branch of a graph is made of."""
 
-    parameters: bool = False
     rows: bool = False
     """Values with rows, or what is not known."""
     scalars: bool = False
     """Values without rows that other layers made."""
+
+
+SourceOf = Callable[[Node], Source]
+"""Returns what the branch that begins at a node is made of."""
 
 
 def variables_behind(node: Node | None) -> Iterator[Tensor]:
@@ -98,34 +100,32 @@ def variables_behind(node: Node | None) -> Iterator[Tensor]:
             yield variable
 
 
-def leaves_of(node: Node, rows: Collection[int], scalars: Collection[int]) -> Leaves:
-    """Return what a branch comes from.
+def source_of_branch(node: Node, rows: Collection[int], scalars: Collection[int]) -> Source:
+    """Return what a branch is made of.
 
     Args:
         node: Its first node.
         rows: Values with rows, by identity.
         scalars: Values without, by identity.
     """
-    has_parameters = has_rows = has_scalars = False
+    has_rows = has_scalars = False
     for variable in variables_behind(node):
         if id(variable) in scalars:
             has_scalars = True
-        elif isinstance(variable, Parameter) and id(variable) not in rows:
-            has_parameters = True
-        else:
+        elif not isinstance(variable, Parameter) or id(variable) in rows:
             has_rows = True
-    return Leaves(has_parameters, has_rows, has_scalars)
+    return Source(has_rows, has_scalars)
 
 
 Kind = Literal["mean", "sum", "penalty", "received"]
-"""What a term of a loss is over the rows of a batch: its mean or its sum, the same whatever the
+"""Relation of a term to the rows of a batch: its mean or its sum, the same whatever the
 rows are (``penalty``), or a scalar that a layer made (``received``)."""
 
 Place = tuple[int, ...]
 """Where a node is: which operand was followed at each node from the loss on."""
 
 MOST_NODES = 256
-"""Of one loss. Sums of that many terms are read no further; the proof tells if that matters."""
+"""Largest number for one loss. Longer sums are read no further; the proof shows if it matters."""
 
 _STACKS = ("StackBackward0", "CatBackward0")
 _LEAF = "torch::autograd::AccumulateGrad"
@@ -148,7 +148,7 @@ class Term:
     has_divisor: bool
     """Whether ``count`` has a factor that is not the size of what was reduced."""
     reductions: frozenset[Literal["mean", "sum"]]
-    """Those over rows, as far as the graph tells."""
+    """Those over rows, as far as the graph shows."""
     divisors: frozenset[Literal["number", "tensor"]]
     """Other factors that it was divided by or multiplied with."""
     empty: tuple[Tensor | bool, ...] = ()
@@ -157,7 +157,7 @@ class Term:
     def counting(self, rows: float | None = None) -> "Term":
         """Return the term with a count of 0 where nothing counts.
 
-        Whoever divides by ``max(n, 1)`` says 1 there.
+        A loss that divides by ``max(n, 1)`` says 1 there.
 
         Args:
             rows: What it would say if it counted rows that masks do not hide, which is true.
@@ -196,19 +196,19 @@ class Form:
 
     visits: dict[Place, Visit] = field(default_factory=dict)
     kinds: dict[Place, Kind] = field(default_factory=dict)
-    """Of every term, by its place."""
+    """Kind of every term, by its place."""
     per_row: dict[Place, float] = field(default_factory=dict)
     """By what a term is divided for every row, where that was the same for all rows tried."""
     constants: set[Place] = field(default_factory=set)
     """Where a factor says nothing about a count: it was the same for all rows tried. It may be
     another one in each microbatch all the same, such as a random number."""
     doubtful: dict[Place, float] = field(default_factory=dict)
-    """What a loss is divided by at such a place, where that may be a count that nothing was
-    counted in yet: whoever divides by ``max(n, 1)`` says 1 for 0 and for 1."""
+    """Divisors at such places that may be counts for which the rows had nothing to count: a loss
+    that divides by ``max(n, 1)`` says 1 for 0 and for 1."""
     off: set[Place] = field(default_factory=set)
     """Where a term was multiplied by 0, which proves nothing of the term."""
     factors: dict[Place, list[Factor]] | None = None
-    """What factors were in the losses that were read, while they are gathered."""
+    """Factors in the losses that are read, while these are gathered."""
 
 
 class OtherFormError(Exception):
@@ -234,7 +234,7 @@ class _Position:
     divisors: frozenset[Literal["number", "tensor"]] = frozenset()
     empty: tuple[Tensor | bool, ...] = ()
     is_mixed: bool = False
-    """Whether rows of several branches were added: none of them alone tells if there is nothing."""
+    """Whether rows of several branches were added: none of them alone shows if there is nothing."""
     over_ranks: SumOverRanksNode | None = None
     """The last sum over ranks on the way: behind it ranks have other values."""
 
@@ -266,30 +266,30 @@ def read(loss: Tensor, form: Form) -> list[Term]:
     return list(terms_of(loss.grad_fn, form))
 
 
-def find_form(loss: Tensor, leaves_of: Callable[[Node], Leaves]) -> tuple[Form, list[Term]]:
-    """Return the form of a loss, without kinds, and its terms.
+def find_form(loss: Tensor, source_of: SourceOf) -> Form:
+    """Return the form of a loss, without kinds.
 
     Args:
         loss: Scalar, with its graph.
-        leaves_of: Returns the source of a branch.
+        source_of: Returns the source of a branch.
 
     Raises:
         ConfigError: When a scalar of the batch goes through a function that is not linear, after
             which no weight makes the losses of microbatches the batch's.
     """
     form = Form()
-    return form, list(terms_of(loss.grad_fn, form, leaves_of))
+    for _ in terms_of(loss.grad_fn, form, source_of):
+        pass  # reading them fills the form
+    return form
 
 
-def terms_of(
-    start: Node | None, form: Form, leaves_of: Callable[[Node], Leaves] | None = None
-) -> Iterator[Term]:
+def terms_of(start: Node | None, form: Form, source_of: SourceOf | None = None) -> Iterator[Term]:
     """Yield the terms behind a node.
 
     Args:
         start: Where to begin.
         form: What is known of the graph; what is not is added.
-        leaves_of: Returns the source of a branch. Without it the form is all there is.
+        source_of: Returns the source of a branch. Without it the form is all there is.
 
     Raises:
         OtherFormError: When the graph has another form.
@@ -301,9 +301,9 @@ def terms_of(
         node = position.move_behind_transparent()
         if node is None:
             continue
-        if leaves_of is not None and position.place not in form.visits:
+        if source_of is not None and position.place not in form.visits:
             is_full = len(form.visits) >= MOST_NODES
-            form.visits[position.place] = _visit(position, leaves_of, is_full=is_full)
+            form.visits[position.place] = _visit(position, source_of, is_full=is_full)
         visit = form.visits.get(position.place)
         # Rows may come from anywhere, and a scalar that was tried from the layer that makes it.
         may_be_any = position.is_reduced or (visit is not None and visit.name == _LEAF)
@@ -329,7 +329,7 @@ def behind_transparent(node: Node | None) -> Node | None:
     return _Position(node).move_behind_transparent()
 
 
-def _visit(position: _Position, leaves_of: Callable[[Node], Leaves], *, is_full: bool) -> Visit:
+def _visit(position: _Position, source_of: SourceOf, *, is_full: bool) -> Visit:
     """Decide what is done at a node that is met for the first time."""
     node = position.node
     assert node is not None
@@ -344,18 +344,18 @@ def _visit(position: _Position, leaves_of: Callable[[Node], Leaves], *, is_full:
         return Visit(name, tuple(operands(node)))
     factor = factor_of(node)
     if factor is not None:
-        return _visit_of_product(position, node, factor, leaves_of)
+        return _visit_of_product(position, node, factor, source_of)
     if position.is_reduced:
         # Beyond, it is about rows: each is worth what it is worth.
         return Visit(name, tuple(operands(node))) if masks_of(node) else end
-    found = leaves_of(node)
+    found = source_of(node)
     if found.rows or found.scalars:
         raise BatchLossError(_not_linear(node, "is not linear in the batch's mean"), _MEAN)
     return end
 
 
 def _visit_of_product(
-    position: _Position, node: Node, factor: Factor, leaves_of: Callable[[Node], Leaves]
+    position: _Position, node: Node, factor: Factor, source_of: SourceOf
 ) -> Visit:
     name = node.name()
     # Behind a reduction are rows, and what only one row was multiplied by says nothing of a count.
@@ -365,7 +365,7 @@ def _visit_of_product(
     for each in branches:
         branch = node.next_functions[each][0]
         assert branch is not None
-        found = leaves_of(branch)
+        found = source_of(branch)
         if found.rows or found.scalars:
             onward.append(each)
     if not onward:  # of parameters alone
@@ -458,7 +458,7 @@ def read_open(node: Node | None, rows: int) -> list[tuple[Term, Kind]]:
     Raises:
         ConfigError: When the graph leaves a doubt.
     """
-    found = terms_of(node, Form(), lambda _: Leaves(rows=True))
+    found = terms_of(node, Form(), lambda _: Source(rows=True))
     return [kind_alone(each.counting(), rows) for each in found]
 
 
@@ -488,33 +488,3 @@ def kind_alone(term: Term, rows: int) -> tuple[Term, Kind]:
         f"return losses of single rows from there and take their mean in training_step, or take "
         f"the mean with torch.mean or reduction='mean'."
     )
-
-
-@dataclass(frozen=True)
-class TermCount:
-    """Parts of a scalar, as far as its graph shows them."""
-
-    count: Tensor | float
-    is_sum: bool
-    is_certain: bool
-    """Whether the graph leaves no doubt."""
-
-
-def count_of(value: Tensor) -> TermCount | None:
-    """Return what a scalar with a graph was averaged over; None where its graph does not tell."""
-    if value.grad_fn is None:
-        return None
-    try:
-        terms = list(terms_of(value.grad_fn, Form(), lambda _: Leaves(rows=True)))
-    except ConfigError:
-        return None
-    if not terms or not all(each.is_reduced for each in terms):
-        return None
-    sums = {each.reductions == {"sum"} and not each.divisors for each in terms}
-    if len(sums) > 1:
-        return None
-    try:
-        is_certain = bool([kind_alone(each, 1) for each in terms])
-    except ConfigError:
-        is_certain = False
-    return TermCount(0.0 if is_none(value) else terms[0].counting().count, sums.pop(), is_certain)

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from lightning.pytorch import LightningModule
@@ -14,8 +14,8 @@ from typing_extensions import override
 from boltmesh.strategies.deferred_initialization.recording import is_random
 from boltmesh.strategies.dry_run.no_side_effects import modules_unchanged
 from boltmesh.strategies.pipeline.loss.autograd_nodes import gradients_of
+from boltmesh.strategies.pipeline.loss.log_rules import Key, Noted, returned_numbers
 from boltmesh.strategies.pipeline.loss.reduction import BatchLossError
-from boltmesh.strategies.pipeline.loss.weights import Key, Noted, returned_numbers
 from boltmesh.strategies.pipeline.microbatch import Rows, pick
 from boltmesh.strategies.pipeline.microbatch_runs import Around
 from boltmesh.strategies.pipeline.runtime.stage import ValueSpec
@@ -70,7 +70,7 @@ class SharedDraws:
 
 
 def _join(parts: Sequence[Tensor], name: str, made: Tensor) -> Tensor | None:
-    """Return what the whole draws; None where that cannot be told."""
+    """Return the numbers for the whole; None where parts do not show them."""
     if all(each.shape == made.shape for each in parts):
         return parts[0]
     if name == _PERMUTATION:  # rows of a part change places among themselves
@@ -119,7 +119,7 @@ class _Drawing(DispatchMode):  # type: ignore[no-untyped-call]
 
 
 SEED = 20_240_229
-"""Of made-up values: any will do, and the same one on every run."""
+"""Seed of made-up values: any one, but the same on every run."""
 
 
 @dataclass(frozen=True)
@@ -134,97 +134,19 @@ class LiveValue:
     """Whether a layer may have made it of the batch's data."""
 
 
-def made_up(
-    specs: Sequence[tuple[ValueSpec, bool]],
-    smaller: Sequence[tuple[ValueSpec, bool]],
-    rows: tuple[int, int],
-    *,
-    device: torch.device,
-    is_double: bool,
-    is_between_0_and_1: bool,
-) -> list[LiveValue]:
-    """Return random values, of which each row is of another size.
-
-    Args:
-        specs: What is needed for all rows.
-        smaller: What is needed for some of them.
-        rows: How many these are, all and some.
-        device: Where they are made.
-        is_double: Whether in fp64 instead of their own type.
-        is_between_0_and_1: Whether they have to be probabilities, or positive.
-
-    Raises:
-        BatchLossError: When it cannot be told where a value has its rows.
-    """
-    if len(specs) != len(smaller):
-        raise BatchLossError(
-            f"training_step uses {len(specs)} values of its layers for {rows[0]} rows and "
-            f"{len(smaller)} for {rows[1]}, so its loss cannot be put together from microbatches."
-        )
-    generator = torch.Generator().manual_seed(SEED)
-    made = []
-    for (spec, depends), (less, _) in zip(specs, smaller, strict=True):
-        dim = _dim_of_rows(spec, less, rows)
-        if spec.dtype.is_floating_point:
-            tensor = torch.randn(spec.shape, generator=generator, dtype=torch.float32)
-            if dim is not None:
-                per_row = spec.shape[dim] // rows[0]
-                sizes = torch.linspace(0.5, 2.5, rows[0]).repeat_interleave(per_row)
-                tensor *= sizes.reshape(-1, *[1] * (len(spec.shape) - dim - 1))
-            if is_between_0_and_1:
-                tensor = tensor.sigmoid()
-            tensor = tensor.to(device, torch.float64 if is_double else spec.dtype)
-        else:
-            tensor = torch.zeros(spec.shape, dtype=spec.dtype, device=device)
-        made.append(LiveValue(tensor, dim, spec.needs_grad, depends))
-    return made
-
-
-def _dim_of_rows(spec: ValueSpec, less: ValueSpec, rows: tuple[int, int]) -> int | None:
-    if spec.shape == less.shape:
-        return None
-    pairs = list(zip(spec.shape, less.shape, strict=False))
-    for dim, (size, smaller) in enumerate(pairs):
-        others = pairs[:dim] + pairs[dim + 1 :]
-        is_rows = size != smaller and size * rows[1] == smaller * rows[0] and size % rows[0] == 0
-        # Others may be narrower where rows are padded to the longest.
-        if is_rows and all(one <= other for other, one in others):
-            return dim
-    raise BatchLossError(
-        f"{spec.origin} has the shape {list(spec.shape)} for {rows[0]} rows and "
-        f"{list(less.shape)} for {rows[1]}, so it cannot be told how training_step's loss is put "
-        f"together from microbatches."
-    )
-
-
-def taken(
-    values: Sequence[LiveValue],
-    specs: Sequence[tuple[ValueSpec, bool]],
-    start: int,
-    count: int,
-    rows: int,
-) -> list[Tensor]:
-    """Return leaves with the values of some rows.
-
-    Args:
-        values: Of all rows.
-        specs: What is needed for some.
-        start: The first of them.
-        count: How many.
-        rows: How many all are.
-    """
-    return [
-        narrowed(value.tensor, value.dim, spec.shape, start, count, rows)
-        .clone()
-        .requires_grad_(value.needs_grad and value.tensor.is_floating_point())
-        for value, (spec, _) in zip(values, specs, strict=True)
-    ]
-
-
 def narrowed(
     tensor: Tensor, dim: int | None, shape: Sequence[int], start: int, count: int, rows: int
 ) -> Tensor:
-    """Return the view of some rows."""
+    """Return the view of some rows.
+
+    Args:
+        tensor: Values of all rows.
+        dim: Along which it holds rows; None where it has none.
+        shape: Shape of the part, whose other dims may be shorter where rows are padded.
+        start: The first of the rows.
+        count: How many.
+        rows: How many all are.
+    """
     if dim is None:
         return tensor
     per_row = tensor.shape[dim] // rows
@@ -234,7 +156,7 @@ def narrowed(
     return view
 
 
-def sharpened(values: Sequence[LiveValue], gradients: Sequence[Tensor | None]) -> list[LiveValue]:
+def _sharpened(values: Sequence[LiveValue], gradients: Sequence[Tensor | None]) -> list[LiveValue]:
     """Return values that lead to right predictions in about half of the places.
 
     Random values predict nothing right where there are many classes, and an accuracy of zero looks
@@ -255,7 +177,7 @@ def sharpened(values: Sequence[LiveValue], gradients: Sequence[Tensor | None]) -
 
 @dataclass
 class TrialOutcome:
-    """What one run gave."""
+    """Results of one run."""
 
     loss: Tensor | None
     """With its graph; None where the step gave none."""
@@ -269,7 +191,7 @@ class Trial(Protocol):
 
     @property
     def num_rows(self) -> int:
-        """Of the batch."""
+        """Number of rows of the batch."""
 
     @property
     def device(self) -> torch.device:
@@ -314,7 +236,7 @@ class TailTrial:
             kwargs: Also of it.
             around: Precision.
             seed: What its random numbers start from.
-            rows: Of the batch.
+            rows: Rows of the batch.
             device: Where it runs.
         """
         self.num_rows = rows.count
@@ -393,12 +315,19 @@ REPEATED = 3
 """How often a row is run by itself, beside itself: what counts it says so."""
 
 MOST_BYTES = 2**28
-"""Of the values of :data:`MOST_ROWS` rows; three are tried where these take more."""
+"""Limit for the values of :data:`MOST_ROWS` rows; three rows are tried above it."""
 
-Attempt = tuple[bool, bool]
-"""Whether values are fp64, and whether they are between 0 and 1, as probabilities are."""
 
-ATTEMPTS: tuple[Attempt, ...] = ((True, False), (False, False), (True, True), (False, True))
+class Attempt(NamedTuple):
+    """Kind of values that are made up: a step may refuse some."""
+
+    is_double: bool
+    """Whether they are fp64 instead of their own type."""
+    is_between_0_and_1: bool
+    """Whether they may be probabilities, and are positive."""
+
+
+ATTEMPTS = tuple(Attempt(double, between) for between in (False, True) for double in (True, False))
 
 
 @dataclass
@@ -412,20 +341,20 @@ class TrialPart:
 
     @property
     def loss(self) -> Tensor:
-        """Of these rows."""
+        """Loss of these rows."""
         assert self.outcome.loss is not None
         return self.outcome.loss
 
 
 @dataclass
-class TrialRows:
+class TrialCut:
     """The tried rows, as a whole and in parts."""
 
     live: list[LiveValue]
     whole: TrialPart
     parts: list[TrialPart]
     weights: dict[int, Tensor | float] = field(default_factory=dict)
-    """Of the parts' losses, by their number."""
+    """Weights of the parts' losses, by their number."""
 
 
 def windows(trial: Trial) -> list[Sequence[int]]:
@@ -445,10 +374,9 @@ def run_row(trial: Trial, row: int, attempt: Attempt) -> TrialPart | None:
     return whole if _has_loss(whole) else None
 
 
-def run_cuts(trial: Trial, numbers: Sequence[int], attempt: Attempt) -> list[TrialRows]:
+def run_cuts(trial: Trial, numbers: Sequence[int], attempt: Attempt) -> list[TrialCut]:
     """Run the step on some rows and on parts of them; nothing where it gives no loss."""
     count, first = len(numbers), _first_part(numbers)
-    is_between = attempt[1]
     live = _made_up(trial, numbers, attempt)
     whole = _run(trial, live, numbers, (0, count))
     if not _has_loss(whole):
@@ -456,8 +384,8 @@ def run_cuts(trial: Trial, numbers: Sequence[int], attempt: Attempt) -> list[Tri
     gradients = gradients_of(whole.loss, whole.values)
     if trial.largest(any(not each.isfinite().all() for each in gradients if each is not None)):
         return []
-    live = sharpened(live, gradients)
-    if is_between:
+    live = _sharpened(live, gradients)
+    if attempt.is_between_0_and_1:
         live = [replace(each, tensor=_clamped(each.tensor)) for each in live]
     cuts = []
     for size in sorted({first, count - first}, reverse=True):
@@ -469,7 +397,7 @@ def run_cuts(trial: Trial, numbers: Sequence[int], attempt: Attempt) -> list[Tri
         whole = _run(trial, live, numbers, (0, count), draws.of_whole())
         if not _has_loss(whole):
             return []
-        cuts.append(TrialRows(live, whole, parts))
+        cuts.append(TrialCut(live, whole, parts))
     return cuts
 
 
@@ -478,15 +406,52 @@ def _first_part(numbers: Sequence[int]) -> int:
 
 
 def _made_up(trial: Trial, numbers: Sequence[int], attempt: Attempt) -> list[LiveValue]:
-    count, first = len(numbers), _first_part(numbers)
-    is_double, is_between = attempt
-    return made_up(
-        trial.values_in(trial.rows(numbers)),
-        trial.values_in(trial.rows(numbers[:first])),
-        (count, first),
-        device=trial.device,
-        is_double=is_double,
-        is_between_0_and_1=is_between,
+    """Return random values for some rows, of which each row is of another size.
+
+    Raises:
+        BatchLossError: When it is unknown which dim of a value holds rows.
+    """
+    # A dim that grows with the number of rows holds rows.
+    rows = len(numbers), _first_part(numbers)
+    specs, smaller = (trial.values_in(trial.rows(numbers[:each])) for each in rows)
+    if len(specs) != len(smaller):
+        raise BatchLossError(
+            f"training_step uses {len(specs)} values of its layers for {rows[0]} rows and "
+            f"{len(smaller)} for {rows[1]}, so its loss cannot be put together from microbatches."
+        )
+    generator = torch.Generator().manual_seed(SEED)
+    made = []
+    for (spec, depends), (less, _) in zip(specs, smaller, strict=True):
+        dim = _dim_of_rows(spec, less, rows)
+        if spec.dtype.is_floating_point:
+            tensor = torch.randn(spec.shape, generator=generator, dtype=torch.float32)
+            if dim is not None:
+                per_row = spec.shape[dim] // rows[0]
+                sizes = torch.linspace(0.5, 2.5, rows[0]).repeat_interleave(per_row)
+                tensor *= sizes.reshape(-1, *[1] * (len(spec.shape) - dim - 1))
+            if attempt.is_between_0_and_1:
+                tensor = tensor.sigmoid()
+            tensor = tensor.to(trial.device, torch.float64 if attempt.is_double else spec.dtype)
+        else:
+            tensor = torch.zeros(spec.shape, dtype=spec.dtype, device=trial.device)
+        made.append(LiveValue(tensor, dim, spec.needs_grad, depends))
+    return made
+
+
+def _dim_of_rows(spec: ValueSpec, less: ValueSpec, rows: tuple[int, int]) -> int | None:
+    if spec.shape == less.shape:
+        return None
+    pairs = list(zip(spec.shape, less.shape, strict=False))
+    for dim, (size, smaller) in enumerate(pairs):
+        others = pairs[:dim] + pairs[dim + 1 :]
+        is_rows = size != smaller and size * rows[1] == smaller * rows[0] and size % rows[0] == 0
+        # Others may be narrower where rows are padded to the longest.
+        if is_rows and all(one <= other for other, one in others):
+            return dim
+    raise BatchLossError(
+        f"{spec.origin} has the shape {list(spec.shape)} for {rows[0]} rows and "
+        f"{list(less.shape)} for {rows[1]}, so it cannot be told how training_step's loss is put "
+        f"together from microbatches."
     )
 
 
@@ -503,7 +468,12 @@ def _run(
 ) -> TrialPart:
     start, count = rows
     part = trial.rows(numbers[start : start + count])
-    values = taken(live, trial.values_in(part), start, count, len(numbers))
+    values = [
+        narrowed(value.tensor, value.dim, spec.shape, start, count, len(numbers))
+        .clone()
+        .requires_grad_(value.needs_grad and value.tensor.is_floating_point())
+        for value, (spec, _) in zip(live, trial.values_in(part), strict=True)
+    ]
     return TrialPart(start, count, values, trial.run(part, values, during or nullcontext()))
 
 

@@ -1,15 +1,10 @@
-"""Weights of microbatches: so that their losses add up to the batch's, and what they log as well.
-
-``StepWeights`` weighs the losses of microbatches. A ``LogRule`` says how the values that a step
-logs for microbatches become the value of the batch.
-"""
+"""Weights by which the losses of microbatches add up to the batch's."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from numbers import Number
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,11 +18,9 @@ from boltmesh.strategies.pipeline.loss.reduction import (
     Kind,
     Term,
     behind_transparent,
-    count_of,
     kind_alone,
     read_open,
 )
-from boltmesh.strategies.torch_compat.tensors import functions_unwatched, scalar_on
 
 Read = Callable[[Tensor], tuple[Form, list[Term]] | None]
 """Gives the form of a loss, of which its kinds are known, and its terms; None where the graph has
@@ -238,193 +231,3 @@ class _Weighed(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         (weight,) = ctx.saved_tensors
         return gradients[0] * weight, None
-
-
-Fold = Literal["mean", "sum", "min", "max"]
-
-_FOLDS: dict[Any, Fold] = {
-    "mean": "mean", torch.mean: "mean", "sum": "sum", torch.sum: "sum", "avg": "mean",
-    "min": "min", torch.min: "min", min: "min", "max": "max", torch.max: "max", max: "max",
-}  # fmt: skip
-"""``reduce_fx`` of ``LightningModule.log``."""
-
-
-@dataclass(frozen=True)
-class Noted:
-    """A value that one microbatch logged under a key."""
-
-    microbatch: int
-    value: Tensor
-    """0-dim, fp64."""
-    count: Tensor | float | None = None
-    """What it was averaged over, where it has a graph that tells."""
-    is_sum: bool = False
-    """Whether its graph says that it is a sum over rows."""
-    is_certain: bool = False
-    """Whether its graph alone is enough to believe that."""
-    is_integer: bool = False
-    precision: float = 1e-3
-    """Relative: what two ways to compute it may differ by."""
-    batch_size: float | None = None
-    """As the user gave it."""
-    fold: Fold = "mean"
-    """As the user gave it, for the batches of an epoch."""
-
-
-@dataclass(frozen=True)
-class LogRule:
-    """How the values of one key are put together."""
-
-    fold: Fold
-    weights: Literal["own", "batch_size", "loss", "rows"] = "loss"
-    """Of a mean: what each value was averaged over, the user's ``batch_size``, what the
-    microbatch's loss is worth, or its rows."""
-    of: Literal["values", "logarithms", "squares"] = "values"
-    """Of a mean: what is averaged. Perplexities are by their logarithms, roots by their squares."""
-
-
-@dataclass(frozen=True)
-class MicrobatchWeights:
-    """What microbatches are worth, by their number."""
-
-    loss: Mapping[int, Tensor | float]
-    rows: Mapping[int, float]
-
-    def are_alike(self) -> bool:
-        """Whether losses are worth what rows are: then it does not matter which is taken."""
-        pairs = [(float(weight), self.rows[number]) for number, weight in self.loss.items()]
-        return all(
-            abs(one * rows - weight * first) <= 1e-6 * max(abs(one * rows), 1e-9)
-            for weight, rows in pairs
-            for one, first in pairs[:1]
-        )
-
-
-Key = tuple[str, str | None]
-"""The name of a call of ``self.log``, and the key of the dict that was logged under it."""
-
-RETURNED = "training_step's result"
-"""Stands for the name, of numbers that a step returns in a dict beside its loss."""
-
-
-def note(microbatch: int, value: Any, options: Mapping[str, Any]) -> Noted:
-    """Keep what is to be known of a logged value; its graph is let go."""
-    with functions_unwatched():  # the step is, and this is none of its doing
-        return _noted(microbatch, torch.as_tensor(value), options)
-
-
-def check_loggable(name: str, value: Any) -> None:
-    """Refuse what Lightning would, where the author called ``self.log`` with it.
-
-    Raises:
-        ValueError: With what to log instead.
-    """
-    called = f"`self.log({name!r}, ...)` was called with"
-    if not isinstance(value, Number | Tensor):
-        raise ValueError(  # noqa: TRY004 - as Lightning does
-            f"{called} a {type(value).__name__}, which cannot be logged. Log numbers, tensors of "
-            f"one element, metrics, or a dictionary of these."
-        )
-    if isinstance(value, Tensor) and value.numel() != 1:
-        raise ValueError(
-            f"{called} a tensor of {value.numel()} elements, of which one has to be made: such as "
-            f"its mean()."
-        )
-
-
-def _noted(microbatch: int, tensor: Tensor, options: Mapping[str, Any]) -> Noted:
-    found = count_of(tensor)
-    batch_size = options.get("batch_size")
-    return Noted(
-        microbatch,
-        tensor.detach().double().reshape(()),
-        None if found is None else found.count,
-        is_sum=found is not None and found.is_sum,
-        is_certain=found is not None and found.is_certain,
-        is_integer=not tensor.is_floating_point() and tensor.dtype != torch.bool,
-        precision=3e-2 if tensor.dtype in {torch.float16, torch.bfloat16} else 1e-3,
-        batch_size=None if batch_size is None else float(batch_size),
-        fold=_FOLDS.get(options.get("reduce_fx", "mean"), "mean"),
-    )
-
-
-def returned_numbers(microbatch: int, result: Any) -> dict[Key, Noted]:
-    """Return the numbers that a step returned beside its loss, by their keys."""
-    if not isinstance(result, Mapping):
-        return {}
-    return {
-        (RETURNED, key): note(microbatch, value, {})
-        for key, value in result.items()
-        if key != "loss" and is_number(value)
-    }
-
-
-def is_number(value: Any) -> bool:
-    """Whether a value is a number, in a tensor or not, and no truth."""
-    if isinstance(value, Tensor):
-        return value.ndim == 0 and value.dtype != torch.bool
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def combine(rule: LogRule, noted: Sequence[Noted], weights: MicrobatchWeights) -> Tensor:
-    """Return the batch's value, 0-dim and fp64."""
-    values = torch.stack([each.value for each in noted])
-    if len(noted) == 1:
-        return values[0]
-    folds: dict[Fold, Callable[[Tensor], Tensor]] = {
-        "sum": torch.sum, "min": torch.amin, "max": torch.amax,
-    }  # fmt: skip
-    if rule.fold != "mean":
-        return folds[rule.fold](values)
-    chosen = _row([_weight(rule, each, weights) for each in noted], values)
-    rows = _row([weights.rows.get(each.microbatch, 1.0) for each in noted], values)
-    chosen = torch.where((chosen == 0).all(), rows, chosen)
-    if rule.of == "logarithms":
-        values = values.log()
-    elif rule.of == "squares":
-        values = values.square()
-    # A mean over nothing is not a number, and worth nothing.
-    mean = torch.where(chosen == 0, 0.0, values * chosen).sum() / chosen.sum()
-    return {"values": mean, "logarithms": mean.exp(), "squares": mean.sqrt()}[rule.of]
-
-
-def _row(weights: Sequence[Tensor | float], like: Tensor) -> Tensor:
-    return torch.stack([scalar_on(each, like.device) for each in weights])
-
-
-def _weight(rule: LogRule, noted: Noted, weights: MicrobatchWeights) -> Tensor | float:
-    if rule.weights == "own" and noted.count is not None:
-        return noted.count
-    if rule.weights == "batch_size" and noted.batch_size is not None:
-        return noted.batch_size
-    if rule.weights == "rows":
-        return weights.rows.get(noted.microbatch, 1.0)
-    return weights.loss.get(noted.microbatch, 1.0)
-
-
-def usual_rule(noted: Sequence[Noted]) -> LogRule:
-    """Return the rule of a key where nothing was proved."""
-    first = noted[0]
-    if all(each.count is not None and each.is_certain for each in noted):
-        return LogRule("sum") if first.is_sum else LogRule("mean", "own")
-    if first.batch_size is not None:
-        return LogRule("mean", "batch_size")
-    if first.fold != "mean":
-        return LogRule(first.fold)
-    return LogRule("sum") if first.is_integer else LogRule("mean")
-
-
-def rules(noted: Sequence[Noted]) -> Iterator[LogRule]:
-    """Yield the rules that a key may have; where several fit, the first one is meant."""
-    first = noted[0]
-    if all(each.count is not None for each in noted):
-        yield LogRule("sum") if first.is_sum else LogRule("mean", "own")
-    yield usual_rule(noted)
-    yield LogRule("mean", "loss")
-    yield LogRule("mean", "rows")
-    yield LogRule("sum")
-    yield LogRule("max")
-    yield LogRule("min")
-    for of in ("logarithms", "squares"):
-        yield LogRule("mean", "loss", of)
-        yield LogRule("mean", "rows", of)

@@ -18,14 +18,10 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from boltmesh.errors import ConfigError
 from boltmesh.strategies.pipeline.loss.calibration import prove
+from boltmesh.strategies.pipeline.loss.log_rules import LogRule, MicrobatchWeights, combine
 from boltmesh.strategies.pipeline.loss.loss_check import MOST_TRIES, LossChecks
 from boltmesh.strategies.pipeline.loss.trial import SharedDraws, TailTrial
-from boltmesh.strategies.pipeline.loss.weights import (
-    LogRule,
-    MicrobatchWeights,
-    StepWeights,
-    combine,
-)
+from boltmesh.strategies.pipeline.loss.weights import StepWeights
 from boltmesh.strategies.pipeline.microbatch import Rows
 from boltmesh.strategies.pipeline.microbatch_runs import SentScalars
 from boltmesh.strategies.pipeline.runtime.stage import ValueSpec

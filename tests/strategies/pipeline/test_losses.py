@@ -12,12 +12,9 @@ from torch.nn import functional as F
 
 from boltmesh.errors import ConfigError
 from boltmesh.strategies.pipeline.loss.autograd_nodes import is_none
+from boltmesh.strategies.pipeline.loss.log_rules import MicrobatchWeights, note
 from boltmesh.strategies.pipeline.loss.loss_check import LossChecks
-from boltmesh.strategies.pipeline.loss.weights import (
-    MicrobatchWeights,
-    StepWeights,
-    note,
-)
+from boltmesh.strategies.pipeline.loss.weights import StepWeights
 from tests.support.loss_table import (
     CLASSES,
     SCALE,

@@ -9,7 +9,7 @@ from lightning.pytorch import LightningModule
 from torchmetrics import SumMetric
 
 from boltmesh.strategies.patch import patched
-from boltmesh.strategies.pipeline.loss.weights import MicrobatchWeights
+from boltmesh.strategies.pipeline.loss.log_rules import MicrobatchWeights
 from boltmesh.strategies.pipeline.step_report import StepLogs, repeat
 
 REFUSED: list[tuple[Any, str]] = [
