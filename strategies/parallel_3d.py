@@ -136,16 +136,7 @@ class Parallel3DStrategy(MeshStrategy):
         **kwargs: Any,
     ) -> None:
         _check_sizes(data=data, pipeline=pipeline, tensor=tensor, context=context)
-        if expert_tensor not in {1, tensor, "tensor"}:
-            raise ConfigError(
-                f"expert_tensor={expert_tensor!r} was asked for, and the layers of an expert are "
-                f"whole or divided as all others, over tensor={tensor} ranks. Use 1 or 'tensor'."
-            )
-        if expert_tensor != 1 and expert is None:
-            raise ConfigError(
-                f"expert_tensor={expert_tensor!r} is about experts of an expert axis. Leave it "
-                f"out: tensor={tensor} divides each expert, or set expert."
-            )
+        _check_expert_tensor(expert_tensor, tensor=tensor, expert=expert)
         shards = {
             "offload_optimizer": offload_optimizer,
             "offload_parameters": offload_parameters,
@@ -180,43 +171,16 @@ class Parallel3DStrategy(MeshStrategy):
         _refuse_idle(sequences, ContextOptions(), "context", context)
         _refuse_idle(stages, PipelineOptions(), "pipeline", pipeline)
         _refuse_idle(layers, TensorOptions(), "tensor", tensor)
-        if pipeline > 1 and loss_parallel is True:
-            raise ConfigError(
-                "loss_parallel=True keeps logits divided up to the loss, and a pipeline hands the "
-                "whole output of its last layer to the rest of the step. Use loss_parallel='auto', "
-                "or set pipeline=1."
-            )
-        for name, size in (("pipeline", pipeline), ("tensor", tensor)):
-            if size > 1 and tile_tokens is not None:
-                raise ConfigError(
-                    f"tile_tokens={tile_tokens} runs whole modules on some positions at a time, "
-                    f"and with {name}={size} ranks have parts of them or of the step. Leave "
-                    f"tile_tokens out, or set {name}=1."
-                )
-        if pipeline > 1 and balance == "documents":
-            raise ConfigError(
-                "balance='documents' gives ranks other positions in each batch, and stages of a "
-                "pipeline expect tensors of one shape. Use balance='zigzag', or set pipeline=1."
-            )
-        if context > 1 and loss_parallel is True:
-            raise ConfigError(
-                f"loss_parallel=True keeps logits divided over the vocabulary, and with "
-                f"context={context} each rank has some positions of all of it. Use "
-                f"loss_parallel='auto', or set context=1."
-            )
-        is_offloaded = offload_optimizer is not None or offload_parameters is not None
-        kind = schedule_kind(PipelineOptions(**stages).first_schedule)
-        if pipeline > 1 and is_offloaded and kind.is_asynchronous:
-            raise ConfigError(
-                f"schedule={schedule!r} computes with two versions of the weights, and offload "
-                f"keeps one. Use schedule='1f1b', or leave offload_optimizer out."
-            )
-        if pipeline > 1 and expert is not None and kind.is_asynchronous:
-            raise ConfigError(
-                f"schedule={schedule!r} computes with two versions of the weights, and with "
-                f"expert={expert!r} each rank has rows of one. Use schedule='1f1b', or leave "
-                f"expert out."
-            )
+        _refuse_across_axes(
+            pipeline=pipeline,
+            tensor=tensor,
+            context=context,
+            loss_parallel=loss_parallel,
+            balance=balance,
+            tile_tokens=tile_tokens,
+        )
+        if pipeline > 1:
+            _refuse_two_versions(PipelineOptions(**stages), shards)
         if data == 1:
             _refuse_idle({"shard_size": shard_size}, ZeroOptions(), "data", data)
         self.options = TensorOptions(tensor, plan, sequence_parallel, loss_parallel)
@@ -233,10 +197,8 @@ class Parallel3DStrategy(MeshStrategy):
         if expert is not None:
             rate = ZeroOptions(expert_bias=expert_bias, expert=expert).expert_bias_rate
             on_rows = on_positions if context > 1 else None
-            is_divided = expert_tensor != 1 and tensor > 1
-            axes.append(
-                ExpertAxis(expert, expert_capacity, rate, on_rows, divides_layers=is_divided)
-            )
+            divides = expert_tensor != 1 and tensor > 1
+            axes.append(ExpertAxis(expert, expert_capacity, rate, on_rows, divides_layers=divides))
         if context > 1:
             axes.append(ContextAxis(ContextOptions(context, **sequences), context))
         if self.pipeline_axis is not None:
@@ -262,6 +224,74 @@ class Parallel3DStrategy(MeshStrategy):
             if extra is not None:
                 count = self.pipeline_axis.options.num_microbatches(self.layout.pipeline)
                 rank_zero_info(f"Parallel3DStrategy: {extra.sentence(count, rank='rank 0')}.")
+
+
+def _check_expert_tensor(
+    expert_tensor: int | str, *, tensor: int, expert: int | str | None
+) -> None:
+    if expert_tensor not in {1, tensor, "tensor"}:
+        raise ConfigError(
+            f"expert_tensor={expert_tensor!r} was asked for, and the layers of an expert are "
+            f"whole or divided as all others, over tensor={tensor} ranks. Use 1 or 'tensor'."
+        )
+    if expert_tensor != 1 and expert is None:
+        raise ConfigError(
+            f"expert_tensor={expert_tensor!r} is about experts of an expert axis. Leave it "
+            f"out: tensor={tensor} divides each expert, or set expert."
+        )
+
+
+def _refuse_across_axes(
+    *,
+    pipeline: int,
+    tensor: int,
+    context: int,
+    loss_parallel: bool | str,
+    balance: Balance,
+    tile_tokens: int | None,
+) -> None:
+    """Refuse options that need whole what another axis divides."""
+    if pipeline > 1 and loss_parallel is True:
+        raise ConfigError(
+            "loss_parallel=True keeps logits divided up to the loss, and a pipeline hands the "
+            "whole output of its last layer to the rest of the step. Use loss_parallel='auto', "
+            "or set pipeline=1."
+        )
+    for name, size in (("pipeline", pipeline), ("tensor", tensor)):
+        if size > 1 and tile_tokens is not None:
+            raise ConfigError(
+                f"tile_tokens={tile_tokens} runs whole modules on some positions at a time, "
+                f"and with {name}={size} ranks have parts of them or of the step. Leave "
+                f"tile_tokens out, or set {name}=1."
+            )
+    if pipeline > 1 and balance == "documents":
+        raise ConfigError(
+            "balance='documents' gives ranks other positions in each batch, and stages of a "
+            "pipeline expect tensors of one shape. Use balance='zigzag', or set pipeline=1."
+        )
+    if context > 1 and loss_parallel is True:
+        raise ConfigError(
+            f"loss_parallel=True keeps logits divided over the vocabulary, and with "
+            f"context={context} each rank has some positions of all of it. Use "
+            f"loss_parallel='auto', or set context=1."
+        )
+
+
+def _refuse_two_versions(options: PipelineOptions, shards: Mapping[str, Any]) -> None:
+    """Refuse schedules that compute with two versions of the weights where there is one."""
+    if not schedule_kind(options.first_schedule).is_asynchronous:
+        return
+    if any(shards[name] is not None for name in ("offload_optimizer", "offload_parameters")):
+        raise ConfigError(
+            f"schedule={options.schedule!r} computes with two versions of the weights, and offload "
+            f"keeps one. Use schedule='1f1b', or leave offload_optimizer out."
+        )
+    if shards["expert"] is not None:
+        raise ConfigError(
+            f"schedule={options.schedule!r} computes with two versions of the weights, and with "
+            f"expert={shards['expert']!r} each rank has rows of one. Use schedule='1f1b', or leave "
+            f"expert out."
+        )
 
 
 def _data_axis(
