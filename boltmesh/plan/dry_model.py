@@ -33,9 +33,8 @@ from boltmesh.strategies.cost_model.model import (
     UnitShape,
     widths_of,
 )
-from boltmesh.strategies.data_parallel.fully_shard import full_precision_modules
 from boltmesh.strategies.data_parallel.options import ZeroOptions
-from boltmesh.strategies.data_parallel.units import find_units
+from boltmesh.strategies.data_parallel.units import find_units, full_precision_modules
 from boltmesh.strategies.lightning_compat.trainer import (
     module_keeps_gradients,
     module_reads_gradients,

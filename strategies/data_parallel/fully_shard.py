@@ -4,10 +4,7 @@
 gathers what no block holds. It returns a ``ShardedModel``, through whose ``root`` training runs.
 
 - ``RootModule`` holds the LightningModule, so that the root's gather spans a ``training_step``.
-- Under autocast a block is gathered in the type that autocast computes in, as its matrix products
-  would make that copy anyway. Norms and embeddings are not multiplied: autocast reads them in fp32,
-  and refuses a layer norm of mixed types on the CPU. One collective has one type, so the root,
-  which stays in fp32, gathers these few (``full_precision_modules``).
+- Parameters that autocast reads in fp32 are gathered by the root (``units``).
 - With parameters on a disk the shards of a unit leave memory before the next unit is made
   (``park_unit``).
 """
@@ -20,8 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
-from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn import Module, ModuleList, Parameter
 from typing_extensions import override
@@ -40,7 +37,12 @@ from boltmesh.strategies.data_parallel.param_state import (
 )
 from boltmesh.strategies.data_parallel.shard_mesh import ShardMesh
 from boltmesh.strategies.data_parallel.uneven_inputs import JoinedGathers, UnitGather
-from boltmesh.strategies.data_parallel.units import find_units
+from boltmesh.strategies.data_parallel.units import (
+    find_units,
+    full_precision_modules,
+    is_any_cast,
+    precision_policy,
+)
 from boltmesh.strategies.data_parallel.unsupported import (
     refuse_lost_write,
     refuse_mixed_types,
@@ -110,46 +112,6 @@ class OwnParameters(Module):
         for name, parameter in owner.named_parameters(recurse=False):
             if not (has_no_rows(parameter) or isinstance(parameter, DTensor)):
                 self.register_parameter(name, parameter)
-
-
-_MULTIPLYING = (
-    nn.Bilinear,
-    nn.Linear,
-    nn.MultiheadAttention,
-    nn.PReLU,
-    nn.RNNBase,
-    nn.RNNCellBase,
-    nn.modules.conv._ConvNd,  # noqa: SLF001 - the base of all convolutions
-)
-"""Modules of torch whose parameters autocast casts, vectors included."""
-
-_LOOKING_UP = (nn.Embedding, nn.EmbeddingBag)
-
-
-def full_precision_modules(unit: Module) -> list[Module]:
-    """Return the modules of a unit whose own parameters stay in fp32 under autocast.
-
-    A matrix of an author's own module is taken for a factor of a product, which large ones are.
-    """
-    return [owner for owner in unit.modules() if _owns_shardable(owner) and not _is_cast(owner)]
-
-
-def is_any_cast(unit: Module) -> bool:
-    """Whether autocast casts parameters of a unit, so that gathering them cast pays."""
-    return any(_is_cast(owner) for owner in unit.modules() if _owns_shardable(owner))
-
-
-def _is_cast(module: Module) -> bool:
-    if isinstance(module, _LOOKING_UP):
-        return False
-    if isinstance(module, _MULTIPLYING):
-        return True
-    return any(param.dim() > 1 for param in module.parameters(recurse=False))
-
-
-def _owns_shardable(module: Module) -> bool:
-    """Whether a module has parameters itself that no unit within has taken."""
-    return any(not isinstance(param, DTensor) for param in module.parameters(recurse=False))
 
 
 def open_parking(options: ZeroOptions, context: AxisContext) -> Staging | None:
@@ -311,66 +273,12 @@ def shard_model(
     """
     refuse_parameters(module)
     mesh = build_mesh(options, context)
-    is_freed = options.stage == 3
     units = find_units(module, options.blocks)
-    cast: set[str] = set()
-    adopted: list[Module] = []
-    tiled: list[TiledWeight] = []
-    parking = open_parking(options, context)
-    successors = ParamRemap()
-    owned, follow = _owned_params(context)
-
-    def ignored(owner: Module) -> set[Parameter]:
-        """Return the parameters below a module that no unit of FSDP2 is to gather."""
-        return {
-            *(weight.parameter for weight in tiled),
-            *scalars_of(owner),
-            *(p for each in owned for p in each.whole_in(owner)),
-        }
-
-    for name, unit in reversed(units.items()):  # from the inside out
-        refuse_mixed_types(name, unit)
-        follow(prepare_unit(unit, device=context.device, group=context.group, name=name))
-        left_out: list[Module] = []
-        with successors.of_parameters(unit):
-            in_tiles = _tile(unit, name, options, mesh)
-            tiled += in_tiles
-            if context.compute_dtype is not None and is_any_cast(unit):
-                cast.add(name)
-                left_out = full_precision_modules(unit)
-                adopted += left_out
-            prepare_class(type(unit))
-            fully_shard(
-                unit,
-                mesh=mesh.mesh,
-                reshard_after_forward=is_freed,
-                mp_policy=precision_policy(context.compute_dtype, is_cast=name in cast),
-                ignored_params=ignored(unit).union(
-                    p for owner in left_out for p in owner.parameters(recurse=False)
-                ),
-            )
-            for each in owned:
-                each.cut(unit)
-        park_unit(parking, module, unit, in_tiles, context)
-    refuse_mixed_types("", module)
-    follow(prepare_unit(module, device=context.device, group=context.group))
-    with successors.of_parameters(module):
-        in_tiles = _tile(module, "", options, mesh)
-        tiled += in_tiles
-        root = RootModule(module, map(OwnParameters, adopted))
-        fully_shard(
-            root,
-            mesh=mesh.mesh,
-            # None: the root stays gathered from its forward on, as it is needed again at once.
-            reshard_after_forward=None if is_freed else False,
-            mp_policy=precision_policy(context.compute_dtype, is_cast=False),
-            ignored_params=ignored(module),
-        )
-        for each in owned:
-            each.cut(module)
-        scalars = ScalarParams(module, mesh.mesh, context.group)
-    successors.take_places(module)
-    park_unit(parking, module, root, in_tiles, context)
+    sharding = _Sharding(module, options, context, mesh)
+    for name, block in reversed(units.items()):  # from the inside out
+        sharding.cut_block(name, block)
+    root, scalars = sharding.cut_root()
+    tiled, owned = sharding.tiled, sharding.owned
     sharded = as_units([*units.items(), ("", root)])
     register_units(sharded.values())
     if not module.automatic_optimization:
@@ -383,6 +291,7 @@ def shard_model(
             *(parameter for each in owned for parameter in each.parameters),
         ],
     )
+    is_freed = options.stage == 3
     gathers = _gathers_of(sharded, tiled, context.compute_dtype, is_freed=is_freed)
     for exchange in () if context.owned is None else context.owned.exchanges:
         gathers[exchange.module] = UnitGather(exchange.is_on, exchange.attend)
@@ -401,7 +310,7 @@ def shard_model(
         module,
         root,
         sharded,
-        cast,
+        sharding.cast,
         mesh,
         joined_gathers,
         BufferSync(module, context.group),
@@ -409,12 +318,105 @@ def shard_model(
         scalars,
         StepUnits(sharded.values()),
         writes,
-        successors,
+        sharding.successors,
         CpuCollectives.where_needed(
             sharded.values(), context.device, takes_gradients_away=options.has_offload
         ),
         owned=owned,
     )
+
+
+class _Sharding:
+    """Cuts a module into shards unit by unit, from the inside out, the root last."""
+
+    def __init__(
+        self,
+        module: LightningModule,
+        options: ZeroOptions,
+        context: AxisContext,
+        mesh: ShardMesh,
+    ) -> None:
+        self.cast: set[str] = set()
+        self.tiled: list[TiledWeight] = []
+        self.successors = ParamRemap()
+        self.owned, self._follow = _owned_params(context)
+        self._module, self._options, self._context, self._mesh = module, options, context, mesh
+        self._adopted: list[Module] = []
+        """Modules of blocks whose parameters the root gathers."""
+        self._parking = open_parking(options, context)
+
+    def cut_block(self, name: str, block: Module) -> None:
+        """Make a unit of a block."""
+        self._prepare(name, block)
+        left_out: list[Module] = []
+        with self.successors.of_parameters(block):
+            in_tiles = self._tile(name, block)
+            if self._context.compute_dtype is not None and is_any_cast(block):
+                self.cast.add(name)
+                left_out = full_precision_modules(block)
+                self._adopted += left_out
+            prepare_class(type(block))
+            not_here = {p for owner in left_out for p in owner.parameters(recurse=False)}
+            self._fully_shard(
+                block, block, not_here, is_freed=self._is_freed, is_cast=name in self.cast
+            )
+        park_unit(self._parking, self._module, block, in_tiles, self._context)
+
+    def cut_root(self) -> tuple[RootModule, ScalarParams]:
+        """Make a unit of what no block holds."""
+        module = self._module
+        self._prepare("", module)
+        with self.successors.of_parameters(module):
+            in_tiles = self._tile("", module)
+            root = RootModule(module, map(OwnParameters, self._adopted))
+            # None: the root stays gathered from its forward on, as it is needed again at once.
+            is_freed = None if self._is_freed else False
+            self._fully_shard(root, module, set(), is_freed=is_freed, is_cast=False)
+            scalars = ScalarParams(module, self._mesh.mesh, self._context.group)
+        self.successors.take_places(module)
+        park_unit(self._parking, module, root, in_tiles, self._context)
+        return root, scalars
+
+    @property
+    def _is_freed(self) -> bool:
+        return self._options.stage == 3
+
+    def _prepare(self, name: str, owner: Module) -> None:
+        refuse_mixed_types(name, owner)
+        context = self._context
+        self._follow(prepare_unit(owner, device=context.device, group=context.group, name=name))
+
+    def _tile(self, name: str, owner: Module) -> list[TiledWeight]:
+        if self._options.tile_linear_bytes is None:
+            return []
+        in_tiles = apply_tiling(owner, self._options.tile_linear_bytes, self._mesh.mesh, name=name)
+        self.tiled += in_tiles
+        return in_tiles
+
+    def _fully_shard(
+        self,
+        unit: Module,
+        owner: Module,
+        not_here: set[Parameter],
+        *,
+        is_freed: bool | None,
+        is_cast: bool,
+    ) -> None:
+        """Cut what no other unit has, and what ranks own, of a block or of the whole module."""
+        fully_shard(
+            unit,
+            mesh=self._mesh.mesh,
+            reshard_after_forward=is_freed,
+            mp_policy=precision_policy(self._context.compute_dtype, is_cast=is_cast),
+            ignored_params={
+                *not_here,
+                *(weight.parameter for weight in self.tiled),
+                *scalars_of(owner),
+                *(p for each in self.owned for p in each.whole_in(owner)),
+            },
+        )
+        for each in self.owned:
+            each.cut(owner)
 
 
 def _owned_params(
@@ -452,27 +454,6 @@ def as_units(modules: Iterable[tuple[str, Module]]) -> dict[str, FSDPModule]:
         instrument(unit)
         units[name] = unit
     return units
-
-
-def _tile(unit: Module, name: str, options: ZeroOptions, mesh: ShardMesh) -> list[TiledWeight]:
-    if options.tile_linear_bytes is None:
-        return []
-    return apply_tiling(unit, options.tile_linear_bytes, mesh.mesh, name=name)
-
-
-def precision_policy(compute_dtype: torch.dtype | None, *, is_cast: bool) -> MixedPrecisionPolicy:
-    """Return in which types a unit is gathered and reduced; ``compute_dtype`` is autocast's.
-
-    Blocks are gathered in that type, for half the traffic and memory, the root as it is. Gradients
-    are reduced in fp32. Inputs stay as they are: autocast decides about those.
-    """
-    if compute_dtype is None:
-        return MixedPrecisionPolicy(cast_forward_inputs=False)
-    return MixedPrecisionPolicy(
-        param_dtype=compute_dtype if is_cast else None,
-        reduce_dtype=torch.float32,
-        cast_forward_inputs=False,
-    )
 
 
 def _gathers_of(

@@ -44,7 +44,6 @@ from boltmesh.strategies.data_parallel.fully_shard import (
     ShardedModel,
     as_units,
     build_mesh,
-    precision_policy,
 )
 from boltmesh.strategies.data_parallel.options import ZeroOptions
 from boltmesh.strategies.data_parallel.param_state import (
@@ -59,7 +58,7 @@ from boltmesh.strategies.data_parallel.param_state import (
 from boltmesh.strategies.data_parallel.pipeline_ddp import agree_on_gradients, share_state
 from boltmesh.strategies.data_parallel.shard_mesh import ShardMesh
 from boltmesh.strategies.data_parallel.uneven_inputs import JoinedGathers, UnitGather
-from boltmesh.strategies.data_parallel.units import find_units
+from boltmesh.strategies.data_parallel.units import find_units, precision_policy
 from boltmesh.strategies.data_parallel.unsupported import (
     refuse_lost_write,
     refuse_mixed_types,

@@ -1,9 +1,14 @@
-"""Finds the modules that are gathered as one: the repeated blocks of a model.
+"""Finds the modules that are gathered as one, and the types that they are gathered in.
 
 A unit's parameters are gathered when its forward begins and may be freed when that ends, so a unit
 has to be a module that is *called*. What no unit owns is gathered once around the whole step. Small
 units bound memory, large ones use the links better; the block that an author repeats is nearly
 always the right size, and needs no number that somebody has to choose.
+
+Under autocast a block is gathered in the type that autocast computes in, as its matrix products
+would make that copy anyway. Norms and embeddings are not multiplied: autocast reads them in fp32,
+and refuses a layer norm of mixed types on the CPU. One collective has one type, so the root, which
+stays in fp32, gathers these few (``full_precision_modules``).
 """
 
 import difflib
@@ -11,6 +16,10 @@ import re
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 
 from boltmesh.errors import ConfigError
@@ -109,4 +118,59 @@ def _explain_no_use(pattern: str, name: str, module: Module) -> str:
     return (
         f"blocks={pattern!r} is {name!r}, a {kind} without a forward of its own: it is never "
         f"called, so nothing could gather it in time. Name what it holds: '{name}.*'."
+    )
+
+
+_MULTIPLYING = (
+    nn.Bilinear,
+    nn.Linear,
+    nn.MultiheadAttention,
+    nn.PReLU,
+    nn.RNNBase,
+    nn.RNNCellBase,
+    nn.modules.conv._ConvNd,  # noqa: SLF001 - the base of all convolutions
+)
+"""Modules of torch whose parameters autocast casts, vectors included."""
+
+_LOOKING_UP = (nn.Embedding, nn.EmbeddingBag)
+
+
+def full_precision_modules(unit: Module) -> list[Module]:
+    """Return the modules of a unit whose own parameters stay in fp32 under autocast.
+
+    A matrix of an author's own module is taken for a factor of a product, which large ones are.
+    """
+    return [owner for owner in unit.modules() if _owns_shardable(owner) and not _is_cast(owner)]
+
+
+def is_any_cast(unit: Module) -> bool:
+    """Whether autocast casts parameters of a unit, so that gathering them cast pays."""
+    return any(_is_cast(owner) for owner in unit.modules() if _owns_shardable(owner))
+
+
+def _is_cast(module: Module) -> bool:
+    if isinstance(module, _LOOKING_UP):
+        return False
+    if isinstance(module, _MULTIPLYING):
+        return True
+    return any(param.dim() > 1 for param in module.parameters(recurse=False))
+
+
+def _owns_shardable(module: Module) -> bool:
+    """Whether a module has parameters itself that no unit within has taken."""
+    return any(not isinstance(param, DTensor) for param in module.parameters(recurse=False))
+
+
+def precision_policy(compute_dtype: torch.dtype | None, *, is_cast: bool) -> MixedPrecisionPolicy:
+    """Return in which types a unit is gathered and reduced; ``compute_dtype`` is autocast's.
+
+    Blocks are gathered in that type, for half the traffic and memory, the root as it is. Gradients
+    are reduced in fp32. Inputs stay as they are: autocast decides about those.
+    """
+    if compute_dtype is None:
+        return MixedPrecisionPolicy(cast_forward_inputs=False)
+    return MixedPrecisionPolicy(
+        param_dtype=compute_dtype if is_cast else None,
+        reduce_dtype=torch.float32,
+        cast_forward_inputs=False,
     )
