@@ -216,44 +216,19 @@ def training_step(
         sizes = [sum(sizes)]
         run = replace(run, sizes=())
     weights = StepWeights(_reader(checks, joined), is_single=len(sizes) == 1)
-    results = _Results(sizes)
-    scale = gradient_scale(model.context, len(sizes)) if model.holds_last_stage else 1.0
-
-    def finish(number: int, result: Any) -> tuple[Tensor, ...]:
-        loss = result.get("loss") if isinstance(result, Mapping) else result
-        if loss is None:
-            return ()
-        scaled, weight = weights.weigh(loss, sizes[number])
-        results.add(number, loss, result, weight, scaled)
-        return (scaled * scale,)
-
-    numbers: dict[str, Tensor] = {}
-
-    def found(logs: StepLogs) -> Tensor:
-        if (both := results.rows_with_and_without_loss()) is not None:
-            checks.prove_empty(*both)
-        known = results.weights()
-        whole = logs.collected(known, checks.rules(known), checks.is_size_of_batch)
-        logged, given = take_numbers(whole)
-        numbers.update(given)
-        device = model.context.device
-        total = scalar_on(weights.total, device) * scalar_on(scale, device)
-        loss, effects = results.loss(weights.total), model.runner.effects
-        return model.sharing.row(
-            loss,
-            total,
-            logged + effects.logged(),
-            is_mapping=results.is_mapping,
-            stops=effects.stops(loss),
-        )
-
+    last_stage = _LastStage(model, checks, weights, sizes)
     handoff = GradHandoff(model.holdings.parameters)
     delayed = model.delayed
     with handoff.capture() if delayed is None else nullcontext():
         logs, rows = model.runner.run_batch(
-            run, finish, around, found, joined if isinstance(joined, JoinedRun) else None, row_check
+            run,
+            last_stage.finish,
+            around,
+            last_stage.report,
+            joined if isinstance(joined, JoinedRun) else None,
+            row_check,
         )
-    loss, total = _take_report(model, logs, rows, numbers)
+    loss, total = _take_report(model, logs, rows, last_stage.numbers)
     if delayed is not None:
         delayed.wait(len(parts), None if loss is None else total)
     if loss is None:
@@ -271,7 +246,7 @@ def training_step(
     )
     if not model.sharing.is_mapping:
         return signed
-    return {**results.merged(checks), "loss": signed}
+    return {**last_stage.merged(), "loss": signed}
 
 
 def _reader(checks: StepLossCheck, joined: JoinedRun | str | None) -> Read:
@@ -343,12 +318,30 @@ def _take_report(
     return None if loss is None else loss.to(dtype), total
 
 
-class _Results:
-    """What the last stage returned, by microbatch."""
+class _LastStage:
+    """Weighs the losses that the last stage returns, and puts together what the batch has.
 
-    def __init__(self, sizes: Sequence[int]) -> None:
-        self.is_mapping = False
-        self._sizes = sizes
+    Args:
+        model: Of the pipeline.
+        checks: Loss checks of the step.
+        weights: Weighs the losses.
+        sizes: Rows of each microbatch.
+    """
+
+    def __init__(
+        self,
+        model: "StagedModel",
+        checks: StepLossCheck,
+        weights: StepWeights,
+        sizes: Sequence[int],
+    ) -> None:
+        self.numbers: dict[str, Tensor] = {}
+        """Numbers that metrics were called with."""
+        self._model, self._checks, self._step_weights, self._sizes = model, checks, weights, sizes
+        self._scale: Tensor | float = 1.0
+        if model.holds_last_stage:
+            self._scale = gradient_scale(model.context, len(sizes))
+        self._is_mapping = False
         self._weights: dict[int, Tensor | float] = {}
         self._losses: dict[int, Tensor] = {}
         self._of_kind: dict[bool, int] = {}
@@ -357,16 +350,18 @@ class _Results:
         self._extra: dict[int, dict[str, Any]] = {}
         self._numbers: dict[Key, list[Noted]] = {}
 
-    def add(
-        self, number: int, loss: Tensor, result: Any, weight: Tensor | float, scaled: Tensor
-    ) -> None:
-        self._weights[number] = weight
+    def finish(self, number: int, result: Any) -> tuple[Tensor, ...]:
+        """Return the loss of a microbatch, weighed and scaled, if the step returned one."""
+        loss = result.get("loss") if isinstance(result, Mapping) else result
+        if loss is None:
+            return ()
+        scaled, self._weights[number] = self._step_weights.weigh(loss, self._sizes[number])
         self._losses[number] = loss.detach()
         self._of_kind.setdefault(is_none(loss), number)
         value = scaled.detach().double()  # a sum in the type of a half would be off by some bits
         self._sum = value if self._sum is None else self._sum + value
         if isinstance(result, Mapping):
-            self.is_mapping = True
+            self._is_mapping = True
             for key, noted in returned_numbers(number, result).items():
                 self._numbers.setdefault(key, []).append(noted)
             self._extra[number] = {
@@ -374,25 +369,39 @@ class _Results:
                 for key, each in result.items()
                 if key != "loss"
             }
+        return (scaled * self._scale,)
 
-    def rows_with_and_without_loss(self) -> list[range] | None:
+    def report(self, logs: StepLogs) -> Tensor:
+        """Return what other ranks take of the batch: its loss, its weight, what it logged."""
+        if (both := self._rows_with_and_without_loss()) is not None:
+            self._checks.prove_empty(*both)
+        known = self._microbatch_weights()
+        whole = logs.collected(known, self._checks.rules(known), self._checks.is_size_of_batch)
+        logged, self.numbers = take_numbers(whole)
+        total, device = self._step_weights.total, self._model.context.device
+        loss, effects = self._loss(total), self._model.runner.effects
+        return self._model.sharing.row(
+            loss,
+            scalar_on(total, device) * scalar_on(self._scale, device),
+            logged + effects.logged(),
+            is_mapping=self._is_mapping,
+            stops=effects.stops(loss),
+        )
+
+    def _rows_with_and_without_loss(self) -> list[range] | None:
         """Return the rows of two microbatches, of which the second one had nothing to learn."""
         if len(self._of_kind) < 2:
             return None
-        starts = [sum(self._sizes[: self._of_kind[kind]]) for kind in (False, True)]
-        return [
-            range(start, start + self._sizes[self._of_kind[kind]])
-            for kind, start in zip((False, True), starts, strict=True)
-        ]
+        numbers = self._of_kind[False], self._of_kind[True]
+        return [range(sum(self._sizes[:at]), sum(self._sizes[: at + 1])) for at in numbers]
 
-    def weights(self) -> MicrobatchWeights:
-        """What the microbatches are worth."""
+    def _microbatch_weights(self) -> MicrobatchWeights:
         return MicrobatchWeights(
             self._weights, {number: float(size) for number, size in enumerate(self._sizes)}
         )
 
-    def loss(self, total: Tensor | float) -> Tensor | None:
-        """Of the batch; None where no microbatch gave any."""
+    def _loss(self, total: Tensor | float) -> Tensor | None:
+        """Return the loss of the batch; None where no microbatch gave any."""
         if self._sum is None:
             return None
         if isinstance(total, float) and total:
@@ -404,7 +413,7 @@ class _Results:
         whole = scalar_on(total, mean.device)
         return torch.where(whole == 0, mean, self._sum / whole)
 
-    def merged(self, checks: StepLossCheck) -> dict[str, Any]:
+    def merged(self) -> dict[str, Any]:
         """Return what else was returned, put together."""
         numbers = sorted(self._extra)
         if not numbers:
@@ -412,8 +421,8 @@ class _Results:
         parts = [self._extra[number] for number in numbers]
         weights = [self._weights[number] for number in numbers]
         merged: dict[str, Any] = merge(parts, [self._sizes[number] for number in numbers], weights)
-        known = self.weights()
-        rule_of = checks.rules(known)
+        known = self._microbatch_weights()
+        rule_of = self._checks.rules(known)
         for (_, name), noted in self._numbers.items():
             if name in merged and len(noted) > 1:
                 number = combine(rule_of((RETURNED, name), noted), noted, known)
