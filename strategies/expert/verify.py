@@ -11,6 +11,7 @@ exchange that the others wait in.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +30,11 @@ from boltmesh.strategies.expert.find import ExpertCall, Experts, arguments, deta
 from boltmesh.strategies.expert.module_list import DividedList, divide
 from boltmesh.strategies.object_collectives import gather_objects
 from boltmesh.strategies.patch import patched
-from boltmesh.strategies.random_state import capture_random_state, restore_random_state
+from boltmesh.strategies.random_state import (
+    capture_random_state,
+    random_state_unchanged,
+    restore_random_state,
+)
 from boltmesh.strategies.torch_compat.modules import swapped_state
 from boltmesh.strategies.torch_compat.tensors import tree_leaves, tree_map
 
@@ -70,32 +75,16 @@ def prove(
         device: Where the run computes.
         is_mixed: Whether matrices are multiplied in a type below that of the rows.
     """
-    call = _shortened(call, experts, group.rank())
-    call = detached(call, device)
-    names = [name for name, _ in module.named_parameters()]
+    call = detached(_shortened(call, experts, group.rank()), device)
     whole = {name: p.detach().to(device, copy=True) for name, p in module.named_parameters()}
     buffers = {name: each.to(device, copy=True) for name, each in module.named_buffers()}
     # Ranks may have drawn other values, and train with those of the first one.
     broadcast_tensors([*whole.values(), *buffers.values()], group)
-    state = capture_random_state(device)
-    first: dict[str, Tensor] = {}
-    fault: str | None = None
-    try:
-        with _alone(module), around():
-            first = _outcome(module, module.forward, experts, call, {**whole, **buffers}, names)
-            if experts.kind == "list":  # whose router may draw
-                restore_random_state(state, device)
-            again = _outcome(
-                module, module.forward, experts, call, {**whole, **buffers}, names, trains=False
-            )
-    except Exception as error:  # noqa: BLE001 - the author's code, called by itself
-        fault = _raised(error)
-    else:
-        if not _difference(first["output"], again["output"]) <= _COARSE_TOLERANCE:
-            fault = "draws random numbers"
+    names = list(whole)
+    apart = partial(_apart, module, around, device)
+    first, fault = _run_whole(module, experts, call, {**whole, **buffers}, names, device, apart)
     faults = gather_objects(fault, group)
     if any(faults):
-        restore_random_state(state, device)
         return fault or next(each for each in faults if each)
     divided = divide(module, experts, call, group)
     raised = _guard(divided)
@@ -104,27 +93,22 @@ def prove(
         name: whole[name].to("meta") if part is None else part.clone()
         for name, part in parts.items()
     }
-    restore_random_state(state, device)
     if isinstance(divided, DividedList):
         # The author's code around the experts runs before the exchange and after it.
-        with _alone(module), around():
+        with apart():
             fault = _raised_alone(divided, experts, call, {**local, **buffers}, names)
-        restore_random_state(state, device)
         faults = gather_objects(fault, group)
         if any(faults):
             return fault or next(each for each in faults if each)
-    with _alone(module), around():
+    got: dict[str, Tensor] = {}
+    with apart():
         divided.put_on()
-        got: dict[str, Tensor] = {}
         try:
             got = _outcome(module, module.forward, experts, call, {**local, **buffers}, names)
         except RuntimeError as error:
             raised.append(_raised(error))
         finally:
             divided.take_off()
-    restore_random_state(state, device)
-    tolerance = _TOLERANCES.get(first["output"].dtype, _COARSE_TOLERANCE)
-    tolerance = _COARSE_TOLERANCE if is_mixed else tolerance
     prefix = f"{experts.name}."
     for name in names:
         if prefix + name in (*experts.parameters, *experts.columns):
@@ -134,11 +118,50 @@ def prove(
             first[name] = part
     if raised:
         return raised[0]
+    tolerance = _TOLERANCES.get(first["output"].dtype, _COARSE_TOLERANCE)
+    tolerance = _COARSE_TOLERANCE if is_mixed else tolerance
     for what, expected in first.items():
         gap = _difference(expected, got[what])
         if not gap <= tolerance:
             return f"gives another {_what(what)} when rows are exchanged ({gap:.1e} off)"
     return None
+
+
+@contextmanager
+def _apart(
+    module: Module, around: Callable[[], AbstractContextManager[Any]], device: torch.device
+) -> Iterator[None]:
+    """Context of a run without dropout, of which module and random numbers keep no trace."""
+    with (
+        random_state_unchanged(device),
+        modules_unchanged(module.modules()),
+        without_dropout(module.modules()),
+        around(),
+    ):
+        yield
+
+
+def _run_whole(
+    module: Module,
+    experts: Experts,
+    call: ExpertCall,
+    state: Mapping[str, Tensor],
+    names: list[str],
+    device: torch.device,
+    apart: Callable[[], AbstractContextManager[None]],
+) -> tuple[dict[str, Tensor], str | None]:
+    """Return the outcome of the module with all experts, and what is wrong with it."""
+    random_state = capture_random_state(device)
+    try:
+        with apart():
+            first = _outcome(module, module.forward, experts, call, state, names)
+            if experts.kind == "list":  # whose router may draw
+                restore_random_state(random_state, device)
+            again = _outcome(module, module.forward, experts, call, state, names, trains=False)
+    except Exception as error:  # noqa: BLE001 - the author's code, called by itself
+        return {}, _raised(error)
+    is_same = _difference(first["output"], again["output"]) <= _COARSE_TOLERANCE
+    return first, None if is_same else "draws random numbers"
 
 
 def _shortened(call: ExpertCall, experts: Experts, rank: int) -> ExpertCall:
@@ -276,13 +299,6 @@ class _Apart(torch.autograd.Function):
         except Exception as error:  # noqa: BLE001 - the author's code
             ctx.raised.append(_raised(error))
         return None, None, None, *found
-
-
-@contextmanager
-def _alone(module: Module) -> Iterator[None]:
-    """Context without dropout, in which what calls of a module leave behind is undone."""
-    with modules_unchanged(module.modules()), without_dropout(module.modules()):
-        yield
 
 
 def _difference(one: Tensor, other: Tensor) -> float:
