@@ -1,7 +1,7 @@
 """Opens the stores that a layout needs, each sized for what it will hold."""
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -124,20 +124,17 @@ def open_stores(
     """
     chunks = [chunk for bucket in buckets for chunk in bucket.chunks]
     slots = [slot for bucket in buckets for slot in bucket.slots]
-    large = [slot for slot in slots if plan.parameters and slot.padded_numel >= SMALL_NUMEL]
+    away = {slot for slot in slots if plan.parameters and slot.padded_numel >= SMALL_NUMEL}
+    on_disk = [(each.numel, num_tensors[each.bucket]) for each in chunks if each.place == "disk"]
     stores = OpenStores()
-    sizes = {
-        place: [(c.numel, num_tensors[c.bucket]) for c in chunks if c.place == place]
-        for place in ("device", "host", "disk")
-    }
-    if sizes["disk"] or (large and plan.parameters == "nvme"):
+    if on_disk or (away and plan.parameters == "nvme"):
         assert plan.path is not None
-        state_bytes = sum(DiskStateStore.bytes_of(*size) for size in sizes["disk"])
-        copy_bytes = _copy_bytes(large) if plan.parameters == "nvme" else 0
+        state_bytes = sum(DiskStateStore.bytes_of(*size) for size in on_disk)
+        copy_bytes = _copy_bytes(away) if plan.parameters == "nvme" else 0
         load = DiskLoad(
             step_read_bytes=state_bytes,
             step_write_bytes=state_bytes + copy_bytes,
-            numel=sum(numel for numel, _ in sizes["disk"]),
+            numel=sum(numel for numel, _ in on_disk),
             gather_bytes=copy_bytes,
         )
         stores.swap = Swap(
@@ -148,50 +145,55 @@ def open_stores(
             device=device,
         )
         stores.disk = measure_disk(stores.swap, load)
-    if sizes["host"]:
+    places = {chunk.place for chunk in chunks}
+    if "host" in places:
         stores.states["host"] = HostStore(device)
-    if sizes["device"]:
+    if "device" in places:
         stores.states["device"] = DeviceStore(device)
-    if sizes["disk"]:
+    if on_disk:
         assert stores.swap is not None
         stores.states["disk"] = DiskStateStore(
-            stores.swap, device=device, num_buffers=num_buffers([n for n, _ in sizes["disk"]])
+            stores.swap, device=device, num_buffers=num_buffers([numel for numel, _ in on_disk])
         )
     for chunk in chunks:
         chunk.store = stores.states[chunk.place]
-    resident = DeviceParameterStore(device, recorder=recorder)
-    stores.parameters = [resident]
-    away: ParameterStore = resident
-    if large and plan.parameters == "nvme":
-        assert stores.swap is not None
-        # Three units: one that is gathered, one that FSDP2 gathers early, one that is read ahead.
-        is_large = set(large)
-        largest = max(_copy_bytes([s for s in b.slots if s in is_large]) for b in buckets)
-        away = DiskParameterStore(
-            stores.swap,
-            device=device,
-            window_bytes=max(min(WINDOW_BYTES, _copy_bytes(large) // 4), 3 * largest),
-            is_current=is_current,
-        )
-    elif large:
-        is_large = set(large)
-        sizes_of = [
-            [s.padded_numel * s.dtype.itemsize for s in bucket.slots if s in is_large]
-            for bucket in buckets
-        ]
-        units = [sum(map(aligned, each)) for each in sizes_of]
-        away = HostParameterStore(
-            device,
-            ring_bytes=min(sum(units), RING_UNITS * max(units)),
-            is_current=is_current,
-            recorder=recorder,
-        )
-    if away is not resident:
-        stores.parameters.append(away)
-    is_away = set(large)
-    stores.of_slot = {slot: away if slot in is_away else resident for slot in slots}
+    store: ParameterStore = DeviceParameterStore(device, recorder=recorder)
+    stores.parameters = [store]
+    stores.of_slot = dict.fromkeys(slots, store)
+    if away:
+        units = [[slot for slot in bucket.slots if slot in away] for bucket in buckets]
+        swap = stores.swap if plan.parameters == "nvme" else None
+        store = _store_of_units(units, swap, device, recorder, is_current)
+        stores.parameters.append(store)
+        stores.of_slot |= dict.fromkeys(away, store)
     return stores
 
 
-def _copy_bytes(slots: Sequence[Slot]) -> int:
+def _store_of_units(
+    units: Sequence[Sequence[Slot]],
+    swap: Swap | None,
+    device: torch.device,
+    recorder: Recorder | NullRecorder,
+    is_current: Callable[[int], bool],
+) -> ParameterStore:
+    """Open what holds the shards of units between their gathers: a disk, or host memory."""
+    if swap is not None:
+        # Three units: one that is gathered, one that FSDP2 gathers early, one that is read ahead.
+        sizes = [_copy_bytes(unit) for unit in units]
+        window_bytes = max(min(WINDOW_BYTES, sum(sizes) // 4), 3 * max(sizes))
+        return DiskParameterStore(
+            swap, device=device, window_bytes=window_bytes, is_current=is_current
+        )
+    sizes = [
+        sum(aligned(slot.padded_numel * slot.dtype.itemsize) for slot in unit) for unit in units
+    ]
+    return HostParameterStore(
+        device,
+        ring_bytes=min(sum(sizes), RING_UNITS * max(sizes)),
+        is_current=is_current,
+        recorder=recorder,
+    )
+
+
+def _copy_bytes(slots: Iterable[Slot]) -> int:
     return sum(DiskParameterStore.bytes_of(slot.padded_numel, slot.dtype) for slot in slots)
