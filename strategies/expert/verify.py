@@ -82,7 +82,7 @@ def prove(
     broadcast_tensors([*whole.values(), *buffers.values()], group)
     names = list(whole)
     apart = partial(_apart, module, around, device)
-    first, fault = _run_whole(module, experts, call, {**whole, **buffers}, names, device, apart)
+    first, fault = _run_whole(module, experts, call, {**whole, **buffers}, device, apart)
     faults = gather_objects(fault, group)
     if any(faults):
         return fault or next(each for each in faults if each)
@@ -146,11 +146,11 @@ def _run_whole(
     experts: Experts,
     call: ExpertCall,
     state: Mapping[str, Tensor],
-    names: list[str],
     device: torch.device,
     apart: Callable[[], AbstractContextManager[None]],
 ) -> tuple[dict[str, Tensor], str | None]:
     """Return the outcome of the module with all experts, and what is wrong with it."""
+    names = [name for name, _ in module.named_parameters()]
     random_state = capture_random_state(device)
     try:
         with apart():
