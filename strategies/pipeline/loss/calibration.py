@@ -64,9 +64,9 @@ from boltmesh.strategies.pipeline.loss.trial import (
     TrialCut,
     TrialPart,
     narrowed,
+    num_tried,
     run_cuts,
     run_row,
-    windows,
 )
 from boltmesh.strategies.pipeline.loss.weights import StepWeights
 from boltmesh.strategies.pipeline.stage.trace import place_of
@@ -102,8 +102,8 @@ def prove(trial: Trial) -> LossProof | None:
     cause: Exception | None = None
     is_run = False
     zero: LossProof | None = None
+    tried = _rows_to_try(trial)
     for attempt in ATTEMPTS:
-        tried = [*windows(trial), *unlike_rows(trial), repeated_rows(trial)]
         for number, numbers in enumerate(tried):
             try:
                 cuts = run_cuts(trial, numbers, attempt)
@@ -132,14 +132,22 @@ def prove(trial: Trial) -> LossProof | None:
     return zero
 
 
-def unlike_rows(trial: Trial) -> list[list[int]]:
+def _rows_to_try(trial: Trial) -> list[Sequence[int]]:
+    """Return rows to try a step on: the first, the last, unlike ones, and the first repeatedly."""
+    count = num_tried(trial)
+    windows = [range(start, start + count) for start in sorted({0, trial.num_rows - count})]
+    # A loss of pairs that belong together (rows of one class, say) is zero for rows without any.
+    repeated = [number % (count // 2 + 1) for number in range(count)]
+    return [*windows, *_unlike_rows(trial, count), repeated]
+
+
+def _unlike_rows(trial: Trial, count: int) -> list[list[int]]:
     """Return rows of which the batch holds the largest and the smallest values.
 
     The smaller a tensor of the batch the earlier its rows come: labels before inputs. A weight that
     a loss counts in the batch, such as that of rare positives, changes no loss of rows that have
     none. Nothing where all rows are tried anyway.
     """
-    count = len(windows(trial)[0])
     if trial.num_rows <= MOST_ROWS:
         return []
     chosen: dict[int, None] = {}
@@ -147,15 +155,6 @@ def unlike_rows(trial: Trial) -> list[list[int]]:
         sums = each.flatten(1).double().nan_to_num().sum(1) if each.ndim > 1 else each.double()
         chosen |= dict.fromkeys((int(sums.argmax()), int(sums.argmin())))
     return [list(chosen)[:count]] if len(chosen) > 1 else []
-
-
-def repeated_rows(trial: Trial) -> list[int]:
-    """Return the first rows, some of them again behind a cut.
-
-    A loss of pairs that belong together (rows of one class, say) is zero for rows without any.
-    """
-    first, *_ = windows(trial)
-    return [first[number % (len(first) // 2 + 1)] for number in range(len(first))]
 
 
 MOST_ELEMENTS = 2**20
@@ -262,7 +261,7 @@ def prove_key(
         if not rows:
             continue
         larger, other = (rows[each] for each in sorted(rows, key=abs, reverse=True))
-        count = max(len(windows(trial)[0]), 3)
+        count = max(num_tried(trial), 3)
         # In one cut a part holds both rows, by which a sum is no maximum, in the other none does.
         chosen = ([larger] * (count // 2 + 1) + [other] * count)[:count]
         cuts = _more_cuts(form, trial, [chosen], attempt)

@@ -357,14 +357,12 @@ class TrialCut:
     """Weights of the parts' losses, by their number."""
 
 
-def windows(trial: Trial) -> list[Sequence[int]]:
-    """Return which rows are tried: the first ones and the last ones."""
+def num_tried(trial: Trial) -> int:
+    """Return how many rows are tried together."""
     count = min(MOST_ROWS, trial.num_rows)
     specs = trial.values_in(trial.rows(range(count)))
     numels = (math.prod(spec.shape) for spec, _ in specs)
-    if sum(8 * each for each in numels) > MOST_BYTES:
-        count = min(3, count)
-    return [range(start, start + count) for start in sorted({0, trial.num_rows - count})]
+    return min(3, count) if sum(8 * each for each in numels) > MOST_BYTES else count
 
 
 def run_row(trial: Trial, row: int, attempt: Attempt) -> TrialPart | None:
