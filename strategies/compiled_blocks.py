@@ -20,8 +20,8 @@ from torch.nn import Module
 
 from boltmesh.errors import ConfigError, UnsupportedError
 from boltmesh.strategies.blocks import find_blocks
-from boltmesh.strategies.patch import Changes
-from boltmesh.strategies.torch_compat.modules import compiled, is_compiled
+from boltmesh.strategies.patch import Changes, compiled
+from boltmesh.strategies.torch_compat.modules import is_compiled
 from boltmesh.strategies.torch_compat.tensors import is_fake, is_watched
 
 BACKEND = "inductor"

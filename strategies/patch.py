@@ -1,11 +1,11 @@
 """Gives objects other attributes: within a context, or until they are taken back.
 
 ``patched`` is for one object and a block of code, ``Changes`` for modules that a feature is put on
-and taken off again. Attributes are put into the ``__dict__`` of instances. There they are found
-before methods of the class and before parameters of a ``Module``, whose ``__setattr__`` does not
-see them; classes and parameters stay as they are. A wrapper around ``forward``, and no hook,
-changes what a module takes, gives and reads: it also runs where activation checkpointing repeats
-a block, and is left where the block raises.
+and taken off again; ``wrapped`` puts something around a method. Attributes go into the ``__dict__``
+of instances. There they are found before methods of the class and before parameters of a
+``Module``, whose ``__setattr__`` does not see them; classes and parameters stay as they are. A
+wrapper around ``forward``, and no hook, changes what a module takes, gives and reads: it also runs
+where activation checkpointing repeats a block, and is left where the block raises.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -13,8 +13,6 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch.nn import Module
-
-from boltmesh.strategies.torch_compat.modules import wrapped
 
 Around = Callable[..., Any]
 """Called with the method that it wraps, and with the arguments of the call."""
@@ -102,3 +100,48 @@ def _restore(values: Iterable[Original]) -> None:
             vars(module)[name] = value
         else:
             vars(module).pop(name, None)
+
+
+class _Wrapped:
+    """A method, and what is called in its place."""
+
+    def __init__(self, around: Callable[..., Any], method: Callable[..., Any]) -> None:
+        self.around, self.method = around, method
+
+    def call(self, /, *args: Any, **kwargs: Any) -> Any:
+        return self.around(self.method, *args, **kwargs)
+
+
+def wrapped(method: Callable[..., Any], around: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what calls ``around(method, *args, **kwargs)`` in the place of a method."""
+    # A bound method: of a forward on an instance, torch's compiler compares the function alone, so
+    # that modules with equal wrappers share compiled code. Lightning reads its code to see whether
+    # a step is overridden.
+    return _Wrapped(around, method).call
+
+
+def _wrapper(method: Callable[..., Any]) -> _Wrapped | None:
+    found = getattr(method, "__self__", None)
+    return found if isinstance(found, _Wrapped) else None
+
+
+def compiled(
+    method: Callable[..., Any], compile_: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> Callable[..., Any]:
+    """Return a compiled method; what is around it stays outside if its ``is_compiled`` is False."""
+    found = _wrapper(method)
+    if found is None or getattr(found.around, "is_compiled", True):
+        return compile_(method)
+    return wrapped(compiled(found.method, compile_), found.around)
+
+
+def unwrapped(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method without all that ``wrapped`` has put around it."""
+    found = _wrapper(method)
+    return method if found is None else unwrapped(found.method)
+
+
+def rewrapped(method: Callable[..., Any], inner: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``inner`` with all that ``wrapped`` has put around a method."""
+    found = _wrapper(method)
+    return inner if found is None else wrapped(rewrapped(found.method, inner), found.around)

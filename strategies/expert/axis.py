@@ -46,8 +46,9 @@ from boltmesh.strategies.lightning_compat.loops import step_arguments
 from boltmesh.strategies.lightning_compat.trainer import autocast_dtype
 from boltmesh.strategies.mesh import MeshLayout
 from boltmesh.strategies.object_collectives import gather_objects
+from boltmesh.strategies.patch import rewrapped
 from boltmesh.strategies.torch_compat.autograd import is_in_backward
-from boltmesh.strategies.torch_compat.modules import is_compiled, rewrapped
+from boltmesh.strategies.torch_compat.modules import is_compiled
 from boltmesh.telemetry.traffic import CONTROL, ExpectedTraffic
 
 if TYPE_CHECKING:

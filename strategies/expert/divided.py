@@ -22,12 +22,11 @@ from boltmesh.strategies.expert.exchange import Compute, EqualRows, ExpertExchan
 from boltmesh.strategies.expert.expected_traffic import ExchangeShape
 from boltmesh.strategies.expert.find import ExpertCall, Experts, Slot, arguments
 from boltmesh.strategies.object_collectives import noop
+from boltmesh.strategies.patch import rewrapped, unwrapped
 from boltmesh.strategies.torch_compat.modules import (
     parameters_in_place,
-    rewrapped,
     set_parameter,
     swapped_state,
-    unwrapped,
 )
 from boltmesh.strategies.torch_compat.tensors import disabled_torch_function
 

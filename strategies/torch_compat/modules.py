@@ -112,51 +112,6 @@ def _held(module: Module, name: str) -> Tensor:
     return held
 
 
-class _Wrapped:
-    """A method, and what is called in its place."""
-
-    def __init__(self, around: Callable[..., Any], method: Callable[..., Any]) -> None:
-        self.around, self.method = around, method
-
-    def call(self, /, *args: Any, **kwargs: Any) -> Any:
-        return self.around(self.method, *args, **kwargs)
-
-
-def wrapped(method: Callable[..., Any], around: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what calls ``around(method, *args, **kwargs)`` in the place of a method."""
-    # A bound method: of a forward on an instance, torch's compiler compares the function alone, so
-    # that modules with equal wrappers share compiled code. Lightning reads its code to see whether
-    # a step is overridden.
-    return _Wrapped(around, method).call
-
-
-def _wrapper(method: Callable[..., Any]) -> _Wrapped | None:
-    found = getattr(method, "__self__", None)
-    return found if isinstance(found, _Wrapped) else None
-
-
-def compiled(
-    method: Callable[..., Any], compile_: Callable[[Callable[..., Any]], Callable[..., Any]]
-) -> Callable[..., Any]:
-    """Return a compiled method; what is around it stays outside if its ``is_compiled`` is False."""
-    found = _wrapper(method)
-    if found is None or getattr(found.around, "is_compiled", True):
-        return compile_(method)
-    return wrapped(compiled(found.method, compile_), found.around)
-
-
-def unwrapped(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method without all that ``wrapped`` has put around it."""
-    found = _wrapper(method)
-    return method if found is None else unwrapped(found.method)
-
-
-def rewrapped(method: Callable[..., Any], inner: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``inner`` with all that ``wrapped`` has put around a method."""
-    found = _wrapper(method)
-    return inner if found is None else wrapped(rewrapped(found.method, inner), found.around)
-
-
 def is_compiled(module: Module) -> bool:
     """Whether ``torch.compile`` runs a module, by its method or as a wrapper of it."""
     return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")

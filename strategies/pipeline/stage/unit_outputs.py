@@ -267,7 +267,7 @@ def _content(value: Any, names: Mapping[Module, str]) -> Hashable:
 
 _WRAPPERS = (
     "boltmesh.strategies.tensor.",
-    "boltmesh.strategies.torch_compat.modules",
+    "boltmesh.strategies.patch",
     "boltmesh.strategies.pipeline.stage.units",
 )
 """Where classes lie whose objects strategies put around methods. They hold all they use."""
