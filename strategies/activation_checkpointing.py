@@ -242,7 +242,8 @@ class _BuffersKept(AbstractContextManager[None]):
 
 
 @contextmanager
-def _within(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
-    outer, inner = contexts
+def _within(
+    outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]
+) -> Iterator[None]:
     with outer, inner:
         yield

@@ -31,8 +31,7 @@ from boltmesh.strategies.cost_model.step_time import Machine
 from boltmesh.strategies.data_parallel.ddp import DdpAxis, DdpOptions
 from boltmesh.strategies.data_parallel.options import ZeroOptions
 from boltmesh.strategies.data_parallel.zero import ZeroAxis
-from boltmesh.strategies.dry_run.metrics import find_metrics
-from boltmesh.strategies.dry_run.no_side_effects import modules_unchanged, no_side_effects
+from boltmesh.strategies.dry_run.no_side_effects import untraced
 from boltmesh.strategies.dry_run.sample import sample_batch
 from boltmesh.strategies.engine import MeshStrategy
 from boltmesh.strategies.lightning_compat.loops import without_shown_loader
@@ -41,7 +40,6 @@ from boltmesh.strategies.lightning_compat.trainer import (
     module_reads_gradients,
     reads_gradients,
 )
-from boltmesh.strategies.random_state import random_state_unchanged
 from boltmesh.strategies.registry import STRATEGIES
 from boltmesh.strategies.torch_compat.modules import swapped_state
 from boltmesh.strategies.torch_compat.tensors import fake_tensors, make_fake, tree_map
@@ -213,9 +211,7 @@ def _describe(trainer: Trainer, module: LightningModule) -> tuple[ModelShape, st
     try:
         batch = without_shown_loader(sample_batch, trainer).batch
         with ExitStack() as stack:
-            stack.enter_context(random_state_unchanged(torch.device("cpu")))
-            stack.enter_context(modules_unchanged(module.modules()))
-            stack.enter_context(no_side_effects(module, find_metrics(module)))
+            stack.enter_context(untraced(module, torch.device("cpu")))
             named = [*module.named_parameters(), *module.named_buffers()]
             swapped = {name: make_fake(each, mode) for name, each in named}
             stack.enter_context(mode)

@@ -20,11 +20,21 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from boltmesh.lightning_import import ROOTS
-from boltmesh.strategies.dry_run.metrics import MetricCall, MetricKind, answer, metrics_replaced
+from boltmesh.strategies.dry_run.metrics import (
+    MetricCall,
+    MetricKind,
+    answer,
+    find_metrics,
+    metrics_replaced,
+)
 from boltmesh.strategies.lightning_compat.trainer import attributes_of_run, trainer_of
 from boltmesh.strategies.object_collectives import noop
 from boltmesh.strategies.patch import patched
-from boltmesh.strategies.random_state import generators_unchanged, held_generators
+from boltmesh.strategies.random_state import (
+    generators_unchanged,
+    held_generators,
+    random_state_unchanged,
+)
 from boltmesh.strategies.torch_compat.tensors import (
     is_equal,
     local_tensor,
@@ -228,4 +238,15 @@ def _with_metrics_kept(
         return answer(call.metric, call.method, call.args, call.kwargs)
 
     with logs, metrics_replaced(metrics, act):
+        yield
+
+
+@contextmanager
+def untraced(module: LightningModule, device: torch.device) -> Iterator[None]:
+    """Context of a run of a step that logs nothing, and changes neither modules nor generators."""
+    with (
+        random_state_unchanged(device),
+        modules_unchanged(module.modules()),
+        no_side_effects(module, find_metrics(module)),
+    ):
         yield

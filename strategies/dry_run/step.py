@@ -33,17 +33,14 @@ from boltmesh.strategies.dry_run.fake_optimizers import (
     fake_optimizers,
     manual_optimization_stub,
 )
-from boltmesh.strategies.dry_run.metrics import find_metrics
 from boltmesh.strategies.dry_run.no_side_effects import (
     ParametersUnchanged,
-    modules_unchanged,
-    no_side_effects,
+    untraced,
 )
 from boltmesh.strategies.dry_run.unsupported import refuse_collective
 from boltmesh.strategies.lightning_compat.trainer import trainer_of
 from boltmesh.strategies.patch import patched
 from boltmesh.strategies.pytree import replace_tensors
-from boltmesh.strategies.random_state import random_state_unchanged
 from boltmesh.strategies.torch_compat.tensors import tree_leaves
 
 Around = Callable[[], AbstractContextManager[Any]]
@@ -160,13 +157,12 @@ class DryRun:
 
     @contextmanager
     def _untraced(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            stack.enter_context(random_state_unchanged(self.device))
-            stack.enter_context(modules_unchanged(self.module.modules()))
-            stack.enter_context(no_side_effects(self.module, find_metrics(self.module)))
-            stack.enter_context(without_dropout(self.module.modules()))
-            stack.enter_context(_WithoutCollectives(type(self.module).__name__))
-            stack.enter_context(ParametersUnchanged(self.module))
+        with (
+            untraced(self.module, self.device),
+            without_dropout(self.module.modules()),
+            _WithoutCollectives(type(self.module).__name__),
+            ParametersUnchanged(self.module),
+        ):
             if not self.trains:  # for training Lightning leaves every module in its own mode
                 self.module.eval()
             yield

@@ -8,7 +8,6 @@ is sent or received, and what crosses boundaries has the shapes that are planned
 """
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +20,7 @@ from torch.nn import Parameter
 
 from boltmesh.schedule_sim import RECEIVES, SENDS, peak_live_bytes
 from boltmesh.strategies.cost_model.traffic import NORM_BYTES, OVERFLOW_BYTES
-from boltmesh.strategies.dry_run.metrics import find_metrics
-from boltmesh.strategies.dry_run.no_side_effects import modules_unchanged, no_side_effects
+from boltmesh.strategies.dry_run.no_side_effects import untraced
 from boltmesh.strategies.pipeline.microbatch_runs import Around
 from boltmesh.strategies.pipeline.partition.placement import StagePlacement
 from boltmesh.strategies.pipeline.runtime.backward import StageGraph, backward
@@ -32,7 +30,6 @@ from boltmesh.strategies.pipeline.schedules.actions import RankProgram, RankProg
 from boltmesh.strategies.pipeline.stage.plan_cache import TRAINING, batch_signature
 from boltmesh.strategies.pipeline.stage.stage_run import StageRun
 from boltmesh.strategies.pipeline.step_report import NUM_SIGNALS
-from boltmesh.strategies.random_state import random_state_unchanged
 from boltmesh.strategies.torch_compat.tensors import FakeTensorMode
 from boltmesh.telemetry.snapshot import MemoryKind, MemoryPlace, PipelinePlan
 from boltmesh.telemetry.traffic import CONTROL, ExpectedTraffic
@@ -162,11 +159,7 @@ class StageRehearsal:
         Args:
             mode: Of the parameters.
         """
-        with ExitStack() as stack:
-            stack.enter_context(random_state_unchanged(self.device))
-            stack.enter_context(modules_unchanged(self.module.modules()))
-            stack.enter_context(no_side_effects(self.module, find_metrics(self.module)))
-            stack.enter_context(torch.enable_grad())
+        with untraced(self.module, self.device), torch.enable_grad():
             self.module.train()
             for args, stages in self.runs:
                 for stage in stages:

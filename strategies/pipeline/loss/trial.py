@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -283,10 +283,8 @@ class TailTrial:
 
     @contextmanager
     def _untraced(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            stack.enter_context(random_state_unchanged(self.device))
-            stack.enter_context(modules_unchanged(self._module.modules()))
-            stack.enter_context(self._around())
+        changes = modules_unchanged(self._module.modules())
+        with random_state_unchanged(self.device), changes, self._around():
             yield
 
 
