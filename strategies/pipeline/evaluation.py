@@ -55,7 +55,7 @@ class Evaluation:
         self._plans = model.placement.plans
         apart = (*self._plans.units.values(), *model.metrics.values())
         inside = {id(part) for each in apart for part in each.modules()}
-        self._glue = [each for each in model.module.modules() if id(each) not in inside]
+        self._outside = [each for each in model.module.modules() if id(each) not in inside]
 
     @without_nested_batches()
     def step(
@@ -147,10 +147,10 @@ class Evaluation:
         model = self._model
         with ExitStack() as stack:
             # Every stage runs the beginning of the step, and only the end is to leave traces.
-            stack.enter_context(modules_unchanged(self._glue))
+            stack.enter_context(modules_unchanged(self._outside))
             stack.enter_context(hooks_unchanged(model.module.modules()))
             stack.enter_context(no_side_effects(model.module, model.metrics))
-            held = held_generators(self._glue)
+            held = held_generators(self._outside)
             parts = model.runner.pass_through(
                 run, joined.last, around, lambda _: generators_unchanged(held)
             )

@@ -194,7 +194,7 @@ class StagedModel:
         assert self.placement is not None
         self.holdings.shared.broadcast()
         # Where nobody seeds, ranks have drawn different ones.
-        self.runner.glue_state.broadcast(self.placement.division.loose_buffers)
+        self.runner.non_stage_state.broadcast(self.placement.division.loose_buffers)
 
     def record_plan(self, accumulated: int) -> None:
         """Tell the run's recorder what will be run; called for every run.

@@ -70,7 +70,7 @@ class StepRunner:
         self._sharing = model.sharing
         self._signals = model.signals
         self._context = model.context
-        self.glue_state = NonStageState(
+        self.non_stage_state = NonStageState(
             module, self._whole.stages, programs.rank_of_stage, model.context.group
         )
         self.delayed: DelayedGradients | None = None
@@ -128,7 +128,7 @@ class StepRunner:
                 with self.delayed.batch() as before:
                     program = self._programs.asynchronous(before, len(run.parts))
                     outcome = self._run(program, stages, report)
-        self.glue_state.share((each[0].plan for each in runs), is_joined=joined is not None)
+        self.non_stage_state.share((each[0].plan for each in runs), is_joined=joined is not None)
         return logs, outcome.reports[:, NUM_SIGNALS:]
 
     def _stages(
@@ -146,7 +146,7 @@ class StepRunner:
                 [each[index] for each in runs],
                 run,
                 around,
-                self.glue_state.during(
+                self.non_stage_state.during(
                     during if index == self._end else self._quiet,
                     [each[index].plan for each in runs],
                 ),
@@ -181,7 +181,9 @@ class StepRunner:
                 joined.last if index == self._end else [each[index] for each in runs],
                 run,
                 around,
-                self.glue_state.during(self._quiet, [each[index].plan for each in runs], keeps),
+                self.non_stage_state.during(
+                    self._quiet, [each[index].plan for each in runs], keeps
+                ),
                 is_last=index == self._end,
                 batch_tail=tail if index == self._end else None,
                 see=see,

@@ -75,7 +75,7 @@ class Tied(Words):
         self.head.weight = self.embedding.weight
 
 
-class HeadInGlue(Words):
+class HeadBetweenUnits(Words):
     """The embedding's weight is used by a function, not by a layer."""
 
     def __init__(self) -> None:
@@ -241,7 +241,7 @@ class DictBatch(Words):
         return x + early.mean()
 
 
-class GlueDropout(Words):
+class DropoutBetweenUnits(Words):
     def body(self, x: Tensor, batch: Any) -> Tensor:
         for block in self.blocks:
             x = F.dropout(block(x), 0.3, self.training)

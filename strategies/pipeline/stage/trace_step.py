@@ -220,7 +220,7 @@ def probe(
             if not tried[-1].has_repeated:
                 raise
         else:
-            if not (tried[-1].has_repeated and tried[-1].glue.has_unreturned):
+            if not (tried[-1].has_repeated and tried[-1].between.has_unreturned):
                 return trace
         return run(answer=answer, repeats=False, **options)
 
@@ -298,7 +298,7 @@ class _StepTracer:
         self, step: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, answer: bool
     ) -> StepTrace:
         device = next((each.device for each in self.root.parameters()), torch.device("cpu"))
-        self.glue = BetweenUnitsTracer(
+        self.between = BetweenUnitsTracer(
             self.root, self.trace, self.mode, answer=answer, after_read=self._stop_if_known
         )
         forwards = {
@@ -330,10 +330,10 @@ class _StepTracer:
             args, kwargs = own_arguments((args, dict(kwargs)))
             given = [(each, version_of(each)) for each in take_apart((args, kwargs))[0]]
             before = host_random_state(), generator_states(held)
-            self.glue.follow((args, kwargs))
+            self.between.follow((args, kwargs))
             if self.keeping is not None:
                 stack.enter_context(self.keeping.watching())
-            stack.enter_context(self.glue)
+            stack.enter_context(self.between)
             returned = _called(self.root, step, args, kwargs)
             self._hand_out(returned)
             if self.host_random is not None:
@@ -343,7 +343,7 @@ class _StepTracer:
             self.trace.written_arguments = frozenset(
                 at for at, (each, version) in enumerate(given) if version_of(each) != version
             )
-            with self.glue.paused():
+            with self.between.paused():
                 self.trace.changed_attributes = state.changed_attributes()
                 self.trace.attributes_of_units = frozenset(
                     (module, name)
@@ -351,10 +351,10 @@ class _StepTracer:
                     if any(map(is_fake, tensors_in(vars(around[module]).get(name))))
                 )
                 self.trace.changed_buffers = {
-                    name: self.glue.last_change(each)
-                    for name, each in state.changed_buffers(self.glue.is_written).items()
+                    name: self.between.last_change(each)
+                    for name, each in state.changed_buffers(self.between.is_written).items()
                 }
-        self.glue.finish()
+        self.between.finish()
         return self.trace
 
     def _call(self, name: str, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -368,10 +368,10 @@ class _StepTracer:
             )
         if self.host_random is None:
             self.host_random = host_random_state()
-        with self.glue.paused():
+        with self.between.paused():
             self.is_inside = True
             try:
-                arguments = self.glue.begin_unit(name, (args, kwargs))
+                arguments = self.between.begin_unit(name, (args, kwargs))
                 if self.keeping is not None:
                     self.keeping.begin_unit(name, arguments)
                 called = self._run_unit(name, forward, arguments)
@@ -379,8 +379,8 @@ class _StepTracer:
                 self.is_inside = False
             self.trace.sees_one_value |= called.sees_one_value
             for each in called.answers:
-                self.glue.note_answer(each)
-            self.glue.end_unit(called.result, called.output, called.borrowed)
+                self.between.note_answer(each)
+            self.between.end_unit(called.result, called.output, called.borrowed)
             if self.counts_flops:
                 flops = self.trace.flops
                 flops[name] = flops.get(name, 0) + called.flops
@@ -439,8 +439,8 @@ class _StepTracer:
 
     def _hand_out(self, *values: Any, **options: Any) -> None:
         """Note that values leave the step: the last stage has to have them at its end."""
-        with self.glue.paused():
-            self.glue.keep_to_end(tensors_in(list(values) + list(options.values())))
+        with self.between.paused():
+            self.between.keep_to_end(tensors_in(list(values) + list(options.values())))
 
     def _call_metric(self, call: MetricCall) -> Any:
         """Note that a metric takes values out of the step, and guess what it gives for them."""
@@ -454,14 +454,14 @@ class _StepTracer:
         shapes = [tuple(each.shape) if isinstance(each, Tensor) else None for each in leaves]
         self.trace.metrics.append(MetricTrace(call.name, call.method, tuple(shapes)))
         given = [each for each in leaves if isinstance(each, Tensor)]
-        with self.glue.paused():
-            self.glue.keep_to_end(given)
+        with self.between.paused():
+            self.between.keep_to_end(given)
             args, kwargs = replace_tensors((call.args, call.kwargs), _with_data)
             made = answer(call.metric, call.method, args, kwargs)
             if call.method != "compute" and not any(map(is_fake, given)):
                 return made
             made = replace_tensors(made, lambda each: make_fake(each.detach(), self.mode))
-            self.glue.add_of_metric(tensors_in(made), f"what the metric {call.name!r} gave")
+            self.between.add_of_metric(tensors_in(made), f"what the metric {call.name!r} gave")
             return made
 
     def _stop_if_known(self) -> None:

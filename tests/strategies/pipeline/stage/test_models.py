@@ -29,7 +29,7 @@ IMAGES = [torch.randn(4, 1, 8, 8, generator=torch.Generator().manual_seed(i)) fo
 CASES: list[tuple[type[Module], list[Any]]] = [
     (models.Words, TOKENS),
     (models.Tied, TOKENS),
-    (models.HeadInGlue, TOKENS),
+    (models.HeadBetweenUnits, TOKENS),
     (models.OutsideResidual, TOKENS),
     (models.InPlaceResidual, TOKENS),
     (models.WrittenRows, TOKENS),
@@ -52,7 +52,7 @@ CASES: list[tuple[type[Module], list[Any]]] = [
 
 
 @pytest.mark.sample(
-    "HeadInGlue",
+    "HeadBetweenUnits",
     "MappedMask",
     "Asserts",
     "InPlaceResidual",

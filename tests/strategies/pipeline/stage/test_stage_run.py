@@ -84,7 +84,7 @@ def test_a_probe_under_autocast_leaves_no_cast_weights_behind() -> None:
 
 
 def test_random_numbers_between_layers_are_the_same_on_all_stages() -> None:
-    module = _seeded(models.GlueDropout)
+    module = _seeded(models.DropoutBetweenUnits)
     split = split_evenly(module, "training_step", (TOKENS, 0), 4)
     staged = Staged(module, [TOKENS], split, seed=5)
     before = torch.get_rng_state()
@@ -196,7 +196,7 @@ def test_costs_of_units_in_call_order() -> None:
 
 
 def test_tied_and_loose_parameters_are_used_where_the_step_uses_them() -> None:
-    for kind in (models.Tied, models.HeadInGlue):
+    for kind in (models.Tied, models.HeadBetweenUnits):
         used = [run.plan.parameters for run in _stages(kind())]
         sharing = [i for i, names in enumerate(used) if "embedding.weight" in names]
         assert sharing == [0, 3]

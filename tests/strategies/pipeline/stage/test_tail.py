@@ -24,7 +24,7 @@ PARTS = 3
 
 CASES: list[tuple[type[LightningModule], Any]] = [
     (models.Words, TOKENS),
-    (models.HeadInGlue, TOKENS),
+    (models.HeadBetweenUnits, TOKENS),
     (models.OutsideResidual, TOKENS),
     (models.InPlaceResidual, TOKENS),
     (models.ChangedArgument, TOKENS),
