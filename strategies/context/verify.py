@@ -49,7 +49,7 @@ class ContextProof:
         dry_run: The step with a batch of the run, equal on all ranks.
         entries: Where its sequence begins.
         state: On a group of its own: a failure on one rank leaves the group unusable.
-        judges: All ranks of the job, on the CPU: they agree on the result.
+        world_cpu_group: All ranks of the job, on the CPU: they agree on the result.
         blocks: Repeated blocks by name.
         tokenwise: Modules that run on plain tensors.
         tile: Positions that those run at a time; None: all.
@@ -58,7 +58,7 @@ class ContextProof:
     dry_run: DryRun
     entries: tuple[SequenceEntry, ...]
     state: ContextState
-    judges: ProcessGroup
+    world_cpu_group: ProcessGroup
     blocks: Mapping[str, Module]
     tokenwise: Mapping[str, TokenwiseModule] = field(default_factory=dict)
     tile: int | None = None
@@ -161,7 +161,7 @@ class ContextProof:
             modules.remove()
             entries.remove()
         names = sorted(outcome.gradients)
-        if any(each != names for each in gather_objects(names, self.judges)):
+        if any(each != names for each in gather_objects(names, self.world_cpu_group)):
             raise ConfigError("gives gradients to other parameters on some ranks")
         for name in names:
             gradient = outcome.gradients[name].contiguous()
@@ -171,7 +171,7 @@ class ContextProof:
 
     def _first(self, text: str | None) -> str | None:
         """Return the text of the first rank that has one. Collective over all ranks."""
-        of_ranks = gather_objects(text, self.judges)
+        of_ranks = gather_objects(text, self.world_cpu_group)
         return next((each for each in of_ranks if each is not None), None)
 
 

@@ -55,7 +55,7 @@ class TensorContext:
 
     group: ProcessGroup
     """The ranks that share each layer with this one."""
-    judges: ProcessGroup
+    world_cpu_group: ProcessGroup
     """All ranks of the job, on the CPU: their models are equal, and they agree on one plan."""
     new_group: Callable[..., ProcessGroup | None]
     """Makes further groups of its ranks, see ``RankMeshStrategy.new_group``."""
@@ -184,10 +184,10 @@ def place(
     shapes = BlockShapes()
     with shapes.watching(blocks):
         plan, made_elements = _planned(on_host, blocks, options, context, group.size)
-    order = broadcast_from_rank0(shapes.in_order(blocks), context.judges)
+    order = broadcast_from_rank0(shapes.in_order(blocks), context.world_cpu_group)
     plan = replace(plan, kinds=kinds_of({name: blocks[name] for name in order}, plan))
     passed = _passed(module, plan, blocks, shapes)
-    make_whole(module, blocks, passed, context.judges)
+    make_whole(module, blocks, passed, context.world_cpu_group)
     batch, *rest = args
     on_device = replace(
         on_host,
@@ -210,7 +210,7 @@ def place(
                 passed,
                 made_elements * torch.float32.itemsize,
                 context.precision,
-                context.judges,
+                context.world_cpu_group,
                 lambda: _group_for_a_proof(context),
             ),
         )
@@ -219,7 +219,7 @@ def place(
         blocks,
         passed,
         without_replicated(plan).sharded.values(),
-        group=context.judges,
+        group=context.world_cpu_group,
         size=group.size,
         rank=group.rank,
     )
@@ -263,7 +263,7 @@ def _planned(
         else:
             text += ". Leave tensor out if its code reads values of tensors, as tolist() does."
         told = [("error", text, 0)]
-    dist.broadcast_object_list(told, group=context.judges, group_src=0)
+    dist.broadcast_object_list(told, group=context.world_cpu_group, group_src=0)
     kind, text, made_elements = told[0]
     if kind == "error":
         if isinstance(failure, BoltMeshError):

@@ -98,7 +98,7 @@ class ProofInputs:
         passed: First of its kind, by block that is skipped.
         activation_bytes: Limit for what a backward pass through all blocks may keep.
         precision: Precision of the step in the run.
-        judges: All ranks of the job, on the CPU: they agree on the result.
+        world_cpu_group: All ranks of the job, on the CPU: they agree on the result.
         new_group: Makes the group that a planned step runs on. A collective in which not all ranks
             took part leaves a group unusable, so the next trial gets another one.
     """
@@ -108,7 +108,7 @@ class ProofInputs:
     passed: Mapping[str, str]
     activation_bytes: int
     precision: StepPrecision
-    judges: ProcessGroup
+    world_cpu_group: ProcessGroup
     new_group: NewGroup
 
 
@@ -355,7 +355,7 @@ class _Proof:
 
     def _first(self, text: str | None) -> str | None:
         """Return the text of the first rank that has one. Collective over all ranks."""
-        of_ranks = gather_objects(text, self.stage.judges)
+        of_ranks = gather_objects(text, self.stage.world_cpu_group)
         said = [f"{each} (rank {rank})" for rank, each in enumerate(of_ranks) if each is not None]
         if not said:
             return None
@@ -370,7 +370,7 @@ def _free_bytes(stage: ProofInputs) -> int:
     """Return the memory that this rank may use, on its device or of its share of the host's."""
     device = stage.rehearsal.device
     if device.type == "cpu":
-        return int(psutil.virtual_memory().available / stage.judges.size())
+        return int(psutil.virtual_memory().available / stage.world_cpu_group.size())
     free, _ = torch.accelerator.get_memory_info(device)
     cached = torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device)
     return free + cached
