@@ -317,7 +317,7 @@ class ContextAxis(LayerAxis):
         found = self.dry_batch()
         assert found is not None
         around = self.strategy.host_step_context("training_step")
-        with self.others_silenced():
+        with self.others_without_collectives():
             self._counted = count_step(module, found[0], self.state.group, around, _CPU)
 
     @override
@@ -336,7 +336,7 @@ class ContextAxis(LayerAxis):
         return [(fake, 1)], _CPU
 
     @override
-    def silenced(self) -> AbstractContextManager[None]:
+    def without_collectives(self) -> AbstractContextManager[None]:
         if self.size == 1 or self.state is None:
             return nullcontext()
         group = self.state.group

@@ -176,15 +176,15 @@ class Axis:
         return None
 
     @contextmanager
-    def others_silenced(self) -> Iterator[None]:
+    def others_without_collectives(self) -> Iterator[None]:
         """Within it, layers send nothing along the other axes."""
         with ExitStack() as stack:
             for axis in self.strategy.axes:
                 if axis is not self:
-                    stack.enter_context(axis.silenced())
+                    stack.enter_context(axis.without_collectives())
             yield
 
-    def silenced(self) -> AbstractContextManager[None]:
+    def without_collectives(self) -> AbstractContextManager[None]:
         """Within it, this rank alone runs layers on tensors without data, without collectives."""
         return nullcontext()
 

@@ -260,7 +260,7 @@ class ExpertAxis(Axis):
 
     @override
     @contextmanager
-    def silenced(self) -> Iterator[None]:
+    def without_collectives(self) -> Iterator[None]:
         # Authors' code runs on whole parameters, also when this rank has no more than its rows.
         with ExitStack() as stack:
             for each in self.divided.values():

@@ -213,7 +213,7 @@ class PipelineAxis(Axis):
             num_averaged=strategy.gradient_group.size(),
             coupled=strategy.coupled,
             rounds_by_microbatch=strategy.float8.recipe == "tensorwise",
-            silent=self.others_silenced,
+            without_collectives=self.others_without_collectives,
             boundaries=next(
                 filter(None, (each.stage_boundaries() for each in strategy.axes)), None
             ),

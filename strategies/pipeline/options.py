@@ -103,9 +103,6 @@ class PipelineOptions:
         return num_ranks * size
 
 
-Silent = Callable[[], AbstractContextManager[None]]
-
-
 @dataclass(frozen=True)
 class PipelineContext:
     """Where the axis finds itself."""
@@ -134,7 +131,7 @@ class PipelineContext:
     """Ranks of other pipelines that layers compute together with; None: there are none."""
     rounds_by_microbatch: bool = False
     """Whether products round by the largest element of a microbatch, as those in float8 do."""
-    silent: Silent = nullcontext
+    without_collectives: Callable[[], AbstractContextManager[None]] = nullcontext
     """Enters what layers are run in on tensors without data, by one rank alone."""
     boundaries: "StageBoundaries | None" = None
     """How values cross from one stage to the next where a rank has a part of each; None: whole."""

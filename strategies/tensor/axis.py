@@ -249,7 +249,7 @@ class TensorAxis(LayerAxis):
             self._placed.applied.cut_into_stages(units)
 
     @override
-    def silenced(self) -> AbstractContextManager[None]:
+    def without_collectives(self) -> AbstractContextManager[None]:
         if self.size == 1:
             return nullcontext()
         return self.group.counted_by(CountingGroup(self.group.rank, self.group.size))
@@ -289,7 +289,10 @@ class TensorAxis(LayerAxis):
             return
         around = self.strategy.step_context("training_step")
         is_shown = self.strategy.is_global_zero
-        with long_phase("counts the traffic of a step", is_shown=is_shown), self.others_silenced():
+        with (
+            long_phase("counts the traffic of a step", is_shown=is_shown),
+            self.others_without_collectives(),
+        ):
             self._counted = count_step(module, runs, self.group, around, device)
 
     @override

@@ -5,8 +5,8 @@ of other lengths could make another split, and parameters that nobody holds, or 
 stage in the next pipeline, with whose gradients theirs are averaged.
 """
 
-from collections.abc import Mapping, Sequence, Set
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from torch.nn import Module
 
 from boltmesh.errors import ConfigError, first_of
 from boltmesh.strategies.object_collectives import broadcast_from_rank0
-from boltmesh.strategies.pipeline.options import PipelineContext, Silent, Split
+from boltmesh.strategies.pipeline.options import PipelineContext, Split
 from boltmesh.strategies.pipeline.partition.choose import (
     MemoryBudget,
     cut_units,
@@ -137,7 +137,7 @@ def place(
                     budget=budget,
                     unmade=unmade,
                     recomputed=context.recomputed,
-                    silent=context.silent,
+                    without_collectives=context.without_collectives,
                     boundaries=context.boundaries,
                 )
         except ConfigError as error:
@@ -159,7 +159,7 @@ def place(
             module,
             units,
             answer.stage_of_unit,
-            silent=context.silent,
+            without_collectives=context.without_collectives,
             boundaries=context.boundaries,
         )
     return StagePlacement(plans, answer)
@@ -177,7 +177,7 @@ def divide(
     budget: MemoryBudget,
     unmade: DeferredModel,
     recomputed: Set[Module],
-    silent: Silent = nullcontext,
+    without_collectives: Callable[[], AbstractContextManager[None]] = nullcontext,
     boundaries: StageBoundaries | None = None,
 ) -> tuple[StageAssignment, StagePlans]:
     """Cut a model into stages, by a look at what a step does with one microbatch.
@@ -193,13 +193,13 @@ def divide(
         budget: What memory its ranks have for it.
         unmade: What of it does not exist yet.
         recomputed: Units whose forward pass runs once more in the backward pass.
-        silent: See ``PipelineContext``.
+        without_collectives: See ``PipelineContext``.
         boundaries: See there.
 
     Raises:
         ConfigError: When the model cannot be cut so.
     """
-    with silent():
+    with without_collectives():
         units, trace, outputs = _probe_units(module, step, args, seed, len(rank_of_stage))
     uses = units_in_model_order(units) if trace is None else units_in_call_order(trace, units)
     if not any(each.is_called for each in uses):
@@ -225,7 +225,9 @@ def divide(
     stage = 0
     for each in uses:  # one that this step does not call stands with its neighbour
         stage = stage_of_unit.setdefault(each.name, stage)
-    plans = StagePlans(module, units, stage_of_unit, silent=silent, boundaries=boundaries)
+    plans = StagePlans(
+        module, units, stage_of_unit, without_collectives=without_collectives, boundaries=boundaries
+    )
     rank_of_unit = {unit: rank_of_stage[each] for unit, each in stage_of_unit.items()}
     last_rank = rank_of_stage[-1]
     unit_of_buffer = _units_of_buffers(module, units)

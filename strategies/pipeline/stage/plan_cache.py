@@ -136,7 +136,7 @@ class StagePlans:
         units: Mapping[str, Module],
         stage_of_unit: Mapping[str, int],
         *,
-        silent: Callable[[], AbstractContextManager[None]] = nullcontext,
+        without_collectives: Callable[[], AbstractContextManager[None]] = nullcontext,
         boundaries: StageBoundaries | None = None,
     ) -> None:
         """Take how a model is cut.
@@ -145,11 +145,11 @@ class StagePlans:
             root: The whole model.
             units: All of its units by name, of :func:`find_stage_units`.
             stage_of_unit: The stage of each unit that steps call.
-            silent: Enters what a step is probed in: units communicate nothing there.
+            without_collectives: Enters what a step is probed in: units communicate nothing there.
             boundaries: How values cross from one stage to the next.
         """
         self.boundaries = boundaries or StageBoundaries()
-        self._silent = silent
+        self._without_collectives = without_collectives
         self.root = root
         self.units = dict(units)
         self.stage_of_unit = dict(stage_of_unit)
@@ -281,7 +281,7 @@ class StagePlans:
         known = self._of_signature(state, batch, rest, kwargs)
         if () in known.traces:
             return known, ()
-        with self._silent():
+        with self._without_collectives():
             trace = probe(
                 self.root,
                 self.units,
