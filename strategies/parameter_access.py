@@ -50,6 +50,7 @@ from boltmesh.errors import ConfigError, UnsupportedError
 from boltmesh.strategies.checkpoint.chunks import DimDivision
 from boltmesh.strategies.grad_norm import HeldShare, NormShare, PartShare
 from boltmesh.strategies.offload.shard_tensor import OffloadedShard
+from boltmesh.strategies.patch import members_replaced
 from boltmesh.strategies.pytree import tensors_in
 from boltmesh.strategies.source_line import OF_TORCH, line_outside
 from boltmesh.strategies.torch_compat.fsdp import is_gathered, unit_parameter_names, unit_parameters
@@ -217,13 +218,9 @@ def gathered_parameters(
         whole = {shard: _gather(shard) for shard in dict.fromkeys(shards.values())}
     versions = {shard: times_written(each) for shard, each in whole.items()}
     try:
-        try:
-            for place, shard in shards.items():
-                setattr(place.module, place.key, whole[shard])
+        values = [(place.module, place.key, whole[shard]) for place, shard in shards.items()]
+        with members_replaced(values):
             yield {place.name: whole[shard] for place, shard in shards.items()}
-        finally:
-            for place, shard in shards.items():
-                setattr(place.module, place.key, shard)
         if writes:
             for shard, each in whole.items():
                 _scatter(each.detach(), shard)

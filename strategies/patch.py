@@ -18,7 +18,7 @@ Around = Callable[..., Any]
 """Called with the method that it wraps, and with the arguments of the call."""
 
 Original = tuple[Module, str, object]
-"""A module, an attribute and its value before a change."""
+"""A module, the name of an attribute, and its value."""
 
 _ABSENT = object()
 
@@ -42,6 +42,23 @@ def patched(owner: Any, /, **attributes: Any) -> Iterator[None]:
                 del own[name]
             else:
                 own[name] = value
+
+
+@contextmanager
+def members_replaced(values: Iterable[Original]) -> Iterator[None]:
+    """Context in which modules hold other parameters, buffers or lists of them.
+
+    They are registered, as by an author who sets them; each may be taken from one set before it.
+    """
+    before: list[Original] = []
+    try:
+        for module, name, value in values:
+            before.append((module, name, getattr(module, name)))
+            setattr(module, name, value)
+        yield
+    finally:
+        for module, name, value in reversed(before):  # lists before what is in them
+            setattr(module, name, value)
 
 
 class Changes:

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from boltmesh.errors import ConfigError
+from boltmesh.strategies.patch import members_replaced
 from boltmesh.strategies.pipeline.stage_params import TiedWeights
 from boltmesh.strategies.torch_compat.autograd import has_gradient_hooks
 from boltmesh.strategies.torch_compat.optimizers import scale_all
@@ -81,13 +82,10 @@ class StashedWeights:
         own = self._sites.parameters
         for param in own:
             param.grad = None  # of the step before
-        for owner, name, parameter in self._sites.sites:
-            setattr(owner, name, self._stashed[id(parameter)])
-        try:
+        sites = self._sites.sites
+        values = [(owner, name, self._stashed[id(parameter)]) for owner, name, parameter in sites]
+        with members_replaced(values):
             yield
-        finally:
-            for owner, name, parameter in self._sites.sites:
-                setattr(owner, name, parameter)
         bypassed = next((param for param in own if param.grad is not None), None)
         if bypassed is not None:
             raise ConfigError(

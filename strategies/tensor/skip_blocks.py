@@ -14,7 +14,7 @@ from torch.nn import Module, Parameter
 
 from boltmesh.strategies.deferred_initialization.materialize import own_tensors
 from boltmesh.strategies.deferred_initialization.recording import tensors_of
-from boltmesh.strategies.patch import patched
+from boltmesh.strategies.patch import members_replaced, patched
 from boltmesh.strategies.tensor.plan import TensorPlan
 from boltmesh.strategies.torch_compat.tensors import tree_leaves, tree_map_only
 
@@ -128,25 +128,21 @@ def parameters_lent(blocks: Mapping[str, Module], firsts: Mapping[str, str]) -> 
         blocks: By dotted name.
         firsts: First of its kind, by block that borrows.
     """
-    before: list[tuple[Module, str, object]] = []
-    try:
-        for name, first in firsts.items():
-            pairs = zip(blocks[name].modules(), blocks[first].modules(), strict=True)
-            for module, lender in pairs:
-                for key, own in _borrowed(module):
-                    before.append((module, key, own))
-                    setattr(module, key, getattr(lender, key))
+    values = (
+        (module, key, getattr(lender, key))
+        for name, first in firsts.items()
+        for module, lender in zip(blocks[name].modules(), blocks[first].modules(), strict=True)
+        for key in _borrowed(module)
+    )
+    with members_replaced(values):
         yield
-    finally:
-        for module, key, own in reversed(before):  # lists of parameters before what is in them
-            setattr(module, key, own)
 
 
-def _borrowed(module: Module) -> list[tuple[str, object]]:
-    """Return what a module borrows, by name: parameters, lists of them, tensors without values."""
+def _borrowed(module: Module) -> list[str]:
+    """Return names of what a module borrows: parameters, lists of them, tensors without values."""
     others = [each for each in vars(module).items() if each[0] not in _REGISTERED]
     return [
-        (key, value)
+        key
         for key, value in (*own_tensors(module), *others)
         if any(isinstance(each, Parameter) or each.is_meta for each in tensors_of(value))
     ]

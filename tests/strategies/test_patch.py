@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from boltmesh.strategies.patch import Changes, patched
+from boltmesh.strategies.patch import Changes, members_replaced, patched
 
 
 def test_attributes_are_afterwards_those_of_before_or_none() -> None:
@@ -40,3 +40,11 @@ def test_changes_are_undone_in_the_reverse_order() -> None:
     assert layer(1) == 1
     assert "forward" not in vars(layer)
     assert not changes.modules()
+
+
+def test_other_members_are_registered() -> None:
+    layer, other = nn.Linear(2, 2), nn.Parameter(torch.zeros(2))
+    bias = layer.bias
+    with members_replaced([(layer, "bias", other)]):
+        assert dict(layer.named_parameters())["bias"] is other
+    assert layer.bias is bias
