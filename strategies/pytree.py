@@ -6,7 +6,7 @@
 
 import copy
 import dataclasses
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -117,7 +117,7 @@ def _copy(value: Any) -> Any:
         return value
 
 
-def nesting(value: Any) -> Hashable:
+def nesting(value: Any) -> Any:
     """Return the classes of a value and of what lists, tuples and mappings hold, and their keys."""
     if isinstance(value, Mapping):
         return type(value), tuple((key, nesting(each)) for key, each in value.items())

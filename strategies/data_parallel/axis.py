@@ -7,8 +7,8 @@ in ``.grad``.
 """
 
 from abc import abstractmethod
-from collections.abc import Collection, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
@@ -30,8 +30,10 @@ class PipelineDataAxis(DataAxis):
     """Whether the batch is the last one of an accumulation window."""
 
     @override
-    def no_sync(self, module: Module) -> AbstractContextManager[None]:
-        return patched(self, _is_synchronised=False)
+    @contextmanager
+    def no_sync(self, module: Module) -> Iterator[None]:
+        with patched(self, _is_synchronised=False):
+            yield
 
     @abstractmethod
     def begin_batch(self) -> None:

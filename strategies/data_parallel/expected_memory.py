@@ -48,7 +48,7 @@ def held_tensors(
     return {
         "parameters": [*shards, *wholes],
         "gradients": [*gradients],
-        "optimizer": optimizer_tensors(optimizers),
+        "optimizer": [*optimizer_tensors(optimizers)],
         "buffers": [*model.module.buffers()],
         "cache": [StoredBytes("host", free)],
     }

@@ -24,17 +24,13 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from boltmesh.errors import LayoutError
-from boltmesh.strategies.patch import patched
+from boltmesh.strategies.patch import Around, patched
 from boltmesh.strategies.tensor.plan import Section, ShardedParameter
 from boltmesh.strategies.tensor.runtime.boundaries import BlockBoundary
 from boltmesh.strategies.tensor.runtime.collectives import TensorGroup, shared_gradient
 from boltmesh.strategies.tensor.runtime.dropout import Draws
 from boltmesh.strategies.tensor.runtime.fused_output import as_whole
-from boltmesh.strategies.tensor.runtime.param_swap import (
-    Around,
-    map_floats,
-    own_parameters,
-)
+from boltmesh.strategies.tensor.runtime.param_swap import map_floats, own_parameters
 from boltmesh.strategies.tensor.runtime.plain_shards import Column, Row
 from boltmesh.strategies.torch_compat.tensors import tree_map_only
 
