@@ -73,9 +73,8 @@ def draw_chart(
         value = Line(words, "muted").add("  ").join(value)
     if len(names) > 1:
         value = Line(f"{names.index(name) + 1} of {len(names)}", "muted").add("  ").join(value)
-    is_log = view.is_log
-    if is_log:
-        is_log = any(0 < point <= MAX_VALUE for point in series.values)
+    is_log = view.is_log and any(0 < point <= MAX_VALUE for point in series.values)
+    if view.is_log:
         word = "log" if is_log else "no log axis: nothing above zero"
         value = Line(word, "muted").add("  ").join(value)
     has_axis = height >= AXIS_FROM_HEIGHT
@@ -400,9 +399,8 @@ def _labels(scale: Scale, height: int, *, is_log: bool) -> list[str]:
     for tick in scale.ticks:
         place = round((scale.high - tick) / (scale.high - scale.low) * (height - 1))
         digits = 3 if scale.step > 0.05 else 6  # or both ends of a narrow range read the same
-        labels[place] = (
-            f"{10.0**tick:.{digits}g}" if is_log else tick_label(tick, scale.step, largest)
-        )
+        power = f"{10.0**tick:.{digits}g}" if is_log else ""
+        labels[place] = power or tick_label(tick, scale.step, largest)
     return labels
 
 
