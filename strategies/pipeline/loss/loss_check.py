@@ -5,10 +5,10 @@ What it decides reaches the other ranks as weights and values, so they need not 
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -38,7 +38,7 @@ from boltmesh.strategies.pipeline.loss.reduction import (
     Term,
     read,
 )
-from boltmesh.strategies.pipeline.loss.trial import Trial, TrialCut, TrialPart
+from boltmesh.strategies.pipeline.loss.trial import Attempt, Trial, TrialCut, TrialPart
 
 MOST_TRIES = 8
 """Batches on which a key or a divisor is tried that none of them decides."""
@@ -254,7 +254,7 @@ class StepLossCheck:
         self._checks = checks
         self._make_trial = trial
         self.is_size_of_batch = checks.is_size_of_batch
-        self.logged_of_row = cache(lambda row, attempt: logged_of_row(self.trial, row, attempt))
+        self._logged: dict[tuple[int, Attempt], Mapping[Key, float]] = {}
         self._is_begun = False
 
     @cached_property
@@ -266,6 +266,12 @@ class StepLossCheck:
     def proof(self) -> LossProof | None:
         """Form of the loss and the runs that prove it, as :func:`prove` returns them."""
         return prove(self.trial)
+
+    def logged_of_row(self, row: int, attempt: Attempt) -> Mapping[Key, float]:
+        """Return what is logged for a row, as :func:`logged_of_row` does, which runs once."""
+        if (row, attempt) not in self._logged:
+            self._logged[row, attempt] = logged_of_row(self.trial, row, attempt)
+        return self._logged[row, attempt]
 
     def read(self, loss: Tensor) -> tuple[Form, list[Term]] | None:
         """Return the form and the terms of a microbatch's loss, as :meth:`LossChecks.read` does."""
