@@ -32,9 +32,7 @@ from boltmesh.strategies.expert.divided import DividedExperts
 from boltmesh.strategies.expert.exchange import with_unused
 from boltmesh.strategies.expert.find import ExpertCall, Experts
 from boltmesh.strategies.patch import patched
-from boltmesh.strategies.random_state import (
-    random_state_unchanged,
-)
+from boltmesh.strategies.random_state import random_state_unchanged
 from boltmesh.strategies.torch_compat.modules import results_unwatched
 from boltmesh.strategies.torch_compat.tensors import tree_leaves, tree_map
 

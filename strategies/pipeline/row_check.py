@@ -16,6 +16,7 @@ from boltmesh.strategies.dry_run.no_side_effects import (
     modules_unchanged,
     no_side_effects,
 )
+from boltmesh.strategies.pipeline.loss.reduction import BatchLossError
 from boltmesh.strategies.pipeline.loss.weights import StepWeights
 from boltmesh.strategies.pipeline.merge import NoJoints, find_joints, join
 from boltmesh.strategies.pipeline.microbatch import PAIR, Rows, batch_norms, pick
@@ -134,17 +135,19 @@ class RowCheck:
         with torch.enable_grad():
             runs = [
                 [
-                    (name, StepWeights(lambda _: None).weigh(each, count)[0].detach())
+                    (name, _weighed(each, count))
                     for name, each in self._outputs(stage, numbers, chosen(numbers))
                     if isinstance(each, Tensor) and each.ndim == 0 and each.grad_fn is not None
                 ]
                 for numbers in ([*one, *other] for one, other in product(*halves))
             ]
-        both, one_half, other_half, neither = runs
-        for (name, value), *rest in zip(both, one_half, other_half, neither, strict=True):
-            one, other, none = (each for _, each in rest)
-            if not _are_close(value + none, one + other):
-                return name
+        for outputs in zip(*runs, strict=True):
+            weighed = [value for _, value in outputs if value is not None]
+            if len(weighed) == len(outputs):
+                both, one, other, neither = weighed
+                if not _are_close(both + neither, one + other):
+                    name: str = outputs[0][0]
+                    return name
         return None
 
     def _written(self, parameters: Container[Tensor]) -> str | None:
@@ -195,6 +198,14 @@ def _shapes(plan: StagePlan, stage: int) -> list[tuple[int, ...]]:
     leaves = [each for event in _unit_events(plan, stage) for each in plan.outputs[event].leaves]
     made = [each.shape if isinstance(each, TensorSpec) else () for each in leaves]
     return made + [each.shape for each in plan.values_out]
+
+
+def _weighed(scalar: Tensor, rows: int) -> Tensor | None:
+    """Return a scalar by its weight; None for one that has none, which is refused in a loss."""
+    try:
+        return StepWeights(lambda _: None).weigh(scalar, rows)[0].detach()
+    except BatchLossError:
+        return None
 
 
 def _chosen(

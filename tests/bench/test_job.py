@@ -24,8 +24,8 @@ def test_peer_to_peer_is_switched_off_in_the_processes_of_its_row_alone(monkeypa
 
     monkeypatch.setattr(job, "_watched", start)
     plain, without = parse_variants("bolt_ddp,bolt_ddp:no_p2p")
-    told = [job.run_variant(each, "c", [], steps=1, warmup=0).reason for each in (plain, without)]
-    assert told == ["0", "1"]
+    found = [job.run_variant(each, "c", [], steps=1, warmup=0).reason for each in (plain, without)]
+    assert found == ["0", "1"]
     assert [each.get("NCCL_P2P_DISABLE") for each in started] == [None, "1"]
     assert "NCCL_P2P_DISABLE" not in os.environ
 

@@ -60,21 +60,21 @@ def test_what_kills_have_left_is_deleted_and_told_with_its_bytes(left, capfd):
     before = names()
     capfd.readouterr()
     assert run_command(["prune", "--dry-run"]) == 0
-    told = capfd.readouterr().out
+    printed = capfd.readouterr().out
     assert names() == before
     assert empty.exists()
     assert run_command(["prune"]) == 0
-    assert capfd.readouterr().out == told.replace("would go", "deleted ").replace(
+    assert capfd.readouterr().out == printed.replace("would go", "deleted ").replace(
         "would be deleted", "deleted"
     )
     assert names() == WHOLE
     assert not empty.exists()
     assert (RUN / "logs/0/metrics.csv").exists()
     size = (KEPT / "last.ckpt").stat().st_size
-    lines = told.splitlines()
+    lines = printed.splitlines()
     assert lines[0].startswith("would go   runs/tiny/1 (run without a step, ")
-    assert f"epoch=0-step=2.ckpt (stale checkpoint, {units.traffic(size)})" in told
-    assert ".partial (unfinished save, 500 B)" in told
+    assert f"epoch=0-step=2.ckpt (stale checkpoint, {units.traffic(size)})" in printed
+    assert ".partial (unfinished save, 500 B)" in printed
     total = 3 * size + 500 + (RUN / "config.yaml").stat().st_size
     assert lines[-1] == f"boltmesh: {units.traffic(total)} would be deleted"
     assert not list(RUN.glob("*lock*"))
@@ -110,8 +110,8 @@ def test_a_run_that_cannot_be_locked_does_not_keep_others_from_being_pruned(
 
     monkeypatch.setattr(RunLock, "take", fails)
     assert run_command(["prune"]) == 0
-    told = capfd.readouterr().out
-    assert "kept       runs/other/0 (runs/other/0 cannot be locked for this run: Perm" in told
+    printed = capfd.readouterr().out
+    assert "kept       runs/other/0 (runs/other/0 cannot be locked for this run: Perm" in printed
     assert names() == WHOLE
 
 

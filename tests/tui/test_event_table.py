@@ -79,8 +79,8 @@ def test_a_slow_step_is_an_event_with_its_cause(batches: int, name: str) -> None
     (row,) = _rows(snapshot, "slow step")
     assert row.ranks == (1,)
     assert row.time == steps(0)[40].end_time
-    told = "took 1.50 s, 3x the median of 500 ms: 1.00 s more in data of rank 1"
-    assert row.message == f"{name} {told}"
+    slow = "took 1.50 s, 3x the median of 500 ms: 1.00 s more in data of rank 1"
+    assert row.message == f"{name} {slow}"
 
 
 def test_ranks_that_are_gone_are_events_and_those_of_one_place_one_line() -> None:

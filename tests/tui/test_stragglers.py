@@ -89,7 +89,7 @@ def test_times_of_an_accumulated_step_are_those_of_all_of_its_batches(
             own = {"data": 0.01, "forward": 0.1, "optimizer": 0.08 * is_last}
             if number == 3:
                 own[phase] += late_s * (is_last if phase == "optimizer" else 1 / batches)
-            # Whoever is not late waits in the last batch for the one who is.
+            # A rank that is not late waits in the last batch for the one that is.
             return own | {"communication": (0.02 + late_s * (number != 3)) * is_last}
 
         steps = tuple(
@@ -113,8 +113,8 @@ def test_times_of_an_accumulated_step_are_those_of_all_of_its_batches(
     assert typical.phases["data"] == pytest.approx(batches * 0.01)
     assert typical.transfer_s == pytest.approx(0.02)
     assert typical.uneven_s == pytest.approx(0.75 * late_s)
-    (told,) = [each for each in diagnose(state(snapshot)) if each.kind == "straggler"]
-    assert "100 ms a step late" in told.headline
+    (finding,) = [each for each in diagnose(state(snapshot)) if each.kind == "straggler"]
+    assert "100 ms a step late" in finding.headline
     table = draw_rank_table(state(snapshot), 200, 9, Style(UNICODE))
     assert f"{phase} +100 ms" in "".join(line.plain for line in table)
     assert [row.compute_s for row in context_rows(snapshot)] == pytest.approx(

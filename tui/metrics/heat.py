@@ -178,9 +178,9 @@ def _heat(state: State, figure: str) -> Heat:
         return _states(state)
     name = figure if figure in _FIGURES else HEAT_FIGURES[0]
     shown = _FIGURES[name]
-    told = {} if shown.of_all is None else shown.of_all(state)
+    of_ranks = {} if shown.of_all is None else shown.of_all(state)
     found = {
-        row.rank: (row, told.get(row.rank) if shown.value is None else shown.value(row))
+        row.rank: (row, of_ranks.get(row.rank) if shown.value is None else shown.value(row))
         for row in rank_rows(state)
     }
     finite = [value for _, value in found.values() if value is not None and math.isfinite(value)]

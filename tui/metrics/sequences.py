@@ -22,9 +22,9 @@ from boltmesh.tui.metrics.traffic import is_point_to_point
 from boltmesh.tui.state import State
 
 STUCK_IN_STEPS = 5.0
-"""A group is called stuck when somebody waits in it and nobody has advanced for this many steps
-of the job, and for STALL_AT_LEAST_S. When the job has ended nobody will, and there is nothing to
-wait for."""
+"""A group is called stuck when a rank waits in it and none has advanced for this many steps of
+the job, and for STALL_AT_LEAST_S. After the end of the job none will, and there is nothing to wait
+for."""
 
 Status = Literal["even", "apart", "waiting", "stuck", "paired", "unknown"]
 """``apart``: the numbers differ, as they do for a moment. ``waiting``: for a rank that validates,

@@ -85,6 +85,12 @@ class Classify(nn.Linear):
         return nn.functional.cross_entropy(y, labels, ignore_index=-1)
 
 
+class Perplexity(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        shares = super().forward(x).softmax(-1).mean(0)
+        return torch.exp(-(shares * shares.log()).sum())
+
+
 KINDS: dict[str, Callable[[], list[nn.Module]]] = {
     "first": lambda: [Centred(8, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)],
     "last": lambda: [nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8), Centred(8, 8)],
@@ -120,6 +126,20 @@ class Layers(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.05)
 
 
+class Monitored(Layers):
+    """Logs the perplexity of a layer, which no mean over microbatches gives, before its loss."""
+
+    def __init__(self) -> None:
+        super().__init__("pairs")
+        self.perplexity = Perplexity(8, 8)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        x = self.layers[2](self.layers[1](self.layers[0](batch)))
+        self.log("perplexity", self.perplexity(x))
+        loss: Tensor = self.layers[3](x)
+        return loss
+
+
 def look(module: LightningModule, batch: Any, sizes: list[int]) -> None:
     """Let two stages see their first microbatches, in one process."""
     units = find_stage_units(module)
@@ -145,6 +165,11 @@ SIZES = [[2, 2, 2, 2], [3, 3, 2], [1] * 8]
 def test_a_layer_that_mixes_rows_is_named(kind: str, sizes: list[int]) -> None:
     with pytest.raises(ConfigError, match=f"{MIXED[kind]} depends on other rows"):
         look(Layers(kind), torch.randn(8, 8), sizes)
+
+
+def test_a_scalar_that_is_logged_hides_no_other() -> None:
+    with pytest.raises(ConfigError, match=r"the output of 'layers\.3' depends on other rows"):
+        look(Monitored(), torch.randn(8, 8), [4, 4])
 
 
 @pytest.mark.parametrize("kind", ["norms", "rows", "views", "units", "labels"])
