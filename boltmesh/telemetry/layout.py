@@ -1,4 +1,4 @@
-"""The format of one rank's telemetry file, version 4: little-endian, fixed offsets.
+"""The format of one rank's telemetry file, version 5: little-endian, fixed offsets.
 
 Everything here is ``struct`` and ``zlib``, so that a reader needs nothing but the standard
 library. A file is a header page and twelve sections:
@@ -12,7 +12,7 @@ peers    calls and payload bytes of each point-to-point operator to or from each
 names    a JSON object, in two buffers: names behind the numbers, and what is constant
 counters calls and payload bytes of each operator on each group, since the start
 steps    ring: one record a batch, with its phases
-series   the loss and the logged metrics over the whole run, thinned
+series   the loss and the logged metrics: the whole run thinned, the newest values finer
 traffic  ring: one record a collective
 spans    ring: one record a pipeline chunk, a microbatch in a stage
 events   ring: lines for a human
@@ -36,7 +36,7 @@ from typing import Any, Final, NamedTuple
 from boltmesh.errors import TelemetryError
 
 MAGIC: Final = b"BOLTMESH"
-VERSION: Final = 4
+VERSION: Final = 5
 PAGE: Final = 4096
 
 MAX_GROUPS: Final = 64
@@ -181,8 +181,14 @@ TREND: Final = "boltmesh/trend/"
 bytes of memory, bytes a second, the load of its device, the wall clock. They are no metrics of the
 user's."""
 
-POINTS_PER_SERIES: Final = 512
-"""One slot for the newest value, the others for the thinned series."""
+THINNED_POINTS: Final = 511
+"""Slots of a series for values of the whole run, see ``series_stride``."""
+SERIES_RINGS: Final = (1, 16)
+"""Each series has these rings beside: of its newest values, and of every 16th one."""
+RING_POINTS: Final = 256
+"""Slots of each of them."""
+POINTS_PER_SERIES: Final = 1 + THINNED_POINTS + len(SERIES_RINGS) * RING_POINTS
+"""The first slot is for the newest value."""
 
 _SIZES: Final = (
     ("status", STATUS.size, 2),
@@ -212,7 +218,7 @@ def _lay_out() -> dict[str, Section]:
 
 SECTIONS: Final = _lay_out()
 FILE_BYTES: Final = -(-SECTIONS["offload"].end // PAGE) * PAGE
-"""About 2 MB."""
+"""About 2.7 MB."""
 
 _HEADER: Final = struct.Struct("<8sII Q Q Q I I d Q I I")
 _ENTRY: Final = struct.Struct("<16sQII")
@@ -357,13 +363,36 @@ def newest_names(content: bytes) -> tuple[int, bytes] | None:
 def series_stride(count: int) -> int:
     """Return of how many values a thinned series keeps one, once ``count`` values have come.
 
-    A series has a fixed number of slots. While they last every value is kept; when they are full
-    every second one goes and from then on every second value is kept, and so on: the series
-    always spans the whole run, evenly. The stride follows from the count alone, so a writer that
-    opens the file again goes on where it was.
+    A thinned series has a fixed number of slots. While they last every value is kept; when they
+    are full every second one goes and from then on every second value is kept, and so on: the
+    series always spans the whole run, evenly. The stride follows from the count alone, so a writer
+    that opens the file again goes on where it was.
     """
-    slots = POINTS_PER_SERIES - 1
     stride = 1
-    while (count - 1) // stride >= slots:
+    while (count - 1) // stride >= THINNED_POINTS:
         stride *= 2
     return stride
+
+
+def series_ring_slot(ring: int, number: int) -> int:
+    """Return which slot of a series a ring of it gives a value.
+
+    Args:
+        ring: Place in SERIES_RINGS.
+        number: How many values came before this one; a multiple of the ring's stride.
+    """
+    place = number // SERIES_RINGS[ring] % RING_POINTS
+    return 1 + THINNED_POINTS + ring * RING_POINTS + place
+
+
+def is_in_series(number: int, count: int) -> bool:
+    """Return whether a series still has a value.
+
+    Args:
+        number: How many values came before this one.
+        count: How many have come in all.
+    """
+    return number % series_stride(count) == 0 or any(
+        number % stride == 0 and number // stride > (count - 1) // stride - RING_POINTS
+        for stride in SERIES_RINGS
+    )

@@ -13,7 +13,7 @@ from boltmesh.telemetry.job import END_FILE, JOB_FILE, make_private_folder, rank
 from boltmesh.telemetry.reader.rank_reader import is_written
 
 MOST_BYTES = 1 << 30
-"""Bound for all jobs that have ended; one rank's telemetry takes 2 MiB."""
+"""Bound for all jobs that have ended; one rank's telemetry takes 2.6 MiB."""
 STARTING_S = 600.0
 """Seconds after its last change in which a job may be about to start again."""
 

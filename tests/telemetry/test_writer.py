@@ -1,6 +1,7 @@
 """Writing a rank's file: privacy, room, forks, and what a second open finds."""
 
 import os
+import random
 import signal
 import stat
 import subprocess
@@ -181,6 +182,13 @@ def test_room_that_goes_while_the_file_is_made_leaves_nothing_behind(path, monke
     assert list(path.parent.iterdir()) == []
 
 
+def kept(num_values):
+    """Give the values that a series has, by what the layout promises."""
+    values = range(num_values)
+    thinned = values[:: layout.series_stride(num_values)]
+    return {*values[-256:], *values[::16][-256:], *thinned}
+
+
 def test_a_series_spans_the_whole_run_evenly_and_knows_its_newest_value(path):
     file = open_file(path)
     file.point("other", 0, 0.0)
@@ -192,11 +200,47 @@ def test_a_series_spans_the_whole_run_evenly_and_knows_its_newest_value(path):
     assert steps[0] == 0
     assert steps[-1] == num_values - 1
     assert steps == sorted(set(steps))
-    assert 255 <= len(steps) <= layout.POINTS_PER_SERIES
-    stride = layout.series_stride(num_values)
-    assert set(range(0, num_values, stride)) <= set(steps)
+    assert len(steps) <= layout.POINTS_PER_SERIES
+    assert set(steps) >= kept(num_values)
     assert all(value == global_step / 2 for _, global_step, value in points)
     assert series(path)["other"] == [(1, 0, 0.0)]
+    file.close()
+
+
+@pytest.mark.parametrize("most_new", [1, 40, 300])
+def test_a_series_that_is_followed_has_all_that_a_first_look_has(path, most_new):
+    file = open_file(path)
+    draw, reader, step = random.Random(most_new), RankReader(path), 0
+    while step < 9000:
+        for _ in range(draw.randint(1, most_new)):
+            file.point("loss", step, step / 2)
+            step += 1
+        reader.read()
+        assert reader.read_series()
+        assert not reader.read_series()
+        points = reader.series.points()["loss"]
+        assert points[-1] == (step, step - 1, (step - 1) / 2)
+    assert points == sorted(set(points))
+    assert {at for _, at, _ in points} >= kept(step)
+    assert len(points) <= layout.POINTS_PER_SERIES + layout.RING_POINTS
+    assert all((count, value) == (at + 1, at / 2) for count, at, value in points)
+    reader.close()
+    file.close()
+
+
+def test_a_viewer_that_comes_after_a_day_sees_the_last_minutes_in_detail(path):
+    file = open_file(path)
+    seconds_per_point = 8 * 0.4  # a mean of eight steps
+    num_values = int(24 * 3600 / seconds_per_point)
+    for step in range(num_values):
+        file.point(layout.TREND + "power_watts", 8 * step, 300.0)
+    (points,) = series(path).values()
+    ages = [seconds_per_point * (num_values - count) for count, *_ in points]
+    minutes = {most: sum(age <= 60 * most for age in ages) for most in (1, 10, 60, 24 * 60)}
+    assert minutes[1] == 19  # every point
+    assert minutes[10] == 188
+    assert minutes[60] > 300
+    assert minutes[24 * 60] > 800
     file.close()
 
 

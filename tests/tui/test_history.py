@@ -7,8 +7,9 @@ import pytest
 
 from boltmesh.telemetry.snapshot import MetricPoint
 from boltmesh.tui.export.html import html_page
-from boltmesh.tui.panels.chart import Curve, draw_plot, plot_series, seen_through, value_at
+from boltmesh.tui.panels.chart import Curve, draw_plot, plot_series
 from boltmesh.tui.panels.history import charts, draw_history, draw_trends
+from boltmesh.tui.panels.window import seen_through, value_at
 from boltmesh.tui.render.line import Line
 from boltmesh.tui.render.style import UNICODE, Style
 from boltmesh.tui.sources.live import Observation
@@ -55,7 +56,19 @@ def test_a_view_is_the_newest_part_and_its_moving_mean() -> None:
     smooth = seen_through(series, View(is_smooth=True)).values
     assert smooth[0] == 1.0
     assert smooth[1] != smooth[1]
-    assert smooth[2] == pytest.approx(0.9 + 0.3)
+    assert smooth[2] == pytest.approx(0.81 * 1.0 + 0.19 * 3.0)  # 20 steps after the first
+
+
+def test_a_moving_mean_covers_as_many_steps_where_points_lie_close() -> None:
+    early = list(range(0, 1000, 100))
+    noise = [(-1.0) ** place for place in range(100)]
+    series = Series((*early, *range(1000, 1100)), (*(0.0 for _ in early), *noise))
+    whole = seen_through(series, View(is_smooth=True)).values
+    newest = seen_through(series, View(is_smooth=True, zoom=4)).values
+    swings = [abs(values[-1] - values[-2]) for values in (whole, newest)]
+    # Points lie 10 steps apart in the whole, on average, and 1 in its newest part.
+    assert swings[0] < 0.015
+    assert swings[1] == pytest.approx(2 * 0.1 / 1.9, rel=0.05)
 
 
 def test_two_series_share_their_axes() -> None:

@@ -4,14 +4,14 @@ The chart is drawn in Braille dots, two by four per cell, or in ASCII, one by tw
 """
 
 import math
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from typing import NamedTuple
 
 import msgspec
 
 from boltmesh.tui import units
+from boltmesh.tui.panels.window import Window, seen_through, view_words, window_of
 from boltmesh.tui.render.line import Line, Role, fit
 from boltmesh.tui.render.style import Style, heading, spread
 from boltmesh.tui.state import Series, State, metric_names
@@ -83,60 +83,6 @@ def draw_chart(
     if has_axis and plot.lines:
         lines.append(_axis_line(window_of([series], View()), width, plot.start))
     return lines[:height]
-
-
-SMOOTH = 0.9
-"""Weight of the past in a moving mean."""
-
-Window = tuple[float, float]
-"""First and last step, or second, of what charts show."""
-
-
-def window_of(shown: Iterable[Series], view: View) -> Window:
-    """Return what charts of these series show together: all of it, or a part."""
-    ends = [(each.steps[0], each.steps[-1]) for each in shown if each.steps]
-    first, last = (min(a for a, _ in ends), max(b for _, b in ends)) if ends else (0.0, 0.0)
-    length = (last - first) / 2**view.zoom
-    end = last if view.pan is None else min(max(view.pan, first + length), last)
-    return end - length, end
-
-
-def seen_through(series: Series, view: View, window: Window | None = None) -> Series:
-    """Return what is shown of a series: its part in the window, as a moving mean if wanted."""
-    steps, values = series.steps, series.values
-    if view.is_smooth:
-        mean = math.nan
-        means = []
-        for value in values:
-            if math.isfinite(value):
-                mean = value if math.isnan(mean) else SMOOTH * mean + (1 - SMOOTH) * value
-            means.append(mean if math.isfinite(value) else value)
-        values = tuple(means)
-    if view.zoom and steps:
-        first, last = window or window_of([series], view)
-        part = slice(bisect_left(steps, first), bisect_right(steps, last))
-        steps, values = steps[part], values[part]
-    return Series(steps, values)
-
-
-def value_at(series: Series, x: float) -> float | None:
-    """Return the value at the point that is nearest to a step; None far beyond the ends."""
-    steps = series.steps
-    if not steps:
-        return None
-    room = 2 * (steps[-1] - steps[0]) / max(1, len(steps) - 1)
-    if not steps[0] - room <= x <= steps[-1] + room:
-        return None
-    after = min(bisect_left(steps, x), len(steps) - 1)
-    before = max(0, after - 1)
-    return series.values[before if x - steps[before] <= steps[after] - x else after]
-
-
-def view_words(view: View) -> str:
-    """Return how charts are looked at, where that is not the usual way."""
-    part = "newest " if view.pan is None else ""
-    words = [f"{part}1/{2**view.zoom}"] if view.zoom else []
-    return "  ".join([*words, *(["smooth"] if view.is_smooth else [])])
 
 
 def x_words(x: float, *, is_time: bool) -> str:

@@ -9,8 +9,8 @@ from boltmesh.telemetry.snapshot import operator_name
 from boltmesh.tui import units
 from boltmesh.tui.metrics.figures import figures
 from boltmesh.tui.metrics.traffic import traffic_rows
-from boltmesh.tui.panels.chart import value_at
 from boltmesh.tui.panels.texts import config_entries
+from boltmesh.tui.panels.window import value_at
 from boltmesh.tui.render.line import Line, fit
 from boltmesh.tui.render.style import Style, heading
 from boltmesh.tui.render.table import AS_IT_COMES, Column, browse

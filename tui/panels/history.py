@@ -8,16 +8,8 @@ from typing import NamedTuple
 import msgspec
 
 from boltmesh.tui import units
-from boltmesh.tui.panels.chart import (
-    Curve,
-    Window,
-    draw_plot,
-    seen_through,
-    value_at,
-    view_words,
-    window_of,
-    x_at,
-)
+from boltmesh.tui.panels.chart import Curve, draw_plot, x_at
+from boltmesh.tui.panels.window import Window, seen_through, value_at, view_words, window_of
 from boltmesh.tui.render.line import Line
 from boltmesh.tui.render.style import Style, heading
 from boltmesh.tui.state import Series, State, metric_names

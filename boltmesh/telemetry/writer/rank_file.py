@@ -402,7 +402,7 @@ class RankFile(TrafficRecords):
         self._append("events", layout.EVENT, time.time(), number, 0, len(text), text)
 
     def point(self, name: str, global_step: int, value: float) -> None:
-        """Add a value to a metric's series, see ``layout.series_stride``."""
+        """Add a value to a metric's series: to its rings, and to the thinned whole run."""
         with self._lock:
             number = self._metric_number(name)
             if self._map is None or number is None:
@@ -414,11 +414,15 @@ class RankFile(TrafficRecords):
             self._series_counts[number] = before + 1
             sealed = layout.POINT.pack(before + 1, global_step, value)
             self._map[base : base + size] = sealed
+            for ring, every in enumerate(layout.SERIES_RINGS):
+                if before % every == 0:
+                    at = base + layout.series_ring_slot(ring, before) * size
+                    self._map[at : at + size] = sealed
             stride = self._series_strides[number]
             if before % stride:
                 return
             position = before // stride
-            if position == layout.POINTS_PER_SERIES - 1:
+            if position == layout.THINNED_POINTS:
                 self._halve(base + size, size)
                 self._series_strides[number] = layout.series_stride(before + 1)
                 if before % self._series_strides[number]:
@@ -430,7 +434,7 @@ class RankFile(TrafficRecords):
     def _halve(self, base: int, size: int) -> None:
         """Keep every second point; what lies behind them stays until it is written over."""
         assert self._map is not None
-        for position in range(1, layout.POINTS_PER_SERIES // 2):
+        for position in range(1, (layout.THINNED_POINTS + 1) // 2):
             source, target = base + 2 * position * size, base + position * size
             self._map[target : target + size] = self._map[source : source + size]
 
