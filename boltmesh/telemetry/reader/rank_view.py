@@ -324,16 +324,16 @@ class RankView:
         history = self.history()
         if self._trends is not None and self._trends[0] is history:
             return self._trends[1]
-        found = tuple(
-            MetricPoint(
-                clean(name.removeprefix(layout.TREND), layout.MAX_NAME),
-                global_step,
-                value * data_size if name.endswith("tokens_per_s") else value,
+        points: list[MetricPoint] = []
+        for name, series in self.reader.series.points().items():
+            if not name.startswith(layout.TREND):
+                continue
+            shown = clean(name.removeprefix(layout.TREND), layout.MAX_NAME)
+            factor = data_size if name.endswith("tokens_per_s") else 1
+            points.extend(
+                MetricPoint(shown, global_step, factor * value) for _, global_step, value in series
             )
-            for name, points in self.reader.series.points().items()
-            if name.startswith(layout.TREND)
-            for _, global_step, value in points
-        )
+        found = tuple(points)
         self._trends = (history, found)
         return found
 
