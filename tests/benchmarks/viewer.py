@@ -50,6 +50,11 @@ SMALL_PACE = (5, 4)
 LARGE_PACE = (1, 20)
 """The same from LARGE ranks on: large jobs take large steps, and shard over more axes."""
 LARGE = 256
+TRENDS = ("step_s", "tokens_per_s", "memory_bytes", "bytes_per_s", "utilisation_percent",
+          "power_watts", "temperature_celsius", "wall_s")  # fmt: skip
+"""Series beside the loss, as the recorder adds them."""
+EARLIER_POINTS = 27_000
+"""Points that each series has had: a day of steps of 0.4 s, one point for eight of them."""
 SETTLE_S = 4.0
 """Before the CPU share is taken: imports, the first paint, the rings read for the first time."""
 
@@ -72,7 +77,9 @@ def simulate(num_ranks: int, folder: str, ready: Any, stop: Any) -> None:
                           "coordinates": {"data": rank}, "communication_note": None,
                           "expected": []})  # fmt: skip
         ranks.append((file, file.group_number("data", "data"), file.operator_number("allreduce")))
-    step = 0
+    for at in range(EARLIER_POINTS):
+        write_points(ranks[0][0], 8 * at + 1)
+    step = first = 8 * EARLIER_POINTS
     steps_per_second, collectives = LARGE_PACE if num_ranks >= LARGE else SMALL_PACE
     while not stop.is_set():
         begun = time.monotonic()
@@ -80,7 +87,7 @@ def simulate(num_ranks: int, folder: str, ready: Any, stop: Any) -> None:
             step += 1
             for file, group, operator in ranks:
                 write_step(file, group, operator, step, collectives)
-        if step >= 300:
+        if step >= first + 300:
             ready.set()
             stop.wait(max(0.0, 1.0 - (time.monotonic() - begun)))
     for file, _, _ in ranks:
@@ -95,10 +102,17 @@ def write_step(file: RankFile, group: int, operator: int, step: int, collectives
     phases = [total_ns // len(PHASES)] * len(PHASES)
     file.step(step, step, 0, layout.STEP_HAS_LOSS, time.time(), total_ns, *phases,
               2.0 + 1 / step, 16, 16_384)  # fmt: skip
-    file.point("loss", step, 2.0 + 1 / step)
+    if step % 8 == 1:
+        write_points(file, step)
     file.phase(step % len(PHASES))
     file.write_counters()
     file.status(1, 0, 0, 0, step, step, time.time(), 2**30, -1, -1, -1)
+
+
+def write_points(file: RankFile, step: int) -> None:
+    file.point("loss", step, 2.0 + 1 / step)
+    for name in TRENDS:
+        file.point(layout.TREND + name, step, 100.0 + step % 7)
 
 
 AUTOGROUP = Path("/proc/self/autogroup")
