@@ -45,6 +45,12 @@ _VIEWS = frozenset({
 """What is written to their outputs is written to their input."""
 
 
+_READ_NUMBER = "aten._local_scalar_dense.default"
+_MOST_NUMBERS = 1_000
+"""Numbers that a step may read from tensors without data. A solver that repeats a step until its
+error is small (of a neural ODE) gets the same one each time."""
+
+
 class AnalysisMode(DispatchMode):
     """Applies rules to operators on tensors that depend on parameters.
 
@@ -92,6 +98,9 @@ class AnalysisMode(DispatchMode):
             return func(*args, **kwargs)
         except NEEDS_DATA:
             self.trace.guessed[str(func)] += 1
+            if self.trace.guessed[_READ_NUMBER] > _MOST_NUMBERS:
+                text = f"it read {_MOST_NUMBERS:,} numbers of tensors and did not end"
+                raise RuntimeError(text) from None
             given, named = tree_map_only(Tensor, self._guessed, (args, kwargs))
             return func(*given, **named)
 

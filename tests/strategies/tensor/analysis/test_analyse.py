@@ -446,3 +446,17 @@ def test_half_precision_counts_in_the_bytes():
     plan = make_plan(analyse(module, lambda m: m(**batch).loss, blocks=find_blocks(module)), 2)
 
     assert {each.element_bytes for each in plan.sharded.values()} == {2}
+
+
+def test_a_solver_that_repeats_until_an_error_is_small_ends_the_analysis(monkeypatch):
+    class Solver(nn.Linear):
+        """As the adaptive solver of zuko's CNF."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            while (super().forward(x) - x).abs().amax() > 0.5:
+                x = x + 0.1 * (super().forward(x) - x)
+            return x
+
+    monkeypatch.setattr("boltmesh.strategies.tensor.analysis.analyse._MOST_NUMBERS", 20)
+    with pytest.raises(RuntimeError, match="read 20 numbers of tensors and did not end"):
+        plan_of(Solver(8, 8), X)
