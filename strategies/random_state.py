@@ -63,11 +63,22 @@ def random_state_unchanged(device: torch.device | None = None) -> Iterator[None]
             torch.cuda.set_rng_state_all(of_all)
 
 
-def seed_random_state(seed: int) -> None:
-    """Start every generator of this process from ``seed``."""
-    torch.manual_seed(seed)
+def seed_random_state(seed: int, device: torch.device) -> None:
+    """Start the generators of the host and of one device from ``seed``."""
+    seed_torch(seed, device)
     np.random.seed(seed % 2**32)
     random.seed(seed)
+
+
+def seed_torch(seed: int, device: torch.device) -> None:
+    """Start torch's generators of the host and of one device from ``seed``.
+
+    ``torch.manual_seed`` seeds those of all devices, and takes 0.2 ms to find them.
+    """
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(seed)
 
 
 def share_random_state(group: ProcessGroup, device: torch.device) -> None:

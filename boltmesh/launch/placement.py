@@ -1,13 +1,12 @@
 """Number of ranks of a config, their devices, and the launcher that started them.
 
-Imports torch only if NVML reports CUDA devices.
+Imports torch only where a driver of GPUs is loaded.
 """
 
 import os
 from collections.abc import Mapping, MutableSequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from boltmesh.errors import ConfigError, LayoutError
@@ -115,28 +114,18 @@ def find_launcher(environment: Mapping[str, str]) -> Launcher | None:
     return None
 
 
+_DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
+"""Made by drivers of GPUs: NVIDIA's, that of Windows, and AMD's, whose devices are cuda as well.
+NVML says no more, and is missing in some containers."""
+
+
 def count_cuda_devices() -> int:
     """Return the number of CUDA devices that torch sees here."""
-    if not _has_gpu_driver():
+    if not any(map(os.path.exists, _DRIVERS)):
         return 0
     import torch
 
     return torch.cuda.device_count()
-
-
-def _has_gpu_driver() -> bool:
-    import pynvml
-
-    if Path("/dev/kfd").exists():  # AMD: torch's ROCm build calls its devices cuda
-        return True
-    try:
-        pynvml.nvmlInit()
-        try:
-            return bool(pynvml.nvmlDeviceGetCount())
-        finally:
-            pynvml.nvmlShutdown()
-    except pynvml.NVMLError:
-        return False
 
 
 def _choose_accelerator(wanted: str) -> Literal["cpu", "cuda"]:

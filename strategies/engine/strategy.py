@@ -226,7 +226,7 @@ class MeshStrategy(LoopStrategy):
             agree_in_loops(trainer, self, getattr(self.resume, "monitored", None))
             telemetry_module.record_expectations(self)
             if self.seed is not None:
-                seed_random_state(self.seed + self.coordinates["data"])
+                seed_random_state(self.seed + self.coordinates["data"], self.root_device)
         for axis in reversed(self.axes):
             axis.start(trainer)
 

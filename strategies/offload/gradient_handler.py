@@ -402,7 +402,7 @@ class Clipper:
             self._scale(optimizer, coefficient)
         else:
             self._coefficients[optimizer] = before * coefficient
-        return torch.tensor(norm * before, device=self._device)
+        return torch.full((), norm * before, device=self._device)
 
     def _scale(self, optimizer: Optimizer, coefficient: float) -> None:
         if coefficient == 1.0:

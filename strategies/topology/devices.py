@@ -72,6 +72,12 @@ def explain_cuda(error: BaseException, environment: Mapping[str, str]) -> Config
             f"{torch.version.cuda}. Update the driver, install a torch for an older CUDA, or train "
             f"with accelerator='cpu'."
         )
+    if "invalid device ordinal" in text:
+        return ConfigError(
+            f"a rank was given a GPU that CUDA does not offer{_shown(environment)}. Of a GPU in "
+            f"slices (MIG), name one slice of nvidia-smi -L in {VISIBLE}; else use as "
+            f"many devices as nvidia-smi -L lists."
+        )
     if "No CUDA GPUs are available" in text or "no CUDA-capable device" in text:
         return ConfigError(
             f"CUDA finds no GPU{_shown(environment)}. Name GPUs that nvidia-smi -L lists, or train "

@@ -20,6 +20,9 @@ TORCHRUN = {
 }  # fmt: skip
 
 
+count_cuda_devices = placement.count_cuda_devices  # as it is without the fixture below
+
+
 def check(*overrides: str, is_fit: bool = True):
     return check_config(load(TINY, overrides), source="a.yaml", is_fit=is_fit, for_show=False)
 
@@ -364,3 +367,13 @@ def test_a_run_of_a_model_of_which_nothing_is_trained_says_so(workplace, more):
     done = run_python(*BOLTMESH, "fit", str(TINY), "devices=1", model, *more)
     assert done.returncode == 2
     assert "Frozen has no parameter that requires a gradient" in done.stderr
+
+
+def test_torch_is_asked_for_gpus_wherever_a_driver_is_loaded(monkeypatch, tmp_path):
+    """Also in a container without NVML, whose GPUs were passed over for the CPU."""
+    driver = tmp_path / "nvidiactl"
+    monkeypatch.setattr(placement, "_DRIVERS", (str(driver),))
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    assert count_cuda_devices() == 0
+    driver.touch()
+    assert count_cuda_devices() == 2

@@ -1,8 +1,10 @@
 """Figures of the structure that were reached stay reached; `make house` prints all of them."""
 
+import ast
+
 import pytest
 
-from tests.guards.house import figures
+from tests.guards.house import figures, source_modules
 
 MOST = {
     "strategies-longest": 520,
@@ -30,3 +32,14 @@ def test_a_figure_stays_within_its_limit(measured, name):
 
 def test_modules_stay_large_enough(measured):
     assert measured["strategies-median"].value >= 180
+
+
+def test_nothing_seeds_the_generators_of_all_devices():
+    found = [
+        f"{module.path}:{node.lineno}"
+        for module in source_modules()
+        for node in module.nodes
+        if isinstance(node, ast.Attribute)
+        and ast.unparse(node) in {"torch.manual_seed", "torch.random.manual_seed"}
+    ]
+    assert not found, "seed_torch of strategies/random_state.py seeds one device"

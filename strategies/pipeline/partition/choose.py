@@ -174,7 +174,7 @@ def measure_units(
         for name in LOGGING:
             if hasattr(root, name):
                 vars(root)[name] = noop
-        seed_random_state(seed)
+        seed_random_state(seed, device)
         stack.enter_context(torch.no_grad())
         try:
             getattr(root, step)(*args)

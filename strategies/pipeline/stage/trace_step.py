@@ -324,7 +324,7 @@ class _StepTracer:
                 if hasattr(self.root, name):
                     vars(self.root)[name] = self._hand_out
             if self.seed is not None:
-                seed_random_state(self.seed)
+                seed_random_state(self.seed, device)
             state = StateWatch(around)
             held = held_generators(around.values())
             args, kwargs = own_arguments((args, dict(kwargs)))

@@ -66,6 +66,10 @@ def test_devices_that_can_be_used_are_not_refused():
             "The NVIDIA driver on your system is too old (found version 11040).",
             "driver is too old for this torch",
         ),
+        (
+            "CUDA error: invalid device ordinal",
+            r"a GPU that CUDA does not offer \(CUDA_VISIBLE_DEVICES=GPU-1\)",
+        ),
         ("No CUDA GPUs are available", r"finds no GPU \(CUDA_VISIBLE_DEVICES=GPU-1\)"),
     ],
 )
