@@ -206,8 +206,8 @@ def test_a_mistake_is_said_by_one_rank_and_leaves_no_folder(tmp_path):
         assert [code for code, _, _ in outcome] == [2, 2]
         assert outcome[1][2] == "", "the first rank of a host speaks for all"
     assert misspelt[0][2] == (
-        f"boltmesh: {TINY}: unknown key 'strategy.bucket_cap': DDPStrategy does not take it. "
-        f"Did you mean 'strategy.bucket_cap_mb'?\n"
+        "boltmesh: command line: unknown key 'strategy.bucket_cap': DDPStrategy does not take it. "
+        "Did you mean 'strategy.bucket_cap_mb'?\n"
     )
     assert uneven[0][2] == (
         "boltmesh: trainer.devices=3 x trainer.num_nodes=1 needs 3 ranks, but torchrun has "
