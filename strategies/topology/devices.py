@@ -74,9 +74,8 @@ def explain_cuda(error: BaseException, environment: Mapping[str, str]) -> Config
         )
     if "invalid device ordinal" in text:
         return ConfigError(
-            f"a rank was given a GPU that CUDA does not offer{_shown(environment)}. Of a GPU in "
-            f"slices (MIG), name one slice of nvidia-smi -L in {VISIBLE}; else use as "
-            f"many devices as nvidia-smi -L lists."
+            f"a rank was given a GPU that CUDA does not offer{_shown(environment)}. Use as many "
+            f"devices as nvidia-smi -L lists, or name one slice (MIG) in {VISIBLE}."
         )
     if "No CUDA GPUs are available" in text or "no CUDA-capable device" in text:
         return ConfigError(
