@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from boltmesh.strategies.checkpoint.chunks import DimDivision, OffloadedChunk
+from boltmesh.strategies.torch_compat.communication import all_to_all
 from boltmesh.strategies.torch_compat.tensors import local_tensor
 
 _Type = tuple[torch.dtype, torch.device]
@@ -152,19 +153,13 @@ class ShardExchange:
     ) -> list[Tensor]:
         """Send to each rank its tensors; return what each rank sent, flat. Collective."""
         dtype, device = like
-        flat = [each.flatten() for some in sent for each in some]
-        sizes = [sum(each.numel() for each in some) for some in sent]
-        packed = torch.cat(flat) if flat else torch.empty(0, dtype=dtype, device=device)
-        received = torch.empty(sum(counts), dtype=dtype, device=device)
-        dist.all_to_all_single(received, packed, list(counts), sizes, group=self._group)
-        return list(torch.split(received, list(counts)))
+        return all_to_all(sent, counts, torch.empty(0, dtype=dtype, device=device), self._group)
 
     def _numel(self, parameter: Parameter, rank: int) -> int:
-        """Return the elements on one rank; ranks have rows as ``torch.chunk`` cuts."""
+        """Return the elements on one rank."""
         num_rows = parameter.shape[0]
-        per_rank = -(-num_rows // self.size)
-        rows = max(0, min(num_rows, (rank + 1) * per_rank) - rank * per_rank)
-        return rows * (parameter.numel() // max(num_rows, 1))
+        rows = shard_rows(num_rows, rank, self.size)
+        return len(rows) * (parameter.numel() // max(num_rows, 1))
 
     def traffic(self, owned: Sequence[Sequence[Parameter]]) -> list[AxisTraffic]:
         """Return what this rank sends in a step of all parameters."""
@@ -310,6 +305,12 @@ def is_shard_of(parameter: Tensor, group: ProcessGroup) -> bool:
     mesh = parameter.device_mesh
     ranks = dist.get_process_group_ranks(mesh.get_group(mesh.ndim - 1))
     return ranks == dist.get_process_group_ranks(group)
+
+
+def shard_rows(num_rows: int, rank: int, num_shards: int) -> range:
+    """Return the rows of one rank's shard, as ``torch.chunk`` cuts; the last may have none."""
+    per_rank = -(-num_rows // num_shards)
+    return range(num_rows)[rank * per_rank : (rank + 1) * per_rank]
 
 
 def _local(parameter: Tensor) -> Tensor:

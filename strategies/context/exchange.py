@@ -35,6 +35,7 @@ from boltmesh.strategies.context.positions import (
 from boltmesh.strategies.dry_run.batch_check import BYTES_PER_RANK
 from boltmesh.strategies.tensor.expected_traffic import OperatorTraffic
 from boltmesh.strategies.tensor.runtime.collectives import TensorGroup
+from boltmesh.strategies.torch_compat.communication import all_to_all
 from boltmesh.telemetry.traffic import ExpectedTraffic
 
 
@@ -65,11 +66,8 @@ class ContextGroup(TensorGroup):
         # As bytes: backends do not send every dtype.
         flat = [each.reshape(-1).contiguous().view(torch.uint8) for each in pieces]
         sizes = [numel * dtype.itemsize for numel in numels]
-        got = pieces[0].new_empty(sum(sizes), dtype=torch.uint8)
-        dist.all_to_all_single(
-            got, torch.cat(flat), sizes, [each.numel() for each in flat], group=self.process_group
-        )
-        return [each.view(dtype) for each in got.split(sizes)]  # type: ignore[no-untyped-call]
+        got = all_to_all([[each] for each in flat], sizes, flat[0], self.process_group)
+        return [each.view(dtype) for each in got]
 
     def on_all_ranks(
         self, device: torch.device, flags: Sequence[Tensor | bool]

@@ -37,8 +37,10 @@ from boltmesh.strategies.engine.data_axis import (
     OwnedModules,
     OwnedRows,
 )
+from boltmesh.strategies.owner_exchange import shard_rows
+from boltmesh.strategies.torch_compat.communication import all_to_all
 from boltmesh.strategies.torch_compat.modules import set_parameter
-from boltmesh.strategies.torch_compat.tensors import local_tensor
+from boltmesh.strategies.torch_compat.tensors import dtensor_like, local_tensor
 from boltmesh.telemetry.traffic import ExpectedTraffic
 
 if TYPE_CHECKING:
@@ -158,9 +160,8 @@ class BroughtParams(PlainInStep, ABC):
 
     def rows_of(self, place: int, rank: int) -> slice:
         """Return the rows of a parameter that a rank has a shard of."""
-        count = self.parameters[place].shape[0]
-        size = -(-count // self.group.size())
-        return slice(min(rank * size, count), min((rank + 1) * size, count))
+        rows = shard_rows(self.parameters[place].shape[0], rank, self.group.size())
+        return slice(rows.start, rows.stop)
 
     def elements(self, place: int, *, of: int, to: int) -> int:
         """Return with how many elements of one rank's rows another one computes."""
@@ -170,11 +171,8 @@ class BroughtParams(PlainInStep, ABC):
 
     def swap(self, sent: Sequence[Sequence[Tensor]], received: list[int]) -> list[Tensor]:
         """Send tensors to each rank; return what came of each, flat. Collective."""
-        together = torch.cat([each.reshape(-1) for to in sent for each in to])
-        came = together.new_empty(sum(received))
-        sizes = [sum(each.numel() for each in to) for to in sent]
-        dist.all_to_all_single(came, together, received, sizes, group=self.group)
-        return list(came.split_with_sizes(received))
+        like = next(each for to in sent for each in to)
+        return all_to_all(sent, received, like, self.group)
 
     @override
     def expected_traffic(self, *, num_batches: int) -> Iterable[ExpectedTraffic]:
@@ -357,19 +355,7 @@ class _Bring(torch.autograd.Function):
             if not is_there:
                 del made[place]
         found = (
-            _as_shard(made[p], each) if p in made else None for p, each in enumerate(parameters)
+            dtensor_like(made[p].reshape(local_tensor(each).shape), each) if p in made else None
+            for p, each in enumerate(parameters)
         )
         return None, *found
-
-
-def _as_shard(flat: Tensor, parameter: Tensor) -> Tensor:
-    assert isinstance(parameter, DTensor)
-    local = flat.reshape(local_tensor(parameter).shape)
-    return DTensor.from_local(
-        local,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )

@@ -171,6 +171,28 @@ def broadcast_coalesced(tensors: list[Tensor], group: dist.ProcessGroup) -> None
     dist._broadcast_coalesced(group, tensors, BROADCAST_BUCKET_BYTES, 0)  # type: ignore[attr-defined]
 
 
+def all_to_all(
+    sent: Sequence[Sequence[Tensor]],
+    received: Sequence[int],
+    like: Tensor,
+    group: dist.ProcessGroup,
+) -> list[Tensor]:
+    """Send tensors to each rank of a group; return what each one sent, flat. Collective.
+
+    Args:
+        sent: Tensors for each rank.
+        received: Elements that each rank sends to this one.
+        like: A tensor of the type and on the device of all that is sent.
+        group: The ranks.
+    """
+    sizes = [sum(each.numel() for each in tensors) for tensors in sent]
+    flat = [each.reshape(-1) for tensors in sent for each in tensors]
+    packed = torch.cat(flat) if flat else like.new_empty(0)
+    came = like.new_empty(sum(received))
+    dist.all_to_all_single(came, packed, list(received), sizes, group=group)
+    return list(came.split_with_sizes(list(received)))
+
+
 def sum_flags(
     flags: Sequence[bool], group: dist.ProcessGroup, device: torch.device, *, dtype: torch.dtype
 ) -> list[int]:
