@@ -13,7 +13,7 @@ of other ranks' positions.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -35,6 +35,7 @@ from boltmesh.strategies.context.positions import (
 from boltmesh.strategies.dry_run.batch_check import BYTES_PER_RANK
 from boltmesh.strategies.tensor.expected_traffic import OperatorTraffic
 from boltmesh.strategies.tensor.runtime.collectives import TensorGroup
+from boltmesh.strategies.torch_compat.autograd import linear_map
 from boltmesh.strategies.torch_compat.communication import all_to_all
 from boltmesh.telemetry.traffic import ExpectedTraffic
 
@@ -64,7 +65,7 @@ class ContextGroup(TensorGroup):
         away = (each.nbytes for rank, each in enumerate(pieces) if rank != self.rank)
         self.sent[purpose] += sum(away)
         # As bytes: backends do not send every dtype.
-        flat = [each.reshape(-1).contiguous().view(torch.uint8) for each in pieces]
+        flat = [each.detach().reshape(-1).contiguous().view(torch.uint8) for each in pieces]
         sizes = [numel * dtype.itemsize for numel in numels]
         got = all_to_all([[each] for each in flat], sizes, flat[0], self.process_group)
         return [each.view(dtype) for each in got]
@@ -76,33 +77,6 @@ class ContextGroup(TensorGroup):
         both = torch.stack([torch.as_tensor(each, device=device).to(torch.uint8) for each in flags])
         dist.all_reduce(both, dist.ReduceOp.MIN, group=self.process_group)
         return tuple(both.bool())
-
-
-class _LinearMap(Function):
-    """A linear function by its forward pass, and by the differentiable one of its gradient."""
-
-    @staticmethod
-    @override
-    def forward(
-        ctx: Any,
-        value: Tensor,
-        run: Callable[[Tensor], Tensor],
-        adjoint: Callable[[Tensor], Tensor],
-    ) -> Tensor:
-        ctx.adjoint = adjoint
-        return run(value.detach())
-
-    @staticmethod
-    @override
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.adjoint(gradient), None, None
-
-
-def _mapped(
-    value: Tensor, run: Callable[[Tensor], Tensor], adjoint: Callable[[Tensor], Tensor]
-) -> Tensor:
-    result: Tensor = _LinearMap.apply(value, run, adjoint)  # type: ignore[no-untyped-call]
-    return result
 
 
 class SumOverRanks(Function):
@@ -227,11 +201,11 @@ def fetch(
 
 
 def _fetched(local: Tensor, rows: _RowFetch) -> Tensor:
-    return _mapped(local, rows.run, lambda gradient: _added_back(gradient, rows))
+    return linear_map(local, rows.run, lambda gradient: _added_back(gradient, rows))
 
 
 def _added_back(gradient: Tensor, rows: _RowFetch) -> Tensor:
-    return _mapped(gradient, rows.add_back, lambda value: _fetched(value, rows))
+    return linear_map(gradient, rows.add_back, lambda value: _fetched(value, rows))
 
 
 @dataclass(frozen=True)
@@ -319,11 +293,11 @@ def swap_to_positions(
 
 
 def _to_heads(local: Tensor, swap: _HeadSwap) -> Tensor:
-    return _mapped(local, swap.to_heads, lambda gradient: _to_positions(gradient, swap))
+    return linear_map(local, swap.to_heads, lambda gradient: _to_positions(gradient, swap))
 
 
 def _to_positions(whole: Tensor, swap: _HeadSwap) -> Tensor:
-    return _mapped(whole, swap.to_positions, lambda gradient: _to_heads(gradient, swap))
+    return linear_map(whole, swap.to_positions, lambda gradient: _to_heads(gradient, swap))
 
 
 def send_around(tensor: Tensor, numel: int, group: ContextGroup, purpose: str) -> Tensor:

@@ -20,8 +20,7 @@ from boltmesh.strategies.context.attention import fetch_keys, is_at_place, posit
 from boltmesh.strategies.context.cut import CutTensor, make_all_whole
 from boltmesh.strategies.context.dispatch import run_by_answer
 from boltmesh.strategies.context.positions import Stretches, merged
-from boltmesh.strategies.tensor.runtime.collectives import Collective
-from boltmesh.strategies.torch_compat.autograd import CHECKPOINT_INPUTS
+from boltmesh.strategies.torch_compat.autograd import CHECKPOINT_INPUTS, LinearMap
 from boltmesh.strategies.torch_compat.flex_attention import (
     Operator,
     blocks_shown,
@@ -122,7 +121,9 @@ def _applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
             "gradient_checkpointing_enable({'use_reentrant': False}) of Hugging Face's models, or "
             "activation_checkpointing='full' of the strategy."
         )
-    if cls is Collective:  # along another dim than the sequence, see ``SequenceParts`` for that
+    if cls is LinearMap:
+        # A collective of the tensor axis along another dim than the sequence, for which there is
+        # ``SequenceParts``: it goes in and comes out as this rank's positions.
         first, *others = args
         return first.like(_apply(cls, first.local, *others))
     return run_by_answer(_function_of(cls), args, kwargs)

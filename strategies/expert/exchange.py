@@ -9,7 +9,8 @@ and chooses experts for them that may be on other ranks:
    and weights of all that it has chosen. In the backward pass the gradients of rows and weights
    come back.
 3. There every choice of a local expert becomes a row, with its weight.
-4. ``_Return``: the sum of each row's results goes back, and is added to those of other ranks.
+4. ``RoutePlan.bring_back``: the sum of each row's results goes back, and is added to those of
+   other ranks.
 
 [Note: Each rank takes part in each exchange]
 The exchanges of the backward pass are collectives as well, so a rank to which no row was sent has
@@ -32,6 +33,7 @@ from torch.nn.functional import pad
 from typing_extensions import override
 
 from boltmesh.strategies.object_collectives import noop
+from boltmesh.strategies.torch_compat.autograd import linear_map
 from boltmesh.strategies.torch_compat.communication import all_gather_single
 
 Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -72,6 +74,14 @@ class RoutePlan:
             for part, each in zip(split, tensors, strict=True)
         ]
 
+    def bring_back(self, results: Tensor) -> Tensor:
+        """Send results to the ranks that the rows are from. Collective, as its backward pass is."""
+        return linear_map(
+            results,
+            lambda results: self.swap(results, self.received_rows, self.sent_rows),
+            lambda gradient: self.swap(gradient, self.sent_rows, self.received_rows),
+        )
+
 
 class _Dispatch(torch.autograd.Function):
     """Rows and what belongs to them, see [Note: Each rank takes part in each exchange]."""
@@ -99,22 +109,6 @@ class _Dispatch(torch.autograd.Function):
             for place, each in zip(needed, came, strict=True):
                 back[place] = each
         return tuple(back)
-
-
-class _Return(torch.autograd.Function):
-    """Results to the ranks that the rows are from."""
-
-    @staticmethod
-    @override
-    def forward(ctx: Any, results: Tensor, plan: RoutePlan) -> Tensor:
-        ctx.plan = plan
-        return plan.swap(results, plan.received_rows, plan.sent_rows)
-
-    @staticmethod
-    @override
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        plan: RoutePlan = ctx.plan
-        return plan.swap(gradients[0], plan.sent_rows, plan.received_rows), None
 
 
 class _Unused(torch.autograd.Function):
@@ -147,13 +141,16 @@ class EqualRows:
 
     def part(self, whole: Tensor) -> Tensor:
         """Return this rank's part along the first dim. The backward pass is collective."""
-        part: Tensor = _TakePart.apply(whole, self)  # type: ignore[no-untyped-call]
-        return part
+        count = whole.shape[0]
+        return linear_map(
+            whole,
+            lambda whole: self.cut(whole).clone(),
+            lambda gradient: self.joined(gradient, count),
+        )
 
     def whole(self, part: Tensor, count: int) -> Tensor:
         """Return all rows, given this rank's part and their number. Collective."""
-        whole: Tensor = _JoinParts.apply(part, self, count)  # type: ignore[no-untyped-call]
-        return whole
+        return linear_map(part, lambda part: self.joined(part, count), self.cut)
 
     def most(self, count: int) -> int:
         """Return the rows of a part; the last ones may have fewer."""
@@ -172,32 +169,6 @@ class EqualRows:
         came = part.new_empty((most * self.group.size(), *part.shape[1:]))
         all_gather_single(came, padded, group=self.group)
         return came[:count]
-
-
-class _TakePart(torch.autograd.Function):
-    @staticmethod
-    @override
-    def forward(ctx: Any, whole: Tensor, rows: EqualRows) -> Tensor:
-        ctx.rows, ctx.count = rows, whole.shape[0]
-        return rows.cut(whole).clone()
-
-    @staticmethod
-    @override
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return ctx.rows.joined(gradients[0], ctx.count), None
-
-
-class _JoinParts(torch.autograd.Function):
-    @staticmethod
-    @override
-    def forward(ctx: Any, part: Tensor, rows: EqualRows, count: int) -> Tensor:
-        ctx.rows = rows
-        return rows.joined(part, count)
-
-    @staticmethod
-    @override
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.rows.cut(gradients[0]), None, None
 
 
 def with_unused(result: Tensor, unused: Iterable[Tensor]) -> Tensor:
@@ -266,7 +237,7 @@ class ExpertExchange:
         if not came.shape[0]:
             results = with_unused(results, (came, weight))
         sums = results.new_zeros((came.shape[0], *results.shape[1:])).index_add_(0, place, results)
-        back: Tensor = _Return.apply(sums, plan)  # type: ignore[no-untyped-call]
+        back = plan.bring_back(sums)
         return back.new_zeros((num_rows, *back.shape[1:])).index_add_(0, row, back)
 
     def run_in_places(
@@ -299,7 +270,7 @@ class ExpertExchange:
         came, weight = _Dispatch.apply(plan, given, weight[:-1, None])  # type: ignore[no-untyped-call]
         local = torch.arange(self.num_local, device=flat.device)
         local = local.repeat_interleave(self.capacity).repeat(self.group.size())
-        back: Tensor = _Return.apply(compute(came, local, weight[:, 0]), plan)  # type: ignore[no-untyped-call]
+        back = plan.bring_back(compute(came, local, weight[:, 0]))
         results = torch.cat((back, back.new_zeros((1, back.shape[1])))).index_select(0, place)
         return results.view(len(rows), num_choices, back.shape[1]).sum(1)
 

@@ -1,4 +1,4 @@
-"""Private parts of autograd: gradient hooks, the running backward pass, the compiler."""
+"""Parts of autograd: linear functions, gradient hooks, the running backward pass, the compiler."""
 
 import inspect
 import math
@@ -9,6 +9,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 from torch.autograd.graph import Node, get_gradient_edge, saved_tensors_hooks
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
@@ -129,6 +130,36 @@ def goes_to_the_end() -> bool:
         return torch._C._will_engine_execute_node(node)
     except RuntimeError:  # it is named
         return False
+
+
+class LinearMap(Function):
+    """A linear function of a tensor, and its adjoint as the backward pass."""
+
+    @staticmethod
+    @override
+    def forward(
+        ctx: Any,
+        value: Tensor,
+        run: Callable[[Tensor], Tensor],
+        adjoint: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        ctx.adjoint = adjoint
+        return run(value)
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.adjoint(gradient), None, None
+
+
+def linear_map(
+    value: Tensor, run: Callable[[Tensor], Tensor], adjoint: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Return what ``run`` makes of a tensor; ``adjoint`` makes its gradient of that of the result.
+
+    Gradients of gradients need an ``adjoint`` that is differentiable.
+    """
+    return cast("Tensor", LinearMap.apply(value, run, adjoint))  # type: ignore[no-untyped-call]
 
 
 @contextmanager

@@ -42,7 +42,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 from typing_extensions import Self, override
 
-from boltmesh.strategies.torch_compat.autograd import is_wanted
+from boltmesh.strategies.torch_compat.autograd import is_wanted, linear_map
 from boltmesh.strategies.torch_compat.communication import (
     all_gather_single,
     compiled_all_gather,
@@ -352,27 +352,4 @@ def differentiable(
     """
     if group.size == 1:
         return value
-    return cast("Tensor", Collective.apply(value, forward, backward))  # type: ignore[no-untyped-call]
-
-
-class Collective(Function):
-    """A collective and the one that is its backward pass.
-
-    A tensor that the context axis divides goes in and comes out as this rank's positions.
-    """
-
-    @staticmethod
-    @override
-    def forward(
-        ctx: Any,
-        value: Tensor,
-        forward: Callable[[Tensor], Tensor],
-        backward: Callable[[Tensor], Tensor],
-    ) -> Tensor:
-        ctx.differentiated = backward
-        return forward(value)
-
-    @staticmethod
-    @override
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.differentiated(gradient), None, None
+    return linear_map(value, forward, backward)
