@@ -1,6 +1,6 @@
 """Python objects between ranks, and actions that fail on all ranks or on none.
 
-``gather_objects`` and ``broadcast_from_rank0`` take any small object that can be pickled. After
+``gather_objects`` and ``broadcast_object`` take any small object that can be pickled. After
 ``all_or_none`` no rank waits for one that has failed.
 """
 
@@ -33,8 +33,18 @@ def broadcast_from_rank0(value: T, group: dist.ProcessGroup | None = None) -> T:
         value: Small and picklable; only that of the first rank is used.
         group: The ranks that get it; None: all ranks of the job.
     """
+    return broadcast_object(value, 0 if group is None else dist.get_global_rank(group, 0), group)
+
+
+def broadcast_object(value: T, source: int, group: dist.ProcessGroup | None = None) -> T:
+    """Return one rank's value on every rank. Collective over the group.
+
+    Args:
+        value: Small and picklable; only that of the source is used.
+        source: Its rank within the job.
+        group: The ranks that get it; None: all ranks of the job.
+    """
     holder = [value]
-    source = 0 if group is None else dist.get_global_rank(group, 0)
     dist.broadcast_object_list(holder, source, group=group)
     return holder[0]
 
@@ -83,9 +93,7 @@ def run_on_rank0_and_broadcast(
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     result = all_or_none(action if is_first else noop, group)
     if dist.is_initialized() and dist.get_world_size() > 1:
-        results = [result]
-        dist.broadcast_object_list(results, 0, group)
-        (result,) = results
+        result = broadcast_object(result, 0, group)
     return result  # type: ignore[return-value]
 
 

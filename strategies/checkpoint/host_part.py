@@ -27,7 +27,12 @@ from boltmesh.strategies.checkpoint.file import SummedFile
 from boltmesh.strategies.checkpoint.manifest import REST, write_manifest
 from boltmesh.strategies.checkpoint.shard_writer import PiecePlanner, ShardWriter
 from boltmesh.strategies.checkpoint.storage.folder import Draft, DraftStart, LocalFolder
-from boltmesh.strategies.object_collectives import all_or_none, gather_objects, noop
+from boltmesh.strategies.object_collectives import (
+    all_or_none,
+    broadcast_from_rank0,
+    gather_objects,
+    noop,
+)
 from boltmesh.strategies.torch_compat.files import without_duplicates
 
 _CHUNK_BYTES = 16 << 20
@@ -105,7 +110,7 @@ def write_part(
         start = ranks.run(draft.begin if ranks.is_leader else noop)
         starts = ranks.gather(start)
         ranks.run(bind(_join, draft, starts[ranks.leader]))
-        (rest,) = _broadcast([rest], ranks)
+        rest = broadcast_from_rank0(rest, ranks.group)
         planner = PiecePlanner(is_divided=is_divided)
         planner.set_up_planner(tensors, is_coordinator=ranks.is_leader)
         plans = ranks.gather(planner.create_local_plan())
@@ -120,11 +125,6 @@ def write_part(
         if ranks.is_leader:
             draft.abandon()
         raise
-
-
-def _broadcast(items: list[Any], ranks: HostRanks) -> list[Any]:
-    dist.broadcast_object_list(items, 0, ranks.group)
-    return items
 
 
 def _join(draft: Draft, start: DraftStart) -> None:

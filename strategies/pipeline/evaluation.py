@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
@@ -27,6 +26,7 @@ from boltmesh.strategies.pipeline.runtime.stage import ValueSpec
 from boltmesh.strategies.pipeline.stage.rng import host_random_kept
 from boltmesh.strategies.pipeline.stage.stage_run import Tail
 from boltmesh.strategies.pipeline.stage.units import AbsentError
+from boltmesh.strategies.pipeline.stage_params import broadcast
 from boltmesh.strategies.random_state import generators_unchanged, held_generators
 from boltmesh.strategies.torch_compat.modules import (
     hooks_unchanged,
@@ -103,7 +103,8 @@ class Evaluation:
         tail = joined.tail
         specs = tail.end.plan.values_in
         values = self._values(run, joined, specs, around)
-        values = [self._broadcast(each, spec) for each, spec in zip(values, specs, strict=True)]
+        for each in values:
+            broadcast(each, model.programs.rank_of_stage[-1], model.context.group)
         lent = self._lent(tail)
         with self._of_step(around), swapped_state(model.module, lent) if lent else nullcontext():
             return tail.end.forward(values, args, kwargs, seed=whole.seeds[0])
@@ -159,15 +160,6 @@ class Evaluation:
         device = model.context.device
         return [torch.empty(each.shape, dtype=each.dtype, device=device) for each in specs]
 
-    def _broadcast(self, value: Tensor, spec: ValueSpec) -> Tensor:
-        model = self._model
-        if model.context.group.size() == 1 or not spec.num_bytes:
-            return value
-        whole = value.resolve_conj().resolve_neg().contiguous()
-        # As bytes: NCCL knows neither complex numbers nor 16-bit integers.
-        dist.broadcast(whole.reshape(-1).view(torch.uint8), model.last, group=model.context.group)
-        return value if model.holds_last_stage else whole
-
     def _lent(self, tail: Tail) -> dict[str, Tensor]:
         """Return values of the parameters that the tail uses and this rank does not have.
 
@@ -183,7 +175,7 @@ class Evaluation:
             own = model.module.get_parameter(name)
             is_holder = group.rank() in holders
             value = own.detach() if is_holder else torch.empty_like(own).contiguous()
-            dist.broadcast(value, dist.get_global_rank(group, holders[0]), group=group)
+            broadcast(value, holders[0], group)
             if not is_holder:
                 lent[name] = value
         return lent

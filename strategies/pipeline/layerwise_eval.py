@@ -21,7 +21,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Module, Parameter
@@ -37,6 +36,7 @@ from boltmesh.strategies.pipeline.stage.units import (
     make_absent,
     with_records,
 )
+from boltmesh.strategies.pipeline.stage_params import broadcast
 from boltmesh.strategies.pytree import is_constant, replace_tensors, take_apart, tensors_in
 from boltmesh.strategies.torch_compat.tensors import tree_map_only
 
@@ -261,7 +261,7 @@ class LayerwiseEvaluation:
         return made
 
     def _broadcast(self, tensor: Tensor, holder: int) -> None:
-        dist.broadcast(tensor, dist.get_global_rank(self._group, holder), group=self._group)
+        broadcast(tensor, holder, self._group)
 
     @contextmanager
     def _whole_parameters(self) -> Iterator[None]:

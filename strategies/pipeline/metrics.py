@@ -28,6 +28,7 @@ from boltmesh.strategies.dry_run.metrics import (
     settings_of,
     stand_in,
 )
+from boltmesh.strategies.object_collectives import broadcast_object
 from boltmesh.strategies.pipeline.loss.log_rules import is_number
 from boltmesh.strategies.pipeline.stage.trace import MetricTrace
 from boltmesh.strategies.pytree import Build, take_apart, tensors_in
@@ -331,7 +332,7 @@ class MetricBroadcast:
             head = torch.tensor([int(is_news), len(wire)], device=self._heads[1])
             dist.broadcast(head, self._source, group=self._heads[0])
             if is_news:
-                dist.broadcast_object_list([sent], self._source, group=self._group)
+                broadcast_object(sent, self._source, self._group)
             if len(wire):
                 self._broadcast(wire)
         self._known = sent
@@ -343,9 +344,7 @@ class MetricBroadcast:
         dist.broadcast(head, self._source, group=self._heads[0])
         is_news, size = map(int, head.tolist())
         if is_news:
-            holder: list[Any] = [None]
-            dist.broadcast_object_list(holder, self._source, group=self._group)
-            self._known = holder[0]
+            self._known = broadcast_object([], self._source, self._group)
         wire = torch.empty(size, dtype=torch.uint8, device=self._device)
         return self._make(self._broadcast(wire) if size else wire)
 

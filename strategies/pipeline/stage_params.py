@@ -25,6 +25,7 @@ from boltmesh.strategies.checkpoint.optimizer_state import PARAMS, PENDING
 from boltmesh.strategies.checkpoint.state_dict_guard import StateGuard
 from boltmesh.strategies.dry_run.no_side_effects import CONTAINERS, refill
 from boltmesh.strategies.grad_norm import HeldShare
+from boltmesh.strategies.object_collectives import broadcast_object
 from boltmesh.strategies.parameter_access import register_stages
 from boltmesh.strategies.pipeline.microbatch_runs import During
 from boltmesh.strategies.pipeline.options import PipelineContext
@@ -47,10 +48,10 @@ def broadcast(tensor: Tensor, rank: int, group: ProcessGroup) -> None:
     """
     if group.size() == 1 or not tensor.numel():
         return
-    value = tensor.detach().contiguous()
+    value = tensor.detach().resolve_conj().resolve_neg().contiguous()
     source = dist.get_global_rank(group, rank)
     dist.broadcast(value.reshape(-1).view(torch.uint8), source, group=group)
-    if value.data_ptr() != tensor.data_ptr():
+    if value.data_ptr() != tensor.data_ptr() and group.rank() != rank:
         with torch.no_grad():
             tensor.copy_(value)
 
@@ -81,12 +82,11 @@ def gathered(
             else:
                 passed = torch.empty(value.shape, dtype=value.dtype, device=device)
             broadcast(passed, source, group)
-            told: list[Any] = [passed.cpu() if keeps else None]
+            made: Any = passed.cpu() if keeps else None
         else:
-            told = [value]
-            dist.broadcast_object_list(told, dist.get_global_rank(group, source), group=group)
+            made = broadcast_object(value, dist.get_global_rank(group, source), group)
         if keeps:
-            whole[name] = told[0]
+            whole[name] = made
     return whole
 
 

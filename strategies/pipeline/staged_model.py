@@ -20,6 +20,7 @@ from torch import Tensor
 
 from boltmesh.errors import ConfigError
 from boltmesh.strategies.dry_run.metrics import find_metrics
+from boltmesh.strategies.object_collectives import broadcast_object
 from boltmesh.strategies.pipeline.expected_traffic import PipelineEstimate
 from boltmesh.strategies.pipeline.loss.loss_check import LossChecks
 from boltmesh.strategies.pipeline.loss.reduction import BatchLossError
@@ -362,12 +363,12 @@ class StagedModel:
 
     def _find_problem(self, trial: Callable[[], Trial]) -> BatchLossError | None:
         """Return why no weights put the loss together. Collective over the pipeline."""
-        found: list[tuple[str, str] | None] = [None]
+        found: tuple[str, str] | None = None
         with suppress(Exception):  # raised again within the step, on all ranks
             problem = self.loss_checks.find_problem(trial) if self.holds_last_stage else None
-            found = [None if problem is None else (problem.what, problem.instead)]
-        dist.broadcast_object_list(found, self.last, group=self.context.group)
-        return None if found[0] is None else BatchLossError(*found[0])
+            found = None if problem is None else (problem.what, problem.instead)
+        found = broadcast_object(found, self.last, self.context.group)
+        return None if found is None else BatchLossError(*found)
 
     def join(self, run: MicrobatchRun, around: Around) -> JoinedRun | str | None:
         """Return how the outputs of microbatches are joined to the batch's.

@@ -26,6 +26,7 @@ from torch.nn import Module
 from torchmetrics import Metric
 
 from boltmesh.strategies.dry_run.metrics import find_metrics
+from boltmesh.strategies.object_collectives import broadcast_object
 from boltmesh.strategies.patch import patched
 from boltmesh.strategies.pipeline.loss.log_rules import (
     Key,
@@ -386,9 +387,8 @@ class LastStageBroadcast:
         self.stops = bool(rows[:, _FLAGS - 1].any())
         found, self._found = self._found, None
         if is_news:
-            holder: list[Any] = [None if found is None else found[0]]
-            dist.broadcast_object_list(holder, self._source, group=self._group)
-            self._known = holder[0]
+            known = [] if found is None else found[0]
+            self._known = broadcast_object(known, self._source, self._group)
         if self._is_on_host and not is_news:
             values = row[_FLAGS:]
         else:

@@ -16,7 +16,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import LightningModule
 from torch.amp import GradScaler
@@ -242,13 +241,13 @@ def _planned(
 
     Collective over all ranks of the job.
     """
-    told: list[tuple[str, str, int]] = [("", "", 0)]
+    answer = "", "", 0
     failure: Exception | None = None
     # Every rank traces, for the shapes of its blocks; the plan of the first one is used.
     try:
         analysis = _analysed(rehearsal, blocks, context)
         text = to_json(_made(analysis, rehearsal.module, options, size))
-        told = [("plan", text, analysis.trace.made_elements)]
+        answer = "plan", text, analysis.trace.made_elements
     except Exception as error:  # noqa: BLE001 - the user's step may raise anything
         failure = error
         text = (
@@ -262,9 +261,8 @@ def _planned(
             text += ". Hooks of training run later: set attributes in __init__ or setup."
         else:
             text += ". Leave tensor out if its code reads values of tensors, as tolist() does."
-        told = [("error", text, 0)]
-    dist.broadcast_object_list(told, group=context.world_cpu_group, group_src=0)
-    kind, text, made_elements = told[0]
+        answer = "error", text, 0
+    kind, text, made_elements = broadcast_from_rank0(answer, context.world_cpu_group)
     if kind == "error":
         if isinstance(failure, BoltMeshError):
             raise failure
