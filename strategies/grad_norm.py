@@ -56,12 +56,10 @@ def clip_by_norm(parameters: Iterable[Parameter], max_norm: float) -> Tensor:
         The norm before clipping, a scalar.
     """
     with_gradient = [p for p in parameters if p.grad is not None]
-    gradients = [p.grad for p in with_gradient if p.grad is not None]
+    gradients = gradients_of(with_gradient)
     if not any(each.device.type == "cpu" and each.numel() > WHOLE_NUMEL for each in gradients):
         return torch.nn.utils.clip_grad_norm_(with_gradient, max_norm)
-    first = gradients[0]
-    norms = [tensor_norm(each) for each in gradients]
-    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(first.device) for norm in norms]))
+    total = _local_norm(gradients)
     torch.nn.utils.clip_grads_with_norm_(with_gradient, max_norm, total)
     return total
 
@@ -71,11 +69,16 @@ def gradient_norm(parameters: Iterable[Parameter]) -> float | None:
 
     Local, like ``clip_by_norm``.
     """
-    norms = [tensor_norm(each.grad) for each in parameters if each.grad is not None]
-    if not norms:
-        return None
-    device = norms[0].device  # one transfer from it, not one for each norm
-    return float(torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms])))
+    gradients = gradients_of(parameters)
+    return float(_local_norm(gradients)) if gradients else None
+
+
+def _local_norm(gradients: Sequence[Tensor]) -> Tensor:
+    """Return the joint 2-norm of whole gradients, at least one, on the device of the first."""
+    device = gradients[0].device  # one transfer from it, not one for each norm
+    norms = [tensor_norm(each).to(device) for each in gradients]
+    joint: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return joint
 
 
 def gradients_of(parameters: Iterable[Parameter]) -> list[Tensor]:
