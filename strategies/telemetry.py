@@ -2,7 +2,7 @@
 
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from torch import Tensor
 from torch.optim import Optimizer
 
+from boltmesh.strategies.deferred_initialization.recording import tensors_of
 from boltmesh.strategies.lightning_compat.trainer import trainer_of
 from boltmesh.telemetry.callback import TelemetryCallback
 from boltmesh.telemetry.job import ID_VARIABLE, JobInfo, is_switched_off, new_job_id
@@ -111,15 +112,7 @@ def _state_by_kind(strategy: "MeshStrategy") -> Mapping[str, Sequence[Tensor | S
 def optimizer_tensors(optimizers: Iterable[Optimizer]) -> list[Tensor]:
     """Return the tensors of optimizers' states, those in lists and mappings included."""
     states = (state for each in optimizers for state in each.state.values())
-    return [tensor for state in states for tensor in _tensors_within(state)]
-
-
-def _tensors_within(state: object) -> Iterator[Tensor]:
-    if isinstance(state, Tensor):
-        yield state
-    elif isinstance(state, (Mapping, list, tuple)):
-        for each in state.values() if isinstance(state, Mapping) else state:
-            yield from _tensors_within(each)
+    return [tensor for state in states for tensor in tensors_of(state)]
 
 
 def _hyperparameters(strategy: "MeshStrategy") -> Mapping[str, object]:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from boltmesh.errors import ConfigError
+from boltmesh.strategies.pytree import like
 from boltmesh.strategies.torch_compat.tensors import CAST, OpOverload, schema_of, times_written
 
 
@@ -285,7 +286,7 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
     """Apply a function to the leaves of an operator's arguments: lists, tuples, dictionaries."""
     if isinstance(value, (list, tuple)):
         made = [map_leaves(function, each) for each in value]
-        return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
+        return like(value, made)
     if isinstance(value, dict):
         return {key: map_leaves(function, each) for key, each in value.items()}
     return function(value)

@@ -29,6 +29,7 @@ from boltmesh.strategies.pipeline.runtime.stage import ValueSpec
 from boltmesh.strategies.pipeline.stage.cut import StagePlan
 from boltmesh.strategies.pipeline.stage.plan_cache import StagePlans
 from boltmesh.strategies.pipeline.stage.stage_run import StageRun, Tail
+from boltmesh.strategies.pytree import like
 from boltmesh.strategies.torch_compat.tensors import scalar_on
 
 Joints = tuple[int | None, ...]
@@ -195,7 +196,7 @@ def merge(parts: Sequence[Any], sizes: Sequence[int], weights: Sequence[Tensor |
         return [item for part in parts for item in part]
     if isinstance(first, list | tuple):
         items = [merge(each, sizes, weights) for each in zip(*parts, strict=True)]
-        return type(first)(*items) if hasattr(first, "_fields") else type(first)(items)
+        return like(first, items)
     if dataclasses.is_dataclass(first) and not isinstance(first, type):
         names = [each.name for each in dataclasses.fields(first) if each.init]
         members = {
