@@ -15,7 +15,7 @@ an Adam that clips by its own norm. Refused by the pipeline, where a rank has it
 ``matrix_use``: it takes products or factors of matrices. On shards torch would gather, in
 another order and precision for each number of ranks. ZeRO steps whole parameters then.
 
-``misjudges_shards``: steps of shards as DTensors fail, or are not the shards of the step. Norms and
+``shard_mismatch``: steps of shards as DTensors fail, or are not the shards of the step. Norms and
 sums of DTensors are those of the whole; flat views, items and rows often are not. Likewise.
 
 ``needs_all_ranks``: its step calls collectives itself, or draws random numbers. Refused where
@@ -154,7 +154,7 @@ def matrix_use(optimizer: Optimizer) -> str | None:
     return _known(optimizer, _MIX_ELEMENTS) or "multiplies or factors whole matrices"
 
 
-def misjudges_shards(
+def shard_mismatch(
     optimizer: Optimizer, mesh: DeviceMesh, placements: Sequence[Placement]
 ) -> str | None:
     """Return why steps of shards are not the shards of the step, or None.
@@ -188,7 +188,7 @@ def misjudges_shards(
         return False
 
     def inner(optimizer: Optimizer) -> bool:
-        found = misjudges_shards(optimizer, mesh, placements)
+        found = shard_mismatch(optimizer, mesh, placements)
         why.extend([found] if found else [])
         return found is not None
 

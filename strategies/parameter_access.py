@@ -89,7 +89,7 @@ class StageOwned(Protocol):
     def is_held(self) -> bool:
         """Whether this rank has values of it."""
 
-    def told(self, value: Tensor) -> Tensor:
+    def broadcast_value(self, value: Tensor) -> Tensor:
         """Return a holder's value, in memory of its own. Collective over the pipeline.
 
         Args:
@@ -281,7 +281,7 @@ def _gather(shard: Parameter) -> Parameter:
         return shard
     value = _gather_shards(shard) if isinstance(shard, DTensor) else shard.detach()
     if shard in _stages:
-        value = _stages[shard].told(value)
+        value = _stages[shard].broadcast_value(value)
     if shard in _parts:
         value = _parts[shard].join(value)
     return GatheredParameter(value, requires_grad=shard.requires_grad)

@@ -122,9 +122,9 @@ class PipelineZeroTraffic:
         """Return what one optimizer step moves on one rank, one entry per operator."""
         stage, num_batches = self.sharing.stage, self.job.num_microbatches
         reductions = 1 if stage == 1 else num_batches
-        told = reductions * agreement_bytes(self.num_trained)
+        flag_bytes = reductions * agreement_bytes(self.num_trained)
         why = "which parameters have gradients, 4 bytes for each"
-        more = [ExpectedTraffic("data", "allreduce", told, reductions, why)]
+        more = [ExpectedTraffic("data", "allreduce", flag_bytes, reductions, why)]
         if self.scalar_bytes:
             moved, calls = sum(self.scalar_bytes), len(self.scalar_bytes)
             why = "gradients of parameters without rows, once per batch"

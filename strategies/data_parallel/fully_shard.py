@@ -6,7 +6,7 @@ gathers what no block holds. It returns a ``ShardedModel``, through whose ``root
 - ``RootModule`` holds the LightningModule, so that the root's gather spans a ``training_step``.
 - Parameters that autocast reads in fp32 are gathered by the root (``units``).
 - With parameters on a disk the shards of a unit leave memory before the next unit is made
-  (``park_unit``).
+  (``stage_unit_shards``).
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module, ModuleList, Parameter
 from typing_extensions import override
 
-from boltmesh.strategies.data_parallel.brought_params import BroughtParams, brought_params
+from boltmesh.strategies.data_parallel.all_to_all_params import AllToAllParams, all_to_all_params
 from boltmesh.strategies.data_parallel.cpu_collectives import CpuCollectives
 from boltmesh.strategies.data_parallel.options import ZeroOptions
 from boltmesh.strategies.data_parallel.param_state import (
@@ -114,7 +114,7 @@ class OwnParameters(Module):
                 self.register_parameter(name, parameter)
 
 
-def open_parking(options: ZeroOptions, context: AxisContext) -> Staging | None:
+def open_staging(options: ZeroOptions, context: AxisContext) -> Staging | None:
     """Where shards wait for the offload engine; None where they wait on the device."""
     is_on_disk = options.offload_parameters == "nvme"
     if not is_on_disk and not (options.has_offload and waits_on_host(context.device)):
@@ -132,23 +132,23 @@ def waits_on_host(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-def park_unit(
-    parking: Staging | None,
+def stage_unit_shards(
+    staging: Staging | None,
     module: Module,
     unit: Module,
     tiled: Sequence[TiledWeight],
     context: AxisContext,
 ) -> None:
-    """Park what a unit has just been cut into.
+    """Move what a unit has just been cut into to where it waits.
 
     Args:
-        parking: Where to; None leaves everything where it is.
+        staging: Where to; None leaves everything where it is.
         module: The user's module: its parameters' names are the names in messages.
         unit: A module of ``fully_shard``.
         tiled: Weights below it that no unit gathers.
         context: Of the data axis.
     """
-    if parking is None:
+    if staging is None:
         return
     assert isinstance(unit, FSDPModule)
     names = {parameter: name for name, parameter in module.named_parameters()}
@@ -156,7 +156,7 @@ def park_unit(
         held_alone(weight.name, weight.parameter, weight.kept_dtype(context.compute_dtype))
         for weight in tiled
     ]
-    parking.park([*held_unit(unit, names), *alone])
+    staging.add([*held_unit(unit, names), *alone])
 
 
 @dataclass
@@ -343,7 +343,7 @@ class _Sharding:
         self._module, self._options, self._context, self._mesh = module, options, context, mesh
         self._adopted: list[Module] = []
         """Modules of blocks whose parameters the root gathers."""
-        self._parking = open_parking(options, context)
+        self._staging = open_staging(options, context)
 
     def cut_block(self, name: str, block: Module) -> None:
         """Make a unit of a block."""
@@ -360,7 +360,7 @@ class _Sharding:
             self._fully_shard(
                 block, block, not_here, is_freed=self._is_freed, is_cast=name in self.cast
             )
-        park_unit(self._parking, self._module, block, in_tiles, self._context)
+        stage_unit_shards(self._staging, self._module, block, in_tiles, self._context)
 
     def cut_root(self) -> tuple[RootModule, ScalarParams]:
         """Make a unit of what no block holds."""
@@ -374,7 +374,7 @@ class _Sharding:
             self._fully_shard(root, module, set(), is_freed=is_freed, is_cast=False)
             scalars = ScalarParams(module, self._mesh.mesh, self._context.group)
         self.successors.take_places(module)
-        park_unit(self._parking, module, root, in_tiles, self._context)
+        stage_unit_shards(self._staging, module, root, in_tiles, self._context)
         return root, scalars
 
     @property
@@ -421,14 +421,14 @@ class _Sharding:
 
 def _owned_params(
     context: AxisContext,
-) -> tuple[list[OwnedParams | BroughtParams], Callable[[Mapping[Parameter, Parameter]], None]]:
+) -> tuple[list[OwnedParams | AllToAllParams], Callable[[Mapping[Parameter, Parameter]], None]]:
     """Return this rank's part of divided experts, and what follows parameters that are replaced."""
     if context.owned is None:
         return [], noop
     size = context.group.size()
     rows = OwnedParams(context.owned, context.device, size)
     brought = [
-        brought_params(each, context.owned, size, rows.cut_one) for each in context.owned.brought
+        all_to_all_params(each, context.owned, size, rows.cut_one) for each in context.owned.brought
     ]
     return [rows, *brought], rows.follow
 

@@ -27,10 +27,10 @@ from boltmesh.strategies.data_parallel.options import ZeroOptions
 from boltmesh.strategies.dry_run.unsupported import refuse_undividable
 from boltmesh.strategies.optimizer_probe import (
     matrix_use,
-    misjudges_shards,
     mixes_elements,
     mixes_parameters,
     needs_all_ranks,
+    shard_mismatch,
 )
 from boltmesh.strategies.owner_exchange import is_shard_of
 from boltmesh.strategies.source_line import OF_TORCH, line_outside
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from boltmesh.strategies.data_parallel.fully_shard import ShardedModel
 
 
-def find_whole_steppers(
+def find_whole_optimizers(
     optimizers: Iterable[Optimizer],
     model: Module,
     options: ZeroOptions,
@@ -79,7 +79,7 @@ def find_whole_steppers(
         if why is None and not options.has_offload and lacks_shard_rules(optimizer):
             why = "calls what torch has no rules for on shards"
         for mesh, placements in kinds:
-            why = why or misjudges_shards(optimizer, mesh, placements)
+            why = why or shard_mismatch(optimizer, mesh, placements)
         if why is None:
             continue
         if mixes_parameters(optimizer):

@@ -23,7 +23,7 @@ from boltmesh.strategies.cost_model.model import JobShape, ModelShape
 from boltmesh.strategies.data_parallel.axis import SingleRankAxis
 from boltmesh.strategies.data_parallel.expected_memory import held_tensors
 from boltmesh.strategies.data_parallel.expected_traffic import ZeroEstimate
-from boltmesh.strategies.data_parallel.fully_shard import ShardedModel, open_parking, shard_model
+from boltmesh.strategies.data_parallel.fully_shard import ShardedModel, open_staging, shard_model
 from boltmesh.strategies.data_parallel.options import ZeroOptions
 from boltmesh.strategies.data_parallel.order_check import OrderCheck
 from boltmesh.strategies.data_parallel.param_state import (
@@ -35,7 +35,7 @@ from boltmesh.strategies.data_parallel.shard_mesh import choose_shard_size
 from boltmesh.strategies.data_parallel.unsupported import (
     explain_direct_use,
     explain_transform,
-    find_whole_steppers,
+    find_whole_optimizers,
     refuse_empty_share,
     refuse_unsharded,
 )
@@ -239,7 +239,7 @@ class ZeroAxis(DataAxis):
         module, options = self._model.module, self.options
         parts = next(filter(None, (axis.part_exchange() for axis in self.strategy.axes)), None)
         group = self._model.mesh.shard_group
-        steppers = find_whole_steppers(optimizers, module, options, group, has_parts=bool(parts))
+        steppers = find_whole_optimizers(optimizers, module, options, group, has_parts=bool(parts))
         self._model.successors.take_over(optimizers, module)
         if optimizers:  # else an evaluation: state of the run before may still be saved
             shards = ShardExchange(group)
@@ -259,8 +259,8 @@ class ZeroAxis(DataAxis):
         if self._offload is not None:
             if not optimizers:
                 return  # an evaluation of what a run has left
-            parking = open_parking(self.options, self._context)
-            self._lost = self._offload.restore(parking) or self._lost
+            staging = open_staging(self.options, self._context)
+            self._lost = self._offload.restore(staging) or self._lost
         shares = [*self.own_shares, *self._context.norm_shares]
         self._offload = open_engine(self._model, self.options, self._context, shares)
         if self._offload is not None:

@@ -10,7 +10,7 @@ exchanged where an expert is called. The module around them runs twice instead:
 
 Gradients of rows go through the first pass, those of results through the second. Random numbers
 are the same in both, buffers and attributes that the first has changed are put back, and hooks do
-not see what it gives. In between, ``data_parallel/brought_params`` has brought the parameters of
+not see what it gives. In between, ``data_parallel/all_to_all_params`` has brought the parameters of
 each expert to its owner.
 """
 

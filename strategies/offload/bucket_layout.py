@@ -43,7 +43,7 @@ class ShardedParam:
         return math.prod(self.padded_shape)
 
     def value(self) -> Tensor:
-        """This rank's shard, flat; read from the disk where it is parked there."""
+        """This rank's shard, flat; read from the disk where it waits there."""
         local = local_tensor(self.parameter)
         return (local.read() if isinstance(local, OffloadedShard) else local.detach()).reshape(-1)
 

@@ -163,7 +163,7 @@ class OffloadEngine(StepBarrier):
         self._clipper = Clipper(self.kept, self._arrivals, self.device)
         self._take(optimizers)
         for held in self._units.values():
-            self.kept.unpark(held)
+            self.kept.unstage(held)
         if never_clips:
             self._arrivals.step_early(self._modules, self._layers)
         self._optimizers = list(optimizers)
@@ -233,8 +233,8 @@ class OffloadEngine(StepBarrier):
             else OffloadError(f"The last step was not finished: {type(error).__name__}.")
         )
 
-    def restore(self, parking: Staging | None = None) -> Exception | None:
-        """``close``, and bring all parameters back to the device, or to where they are parked.
+    def restore(self, staging: Staging | None = None) -> Exception | None:
+        """``close``, and bring all parameters back to the device, or to where they wait.
 
         Returns:
             The error of a step that failed. All parameters are NaN then, to be loaded.
@@ -242,7 +242,7 @@ class OffloadEngine(StepBarrier):
         self.close()
         failure, self._failure = self._failure, None
         self.is_lost = failure is not None
-        self.kept.restore(parking)
+        self.kept.restore(staging)
         return failure
 
     # What sources ask.

@@ -55,7 +55,7 @@ class Staging:
     """Keeps shards that no step needs yet. Its memory, or file, goes with the last of them.
 
     Args:
-        folder: Where to make a file, which grows with what is parked; None: in host memory.
+        folder: Where to make a file, which grows with what is added; None: in host memory.
         device: Where the model is computed.
         rank: Whose file it is, for messages.
         recorder: Counts transfers.
@@ -76,7 +76,7 @@ class Staging:
         locked_bytes = 0 if device.type == "cpu" else LOCKED_BYTES
         self._page_locked = allocate_host(locked_bytes, device=device)
 
-    def park(self, held: Sequence[ShardedParam]) -> None:
+    def add(self, held: Sequence[ShardedParam]) -> None:
         """Move shards away and let something without memory stand for them.
 
         Small ones stay where they are.
@@ -96,7 +96,7 @@ class Staging:
 
 
 class _StagedSource(GatheredSource):
-    """One parked shard."""
+    """One shard that waits."""
 
     def __init__(
         self,
@@ -331,12 +331,12 @@ class OffloadedState:
             held = self._held[slot]
             del self._held[slot]
             del self.place[slot.parameter]
-            if isinstance(_shown(held.parameter).source, ParameterSource):  # it is not parked
+            if isinstance(_shown(held.parameter).source, ParameterSource):  # it is not staged
                 self._to_device(held)
         self.buckets.remove(bucket)
 
-    def unpark(self, held: Sequence[ShardedParam]) -> None:
-        """Give back to the device what has been parked and was not taken: no optimizer steps it."""
+    def unstage(self, held: Sequence[ShardedParam]) -> None:
+        """Give back to the device what has been staged and was not taken: no optimizer steps it."""
         for each in held:
             local = local_tensor(each.parameter)
             if isinstance(local, OffloadedShard) and isinstance(local.source, _StagedSource):
@@ -349,10 +349,10 @@ class OffloadedState:
         padded[: value.numel()].copy_(value)
         held.replace(padded[: value.numel()].view(shape), padded)
 
-    def restore(self, parking: Staging | None = None) -> None:
-        """Give all parameters back, to the device or what is large to ``parking``, and let go."""
-        if parking is not None:
-            parking.park(list(self._held.values()))
+    def restore(self, staging: Staging | None = None) -> None:
+        """Give all parameters back, to the device or what is large to ``staging``, and let go."""
+        if staging is not None:
+            staging.add(list(self._held.values()))
         for bucket in list(self.buckets):
             self.give_back(bucket)
         for opened in self.stores:

@@ -47,13 +47,13 @@ from boltmesh.strategies.pipeline.options import (
     STAGES,
     PipelineContext,
     PipelineOptions,
+    refuse_absent_parameters,
     refuse_accumulation,
     refuse_late_gradients,
     refuse_layout,
     refuse_manual_optimization,
     refuse_measuring,
     refuse_optimizers,
-    refuse_remains,
 )
 from boltmesh.strategies.pipeline.schedules.registry import schedule_kind
 from boltmesh.strategies.pipeline.stage.units import (
@@ -239,7 +239,7 @@ class PipelineAxis(Axis):
 
     @override
     def refuse_placed(self, module: LightningModule) -> None:
-        refuse_remains(module)
+        refuse_absent_parameters(module)
 
     @override
     def before_transfer(self, device: torch.device) -> None:

@@ -364,7 +364,7 @@ class PipelineEstimate:
             shared=shared.size_per_batch(),
             last_stage_values=model.sharing.size_per_batch(),
             report_length=NUM_SIGNALS + model.sharing.length,
-            evened=shared.size_of_gradients() if context.evens_shared else (0, 0),
+            evened=shared.size_of_gradients() if context.shared_averages_may_differ else (0, 0),
             agrees_on_overflow=context.scaler is not None,
         )
 

@@ -268,10 +268,10 @@ class MicrobatchSplitter:
                 f"tensor or list with a row for each sample. Let the DataLoader give tensors, or "
                 f"use microbatches=1."
             )
-        told = self.batch_sizes.intersection(lists.values())
-        if len(told) != 1:
+        fitting = self.batch_sizes.intersection(lists.values())
+        if len(fitting) != 1:
             refuse_differing(lists)
-        count = told.pop() if len(told) == 1 else next(iter(lists.values()))
+        count = fitting.pop() if len(fitting) == 1 else next(iter(lists.values()))
         return Rows(count, frozenset(sample_lists(batch, "batch", count, self._known)))
 
     def _by_lists(self, batch: Any, sizes: "Sizes") -> Rows:
@@ -284,14 +284,14 @@ class MicrobatchSplitter:
             except MisfitError as misfit:
                 problem = misfit if isinstance(misfit, AmbiguousError) else problem
                 continue
-            is_told = count in self.batch_sizes or any(self._known.get(path) for path in samples)
-            if not samples or count > PAIR or is_told:
+            is_known = count in self.batch_sizes or any(self._known.get(path) for path in samples)
+            if not samples or count > PAIR or is_known:
                 fitting.append(Rows(count, samples))
         if not fitting:
             if problem is not None:
                 raise problem.explain("", 0)
             refuse_differing(sizes.in_lists)
-        told = [each for each in fitting if each.count in self.batch_sizes]
+        of_loaders = [each for each in fitting if each.count in self.batch_sizes]
         known = {path: self._known[path] for path in sizes.outer if path in self._known}
         as_before = [
             each
@@ -300,7 +300,7 @@ class MicrobatchSplitter:
         ]
         parts = [each for each in fitting if not each.samples]
         is_pair = all(sizes.lists[path] <= PAIR for path in sizes.outer)
-        for some in (fitting, told, as_before, parts if is_pair else []):
+        for some in (fitting, of_loaders, as_before, parts if is_pair else []):
             if len(some) == 1:
                 return some[0]
         path = sizes.outer[0]

@@ -142,7 +142,7 @@ class PipelineContext:
         return self.num_sharing > 1 or self.coupled is not None
 
     @property
-    def evens_shared(self) -> bool:
+    def shared_averages_may_differ(self) -> bool:
         """Whether stages may get averages of shared parameters that differ by a rounding.
 
         Sums of three and more depend on their order, and each stage has an order of its own.
@@ -254,7 +254,7 @@ def refuse_measuring(options: PipelineOptions) -> None:
         )
 
 
-def refuse_remains(module: LightningModule) -> None:
+def refuse_absent_parameters(module: LightningModule) -> None:
     """Refuse to divide layers of a model that stages have been made of.
 
     Raises:

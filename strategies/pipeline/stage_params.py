@@ -324,7 +324,7 @@ class _Holders:
     is_held: bool
     """Whether this rank has."""
 
-    def told(self, value: Tensor) -> Tensor:
+    def broadcast_value(self, value: Tensor) -> Tensor:
         """Return what the first holder has. Collective over the pipeline."""
         # What is absent is one element in memory, and its like would be as well.
         copy = value.clone() if self.is_held else value.new_empty(value.shape)

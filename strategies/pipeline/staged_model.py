@@ -414,7 +414,7 @@ class StagedModel:
         """
 
         def average() -> None:
-            if over_replicas() and self.context.evens_shared:
+            if over_replicas() and self.context.shared_averages_may_differ:
                 self.holdings.shared.broadcast_gradients()
 
         self.others.run_collective(average)

@@ -94,30 +94,30 @@ def test_some_layouts_equal_one_process(case: Case, layout: str, tmp_path: Path)
     check(case, [layout], tmp_path)
 
 
-def parked(rank: int, world_size: int, case: Case, options: dict[str, Any]) -> list[Any]:
+def staged(rank: int, world_size: int, case: Case, options: dict[str, Any]) -> list[Any]:
     """Train as shards of a GPU do, which wait in host memory, and as those of the CPU do."""
     stores.SMALL_NUMEL = 0
     found = []
     for waits in (True, False):
         vars(fully_shard)["waits_on_host"] = lambda _, waits=waits: waits
-        seen: dict[str, int] = {"parked": 0, "reserved": 0}
-        park, reserve = Staging.park, HostArena.reserve
+        seen: dict[str, int] = {"staged": 0, "reserved": 0}
+        add, reserve = Staging.add, HostArena.reserve
 
-        def noted_park(self: Any, held: Any, seen=seen, park=park) -> None:
-            seen["parked"] += len(held)
-            park(self, held)
+        def noted_add(self: Any, held: Any, seen=seen, add=add) -> None:
+            seen["staged"] += len(held)
+            add(self, held)
 
         def noted_reserve(self: Any, num_bytes: int, seen=seen, reserve=reserve) -> None:
             seen["reserved"] += num_bytes > 0
             reserve(self, num_bytes)
 
-        type.__setattr__(Staging, "park", noted_park)
+        type.__setattr__(Staging, "add", noted_add)
         type.__setattr__(HostArena, "reserve", noted_reserve)
         try:
             strategy = ZeROStrategy(telemetry=False, **options)
             found.append((trace_layout(case.problem(), strategy, devices=world_size), seen))
         finally:
-            type.__setattr__(Staging, "park", park)
+            type.__setattr__(Staging, "add", add)
             type.__setattr__(HostArena, "reserve", reserve)
     return found
 
@@ -134,9 +134,9 @@ def test_shards_that_wait_on_the_host_train_to_the_same_bits(
 ) -> None:
     """And host memory is taken unit by unit, as their waiting place becomes free."""
     options = {"stage": 3, **CPU, "offload_parameters": parameters}
-    for (waited, seen), (plain, others) in run_ranks(parked, case.ranks, case, options):
+    for (waited, seen), (plain, others) in run_ranks(staged, case.ranks, case, options):
         assert find_differences(plain, waited, Tolerance(0.0, 0.0, 0.0)) == []
-        assert seen["parked"] > 0 == others["parked"]
+        assert seen["staged"] > 0 == others["staged"]
         assert seen["reserved"] >= 3
 
 

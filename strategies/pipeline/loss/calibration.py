@@ -203,14 +203,14 @@ def _more_cuts(
     return found
 
 
-def _telling_cuts(form: Form, trial: Trial, count: int, attempt: Attempt) -> list[TrialCut]:
+def _distinguishing_cuts(form: Form, trial: Trial, count: int, attempt: Attempt) -> list[TrialCut]:
     """Run rows for which a doubtful divisor is another one, among those for which it is not."""
-    rows = _rows_by(partial(_tells, form, trial, attempt), range(trial.num_rows))
+    rows = _rows_by(partial(_distinguishes, form, trial, attempt), range(trial.num_rows))
     if True not in rows:
         return []
-    telling = rows[True]
-    other = rows.get(False, telling)
-    numbers = [telling, telling, other, telling, other][:count]
+    distinct = rows[True]
+    other = rows.get(False, distinct)
+    numbers = [distinct, distinct, other, distinct, other][:count]
     try:
         return run_cuts(trial, numbers, attempt)
     except ConfigError:
@@ -302,7 +302,7 @@ def _rows_by(label: Callable[[int], Label | None], numbers: Sequence[int]) -> di
     return rows
 
 
-def _tells(form: Form, trial: Trial, attempt: Attempt, row: int) -> bool | None:
+def _distinguishes(form: Form, trial: Trial, attempt: Attempt, row: int) -> bool | None:
     whole = run_row(trial, row, attempt)
     if whole is None:
         return None
@@ -316,7 +316,7 @@ def _tells(form: Form, trial: Trial, attempt: Attempt, row: int) -> bool | None:
 def _proof(cuts: list[TrialCut], trial: Trial, attempt: Attempt) -> LossProof | None:
     form = _form(cuts)
     if form is not None and form.doubtful:
-        more = _telling_cuts(form, trial, max(cuts[0].whole.count, 3), attempt)
+        more = _distinguishing_cuts(form, trial, max(cuts[0].whole.count, 3), attempt)
         cuts = [*cuts, *more]
         form = _form(cuts) if more else form
     if form is None:

@@ -247,10 +247,10 @@ class BubbleMeter:
         self.number += 1
         if is_whole:
             self._origins[self.number] = self._origin_ns
-        told = self.number - self._delay
-        self._is_asked = self._origins.pop(told, None) is not None
+        reported = self.number - self._delay
+        self._is_asked = self._origins.pop(reported, None) is not None
         figures = [0] * (FIGURES * self._size)
-        own = self._own.pop(told, None)
+        own = self._own.pop(reported, None)
         if own is not None and self._is_asked:
             figures[FIGURES * self._rank : FIGURES * (self._rank + 1)] = own
         return figures

@@ -94,7 +94,7 @@ def casts(func: Callable[..., Any], divided: Any, *args: Any, **kwargs: Any) -> 
 
 
 @rule_for("new_empty new_full new_ones new_tensor new_zeros record_stream is_contiguous")
-def asks_the_part(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def run_on_part(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Ask a part what it knows as well as the whole: type, device, layout."""
     args, kwargs = tree_map_only(VocabularyTensor, lambda each: each.local, (args, kwargs))
     return func(*args, **kwargs)

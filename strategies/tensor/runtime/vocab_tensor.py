@@ -182,7 +182,7 @@ def rule_for(*lines: str) -> Callable[[Rule], Rule]:
     return register
 
 
-def asks_nothing(name: str, *, is_property: bool) -> bool:
+def needs_no_values(name: str, *, is_property: bool) -> bool:
     """Whether a function asks about a tensor, or is autograd's own, and needs no values."""
     return name in _ABOUT or (is_property and name not in _COPYING)
 
@@ -244,7 +244,7 @@ class VocabularyTensor(Tensor):
         name, is_property = name_of(func)
         if is_property and name == "data" and len(args) > 1:
             raise NotImplementedError("'data' of a divided tensor cannot be set. Use copy_().")
-        if asks_nothing(name, is_property=is_property):
+        if needs_no_values(name, is_property=is_property):
             with subclasses_unasked():
                 return func(*args, **kwargs)
         if is_writing(name):

@@ -1,4 +1,4 @@
-"""Brings parameters to the ranks that compute with them.
+"""Parameters in shards of rows, which an all-to-all brings to the ranks that compute with them.
 
 Between steps every parameter is a shard of rows on each rank of the group, as all others of the
 model are, so that optimizers, norms and checkpoints see nothing new. For a forward pass each rank
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-class BroughtParams(PlainInStep, ABC):
+class AllToAllParams(PlainInStep, ABC):
     """Parameters of which each rank of a group computes with a part.
 
     Args:
@@ -137,7 +137,7 @@ class BroughtParams(PlainInStep, ABC):
         self.put_back()
         self._brought.called.clear()
         parameters = self.parameters
-        anchor, *parts = _Bring.apply(self, *parameters)  # type: ignore[no-untyped-call]
+        anchor, *parts = _ShardsToOwners.apply(self, *parameters)  # type: ignore[no-untyped-call]
         plain = dict(zip(self.mine(range(len(parameters))), parts, strict=True))
         put = {p: plain[n] if n in plain else self._plain_of(p) for n, p in enumerate(parameters)}
         for owner, key, parameter in self._places:
@@ -199,7 +199,7 @@ class BroughtParams(PlainInStep, ABC):
                 yield ExpectedTraffic("data", "allreduce", moved, calls, why)
 
 
-class OwnedModulesParams(BroughtParams):
+class OwnedModulesParams(AllToAllParams):
     """The parameters of one list of experts: a rank computes with those of its modules."""
 
     _brought: OwnedModules
@@ -237,7 +237,7 @@ class OwnedModulesParams(BroughtParams):
         return self._numbers[place] in self._brought.called
 
 
-class OwnedColumnsParams(BroughtParams):
+class OwnedColumnsParams(AllToAllParams):
     """Parameters whose columns are those of experts in turns: a rank computes with its experts'."""
 
     _brought: OwnedColumns
@@ -266,23 +266,23 @@ class OwnedColumnsParams(BroughtParams):
         return self.parameters[place].shape[0], self.width(place, 0)
 
 
-def brought_params(
+def all_to_all_params(
     brought: Brought,
     owned: OwnedRows,
     num_batches: int,
     cut: Callable[[Parameter], Parameter],
-) -> BroughtParams:
-    """Return what brings parameters of either kind, see ``BroughtParams``."""
+) -> AllToAllParams:
+    """Return what brings parameters of either kind, see ``AllToAllParams``."""
     kind = OwnedColumnsParams if isinstance(brought, OwnedColumns) else OwnedModulesParams
     return kind(brought, owned, num_batches, cut)
 
 
-class _Bring(torch.autograd.Function):
+class _ShardsToOwners(torch.autograd.Function):
     """Shards to the ranks that compute with them; gradients of what was brought back."""
 
     @staticmethod
     @override
-    def forward(ctx: Any, plan: BroughtParams, *parameters: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, plan: AllToAllParams, *parameters: Tensor) -> tuple[Tensor, ...]:
         ctx.plan = plan
         ctx.set_materialize_grads(False)
         ranks, rank = range(plan.group.size()), plan.group.rank()
@@ -312,7 +312,7 @@ class _Bring(torch.autograd.Function):
     @staticmethod
     @override
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        plan: BroughtParams = ctx.plan
+        plan: AllToAllParams = ctx.plan
         ranks, rank = range(plan.group.size()), plan.group.rank()
         parameters = plan.parameters
         trained = [place for place, each in enumerate(parameters) if each.requires_grad]

@@ -17,17 +17,17 @@ pytestmark = pytest.mark.ranks
 CPU = torch.device("cpu")
 
 
-def _park(rank: int, world_size: int, folder: Path) -> None:
+def _stage(rank: int, world_size: int, folder: Path) -> None:
     stores.SMALL_NUMEL = WIDTH + 1
     net, units = sharded_net()
     other, _ = sharded_net()
-    lot = Staging(folder, device=CPU, rank=rank)
+    staging = Staging(folder, device=CPU, rank=rank)
     for held in collect_sharded_params(net, units, {}).values():
-        lot.park(held)
+        staging.add(held)
     x = torch.randn(4, WIDTH)
     for mine, plain in zip(net.parameters(), other.parameters(), strict=True):
-        is_parked = isinstance(local_tensor(mine), OffloadedShard)
-        assert is_parked == (mine.dim() == 2)  # biases are too small
+        is_staged = isinstance(local_tensor(mine), OffloadedShard)
+        assert is_staged == (mine.dim() == 2)  # biases are too small
         assert torch.equal(full(mine), full(plain))
     assert torch.equal(net(x), other(x))  # gathered like any other
     for unit in units.values():
@@ -41,5 +41,5 @@ def _park(rank: int, world_size: int, folder: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_parked_shards_are_read_gathered_and_written(ranks: int, tmp_path: Path) -> None:
-    run_ranks(_park, ranks, tmp_path)
+def test_staged_shards_are_read_gathered_and_written(ranks: int, tmp_path: Path) -> None:
+    run_ranks(_stage, ranks, tmp_path)
