@@ -77,17 +77,17 @@ def sections_of(dim: Sequence[SymbolicDim]) -> tuple[Dim, ...]:
     dimension: they count as one atom, which cannot be divided itself.
     """
     rows: list[Dim] = [()]
-    for number, each in enumerate(map(representative, dim)):
-        parts = _sections_of_atom(each)
+    for number, atom in enumerate(map(representative, dim)):
+        parts = _sections_of_atom(atom)
         if number and len(parts) > 1:
-            parts = ((each,),)
+            parts = ((atom,),)
         rows = [row + part for row in rows for part in parts]
     return tuple(rows)
 
 
 def _sections_of_atom(atom: SymbolicDim) -> tuple[Dim, ...]:
     if atom.form == "sections":
-        return tuple(row for each in atom.parts for row in sections_of([each]))
+        return tuple(row for part in atom.parts for row in sections_of([part]))
     if atom.form == "product":
         return sections_of(atom.parts)
     return ((atom,),)
@@ -113,9 +113,9 @@ def section_pattern(place: DimPosition) -> tuple[Section, ...]:
     """How a dimension is divided along an axis that is in each of its sections once."""
     return tuple(
         Section(
-            prod(each.size for each in row[:at]),
+            prod(atom.size for atom in row[:at]),
             row[at].size,
-            prod(each.size for each in row[at + 1 :]),
+            prod(atom.size for atom in row[at + 1 :]),
         )
         for row, at in zip(place.rows, place.at, strict=True)
     )
@@ -127,16 +127,16 @@ class Roles:
     def __init__(self, analysis: Analysis) -> None:
         trace = analysis.trace
         self.facts = analysis.parameters
-        self.tables = {each.parameter for each in trace.lookups}
-        self.products = {each.parameter for each in trace.products}
-        self.used = {each.parameter for each in trace.uses}
-        self.addends = {each.parameter for each in trace.uses if each.is_addend}
+        self.tables = {lookup.parameter for lookup in trace.lookups}
+        self.products = {product.parameter for product in trace.products}
+        self.used = {use.parameter for use in trace.uses}
+        self.addends = {use.parameter for use in trace.uses if use.is_addend}
         self.contracted: dict[str, set[SymbolicDim]] = {}
         """Atoms that were summed over in a product with a parameter."""
         self.attentions = trace.attentions
         self.strays = _strays(analysis)
-        for each in trace.products:
-            self.contracted.setdefault(each.parameter, set()).update(leaves(each.contracted))
+        for product in trace.products:
+            self.contracted.setdefault(product.parameter, set()).update(leaves(product.contracted))
 
     def is_used(self, parameter: str) -> bool:
         """Whether the step used a parameter in a way that can be divided."""
@@ -180,14 +180,14 @@ def _strays(analysis: Analysis) -> dict[str, str]:
     trace = analysis.trace
     found: dict[str, str] = {}
     records: list[Product | Use | Lookup] = [*trace.products, *trace.uses, *trace.lookups]
-    for each in records:
-        owners = {name.rpartition(".")[0] for name in analysis.parameters[each.parameter].names}
-        is_own = each.module in owners or (
-            each.module in trace.attentions
-            and any(owner.startswith(f"{each.module}.") for owner in owners)
+    for record in records:
+        owners = {name.rpartition(".")[0] for name in analysis.parameters[record.parameter].names}
+        is_own = record.module in owners or (
+            record.module in trace.attentions
+            and any(owner.startswith(f"{record.module}.") for owner in owners)
         )
         if not is_own:
-            found.setdefault(each.parameter, each.module)
+            found.setdefault(record.parameter, record.module)
     return found
 
 
@@ -209,36 +209,36 @@ def why_not(
         trusted: Operators without a rule for which the user is responsible. If an axis meets one,
             its other ends are unknown.
     """
-    reasons = [each for each in atom.reasons if each.operator not in trusted]
+    reasons = [reason for reason in atom.reasons if reason.operator not in trusted]
     if reasons:
         return f"{reasons[0]} needs it whole"
     if atom.form == "sections":
         return "it has sections inside of something else"
     if atom.size % size:
         return f"{atom.size} is no multiple of {size}"
-    unused = [each.parameter for each in found if not roles.is_used(each.parameter)]
+    unused = [position.parameter for position in found if not roles.is_used(position.parameter)]
     if unused:
         return f"the step does not use {unused[0]}"
-    for each in found:
-        if each.parameter in roles.strays:
-            where = roles.strays[each.parameter] or "the model"
-            return f"{each.parameter} is used outside of its module, by {where}"
-        if why := _why_not_there(each, roles):
+    for position in found:
+        if position.parameter in roles.strays:
+            where = roles.strays[position.parameter] or "the model"
+            return f"{position.parameter} is used outside of its module, by {where}"
+        if why := _why_not_there(position, roles):
             return why
-    names = [each.parameter for each in found]
+    names = [position.parameter for position in found]
     if len(set(names)) < len(names):
         return "two dimensions of one parameter are the same axis"
-    styles = [roles.style(each.parameter, each.dim, atom) for each in found]
+    styles = [roles.style(position.parameter, position.dim, atom) for position in found]
     if None in styles:
         return "a parameter is used in two ways"
     if atom.reasons:
         return ""
-    rows = [roles.is_row(each.parameter, atom) for each in found]
+    rows = [roles.is_row(position.parameter, atom) for position in found]
     if not any(rows):
         return "nothing sums over it"
     if not any(
-        style == "table" or (each.parameter in roles.products and not row)
-        for each, style, row in zip(found, styles, rows, strict=True)
+        style == "table" or (position.parameter in roles.products and not row)
+        for position, style, row in zip(found, styles, rows, strict=True)
     ):
         return "what it is multiplied with is whole"
     return ""
@@ -252,7 +252,7 @@ def _why_not_there(place: DimPosition, roles: Roles) -> str:
     for row, at in zip(place.rows, place.at, strict=True):
         outer = row[:at]
         is_taken_apart = may_be_outer and all(
-            any(reason.operator in _TAKEN_APART for reason in each.reasons) for each in outer
+            any(reason.operator in _TAKEN_APART for reason in atom.reasons) for atom in outer
         )
         if length(outer) > 1 and not is_taken_apart:
             return f"{place.parameter} has something else outside of it"
@@ -272,18 +272,18 @@ def candidate_of(
 ) -> ShardableDim:
     """Describe an axis that can be divided."""
     members = []
-    for each in found:
-        style = roles.style(each.parameter, each.dim, atom)
+    for position in found:
+        style = roles.style(position.parameter, position.dim, atom)
         assert style is not None
-        members.append(Member(each.parameter, each.dim, section_pattern(each), style))
-    owners = {each.parameter.rpartition(".")[0] for each in members if each.style == "column"}
+        members.append(Member(position.parameter, position.dim, section_pattern(position), style))
+    owners = {member.parameter.rpartition(".")[0] for member in members if member.style == "column"}
     members = [
-        replace(each, style="column")
-        if each.style == "along" and each.parameter.rpartition(".")[0] in owners
-        else each
-        for each in members
+        replace(member, style="column")
+        if member.style == "along" and member.parameter.rpartition(".")[0] in owners
+        else member
+        for member in members
     ]  # a bias that is added by an operator of its own
-    weight = sum(analysis.parameters[each.parameter].elements for each in members)
+    weight = sum(analysis.parameters[member.parameter].elements for member in members)
     return ShardableDim(atom, tuple(members), weight)
 
 
@@ -321,7 +321,9 @@ def vocabularies(
             refusal = "logits are to be whole"
         elif not is_head and atom.size not in lengths and _share(analysis, where) < MIN_SHARE:
             refusal = f"a table of {_share(analysis, where):.1%} of the model is not worth a sum"
-        elif strays := [each.parameter for each in where if each.parameter in roles.strays]:
+        elif strays := [
+            position.parameter for position in where if position.parameter in roles.strays
+        ]:
             user = roles.strays[strays[0]] or "the model"
             refusal = f"{strays[0]} is used outside of its module, by {user}"
         elif atom.size < size:
@@ -330,31 +332,34 @@ def vocabularies(
             refused[atom] = refusal
             continue
         members = tuple(
-            Member(each.parameter, each.dim, section_pattern(each), "vocabulary") for each in where
+            Member(position.parameter, position.dim, section_pattern(position), "vocabulary")
+            for position in where
         )
-        weight = sum(analysis.parameters[each.parameter].elements for each in members)
+        weight = sum(analysis.parameters[member.parameter].elements for member in members)
         found.append(ShardableDim(atom, members, weight, is_vocabulary=True))
     return found, refused
 
 
 def _is_plain(where: Sequence[DimPosition]) -> bool:
     """Whether its rows are tokens and nothing else."""
-    return all(each.dim == 0 and each.rows == ((each.rows[0][0],),) for each in where)
+    return all(
+        position.dim == 0 and position.rows == ((position.rows[0][0],),) for position in where
+    )
 
 
 def _is_head(
     analysis: Analysis, atom: SymbolicDim, where: Sequence[DimPosition], roles: Roles
 ) -> bool:
     """Whether a softmax is taken over a matrix's output, and it has more rows than columns."""
-    matrices = [each.parameter for each in where if each.parameter in roles.products]
+    matrices = [position.parameter for position in where if position.parameter in roles.products]
     return (
         bool(matrices)
         and _is_plain(where)
         and any(reason.operator in _OF_LOSSES for reason in atom.reasons)
-        and not any(roles.is_row(each.parameter, atom) for each in where)
+        and not any(roles.is_row(position.parameter, atom) for position in where)
         and all(
             len(shape) == 2 and shape[0] >= shape[1]
-            for shape in (analysis.parameters[each].shape for each in matrices)
+            for shape in (analysis.parameters[name].shape for name in matrices)
         )
     )
 
@@ -363,13 +368,15 @@ def _is_table(atom: SymbolicDim, where: Sequence[DimPosition], roles: Roles) -> 
     return (
         not atom.is_whole
         and _is_plain(where)
-        and all(each.parameter in roles.tables - roles.products for each in where)
+        and all(position.parameter in roles.tables - roles.products for position in where)
     )
 
 
 def _share(analysis: Analysis, where: Sequence[DimPosition]) -> float:
-    all_elements = sum(each.elements for each in analysis.parameters.values())
-    return sum(analysis.parameters[each.parameter].elements for each in where) / all_elements
+    all_elements = sum(facts.elements for facts in analysis.parameters.values())
+    return (
+        sum(analysis.parameters[position.parameter].elements for position in where) / all_elements
+    )
 
 
 @dataclass(frozen=True)

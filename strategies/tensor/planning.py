@@ -53,12 +53,12 @@ class Selection:
 def plan_of(analysis: Analysis, size: int, choice: Selection) -> TensorPlan:
     """Return the plan that divides a selection."""
     sharded = _sharded(analysis, choice)
-    followed = {each.atom for each in choice.chosen if not each.is_vocabulary}
+    followed = {axis.atom for axis in choice.chosen if not axis.is_vocabulary}
     trace = analysis.trace
     named = [use for use in trace.shape_uses if not _is_of_its_own(analysis, use, sharded)]
     return TensorPlan(
         size,
-        tuple(_axis(analysis, each) for each in choice.chosen),
+        tuple(_axis(analysis, axis) for axis in choice.chosen),
         sharded,
         tuple(_whole(analysis, size, choice, set(sharded))),
         partial=tuple(name for name in choice.flow.partial if name not in sharded),
@@ -70,8 +70,8 @@ def plan_of(analysis: Analysis, size: int, choice: Selection) -> TensorPlan:
         attributes=tuple(_attributes(analysis, followed)),
         region_axes=tuple(
             number
-            for number, each in enumerate(choice.chosen)
-            if any(axes_of(use.dims, {each.atom} & followed) for use in named)
+            for number, axis in enumerate(choice.chosen)
+            if any(axes_of(use.dims, {axis.atom} & followed) for use in named)
         ),
         notes=tuple(_notes(analysis, sharded)),
         unknown=dict(trace.unknown),
@@ -85,8 +85,8 @@ def _drawing_parts(analysis: Analysis, followed: set[SymbolicDim]) -> list[str]:
     have numbers of its own, and what is whole has to stay equal on all ranks.
     """
     draws = analysis.trace.draws
-    whole = {each.module for each in draws if not axes_of(each.dims, followed)}
-    return list(dict.fromkeys(each.module for each in draws if each.module not in whole))
+    whole = {draw.module for draw in draws if not axes_of(draw.dims, followed)}
+    return list(dict.fromkeys(draw.module for draw in draws if draw.module not in whole))
 
 
 def _divided(
@@ -96,17 +96,17 @@ def _divided(
     return tuple(
         name
         for name, operands in passed.items()
-        if any(axes_of(each.dims, followed) for each in operands.values())
+        if any(axes_of(operand.dims, followed) for operand in operands.values())
     )
 
 
 def _notes(analysis: Analysis, sharded: Mapping[str, ShardedParameter]) -> Iterator[str]:
-    for each in routed_experts(analysis):
-        count = sum(name in sharded for name in each.parameters)
-        how = "split inside of each" if count == len(each.parameters) else "left whole"
-        if 0 < count < len(each.parameters):
+    for experts in routed_experts(analysis):
+        count = sum(name in sharded for name in experts.parameters)
+        how = "split inside of each" if count == len(experts.parameters) else "left whole"
+        if 0 < count < len(experts.parameters):
             how = "split inside of each in part"
-        yield f"experts of {each.module}: {how}"
+        yield f"experts of {experts.module}: {how}"
     for name, times in analysis.trace.unknown.items():
         yield f"{name} has no rule: what it touches is whole ({times} calls)"
     for name, times in analysis.trace.guessed.items():
@@ -116,17 +116,19 @@ def _notes(analysis: Analysis, sharded: Mapping[str, ShardedParameter]) -> Itera
 def _sharded(analysis: Analysis, choice: Selection) -> dict[str, ShardedParameter]:
     found: dict[str, ShardedParameter] = {}
     for number, candidate in enumerate(choice.chosen):
-        for each in candidate.members:
-            facts = analysis.parameters[each.parameter]
-            found[each.parameter] = ShardedParameter(
-                each.parameter,
+        for member in candidate.members:
+            facts = analysis.parameters[member.parameter]
+            found[member.parameter] = ShardedParameter(
+                member.parameter,
                 facts.names,
                 facts.shape,
-                each.dim,
-                _one_by_one(each.sections) if _is_of_attention(analysis, facts) else each.sections,
-                each.style,
+                member.dim,
+                _one_by_one(member.sections)
+                if _is_of_attention(analysis, facts)
+                else member.sections,
+                member.style,
                 number,
-                _why(candidate, each),
+                _why(candidate, member),
                 facts.element_bytes,
             )
     return {name: found[name] for name in analysis.parameters if name in found}
@@ -140,7 +142,7 @@ def _why(candidate: ShardableDim, member: Member) -> str:
     if member.style == "row" or len(candidate.members) == 1:
         return f"sums over {parts} that nothing needs together"
     summed = next(
-        (each.parameter for each in candidate.members if each.style in {"row", "expert"}), ""
+        (other.parameter for other in candidate.members if other.style in {"row", "expert"}), ""
     )
     if member.style == "expert":
         return f"{parts} inside of each expert, which nothing needs together"
@@ -153,15 +155,21 @@ def _is_of_attention(analysis: Analysis, facts: ParameterFacts) -> bool:
 
 def _one_by_one(sections: Sequence[Section]) -> tuple[Section, ...]:
     """The q, k and v of torch's attention as separate sections: it runs as three layers."""
-    return tuple(Section(1, each.count, each.inner) for each in sections for _ in range(each.outer))
+    return tuple(
+        Section(1, section.count, section.inner)
+        for section in sections
+        for _ in range(section.outer)
+    )
 
 
 def _axis(analysis: Analysis, candidate: ShardableDim) -> PlannedDim:
-    names = tuple(each.parameter for each in candidate.members)
+    names = tuple(member.parameter for member in candidate.members)
     blocks = tuple(
-        each for each in analysis.blocks if any(name.startswith(f"{each}.") for name in names)
+        block for block in analysis.blocks if any(name.startswith(f"{block}.") for name in names)
     )
-    if blocks and not all(name.startswith(tuple(f"{each}." for each in blocks)) for name in names):
+    if blocks and not all(
+        name.startswith(tuple(f"{block}." for block in blocks)) for name in names
+    ):
         blocks = (*blocks, OUTSIDE)
     return PlannedDim(candidate.atom.size, names, blocks)
 
@@ -171,7 +179,9 @@ def _is_of_its_own(
 ) -> bool:
     """Whether a module reshapes the result of its own parameter, as a linear layer does."""
     return any(
-        name.rpartition(".")[0] == use.module for each in sharded.values() for name in each.names
+        name.rpartition(".")[0] == use.module
+        for parameter in sharded.values()
+        for name in parameter.names
     )
 
 
@@ -191,8 +201,8 @@ def _attributes(analysis: Analysis, followed: set[SymbolicDim]) -> list[SizeAttr
             atoms = leaves(dim)
             for start, end in combinations(range(len(atoms) + 1), 2):
                 part = atoms[start:end]
-                if axes_of([part], followed) and {representative(each) for each in part} <= known:
-                    sizes.setdefault(use.module, set()).add(prod(each.size for each in part))
+                if axes_of([part], followed) and {representative(atom) for atom in part} <= known:
+                    sizes.setdefault(use.module, set()).add(prod(atom.size for atom in part))
     return [
         SizeAttribute(module, name, value)
         for module, values in analysis.integers.items()
@@ -211,29 +221,29 @@ def _tells_apart(analysis: Analysis, sizes: Mapping[str, set[int]], module: str,
         name: Name of its integer.
     """
     kind = analysis.classes.get(module)
-    twins = [each for each in sizes if analysis.classes.get(each) is kind]
-    values = {each: analysis.integers[each].get(name) for each in twins}
+    twins = [twin for twin in sizes if analysis.classes.get(twin) is kind]
+    values = {twin: analysis.integers[twin].get(name) for twin in twins}
     if len(set(values.values())) == 1:
         return False
-    own = {frozenset(sizes[each]): value for each, value in values.items()}
+    own = {frozenset(sizes[twin]): value for twin, value in values.items()}
     return any(
-        value not in sizes[each] or value != own[frozenset(sizes[each])]
-        for each, value in values.items()
+        value not in sizes[twin] or value != own[frozenset(sizes[twin])]
+        for twin, value in values.items()
     )
 
 
 def _whole(analysis: Analysis, size: int, choice: Selection, sharded: set[str]) -> list[Unsharded]:
     roles = Roles(analysis)
     where = places(analysis)
-    chosen = {each.atom for each in choice.chosen}
+    chosen = {axis.atom for axis in choice.chosen}
     reasons: dict[str, dict[str, None]] = {}
     for atom, found in where.items():
         why = choice.refused.get(atom) or why_not(atom, found, roles, size)
         if not why and atom not in chosen:
             why = "another axis of the same parameters has more"
-        for each in found:
+        for member in found:
             if why:
-                reasons.setdefault(each.parameter, {}).setdefault(why)
+                reasons.setdefault(member.parameter, {}).setdefault(why)
     return [
         Unsharded(
             name,
@@ -265,7 +275,7 @@ def choose(
         weights: Greater than 0.
         conflicts: In both directions.
     """
-    place = {each: number for number, each in enumerate(items)}
+    place = {item: number for number, item in enumerate(items)}
     chosen: list[_Item] = []
     for component in _components(items, conflicts):
         component.sort(key=place.__getitem__)
@@ -280,8 +290,8 @@ def _components(items: Sequence[_Item], conflicts: Mapping[_Item, set[_Item]]) -
     """Items connected by conflicts, directly or through others."""
     found: list[list[_Item]] = []
     seen: set[_Item] = set()
-    for each in items:
-        component, waiting = [], [each]
+    for start in items:
+        component, waiting = [], [start]
         while waiting:
             item = waiting.pop()
             if item not in seen:
@@ -302,7 +312,7 @@ def _heaviest(
     first, *rest = items
     without = conflicts.get(first, set())
     taken = [
-        first, *_heaviest([each for each in rest if each not in without], weights, conflicts)
+        first, *_heaviest([item for item in rest if item not in without], weights, conflicts)
     ]  # fmt: skip
     if not without & set(rest):
         return taken
@@ -314,14 +324,14 @@ def _greedy(
     items: Sequence[_Item], weights: Mapping[_Item, int], conflicts: Mapping[_Item, set[_Item]]
 ) -> list[_Item]:
     chosen: set[_Item] = set()
-    for each in sorted(items, key=lambda item: -weights[item]):
-        if not conflicts.get(each, set()) & chosen:
-            chosen.add(each)
-    return [each for each in items if each in chosen]
+    for item in sorted(items, key=lambda item: -weights[item]):
+        if not conflicts.get(item, set()) & chosen:
+            chosen.add(item)
+    return [item for item in items if item in chosen]
 
 
 def _weight(items: Sequence[_Item], weights: Mapping[_Item, int]) -> int:
-    return sum(weights[each] for each in items)
+    return sum(weights[item] for item in items)
 
 
 def make_plan(
@@ -348,9 +358,9 @@ def make_plan(
     choice = _choose(analysis, size, wanted or {}, with_heads=with_heads)
     products = Roles(analysis).products
     heads = [
-        each
-        for each in choice.chosen
-        if each.is_vocabulary and not each.parameters.isdisjoint(products)
+        axis
+        for axis in choice.chosen
+        if axis.is_vocabulary and not axis.parameters.isdisjoint(products)
     ]
     if loss_parallel is True and not heads:
         why = next(iter(choice.refused.values()), "no loss over tokens was found")
@@ -365,15 +375,15 @@ def make_plan(
 def _with_sequence(analysis: Analysis, choice: Selection, plan: TensorPlan) -> TensorPlan:
     """Divide the sequence between blocks too, with all consequences."""
     outputs = analysis.trace.module_outputs
-    summed = {each.key for name in plan.boundaries for each in outputs.get(name, {}).values()}
+    summed = {operand.key for name in plan.boundaries for operand in outputs.get(name, {}).values()}
     # A balancing loss may choose once more, outside of blocks.
     mixtures = {
-        each.module: summed
-        for each in routed_experts(analysis)
-        if any(each.module.startswith(f"{block}.") for block in analysis.blocks)
+        experts.module: summed
+        for experts in routed_experts(analysis)
+        if any(experts.module.startswith(f"{block}.") for block in analysis.blocks)
     }
-    styles = {name: each.style for name, each in plan.sharded.items()}
-    followed = {each.atom for each in choice.chosen if not each.is_vocabulary}
+    styles = {name: parameter.style for name, parameter in plan.sharded.items()}
+    followed = {axis.atom for axis in choice.chosen if not axis.is_vocabulary}
     try:
         division = divide_sequence(analysis, styles, followed, mixtures)
     except NoSequence as why:
@@ -383,7 +393,7 @@ def _with_sequence(analysis: Analysis, choice: Selection, plan: TensorPlan) -> T
     gathered = {
         name
         for name in plan.boundaries
-        if any(each.key in division.gathered for each in outputs.get(name, {}).values())
+        if any(operand.key in division.gathered for operand in outputs.get(name, {}).values())
     }
     partial = division.partial | set(plan.partial)
     return replace(
@@ -404,24 +414,24 @@ def _choose(
     analysis: Analysis, size: int, wanted: Mapping[str, str], *, with_heads: bool
 ) -> Selection:
     tokens, refused = vocabularies(analysis, size, with_heads=with_heads)
-    taken = {each.atom for each in tokens} | set(refused)
-    axes = [each for each in candidates(analysis, size) if each.atom not in taken]
+    taken = {axis.atom for axis in tokens} | set(refused)
+    axes = [axis for axis in candidates(analysis, size) if axis.atom not in taken]
     overrides = read_overrides(analysis, [*axes, *tokens], size, wanted)
     refused.update(overrides.whole)
-    forced = {each.atom: each for each in overrides.forced}
-    others = [each for each in (*axes, *tokens) if each.atom not in forced]
-    fixed = {name for each in forced.values() for name in each.parameters}
+    forced = {axis.atom: axis for axis in overrides.forced}
+    others = [axis for axis in (*axes, *tokens) if axis.atom not in forced]
+    fixed = {name for axis in forced.values() for name in axis.parameters}
     order = {name: number for number, name in enumerate(analysis.parameters)}
     items = sorted(
-        [*forced.values(), *(each for each in others if not each.parameters & fixed)],
-        key=lambda each: (order[each.members[0].parameter], each.members[0].dim),
+        [*forced.values(), *(axis for axis in others if not axis.parameters & fixed)],
+        key=lambda axis: (order[axis.members[0].parameter], axis.members[0].dim),
     )
     while True:
-        usable = [each for each in items if each.atom not in refused]
-        chosen = choose(usable, {each: each.weight for each in usable}, _conflicts(usable))
-        sharded = {name: each.atom for each in chosen for name in each.parameters}
-        styles = {m.parameter: m.style for each in chosen for m in each.members}
-        followed = [each.atom for each in chosen if not each.is_vocabulary]
+        usable = [axis for axis in items if axis.atom not in refused]
+        chosen = choose(usable, {axis: axis.weight for axis in usable}, _conflicts(usable))
+        sharded = {name: axis.atom for axis in chosen for name in axis.parameters}
+        styles = {m.parameter: m.style for axis in chosen for m in axis.members}
+        followed = [axis.atom for axis in chosen if not axis.is_vocabulary]
         flow = follow(analysis, sharded, followed, styles)
         flow.refused.update(refused_owners(analysis, sharded, styles, frozenset(followed)))
         for atom, why in flow.refused.items():
@@ -437,13 +447,13 @@ def _choose(
 def _conflicts(items: Sequence[ShardableDim]) -> dict[ShardableDim, set[ShardableDim]]:
     """Axes that would divide the same parameter twice."""
     by_parameter: dict[str, list[ShardableDim]] = {}
-    for each in items:
-        for name in each.parameters:
-            by_parameter.setdefault(name, []).append(each)
+    for axis in items:
+        for name in axis.parameters:
+            by_parameter.setdefault(name, []).append(axis)
     conflicts: dict[ShardableDim, set[ShardableDim]] = {}
     for several in by_parameter.values():
-        for each in several:
-            conflicts.setdefault(each, set()).update(set(several) - {each})
+        for axis in several:
+            conflicts.setdefault(axis, set()).update(set(several) - {axis})
     return conflicts
 
 

@@ -108,14 +108,14 @@ class _Follower:
                 if operand.parameter is not None:
                     partial.setdefault(operand.parameter)
                     continue
-                entered = next((each for each in step.modules if each in self.entered), None)
+                entered = next((module for module in step.modules if module in self.entered), None)
                 for name, key in self._origins(operand.key, partial, entered):
                     boundaries.setdefault(name, set()).add(key)
                     whole, columns = self._other_uses(key, atom)
                     if whole:
                         self.flow.refused.setdefault(atom, f"{name} {whole}")
-                    for each in columns:
-                        fed.setdefault(each, {})[atom] = name
+                    for module in columns:
+                        fed.setdefault(module, {})[atom] = name
         keys = {key for several in boundaries.values() for key in several}
         for module, atoms in fed.items():
             if not self._is_fed(module, keys, partial):
@@ -123,7 +123,7 @@ class _Follower:
                     why = f"{name} also feeds {module}, which is divided and takes other things"
                     self.flow.refused.setdefault(atom, why)
         self.flow.fed = list(fed)
-        self.flow.partial = [each for each in self.analysis.parameters if each in partial]
+        self.flow.partial = [name for name in self.analysis.parameters if name in partial]
         self.flow.boundaries = list(boundaries)
         return self.flow
 
@@ -135,18 +135,18 @@ class _Follower:
         given: set[SymbolicDim] = set()
         if step.operator in self.trace.without_rule:
             return
-        for each in step.outputs:
-            given |= axes_of(each.dims, self.chosen)
+        for out in step.outputs:
+            given |= axes_of(out.dims, self.chosen)
         if not given:
             return
-        by_parameter = {self.sharded.get(each.parameter or "") for each in step.inputs}
+        by_parameter = {self.sharded.get(operand.parameter or "") for operand in step.inputs}
         for atom in sorted(given, key=self.order.__getitem__):
             if atom in by_parameter and step.operator in PRODUCTS:
                 continue
-            for each in step.inputs:
-                is_whole = atom not in axes_of(each.dims, self.chosen)
-                if is_whole and each.is_floating and each.dims:
-                    yield atom, each
+            for operand in step.inputs:
+                is_whole = atom not in axes_of(operand.dims, self.chosen)
+                if is_whole and operand.is_floating and operand.dims:
+                    yield atom, operand
 
     def _origins(
         self, key: int, partial: dict[str, None], entered: str | None
@@ -158,16 +158,16 @@ class _Follower:
         """
         waiting, seen = [key], set[int]()
         while waiting:
-            each = waiting.pop()
-            if each in seen:
+            current = waiting.pop()
+            if current in seen:
                 continue
-            seen.add(each)
-            step = self.made.get(each)
+            seen.add(current)
+            step = self.made.get(current)
             if entered is not None and (step is None or entered not in step.modules):
                 continue
-            name = self.trace.producers.get(each)
+            name = self.trace.producers.get(current)
             if name and self._has_parameters(name):
-                yield name, each
+                yield name, current
                 continue
             for operand in () if step is None else step.inputs:
                 if operand.parameter is not None:
@@ -191,8 +191,8 @@ class _Follower:
         columns: dict[str, None] = {}
         waiting, seen = [key], set[int]()
         while waiting:
-            each = waiting.pop()
-            for step in self.consumers.get(each, ()):
+            current = waiting.pop()
+            for step in self.consumers.get(current, ()):
                 if step.operator == "detach":  # its results have no gradient
                     continue
                 if self._is_divided_product(step):
@@ -210,7 +210,7 @@ class _Follower:
 
     def _is_divided_product(self, step: OperatorRecord) -> bool:
         return step.operator in PRODUCTS and any(
-            each.parameter in self.sharded for each in step.inputs
+            operand.parameter in self.sharded for operand in step.inputs
         )
 
     def _is_fed(self, module: str, boundaries: Set[int], partial: dict[str, None]) -> bool:
@@ -227,18 +227,18 @@ class _Follower:
             if step.module == module and self._is_divided_product(step)
         ]
         found: dict[str, None] = {}
-        waiting = [each for step in products for each in step.inputs]
+        waiting = [operand for step in products for operand in step.inputs]
         seen = set(boundaries)
         while waiting:
-            each = waiting.pop()
-            if each.parameter is not None:
-                if each.parameter not in self.sharded:
-                    found.setdefault(each.parameter)
-            elif each.is_floating and each.key not in seen:
-                seen.add(each.key)
-                if each.key not in self.made:
+            operand = waiting.pop()
+            if operand.parameter is not None:
+                if operand.parameter not in self.sharded:
+                    found.setdefault(operand.parameter)
+            elif operand.is_floating and operand.key not in seen:
+                seen.add(operand.key)
+                if operand.key not in self.made:
                     return False
-                waiting += self.made[each.key].inputs
+                waiting += self.made[operand.key].inputs
         partial.update(found)
         return True
 
@@ -276,22 +276,26 @@ def refused_owners(
         if step.operator in PRODUCTS and _matrices(step, axes):
             owners.setdefault(step.module, [])
     for step in analysis.trace.steps:
-        for each in step.modules:
-            if each in owners:
-                owners[each].append(step)
+        for module in step.modules:
+            if module in owners:
+                owners[module].append(step)
     refused: dict[SymbolicDim, str] = {}
     for module, steps in owners.items():
         if module in analysis.trace.attentions:  # run as layers for q, k, v and the output
             continue
         names = [n for step in steps if step.module == module for n in _matrices(step, axes)]
-        atoms = dict.fromkeys(axes[each] for each in names if axes[each] in followed)
+        atoms = dict.fromkeys(axes[name] for name in names if axes[name] in followed)
         if atoms and (why := _ModuleOperators(analysis, module, steps, styles, followed).why_not()):
             refused.update(dict.fromkeys(atoms, f"{module or 'the model'} {why}"))
     return refused
 
 
 def _matrices(step: OperatorRecord, axes: Mapping[str, SymbolicDim]) -> list[str]:
-    return [each.parameter for each in step.inputs if each.parameter in axes and each.parameter]
+    return [
+        operand.parameter
+        for operand in step.inputs
+        if operand.parameter in axes and operand.parameter
+    ]
 
 
 class _ModuleOperators:
@@ -326,40 +330,45 @@ class _ModuleOperators:
         """Return why a sum at the output or the inputs would be wrong; empty if it is right."""
         for step in self.steps:
             if step.operator in PRODUCTS and self._is_row(step):
-                self.terms |= {each.key for each in step.outputs}
-            elif any(each.key in self.terms for each in step.inputs):
+                self.terms |= {out.key for out in step.outputs}
+            elif any(operand.key in self.terms for operand in step.inputs):
                 if not self._is_of_terms(step):
                     return f"goes on with what it sums over: {Reason(step.operator)}"
-                self.terms |= {each.key for each in step.outputs}
+                self.terms |= {out.key for out in step.outputs}
                 if step.operator.endswith("_"):  # and what it is a view of
                     self.terms.add(self.trace.root(step.inputs[0].key))
             elif step.operator in _ZEROS or (
-                step.operator in _LINEAR and all(each.key in self.zeros for each in step.inputs)
+                step.operator in _LINEAR
+                and all(operand.key in self.zeros for operand in step.inputs)
             ):
-                self.zeros |= {each.key for each in step.outputs}
-        for each in self.trace.module_inputs.get(self.module, {}).values():
-            if not axes_of(each.dims, self.followed) and (why := self._other_use(each)):
+                self.zeros |= {out.key for out in step.outputs}
+        for operand in self.trace.module_inputs.get(self.module, {}).values():
+            if not axes_of(operand.dims, self.followed) and (why := self._other_use(operand)):
                 return why
         return ""
 
     def _is_row(self, step: OperatorRecord) -> bool:
         """Whether a product sums over a divided axis: an input has one, the output has none."""
-        return not any(axes_of(each.dims, self.followed) for each in step.outputs) and any(
-            axes_of(each.dims, self.followed) for each in step.inputs
+        return not any(axes_of(out.dims, self.followed) for out in step.outputs) and any(
+            axes_of(operand.dims, self.followed) for operand in step.inputs
         )
 
     def _is_of_terms(self, step: OperatorRecord) -> bool:
-        others = [each for each in step.inputs if each.key not in self.terms and each.is_floating]
+        others = [
+            operand
+            for operand in step.inputs
+            if operand.key not in self.terms and operand.is_floating
+        ]
         if step.operator in _LINEAR:
             return True
         if step.operator in _SCALING:
             # One factor, and no divisor, may be whole and the other a term.
-            return sum(each.key in self.terms for each in step.inputs) == 1 and (
+            return sum(operand.key in self.terms for operand in step.inputs) == 1 and (
                 "div" not in step.operator or step.inputs[0].key in self.terms
             )
         if step.operator in _ADDING:
             # A number is not a tensor among the inputs, and every rank would add it.
-            return len(step.inputs) > 1 and all(self._is_nothing(each) for each in others)
+            return len(step.inputs) > 1 and all(self._is_nothing(operand) for operand in others)
         return False
 
     def _is_nothing(self, operand: Operand) -> bool:
@@ -374,7 +383,7 @@ class _ModuleOperators:
         while waiting:
             key = waiting.pop()
             for step in self.steps:
-                if not any(each.key == key for each in step.inputs):
+                if not any(operand.key == key for operand in step.inputs):
                     continue
                 floating = [out for out in step.outputs if out.is_floating]
                 if any(
@@ -382,7 +391,7 @@ class _ModuleOperators:
                 ):
                     continue
                 outputs = self.trace.module_outputs.get(self.module, {}).values()
-                if any(out.key == each.key for out in floating for each in outputs):
+                if any(out.key == given.key for out in floating for given in outputs):
                     return f"gives out something whole as well: {Reason(step.operator)}"
                 waiting += [out.key for out in floating if out.key not in seen]
                 seen.update(out.key for out in floating)

@@ -67,7 +67,7 @@ class Walk:
         self.styles = styles
         self.followed = followed
         self.stack = stack
-        self.tokens = {representative(each) for each in leaves(stack.entry.dims[stack.dim])}
+        self.tokens = {representative(atom) for atom in leaves(stack.entry.dims[stack.dim])}
         self.divided = {stack.entry.key}
         self.consumers = self.trace.consumers()
         self.gathers: list[GatherPoint] = []
@@ -96,53 +96,54 @@ class Walk:
         starts = tuple(f"{block}." for block in self.stack.blocks)
         for name, given in self.trace.module_outputs.items():
             is_inside = f"{name}.".startswith(starts) and name != self.stack.blocks[-1]
-            if is_inside and any(each.key in self.divided for each in given.values()):
+            if is_inside and any(operand.key in self.divided for operand in given.values()):
                 yield name
 
     def _pass(self, step: OperatorRecord) -> None:
-        mixture = next((each for each in step.modules if each in self._mixtures), None)
-        if mixture is not None and any(each in step.modules for each in self.stack.blocks):
+        mixture = next((module for module in step.modules if module in self._mixtures), None)
+        if mixture is not None and any(block in step.modules for block in self.stack.blocks):
             if mixture not in self.whole:
                 self.whole[mixture] = self._whole_point(mixture)
             return
-        divided = [each for each in step.inputs if self._is_divided(each, step)]
-        points = [self._gather_points(each, step) for each in divided]
-        gathered = any(each.key in self.gathered for each in step.inputs) or any(points)
+        divided = [operand for operand in step.inputs if self._is_divided(operand, step)]
+        points = [self._gather_points(operand, step) for operand in divided]
+        gathered = any(operand.key in self.gathered for operand in step.inputs) or any(points)
         if not divided and not gathered:
             return
-        self.gathers += [p for each in points for p in each if p not in self.gathers]
+        self.gathers += [p for several in points for p in several if p not in self.gathers]
         if gathered and not all(points):
             raise NoSequence(
                 f"{Reason(step.operator, step.module)} needs all tokens and some of them"
             )
         self.partial |= {
-            each.parameter
-            for each in step.inputs
-            if each.parameter is not None and each.parameter not in self.styles
+            operand.parameter
+            for operand in step.inputs
+            if operand.parameter is not None and operand.parameter not in self.styles
         }
         if not gathered:
             self._check_tokenwise(step)
-            self.divided |= {each.key for each in step.outputs}
+            self.divided |= {out.key for out in step.outputs}
         elif step.operator in PRODUCTS and "row" in self._styles(step):
             self._check_scattered(step)
-            self.divided |= {each.key for each in step.outputs}
+            self.divided |= {out.key for out in step.outputs}
         else:
-            self.gathered |= {each.key for each in step.outputs}
+            self.gathered |= {out.key for out in step.outputs}
             if step.operator in PRODUCTS and self._styles(step) and step.module not in self.fed:
                 self.fed.append(step.module)
 
     def _whole_point(self, module: str) -> WholePoint:
         """Return where a module takes the sequence, and where it gives it."""
         taken = [
-            (place, each.key)
-            for place, each in self.trace.module_inputs.get(module, {}).items()
-            if each.key in self.divided
+            (place, operand.key)
+            for place, operand in self.trace.module_inputs.get(module, {}).items()
+            if operand.key in self.divided
         ]
         given = [
-            (place, each.key)
-            for place, each in self.trace.module_outputs.get(module, {}).items()
-            if len(each.dims) > self.stack.dim
-            and {representative(atom) for atom in leaves(each.dims[self.stack.dim])} == self.tokens
+            (place, operand.key)
+            for place, operand in self.trace.module_outputs.get(module, {}).items()
+            if len(operand.dims) > self.stack.dim
+            and {representative(atom) for atom in leaves(operand.dims[self.stack.dim])}
+            == self.tokens
         ]
         if len(taken) != 1 or len(given) != 1:
             raise NoSequence(f"{module} does not take one sequence of tokens, and give one")
@@ -154,14 +155,14 @@ class Walk:
         return WholePoint(module, argument, place, sums)
 
     def _styles(self, step: OperatorRecord) -> set[Style]:
-        names = {each.parameter for each in step.inputs}
+        names = {operand.parameter for operand in step.inputs}
         return {style for name, style in self.styles.items() if name in names}
 
     def _is_divided(self, operand: Operand, step: OperatorRecord) -> bool:
         """Whether an operator gets only some of the tokens of an operand."""
         if operand.key not in self.divided:
             return False
-        blocks = [each for each in self.stack.blocks if each in step.modules]
+        blocks = [block for block in self.stack.blocks if block in step.modules]
         if operand.key == self.stack.entry.key:  # divided at the first block's input
             return self.stack.blocks[0] in blocks
         if not blocks and operand.key != self.stack.exit.key:
@@ -176,7 +177,7 @@ class Walk:
         for module in step.modules:
             taken = self.trace.module_inputs.get(module, {}).items()
             points = [
-                GatherPoint(module, place) for place, each in taken if each.key == operand.key
+                GatherPoint(module, place) for place, given in taken if given.key == operand.key
             ]
             if points and self._is_all_divided(module, operand.key):
                 return points
@@ -184,13 +185,13 @@ class Walk:
 
     def _is_all_divided(self, module: str, key: int) -> bool:
         """Whether all results of a module from an activation have a divided axis in the end."""
-        outputs = {each.key for each in self.trace.module_outputs.get(module, {}).values()}
+        outputs = {out.key for out in self.trace.module_outputs.get(module, {}).values()}
         waiting, seen, has_any = [key], {key}, False
         while waiting:
-            each = waiting.pop()
-            for step in self.consumers.get(each, ()):
+            current = waiting.pop()
+            for step in self.consumers.get(current, ()):
                 if module not in step.modules:
-                    if each != key:
+                    if current != key:
                         return False
                     continue
                 floating = [out for out in step.outputs if out.is_floating]
@@ -205,13 +206,13 @@ class Walk:
 
     def _check_tokenwise(self, step: OperatorRecord) -> None:
         where = Reason(step.operator, step.module)
-        if self.tokens & {representative(each) for each in step.needed}:
+        if self.tokens & {representative(atom) for atom in step.needed}:
             raise NoSequence(f"{where} looks at several tokens")
-        for each in step.outputs:
-            if axes_of(each.dims, self.followed):
+        for out in step.outputs:
+            if axes_of(out.dims, self.followed):
                 raise NoSequence(f"{where} has columns whose module takes other things as well")
-        for each in step.inputs:
-            if each.key not in self.divided and axes_of(each.dims, self.tokens):
+        for operand in step.inputs:
+            if operand.key not in self.divided and axes_of(operand.dims, self.tokens):
                 raise NoSequence(f"{where} adds something of all tokens")
         if step.operator in RANDOM and step.module not in self.drawing:
             self.drawing.append(step.module)
@@ -219,9 +220,9 @@ class Walk:
     def _check_scattered(self, step: OperatorRecord) -> None:
         given = self.trace.module_outputs.get(step.module, {}).values()
         if not any(
-            len(each.dims) > self.stack.dim
-            and {representative(atom) for atom in leaves(each.dims[self.stack.dim])} == self.tokens
-            for each in given
+            len(out.dims) > self.stack.dim
+            and {representative(atom) for atom in leaves(out.dims[self.stack.dim])} == self.tokens
+            for out in given
         ):
             raise NoSequence(f"{step.module} does not give the sequence in a dimension of its own")
 
@@ -274,26 +275,26 @@ def divide_sequence(
     stacks = list(_stacks(analysis))
     if not stacks:
         raise NoSequence("no stack of blocks passes one activation on")
-    if len({each.dim for each in stacks}) > 1:
+    if len({stack.dim for stack in stacks}) > 1:
         raise NoSequence("the sequence is another dimension in other stacks")
-    walks = [Walk(analysis, styles, followed, each, mixtures) for each in stacks]
-    for each in walks:
-        each.run()
+    walks = [Walk(analysis, styles, followed, stack, mixtures) for stack in stacks]
+    for walk in walks:
+        walk.run()
     plan = SequencePlan(
-        tuple((each.blocks[0], each.blocks[-1]) for each in stacks),
-        tuple(dict.fromkeys(point for each in walks for point in each.gathers)),
+        tuple((stack.blocks[0], stack.blocks[-1]) for stack in stacks),
+        tuple(dict.fromkeys(point for walk in walks for point in walk.gathers)),
         stacks[0].dim,
-        entries=tuple(GatherPoint(each.blocks[0], each.argument) for each in stacks),
-        exits=tuple(ExitPoint(each.blocks[-1], each.place) for each in stacks),
-        fed=tuple(dict.fromkeys(name for each in walks for name in each.fed)),
-        whole=tuple(point for each in walks for point in each.whole.values()),
-        divided=tuple(name for each in walks for name in each.divided_modules()),
+        entries=tuple(GatherPoint(stack.blocks[0], stack.argument) for stack in stacks),
+        exits=tuple(ExitPoint(stack.blocks[-1], stack.place) for stack in stacks),
+        fed=tuple(dict.fromkeys(name for walk in walks for name in walk.fed)),
+        whole=tuple(point for walk in walks for point in walk.whole.values()),
+        divided=tuple(name for walk in walks for name in walk.divided_modules()),
     )
     return SequenceDivision(
         plan,
-        {name for each in walks for name in each.partial},
-        list(dict.fromkeys(name for each in walks for name in each.drawing)),
-        {key for each in walks for key in each.gathered},
+        {name for walk in walks for name in walk.partial},
+        list(dict.fromkeys(name for walk in walks for name in walk.drawing)),
+        {key for walk in walks for key in walk.gathered},
     )
 
 
@@ -314,7 +315,7 @@ def _chained(analysis: Analysis, blocks: tuple[str, ...]) -> BlockStack | None:
         for place, given in outputs[blocks[0]].items():
             is_passed_on = all(
                 outputs[one].get(place) is not None
-                and outputs[one][place].key in {each.key for each in inputs[other].values()}
+                and outputs[one][place].key in {operand.key for operand in inputs[other].values()}
                 for one, other in pairwise(blocks)
             )
             if is_passed_on and len(given.dims) == len(entry.dims) and len(entry.dims) in {2, 3}:
@@ -326,5 +327,5 @@ def _chained(analysis: Analysis, blocks: tuple[str, ...]) -> BlockStack | None:
 
 def _sequence_dim(entry: Operand) -> int:
     """The second of three dimensions, or the first one if attention runs along that."""
-    first, second = (any(each.is_whole for each in leaves(dim)) for dim in entry.dims[:2])
+    first, second = (any(atom.is_whole for atom in leaves(dim)) for dim in entry.dims[:2])
     return 0 if len(entry.dims) == 2 or (first and not second) else 1
