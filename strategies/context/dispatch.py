@@ -94,9 +94,9 @@ class Answer:
         """The operand in whose division of positions each cut operand takes part."""
         found: dict[int, int] = {}
         for several in (*self.inputs.values(), *self.outputs.values()):
-            for each in several:
-                for operand in each.operands:
-                    found.setdefault(operand, min(each.operands))
+            for sequence in several:
+                for operand in sequence.operands:
+                    found.setdefault(operand, min(sequence.operands))
         return found
 
     @cached_property
@@ -116,39 +116,39 @@ class Call:
         self.leaves: list[Any] = []
         self._spec = (
             tuple(map(self._flat, args)),
-            tuple((name, self._flat(each)) for name, each in kwargs.items()),
+            tuple((name, self._flat(value)) for name, value in kwargs.items()),
         )
 
     def _flat(self, value: Any) -> Any:
         if type(value) in (list, tuple):
             return type(value), tuple(map(self._flat, value))
         if type(value) is dict:
-            return dict, tuple((key, self._flat(each)) for key, each in value.items())
+            return dict, tuple((key, self._flat(item)) for key, item in value.items())
         self.leaves.append(value)
         return None
 
     def run(self, values: Sequence[Any]) -> Any:
         """Call the function with other leaves."""
         rest = iter(values)
-        args = [_built(each, rest) for each in self._spec[0]]
-        kwargs = {name: _built(each, rest) for name, each in self._spec[1]}
+        args = [_built(spec, rest) for spec in self._spec[0]]
+        kwargs = {name: _built(spec, rest) for name, spec in self._spec[1]}
         return self.func(*args, **kwargs)
 
     @property
     def key(self) -> Any:
         """Calls with equal keys have equal answers."""
         found: list[Any] = [self.func, self._spec]
-        for each in self.leaves:
-            if isinstance(each, CutTensor):
-                local = each.local
-                found.append((tuple(local.shape), local.dtype, each.cut_dim, each.positions.length,
-                              each.num_outer, each.num_inner))  # fmt: skip
-            elif isinstance(each, Tensor):
-                found.append((tuple(each.shape), each.dtype))
-            elif isinstance(each, (int, float, str, type(None), torch.dtype, torch.device)):
-                found.append((type(each), each))
+        for leaf in self.leaves:
+            if isinstance(leaf, CutTensor):
+                local = leaf.local
+                found.append((tuple(local.shape), local.dtype, leaf.cut_dim, leaf.positions.length,
+                              leaf.num_outer, leaf.num_inner))  # fmt: skip
+            elif isinstance(leaf, Tensor):
+                found.append((tuple(leaf.shape), leaf.dtype))
+            elif isinstance(leaf, (int, float, str, type(None), torch.dtype, torch.device)):
+                found.append((type(leaf), leaf))
             else:
-                found.append(repr(each))
+                found.append(repr(leaf))
         return tuple(found)
 
 
@@ -158,8 +158,8 @@ def _built(spec: Any, leaves: Iterator[Any]) -> Any:
         return next(leaves)
     kind, parts = spec
     if kind is dict:
-        return {key: _built(each, leaves) for key, each in parts}
-    return kind(_built(each, leaves) for each in parts)
+        return {key: _built(part, leaves) for key, part in parts}
+    return kind(_built(part, leaves) for part in parts)
 
 
 _answers: dict[Any, Answer] = {}
@@ -183,21 +183,21 @@ def _asked(call: Call) -> Answer:
     mode, trace = fake_tensors(), of_parameters({}, frozenset())
     atoms: dict[int, SymbolicDim] = {}
     values = list(call.leaves)
-    for place, each in enumerate(call.leaves):
-        if not isinstance(each, Tensor):
+    for place, leaf in enumerate(call.leaves):
+        if not isinstance(leaf, Tensor):
             continue
         with mode:
-            values[place] = torch.empty(each.shape, dtype=each.dtype, device=each.device)
-        dims = [new_dim(size) for size in each.shape]
-        if isinstance(each, CutTensor):
-            atoms[place] = SymbolicDim(each.positions.length)
-            dims[each.cut_dim] = (
-                SymbolicDim(each.num_outer),
+            values[place] = torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device)
+        dims = [new_dim(size) for size in leaf.shape]
+        if isinstance(leaf, CutTensor):
+            atoms[place] = SymbolicDim(leaf.positions.length)
+            dims[leaf.cut_dim] = (
+                SymbolicDim(leaf.num_outer),
                 atoms[place],
-                SymbolicDim(each.num_inner),
+                SymbolicDim(leaf.num_inner),
             )
         trace.set(values[place], dims)
-    given = {trace.operand(each).key for each in values if isinstance(each, Tensor)}
+    given = {trace.operand(value).key for value in values if isinstance(value, Tensor)}
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]), AnalysisMode(trace, set()):
             result = call.run(values)
@@ -205,23 +205,25 @@ def _asked(call: Call) -> Answer:
         why = f"cannot be run without data ({type(error).__name__})"
         return Answer(dict.fromkeys(atoms, why))
     if getattr(call.func, "has_own_backward", False):
-        used = {each.key for step in trace.steps for each in step.inputs}
-        if any(isinstance(each, Tensor) and trace.operand(each).key not in used for each in values):
+        used = {operand.key for step in trace.steps for operand in step.inputs}
+        if any(
+            isinstance(value, Tensor) and trace.operand(value).key not in used for value in values
+        ):
             return Answer(dict.fromkeys(atoms, "keeps a tensor for its own backward pass alone"))
     inputs = {
-        place: _sequences(trace.dims(each), atoms)
-        for place, each in enumerate(values)
-        if isinstance(each, Tensor)
+        place: _sequences(trace.dims(value), atoms)
+        for place, value in enumerate(values)
+        if isinstance(value, Tensor)
     }
     outputs = {
-        place: _sequences(trace.dims(each), atoms)
-        for place, each in enumerate(tree_leaves(result))
-        if isinstance(each, Tensor)
+        place: _sequences(trace.dims(leaf), atoms)
+        for place, leaf in enumerate(tree_leaves(result))
+        if isinstance(leaf, Tensor)
     }
     gathers = _gathers(atoms, outputs)
     if not gathers and _makes_positions(trace, given, atoms):
         gathers = dict.fromkeys(atoms, "makes positions of its own")
-    draws = any(_sequences(each.dims, atoms) for each in trace.draws)
+    draws = any(_sequences(draw.dims, atoms) for draw in trace.draws)
     return Answer(gathers, inputs, outputs, draws)
 
 
@@ -235,17 +237,17 @@ def _gathers(
             why[place] = "looks along the sequence"
     for several in outputs.values():
         seen: set[int] = set()
-        for each in several:
-            if seen & set(each.operands):
-                why.setdefault(max(each.operands), "meets itself")
+        for sequence in several:
+            if seen & set(sequence.operands):
+                why.setdefault(max(sequence.operands), "meets itself")
             elif seen:
-                why.setdefault(max({*seen, *each.operands}), "meets another sequence")
-            seen.update(each.operands)
-    shown = {place for each in outputs.values() for one in each for place in one.operands}
+                why.setdefault(max({*seen, *sequence.operands}), "meets another sequence")
+            seen.update(sequence.operands)
+    shown = {place for several in outputs.values() for one in several for place in one.operands}
     if outputs:
         for place in atoms.keys() - shown:
             why.setdefault(place, "sums over the sequence")
-        partial = [each for each in outputs.values() if not each]
+        partial = [several for several in outputs.values() if not several]
         if partial and not why and shown:
             why.update(dict.fromkeys(atoms, "gives something whole beside"))
     return why
@@ -258,10 +260,10 @@ def _makes_positions(trace: DimTrace, given: set[int], atoms: Mapping[int, Symbo
     """
     known = set(given)
     for step in trace.steps:
-        for each in step.inputs:
-            if each.key not in known and not each.is_zero and _sequences(each.dims, atoms):
+        for operand in step.inputs:
+            if operand.key not in known and not operand.is_zero and _sequences(operand.dims, atoms):
                 return True
-        known.update(each.key for each in step.outputs)
+        known.update(out.key for out in step.outputs)
     return False
 
 
@@ -269,8 +271,8 @@ def _sequences(dims: Sequence[Dim], atoms: Mapping[int, SymbolicDim]) -> list[Se
     found = []
     for dim, row in enumerate(dims):
         atoms_of_row = leaves(row)
-        for place, each in enumerate(atoms_of_row):
-            same = representative(each)
+        for place, part in enumerate(atoms_of_row):
+            same = representative(part)
             operands = tuple(at for at, atom in atoms.items() if representative(atom) is same)
             if operands:
                 num_outer = prod(atom.size for atom in atoms_of_row[:place])
@@ -311,7 +313,7 @@ def run_function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         with subclasses_unasked():
             return func(*args, **kwargs)
     if name in {"__repr__", "__format__", "__str__"}:
-        cut = next(each for each in args if isinstance(each, CutTensor))
+        cut = next(argument for argument in args if isinstance(argument, CutTensor))
         return f"CutTensor(shape={tuple(cut.shape)}, cut_dim={cut.cut_dim})"
     if name == "register_hook":
         return _hooked(*args, **kwargs)
@@ -400,7 +402,7 @@ def run_by_answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     call = Call(func, args, kwargs)
     while True:
         leaves = call.leaves
-        cuts = [place for place, each in enumerate(leaves) if isinstance(each, CutTensor)]
+        cuts = [place for place, leaf in enumerate(leaves) if isinstance(leaf, CutTensor)]
         if not cuts:
             return call.run(leaves)
         answer = ask(call)
@@ -420,13 +422,13 @@ def run_by_answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 def _brought_together(leaves: list[Any], cuts: list[int]) -> bool:
     """Divide by positions what is divided by channels, beside another tensor of its shape."""
-    others = [leaves[each] for each in cuts if not leaves[each].positions.are_channels]
+    others = [leaves[cut] for cut in cuts if not leaves[cut].positions.are_channels]
     for place in cuts:
         value = leaves[place]
         if value.positions.are_channels and value.cut_dim == 1 and value.is_simple:
-            for each in others:
-                if each.shape == value.shape and each.cut_dim == 2 and each.is_simple:
-                    leaves[place] = by_positions(value, each)
+            for other in others:
+                if other.shape == value.shape and other.cut_dim == 2 and other.is_simple:
+                    leaves[place] = by_positions(value, other)
                     return True
     return False
 
@@ -443,11 +445,11 @@ def _run_local(call: Call, cuts: list[int], answer: Answer) -> Any:
             if isinstance(value, CutTensor):
                 local[place] = moved_to(value, lead.get(place, value.positions)).local
                 continue
-            for each in several:
-                if local[place].shape[each.dim] != 1:
+            for sequence in several:
+                if local[place].shape[sequence.dim] != 1:
                     local[place] = part_of(
-                        local[place], each.dim, lead[each.operands[0]], state,
-                        each.num_outer, each.num_inner,
+                        local[place], sequence.dim, lead[sequence.operands[0]], state,
+                        sequence.num_outer, sequence.num_inner,
                     )  # fmt: skip
         with state.draws.own(everywhere=True) if answer.draws else nullcontext():
             result = _run_on_parts(call, local)
@@ -456,8 +458,8 @@ def _run_local(call: Call, cuts: list[int], answer: Answer) -> Any:
             found = outputs.get(0)
             return result if found is None else _wrapped(result, found, lead, state)
         flat, spec = tree_flatten(result)
-        for place, each in outputs.items():
-            flat[place] = _wrapped(flat[place], each, lead, state)
+        for place, sequence in outputs.items():
+            flat[place] = _wrapped(flat[place], sequence, lead, state)
         return tree_unflatten(flat, spec)
 
 

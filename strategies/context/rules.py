@@ -38,9 +38,9 @@ def cut_rule(*names: str) -> Callable[[CutRule], CutRule]:
     """Put a rule into the table."""
 
     def put(function: CutRule) -> CutRule:
-        for each in names:
-            assert each not in CUT_RULES, each
-            CUT_RULES[each] = function
+        for name in names:
+            assert name not in CUT_RULES, name
+            CUT_RULES[name] = function
         return function
 
     return put
@@ -111,7 +111,7 @@ def _shape_and_place(
         if known is not None:
             return known
     with subclasses_unasked():
-        given = [_meta(each) if isinstance(each, Tensor) else each for each in args]
+        given = [_meta(arg) if isinstance(arg, Tensor) else arg for arg in args]
         shape = func(*given, **kwargs).shape
     found = shape, _place_in(value, shape)
     if key is not None:
@@ -159,13 +159,13 @@ def getitem(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not isinstance(value, CutTensor):
         return NotImplemented
     index = index if isinstance(index, tuple) else (index,)
-    if any(isinstance(each, (Tensor, list, bool)) for each in index):
-        if any(isinstance(each, bool) for each in index):
+    if any(isinstance(entry, (Tensor, list, bool)) for entry in index):
+        if any(isinstance(entry, bool) for entry in index):
             return func(make_whole(value, "indexing by a boolean"), index)
         return _indexed(func, value, index)
     index = tuple(
-        each if isinstance(each, slice) or each is None or each is Ellipsis else int(each)
-        for each in index
+        entry if isinstance(entry, slice) or entry is None or entry is Ellipsis else int(entry)
+        for entry in index
     )
     return _sliced(value, _full(index, value.ndim))
 
@@ -176,24 +176,24 @@ def _indexed(func: Any, value: CutTensor, index: tuple[Any, ...]) -> Any:
 
 def _full(index: tuple[Any, ...], ndim: int) -> list[Any]:
     """Return an index with an entry for each dim."""
-    count = sum(each is not None and each is not Ellipsis for each in index)
+    count = sum(entry is not None and entry is not Ellipsis for entry in index)
     full: list[Any] = []
-    for each in index:
-        full += [slice(None)] * (ndim - count) if each is Ellipsis else [each]
-    missing = ndim - sum(each is not None for each in full)
+    for entry in index:
+        full += [slice(None)] * (ndim - count) if entry is Ellipsis else [entry]
+    missing = ndim - sum(entry is not None for entry in full)
     return full + [slice(None)] * missing
 
 
 def _sliced(value: CutTensor, index: list[Any]) -> Any:
     dim = out = 0
-    for each in index:
-        if each is None:
+    for entry in index:
+        if entry is None:
             out += 1
         elif dim == value.cut_dim:
             break
         else:
-            dim, out = dim + 1, out + (not isinstance(each, int))
-    place = [at for at, each in enumerate(index) if each is not None][value.cut_dim]
+            dim, out = dim + 1, out + (not isinstance(entry, int))
+    place = [at for at, entry in enumerate(index) if entry is not None][value.cut_dim]
     asked = index[place]
     if asked == slice(None):
         return value.like(value.local[tuple(index)], dim=out)
@@ -255,16 +255,16 @@ def split(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     dim = kwargs.get("dim", args[at] if len(args) > at else 0) % value.ndim
     if dim != value.cut_dim:
         moved = value.cut_dim - (is_unbind and dim < value.cut_dim)
-        return tuple(value.like(each, dim=moved) for each in func(value.local, *args[1:], **kwargs))
+        return tuple(value.like(part, dim=moved) for part in func(value.local, *args[1:], **kwargs))
     if is_unbind:
         whole = make_whole(value, "unbind along the sequence")
         return func(whole, *args[1:], **kwargs)
     with subclasses_unasked():
         shapes = func(_meta(value), *args[1:], **kwargs)
     found, start = [], 0
-    for each in shapes:
-        found.append(value.narrow(dim, start, each.shape[dim]))
-        start += each.shape[dim]
+    for piece in shapes:
+        found.append(value.narrow(dim, start, piece.shape[dim]))
+        start += piece.shape[dim]
     return tuple(found)
 
 
@@ -273,38 +273,38 @@ def cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Along the sequence: every rank keeps what it has; a prefix goes to the first rank."""
     given = named(("tensors", "dim"), args, kwargs)
     pieces, dim = list(given["tensors"]), given.get("dim", 0)
-    first = next((each for each in pieces if isinstance(each, CutTensor)), None)
+    first = next((piece for piece in pieces if isinstance(piece, CutTensor)), None)
     if first is None or given.get("out") is not None:
         return NotImplemented
     ndim = first.local.ndim
     dim %= ndim
     if dim != first.cut_dim:
-        local = [each.local for each in pieces if isinstance(each, CutTensor)
-                 and _is_cut_as(each, first)]  # fmt: skip
+        local = [piece.local for piece in pieces if isinstance(piece, CutTensor)
+                 and _is_cut_as(piece, first)]  # fmt: skip
         if len(local) == len(pieces):
             return first.like(torch.cat(local, dim))
-    pieces = [each for each in pieces if each.ndim == ndim]  # torch allows empty vectors
+    pieces = [piece for piece in pieces if piece.ndim == ndim]  # torch allows empty vectors
     if dim != first.cut_dim:
         # A piece of no length adds nothing, and has no element by which to see its sequence.
-        some = [each for each in pieces if each.shape[dim] or each.dtype != first.dtype]
+        some = [piece for piece in pieces if piece.shape[dim] or piece.dtype != first.dtype]
         return torch.cat(some, dim) if 0 < len(some) < len(pieces) else NotImplemented
     if any(
-        isinstance(each, CutTensor) and (each.cut_dim != dim or not each.is_simple)
-        for each in pieces
+        isinstance(piece, CutTensor) and (piece.cut_dim != dim or not piece.is_simple)
+        for piece in pieces
     ):
         return NotImplemented
     state = first.state
     divisions: list[Positions] = []
     local = []
-    for place, each in enumerate(pieces):
-        if isinstance(each, CutTensor):
-            divisions.append(each.positions)
-            local.append(each.local)
+    for place, piece in enumerate(pieces):
+        if isinstance(piece, CutTensor):
+            divisions.append(piece.positions)
+            local.append(piece.local)
             continue
         owner = 0 if place == 0 else state.group.size - 1
-        division = of_one(each.shape[dim], state.group.size, owner)
+        division = of_one(piece.shape[dim], state.group.size, owner)
         divisions.append(division)
-        local.append(part_of(each, dim, division, state))
+        local.append(part_of(piece, dim, division, state))
     positions = joined(divisions)
     return make_cut(torch.cat(local, dim), dim, positions, state)
 
@@ -322,7 +322,7 @@ def _is_cut_as(one: CutTensor, other: CutTensor) -> bool:
 def pad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Along the sequence: constants are put in front and behind, or positions taken away."""
     given = named(("input", "pad", "mode", "value"), args, kwargs)
-    value, sizes = given["input"], [int(each) for each in given["pad"]]
+    value, sizes = given["input"], [int(size) for size in given["pad"]]
     if not isinstance(value, CutTensor) or given.get("mode", "constant") != "constant":
         return NotImplemented
     at = 2 * (value.ndim - 1 - value.cut_dim)
@@ -367,7 +367,7 @@ def add_up(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return NotImplemented
     if dims is None or (isinstance(dims, (list, tuple)) and not dims):
         dims = range(value.ndim)
-    dims = sorted(each % value.ndim for each in ([dims] if isinstance(dims, int) else dims))
+    dims = sorted(dim % value.ndim for dim in ([dims] if isinstance(dims, int) else dims))
     if value.cut_dim not in dims:
         return NotImplemented
     is_mean = func.__name__ == "mean"
@@ -377,7 +377,7 @@ def add_up(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return NotImplemented  # torch's own error
     part = value.local.sum(dims, keepdim=bool(given.get("keepdim", False)),
                            dtype=_sum_dtype(dtype))  # fmt: skip
-    count = prod(value.shape[each] for each in dims)
+    count = prod(value.shape[dim] for dim in dims)
     whole = total(part, value.state.group, count)
     if is_mean:
         whole = whole / count
@@ -395,7 +395,7 @@ def _own(value: CutTensor, target: Tensor, dim: int) -> Tensor:
 def _summed(values: Tensor, *others: Tensor, state: ContextState, num_summed: int) -> Tensor:
     """Return the sums over all ranks, by one all-reduce."""
     dtype = _sum_dtype(values.dtype)
-    sums = [each.sum(dtype=dtype) for each in (values, *others)]
+    sums = [summand.sum(dtype=dtype) for summand in (values, *others)]
     return total(torch.stack(sums), state.group, num_summed)
 
 
@@ -450,7 +450,7 @@ def by_element(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     value, target = given.pop("input"), given.pop("target")
     how = given.pop("reduction", "mean")
     legacy = given.pop("size_average", None), given.pop("reduce", None)
-    others = [each for each in given.values() if isinstance(each, Tensor)]
+    others = [option for option in given.values() if isinstance(option, Tensor)]
     if (
         not isinstance(value, CutTensor)
         or len(args) > 2
@@ -500,7 +500,7 @@ def conv1d(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return NotImplemented
     padded = cast("CutTensor", functional.pad(value, (padding, padding))) if padding else value
     positions = padded.positions.narrowed(0, padded.positions.length - reach)
-    if any(len(each) > 1 for each in positions.parts):
+    if any(len(stretches) > 1 for stretches in positions.parts):
         return NotImplemented
     wants = [((own[0][0], own[0][1] + reach),) if own else () for own in positions.parts]
     state = value.state
@@ -508,6 +508,6 @@ def conv1d(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if positions.count(state.rank):
         made = func(seen, weight, dilation=dilation, **given)
     else:  # its edges of the graph stay, for other ranks wait for its backward pass
-        used = [each for each in (seen, weight, given.get("bias")) if each is not None]
+        used = [tensor for tensor in (seen, weight, given.get("bias")) if tensor is not None]
         made = seen.new_zeros(seen.shape[0], weight.shape[0], 0) + 0 * sum(e.sum() for e in used)
     return value.like(made, positions=positions)

@@ -126,7 +126,7 @@ class ExpertAxis(Axis):
         if num_ranks % size:
             fitting = divisors(num_ranks)
             several = {n: s for n, s in sizes.items() if s > 1 or n == "data"}
-            named = " x ".join(f"{name}={each}" for name, each in several.items())
+            named = " x ".join(f"{name}={n}" for name, n in several.items())
             of_axes = f" ({named})" * (len(several) > 1)
             raise LayoutError(
                 f"expert={size} needs a multiple of {size} ranks, and there are {num_ranks}"
@@ -172,13 +172,13 @@ class ExpertAxis(Axis):
     def refuse(self, trainer: Trainer, module: LightningModule) -> None:
         if self.size == 1 or self._module is module:
             return
-        for name, each in module.named_parameters():
-            if each.is_meta and not module.automatic_optimization:
+        for name, parameter in module.named_parameters():
+            if parameter.is_meta and not module.automatic_optimization:
                 raise ConfigError(
                     f"{name!r} has no values yet, and experts are found in a step, which needs all "
                     f"at once under manual optimization. Build the model without deferred_init."
                 )
-            if isinstance(each, DTensor):
+            if isinstance(parameter, DTensor):
                 raise ConfigError(
                     f"{name!r} was sharded by another Trainer. Use that one for this run too, or "
                     f"build a new module and load a checkpoint."
@@ -216,16 +216,16 @@ class ExpertAxis(Axis):
             found = find_experts(module, watched)
         experts = self._agreed(found)
         self._found = experts, found
-        for each in experts:
+        for layer in experts:
             # The context axis proves the whole step before this one.
-            if self._on_rows is not None and each.kind == "routed":
-                part = module.get_submodule(each.name)
+            if self._on_rows is not None and layer.kind == "routed":
+                part = module.get_submodule(layer.name)
                 vars(part)["forward"] = by_rows(self._on_rows, part.forward)
         if self.bias_rate is not None:
             with values_in_calls(module):
                 names = find_biases(module, experts, watched)
             self._biases = RouterBiases(self.bias_rate, names)
-            without = next((each.name for each in experts if each.name not in names), None)
+            without = next((layer.name for layer in experts if layer.name not in names), None)
             if without is not None:
                 raise ConfigError(
                     f"expert_bias= was asked for, and the router of {without!r} has no buffer with "
@@ -237,7 +237,7 @@ class ExpertAxis(Axis):
     def kept_whole(self) -> Collection[str]:
         if self._divides_layers:
             return []
-        return [name for each in self._found[0] for name in (*each.parameters, *each.columns)]
+        return [name for layer in self._found[0] for name in (*layer.parameters, *layer.columns)]
 
     @override
     def place(self, trainer: Trainer) -> None:
@@ -249,9 +249,9 @@ class ExpertAxis(Axis):
             strategy.recorder.name_group(self.coupled, CONTROL)
         if self.size == 1 or self._module is module:
             return
-        for each in self._found[0] if self._on_rows is not None else ():
-            part = module.get_submodule(each.name)
-            if each.kind == "routed":
+        for layer in self._found[0] if self._on_rows is not None else ():
+            part = module.get_submodule(layer.name)
+            if layer.kind == "routed":
                 whole = partial(type(part).forward, part)
                 vars(part)["forward"] = rewrapped(part.forward, whole)
         self._prove_and_divide(module, *self._found, strategy.step_name)
@@ -263,10 +263,10 @@ class ExpertAxis(Axis):
     def without_collectives(self) -> Iterator[None]:
         # Authors' code runs on whole parameters, also when this rank has no more than its rows.
         with ExitStack() as stack:
-            for each in self.divided.values():
-                each.take_off()
-                stack.callback(each.put_on)
-                stack.enter_context(each.whole_shapes())
+            for divided in self.divided.values():
+                divided.take_off()
+                stack.callback(divided.put_on)
+                stack.enter_context(divided.whole_shapes())
             yield
 
     def _agreed(self, found: Findings) -> list[Experts]:
@@ -274,15 +274,15 @@ class ExpertAxis(Axis):
 
         Those of others are noted.
         """
-        even = [each for each, _ in found.even]
+        even = [layer for layer, _ in found.even]
         findings = gather_objects((found.experts, even, found.whole))
         experts: list[Experts] = []
-        for each in chain.from_iterable(of_rank for of_rank, _, _ in findings):
-            if not all(each in (*of_rank, *of_even) for of_rank, of_even, _ in findings):
-                found.whole[each.name] = "not all ranks have called it in the same way"
-            elif each not in experts:
-                experts.append(each)
-        found.calls.update((each.name, call) for each, call in found.even if each in experts)
+        for layer in chain.from_iterable(of_rank for of_rank, _, _ in findings):
+            if not all(layer in (*of_rank, *of_even) for of_rank, of_even, _ in findings):
+                found.whole[layer.name] = "not all ranks have called it in the same way"
+            elif layer not in experts:
+                experts.append(layer)
+        found.calls.update((layer.name, call) for layer, call in found.even if layer in experts)
         for _, _, whole in findings:
             found.whole.update(whole)
         if not experts and not found.whole:
@@ -292,14 +292,14 @@ class ExpertAxis(Axis):
                 f"through (from topk, argmax or sort), and has parameters that begin with as many. "
                 f"Leave expert out."
             )
-        for each in experts:
-            if each.num_experts % self.size:
+        for layer in experts:
+            if layer.num_experts % self.size:
                 num_ranks = len(self._stages()[0])
-                fitting = [n for n in divisors(each.num_experts)[1:] if num_ranks % n == 0]
+                fitting = [n for n in divisors(layer.num_experts)[1:] if num_ranks % n == 0]
                 instead = f"Use {' or '.join(map(str, fitting))}" if fitting else "Leave it out"
                 raise ConfigError(
-                    f"expert={self.size} does not divide the {each.num_experts} experts of "
-                    f"{each.name!r}. {instead}."
+                    f"expert={self.size} does not divide the {layer.num_experts} experts of "
+                    f"{layer.name!r}. {instead}."
                 )
         return experts
 
@@ -315,23 +315,23 @@ class ExpertAxis(Axis):
         is_mixed = autocast_dtype(strategy.precision_plugin) is not None
         around = strategy.step_context(step) if is_mixed else nullcontext
         faults: dict[Any, str | None] = {}
-        for each in experts:
-            part, call = module.get_submodule(each.name), found.calls[each.name]
-            kind = kind_of(part, each)
-            if strategy.layout.size("context") > 1 and each.kind != "routed":
+        for layer in experts:
+            part, call = module.get_submodule(layer.name), found.calls[layer.name]
+            kind = kind_of(part, layer)
+            if strategy.layout.size("context") > 1 and layer.kind != "routed":
                 faults[kind] = "it needs whole sequences, which the context axis divides"
-            is_brought = each.kind == "list" or bool(each.columns)
+            is_brought = layer.kind == "list" or bool(layer.columns)
             if strategy.layout.pipeline > 1 and is_brought:
-                what = "adapters of stacked experts" if each.columns else "experts of a list"
+                what = "adapters of stacked experts" if layer.columns else "experts of a list"
                 faults[kind] = f"{what} are brought for a batch, not for its microbatches"
-            divisions = (a.division(name) for a in strategy.axes for name in each.parameters)
+            divisions = (a.division(name) for a in strategy.axes for name in layer.parameters)
             if self._divides_layers and (is_brought or not any(divisions)):
                 faults[kind] = "the tensor plan does not divide the layers of each expert"
             if kind not in faults:
-                with made_for_now(own_modules([part], each.name)):
+                with made_for_now(own_modules([part], layer.name)):
                     fault = prove(
                         part,
-                        each,
+                        layer,
                         call,
                         group,
                         around=around,
@@ -341,9 +341,9 @@ class ExpertAxis(Axis):
                 of_ranks = gather_objects(fault)
                 faults[kind] = next((text for text in of_ranks if text), None)
             if (reason := faults[kind]) is None:
-                self.divided[each.name] = divide(part, each, call, group, around)
+                self.divided[layer.name] = divide(part, layer, call, group, around)
             else:
-                found.whole[each.name] = reason
+                found.whole[layer.name] = reason
         texts = list(_reasons(found.whole))
         if not self.divided:
             raise ConfigError(
@@ -398,9 +398,9 @@ class ExpertAxis(Axis):
         """Return the experts that this rank's stages have."""
         held = set(map(id, self.strategy.held_parameters()))
         return [
-            each
-            for each in self.divided.values()
-            if any(id(parameter) in held for parameter in each.module.parameters())
+            divided
+            for divided in self.divided.values()
+            if any(id(parameter) in held for parameter in divided.module.parameters())
         ]
 
     def _count(self, name: str, chosen: Tensor, num_experts: int) -> None:
@@ -422,10 +422,12 @@ class ExpertAxis(Axis):
 
     @override
     def start(self, trainer: Trainer) -> None:
-        for each in self._hooks:
-            each.remove()
+        for hook in self._hooks:
+            hook.remove()
         optimizers = self.strategy.optimizers if self._biases is not None else []
-        self._hooks = [each.register_step_post_hook(self._correct) for each in optimizers[:1]]
+        self._hooks = [
+            optimizer.register_step_post_hook(self._correct) for optimizer in optimizers[:1]
+        ]
 
     def _correct(self, *_: object) -> None:
         assert self._biases is not None
@@ -441,9 +443,9 @@ class ExpertAxis(Axis):
         assert self._replicas is not None
         if not (exchanges := self._held):
             return None
-        brought = [each.owned for each in exchanges if each.owned is not None]
-        stacked = [each for each in exchanges if not isinstance(each, DividedList)]
-        names = {name for each in stacked for name in each.experts.parameters}
+        brought = [divided.owned for divided in exchanges if divided.owned is not None]
+        stacked = [divided for divided in exchanges if not isinstance(divided, DividedList)]
+        names = {name for divided in stacked for name in divided.experts.parameters}
         own = {p for n, p in self._module.named_parameters() if n in names}
         group = self.strategy.groups[self.name]
         rank, size = self.strategy.global_rank, self.size
@@ -460,10 +462,10 @@ class ExpertAxis(Axis):
         blocks = self.strategy.recomputation.blocks
         recomputed = {part for block in blocks for part in block.modules()}
         sharing = self._sharing
-        shapes = [(self._part(each), each.module in recomputed) for each in self._held]
+        shapes = [(self._part(divided), divided.module in recomputed) for divided in self._held]
         if not shapes:
             return []
-        batch = expected_bytes(((each.part(sharing), again) for each, again in shapes), self.size)
+        batch = expected_bytes(((shape.part(sharing), again) for shape, again in shapes), self.size)
         num_batches = self.strategy.trainer.accumulate_grad_batches * self._parts_per_batch
         why = (
             "rows to the ranks of their experts and back, once for a rank, in both passes; for "
@@ -471,11 +473,11 @@ class ExpertAxis(Axis):
         )
         payload, calls = num_batches * batch.payload, num_batches * batch.calls
         expected = [ExpectedTraffic(self.name, "alltoall_base", payload, calls, why, is_mean=True)]
-        tensor = [each for each in self.strategy.axes if each.name == "tensor"]
-        if sharing > 1 and any(each.expected_traffic(module) for each in tensor):
-            joined = [each.joined(sharing, is_recomputed=again) for each, again in shapes]
-            payload = num_batches * sum(each.payload for each in joined)
-            calls = num_batches * sum(each.calls for each in joined)
+        tensor = [axis for axis in self.strategy.axes if axis.name == "tensor"]
+        if sharing > 1 and any(axis.expected_traffic(module) for axis in tensor):
+            joined = [shape.joined(sharing, is_recomputed=again) for shape, again in shapes]
+            payload = num_batches * sum(traffic.payload for traffic in joined)
+            calls = num_batches * sum(traffic.calls for traffic in joined)
             why = "results of experts, and gradients of their rows and weights, of all parts"
             expected.append(ExpectedTraffic("tensor", "_allgather_base", payload, calls, why))
         return expected

@@ -147,7 +147,7 @@ class TiedWeights:
     def _held(self) -> list[tuple[ProcessGroup, list[Parameter]]]:
         """Return the groups, and what their ranks share."""
         named = self._parameters.named()
-        return [(group, [named[each] for each in names]) for group, names in self._members]
+        return [(group, [named[name] for name in names]) for group, names in self._members]
 
     def groups(self) -> list[ProcessGroup]:
         """Return the groups that gradients are added up in."""
@@ -155,9 +155,13 @@ class TiedWeights:
 
     def size_per_batch(self) -> tuple[int, int]:
         """Return bytes and calls of ``sum_gradients``, with a gradient for every parameter."""
-        trained = [[each for each in held if each.requires_grad] for _, held in self._held()]
+        trained = [
+            [parameter for parameter in held if parameter.requires_grad] for _, held in self._held()
+        ]
         flags = [len(held) * _FLAG.itemsize for held in trained if held]
-        gradients = [each.numel() * each.element_size() for held in trained for each in held]
+        gradients = [
+            parameter.numel() * parameter.element_size() for held in trained for parameter in held
+        ]
         return sum(flags) + sum(gradients), len(flags) + len(gradients)
 
     def sum_gradients(self, gradients: Mapping[int, Tensor | None]) -> dict[int, Tensor]:
@@ -170,30 +174,30 @@ class TiedWeights:
         """
         sums: dict[int, Tensor] = {}
         for group, parameters in self._held():
-            trained = [each for each in parameters if each.requires_grad]
+            trained = [parameter for parameter in parameters if parameter.requires_grad]
             if not trained:
                 continue
-            found = [gradients.get(id(each)) for each in trained]
+            found = [gradients.get(id(parameter)) for parameter in trained]
             # Without a gradient on any rank there is none, which optimizers tell from zeros.
             counts = sum_flags(
-                [each is not None for each in found], group, trained[0].device, dtype=_FLAG
+                [gradient is not None for gradient in found], group, trained[0].device, dtype=_FLAG
             )
-            for each, own, count in zip(trained, found, counts, strict=True):
+            for parameter, own, count in zip(trained, found, counts, strict=True):
                 if count:
-                    gradient = torch.zeros_like(each) if own is None else own
+                    gradient = torch.zeros_like(parameter) if own is None else own
                     dist.all_reduce(gradient, group=group)
-                    sums[id(each)] = gradient
+                    sums[id(parameter)] = gradient
         return sums
 
     def size_of_gradients(self) -> tuple[int, int]:
         """Return bytes and calls of ``broadcast_gradients``, with one for every parameter."""
         parts = [
-            local_tensor(each.detach())
+            local_tensor(parameter.detach())
             for _, held in self._held()
-            for each in held
-            if each.requires_grad
+            for parameter in held
+            if parameter.requires_grad
         ]
-        return sum(each.numel() * each.element_size() for each in parts), len(parts)
+        return sum(part.numel() * part.element_size() for part in parts), len(parts)
 
     def broadcast_gradients(self) -> None:
         """Give every holder the gradients of the first one, which differ by roundings at most.
@@ -202,17 +206,17 @@ class TiedWeights:
         """
         for group, parameters in self._held():
             source = dist.get_process_group_ranks(group)[0]
-            for each in parameters:
-                if each.grad is not None:
-                    dist.broadcast(local_tensor(each.grad), source, group=group)
+            for parameter in parameters:
+                if parameter.grad is not None:
+                    dist.broadcast(local_tensor(parameter.grad), source, group=group)
 
     def broadcast(self) -> None:
         """Give every holder the values of the first one."""
         for group, parameters in self._held():
             source = dist.get_process_group_ranks(group)[0]
-            for each in parameters:
+            for parameter in parameters:
                 # The shard of each rank is that of the holder beside it.
-                dist.broadcast(local_tensor(each.detach()), source, group=group)
+                dist.broadcast(local_tensor(parameter.detach()), source, group=group)
 
 
 class StageParameters:
@@ -231,18 +235,18 @@ class StageParameters:
         rank = group.rank()
         holders = division.ranks_of_parameter
         named = dict(module.named_parameters())
-        first_names = {id(each): name for name, each in named.items()}
+        first_names = {id(parameter): name for name, parameter in named.items()}
         self._first_names = {
-            name: first_names[id(each)]
-            for name, each in module.named_parameters(remove_duplicate=False)
+            name: first_names[id(parameter)]
+            for name, parameter in module.named_parameters(remove_duplicate=False)
         }
         self._names = frozenset(name for name in named if rank in holders[name])
-        self.parameters = ParametersInPlace(module, (each for each in named if each in self._names))
+        self.parameters = ParametersInPlace(module, (name for name in named if name in self._names))
         """Those that this rank has values of."""
-        self._absent = [each for name, each in named.items() if name not in self._names]
+        self._absent = [parameter for name, parameter in named.items() if name not in self._names]
         self._all = ParametersInPlace(module, named)
         make_absent(self._absent)
-        absent = [each for each, first in self._first_names.items() if rank not in holders[first]]
+        absent = [name for name, first in self._first_names.items() if rank not in holders[first]]
         self.guard = StateGuard(module, absent)
         shared = {name: ranks for name, ranks in holders.items() if len(ranks) > 1}
         own = [name for name, ranks in shared.items() if rank in ranks]
@@ -264,10 +268,10 @@ class StageParameters:
             return
         register_stages(
             {
-                each: _Holders(
+                parameter: _Holders(
                     self._group, self._division.ranks_of_parameter[name][0], name in self._names
                 )
-                for name, each in self._all.named().items()
+                for name, parameter in self._all.named().items()
             }
         )
 
@@ -282,7 +286,7 @@ class StageParameters:
             return self._division.ranks_of_parameter[known]
         # Every rank has all buffers and extra state, and one of them the model's.
         first = self._division.rank_of_state(name)
-        return (first, *(each for each in range(self._group.size()) if each != first))
+        return (first, *(rank for rank in range(self._group.size()) if rank != first))
 
     def has_buffer(self, name: str) -> bool:
         """Whether this rank has the model's value of a buffer; of those outside of units all do."""
@@ -390,31 +394,31 @@ class NonStageState:
         is_kept = keeps and plan.stage == self._keeper
         attributes = plan.attributes_of_last if is_kept else plan.changed_attributes
         buffers = self._buffers(plan.changed_buffers)
-        copies = {id(each): each.detach().clone() for _, each in buffers}
-        kept = [self._kept(*each) for each in attributes]
-        for name, each in buffers:
-            self._set_buffer(name, copies[id(each)])
+        copies = {id(buffer): buffer.detach().clone() for _, buffer in buffers}
+        kept = [self._kept(*attribute) for attribute in attributes]
+        for name, buffer in buffers:
+            self._set_buffer(name, copies[id(buffer)])
         try:
             # Models of transformers note in an attribute that they have registered hooks.
             with nullcontext() if is_kept else hooks_unchanged(self._root.modules()):
                 yield
         finally:
-            for name, each in buffers:
+            for name, buffer in buffers:
                 owner = plan.changed_buffers[name]
                 if keeps and plan.stage == (self._keeper if owner == ANY_STAGE else owner):
-                    self._replaced.setdefault(name, each)
+                    self._replaced.setdefault(name, buffer)
                 else:
-                    self._set_buffer(name, each)
+                    self._set_buffer(name, buffer)
             for container, key, present, value, members in kept:
                 _put_back(container, key, present, value, members)
 
     def _keep_buffers(self) -> None:
         """Let the model have its own buffers again, with the last microbatch's values."""
-        for name, each in self._replaced.items():
+        for name, buffer in self._replaced.items():
             now = self._root.get_buffer(name)
-            if now.shape == each.shape and now.dtype == each.dtype:
-                each.data.copy_(now.detach())
-                self._set_buffer(name, each)
+            if now.shape == buffer.shape and now.dtype == buffer.dtype:
+                buffer.data.copy_(now.detach())
+                self._set_buffer(name, buffer)
         self._replaced = {}
 
     def share(self, plans: Iterable[StagePlan], *, is_joined: bool = False) -> None:
@@ -432,13 +436,13 @@ class NonStageState:
             for name, owner in plan.changed_buffers.items()
             if owner != ANY_STAGE or is_joined
         }
-        for name, each in self._buffers(sorted(owners)):
-            broadcast(each, self._rank_of_stage[owners[name]], self._group)
+        for name, buffer in self._buffers(sorted(owners)):
+            broadcast(buffer, self._rank_of_stage[owners[name]], self._group)
 
     def broadcast(self, names: Iterable[str]) -> None:
         """Give all ranks the first one's values of some buffers. Collective over the pipeline."""
-        for _, each in self._buffers(names):
-            broadcast(each, 0, self._group)
+        for _, buffer in self._buffers(names):
+            broadcast(buffer, 0, self._group)
 
     def _buffers(self, names: Iterable[str]) -> list[tuple[str, Tensor]]:
         return [(name, self._root.get_buffer(name)) for name in names]

@@ -80,8 +80,10 @@ class BetweenUnitsTracer(OwnFunctionMode):
         self.answer = answer
         self.after_read = after_read
         named = list(root.named_parameters())
-        self.from_parameters = {id(each): frozenset({name}) for name, each in named}
-        self.parameter_memory = {storage_key(local_tensor(each)): name for name, each in named}
+        self.from_parameters = {id(parameter): frozenset({name}) for name, parameter in named}
+        self.parameter_memory = {
+            storage_key(local_tensor(parameter)): name for name, parameter in named
+        }
         self.stale: dict[int, str] = {}
         """By tensors that were made of a parameter before the step wrote to it, its name."""
         self.values: dict[int, Value] = {}
@@ -121,7 +123,7 @@ class BetweenUnitsTracer(OwnFunctionMode):
         name = name_of(func)
         given = tensors_in((args, kwargs))
         has_fakes = any(map(is_fake, given))
-        if not has_fakes and any(is_fake(under_transforms(each)) for each in given):
+        if not has_fakes and any(is_fake(under_transforms(tensor)) for tensor in given):
             raise ConfigError(
                 f"{name} at {line_of_step()} is called within torch.vmap or another transform of "
                 f"torch.func, on the output of a layer, which later stages could not be given. Do "
@@ -143,9 +145,9 @@ class BetweenUnitsTracer(OwnFunctionMode):
             )
         if args and writes_to_first(name) and (parameter := self._parameter_behind(args[0])):
             return self._note_parameter_write(name, parameter, args[0], given)
-        before = [(each, version_of(each)) for each in given]
+        before = [(tensor, version_of(tensor)) for tensor in given]
         result = self._execute(name, func, args, kwargs, has_fakes=has_fakes)
-        self._refuse_writes(each for each, version in before if version_of(each) != version)
+        self._refuse_writes(tensor for tensor, version in before if version_of(tensor) != version)
         if is_event(result):
             parameters = self._parameters_of(given)
             used = parameters if has_fakes else frozenset()
@@ -166,11 +168,11 @@ class BetweenUnitsTracer(OwnFunctionMode):
         used = parameters if any(map(is_fake, given)) else frozenset()
         index = self._add(TraceEvent(name, False, used, line_of_step()), given, [])
         made = tensors_in(result)
-        if any(each.requires_grad for each in made):
+        if any(tensor.requires_grad for tensor in made):
             self.trace.functions.append((begun, index))
-        for each in {id(each) for each in made} - {id(each) for each in given}:
-            self.made.pop(each, None)
-            self.values.pop(each, None)
+        for key in {id(tensor) for tensor in made} - {id(tensor) for tensor in given}:
+            self.made.pop(key, None)
+            self.values.pop(key, None)
         self._note_results(index, take_apart(result)[0], name, given, parameters)
         return result
 
@@ -183,16 +185,16 @@ class BetweenUnitsTracer(OwnFunctionMode):
         """Note that a unit is called; return the arguments that it gets."""
         arguments = self._with_twins(arguments)
         given = tensors_in(arguments)
-        for each in given:
-            if is_fake(each):
-                self._value_of(each)  # the unit may have left it behind, and does so again
-        self.unit_before = [(each, version_of(each)) for each in given]
+        for tensor in given:
+            if is_fake(tensor):
+                self._value_of(tensor)  # the unit may have left it behind, and does so again
+        self.unit_before = [(tensor, version_of(tensor)) for tensor in given]
         self.unit_event = TraceEvent(name, True, self._parameters_of(given), line_of_step())
         return arguments
 
     def end_unit(self, result: Any, output: UnitOutput, borrowed: list[Parameter]) -> None:
         """Note what a unit gave, whose parameters it used, which of its arguments it changed."""
-        given = [each for each, _ in self.unit_before]
+        given = [tensor for tensor, _ in self.unit_before]
         event = self.unit_event
         event = replace(event, parameters=event.parameters | self._parameters_of([*borrowed]))
         index = self._add(event, given, self.unit_before)
@@ -207,19 +209,19 @@ class BetweenUnitsTracer(OwnFunctionMode):
 
     def add_of_metric(self, tensors: list[Tensor], origin: str) -> None:
         """Note tensors without data that a metric made of values of units."""
-        for number, each in enumerate(tensors):
-            self.kept.append(each)
+        for number, tensor in enumerate(tensors):
+            self.kept.append(tensor)
             made_at = len(self.trace.events)
-            self.made[id(each)] = (made_at, number)
-            storage = self._storage_of(each)
-            value = Value(made_at, number, origin, TensorSpec.of(each), storage, True, True)
-            value.needs_grad.append((NO_EVENT, each.requires_grad))
-            self._keep_value(each, value)
+            self.made[id(tensor)] = (made_at, number)
+            storage = self._storage_of(tensor)
+            value = Value(made_at, number, origin, TensorSpec.of(tensor), storage, True, True)
+            value.needs_grad.append((NO_EVENT, tensor.requires_grad))
+            self._keep_value(tensor, value)
 
     def keep_to_end(self, tensors: list[Tensor]) -> None:
         """Note that the step hands tensors out."""
-        found = [self.twins.get(id(each), each) for each in tensors]
-        self.to_end += [self._value_of(each) for each in found if is_fake(each)]
+        found = [self.twins.get(id(tensor), tensor) for tensor in tensors]
+        self.to_end += [self._value_of(tensor) for tensor in found if is_fake(tensor)]
         self.trace.parameters_out |= self._parameters_of(found)
 
     def last_change(self, tensor: Tensor) -> int:
@@ -272,12 +274,12 @@ class BetweenUnitsTracer(OwnFunctionMode):
         if not has_fakes:
             result = func(*args, **kwargs)
             if not self._follows_sizes(tensors_in((args, kwargs))):
-                self.note_answer(tuple(tuple(each.shape) for each in tensors_in(result)))
+                self.note_answer(tuple(tuple(tensor.shape) for tensor in tensors_in(result)))
             return result
         if name == "__getitem__":
-            args = resolve_masks(args, lambda each: not is_fake(each))
-            indices = [each for each in tensors_in(args[1]) if not is_fake(each)]
-            self.note_answer(tuple(tuple(each.shape) for each in indices))
+            args = resolve_masks(args, lambda value: not is_fake(value))
+            indices = [tensor for tensor in tensors_in(args[1]) if not is_fake(tensor)]
+            self.note_answer(tuple(tuple(tensor.shape) for tensor in indices))
         try:
             return func(*args, **kwargs)
         except NEEDS_DATA:
@@ -289,10 +291,10 @@ class BetweenUnitsTracer(OwnFunctionMode):
         by = tensors_in(args[1] if len(args) > 1 else kwargs.get("inputs"))
         last = self.trace.unit_events()[-1]
         first_uses = [
-            min(self._value_of(each).uses, default=last + 1)
-            if is_fake(each)
-            else self.made.get(id(each), (NO_EVENT, 0))[0]  # whatever uses it comes later
-            for each in by
+            min(self._value_of(tensor).uses, default=last + 1)
+            if is_fake(tensor)
+            else self.made.get(id(tensor), (NO_EVENT, 0))[0]  # whatever uses it comes later
+            for tensor in by
         ]
         if min(first_uses, default=NO_EVENT) <= last:
             refuse_derivative(f"The step ({line_of_step()})")
@@ -323,15 +325,17 @@ class BetweenUnitsTracer(OwnFunctionMode):
         if trace.answers or trace.readings:
             raise write_refused(parameter, place, "after it has read numbers out of tensors")
         made_before = [key for key, names in self.from_parameters.items() if parameter in names]
-        aliases = {id(each) for each in self.kept if self._parameter_behind(each) == parameter}
+        aliases = {
+            id(tensor) for tensor in self.kept if self._parameter_behind(tensor) == parameter
+        }
         aliases.add(id(self.root.get_parameter(parameter)))
         self.stale |= dict.fromkeys(set(made_before) - aliases, parameter)
         trace.events.append(TraceEvent(name, False, place=place, writes=parameter))
         return None if name in {"data.__set__", "__setitem__"} else written
 
     def _refuse_writes(self, written: Iterable[Tensor]) -> None:
-        for each in written:
-            if name := self._parameter_behind(each):
+        for tensor in written:
+            if name := self._parameter_behind(tensor):
                 raise write_refused(name, line_of_step(), "beside other tensors")
 
     def _read(
@@ -349,14 +353,14 @@ class BetweenUnitsTracer(OwnFunctionMode):
 
     def _note_reading(self, name: str, given: list[Tensor]) -> None:
         done = len(self.trace.events)
-        read = [self._value_of(each) for each in given if is_fake(each)]
+        read = [self._value_of(tensor) for tensor in given if is_fake(tensor)]
         for value in read:
             value.uses.append(done - 1)
         self.trace.readings.append(ValueRead(done, name, line_of_step(), read[0].origin, read))
 
     def _note_parameter_read(self, name: str, parameters: frozenset[str]) -> None:
         values = dict(self.root.named_parameters())
-        if gone := [each for each in sorted(parameters) if is_absent(values[each])]:
+        if gone := [name for name in sorted(parameters) if is_absent(values[name])]:
             raise AbsentError(
                 f"{name}() of {gone[0]!r} ({line_of_step()}), of which this rank holds no values: "
                 f"earlier batches did not read it. Read it for every batch, or inside a layer."
@@ -386,44 +390,44 @@ class BetweenUnitsTracer(OwnFunctionMode):
         return twin
 
     def _parameters_of(self, given: list[Tensor]) -> frozenset[str]:
-        found = [self.from_parameters.get(id(each), frozenset()) for each in given]
-        for each in given if self.stale else ():
-            if id(each) in self.stale:
-                self.trace.stale_uses.setdefault(self.stale[id(each)], len(self.trace.events))
+        found = [self.from_parameters.get(id(tensor), frozenset()) for tensor in given]
+        for tensor in given if self.stale else ():
+            if id(tensor) in self.stale:
+                self.trace.stale_uses.setdefault(self.stale[id(tensor)], len(self.trace.events))
         return frozenset().union(*found)
 
     def _add(self, event: TraceEvent, given: list[Tensor], before: list[tuple[Tensor, int]]) -> int:
         """Add an event with what it uses and changes; return its number."""
         index = len(self.trace.events)
         self.trace.events.append(event)
-        for each in given:
-            if is_fake(each):
-                self._value_of(each).uses.append(index)
+        for tensor in given:
+            if is_fake(tensor):
+                self._value_of(tensor).uses.append(index)
         has_values = event.is_unit or any(map(is_fake, given))
         follows_batch = self._follows_batch(given)
-        for each, version in before:
-            if version_of(each) == version:
+        for tensor, version in before:
+            if version_of(tensor) == version:
                 continue
-            self.from_sizes.discard(self._storage_of(each))
-            self.data_writes[storage_key(each)] = index
+            self.from_sizes.discard(self._storage_of(tensor))
+            self.data_writes[storage_key(tensor)] = index
             if follows_batch:
-                self.from_batch.add(self._storage_of(each))
-            if is_fake(each):
-                self._note_write(index, self._storage_of(each))
+                self.from_batch.add(self._storage_of(tensor))
+            if is_fake(tensor):
+                self._note_write(index, self._storage_of(tensor))
             elif has_values:
-                self.tainted.add(storage_key(each))
-                self._value_of(self._twin_of(each))
-                self._note_write(index, self._storage_of(each))
+                self.tainted.add(storage_key(tensor))
+                self._value_of(self._twin_of(tensor))
+                self._note_write(index, self._storage_of(tensor))
             elif parameters := self._parameters_of(given):
-                self.from_parameters[id(each)] = parameters
+                self.from_parameters[id(tensor)] = parameters
         return index
 
     def _follows_batch(self, given: list[Tensor]) -> bool:
-        return any(self._storage_of(each) in self.from_batch for each in given)
+        return any(self._storage_of(tensor) in self.from_batch for tensor in given)
 
     def _follows_sizes(self, given: list[Tensor]) -> bool:
         """Whether batches of one signature have the same values in all of these tensors."""
-        return bool(given) and all(self._storage_of(each) in self.from_sizes for each in given)
+        return bool(given) and all(self._storage_of(tensor) in self.from_sizes for tensor in given)
 
     def _note_write(self, index: int, storage: int) -> None:
         self.trace.writes.setdefault(storage, []).append(index)
@@ -442,17 +446,17 @@ class BetweenUnitsTracer(OwnFunctionMode):
         given: list[Tensor],
         parameters: frozenset[str],
     ) -> None:
-        made = [each for each in leaves if isinstance(each, Tensor)]
+        made = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if self._follows_batch(given):
             self.from_batch.update(map(self._storage_of, made))
         elif (origin in SIZES_ALONE and not given) or (
             self._follows_sizes(given) and not RANDOM.match(origin)
         ):
             self.from_sizes.update(map(self._storage_of, made))
-        known = {id(each) for each in given}
+        known = {id(tensor) for tensor in given}
         for number, leaf in enumerate(leaves):
             if not isinstance(leaf, Tensor) or any(
-                id(leaf) in each for each in (known, self.made, self.values)
+                id(leaf) in ids for ids in (known, self.made, self.values)
             ):
                 continue
             self.made[id(leaf)] = (index, number)
@@ -490,14 +494,14 @@ class BetweenUnitsTracer(OwnFunctionMode):
     def _last_call_of(self, holder: str) -> int:
         """Return the last call of the unit that holds an attribute, else of any unit."""
         calls = self.trace.unit_events()
-        own = [each for each in calls if holder.startswith(f"{self.trace.events[each].name}.")]
+        own = [call for call in calls if holder.startswith(f"{self.trace.events[call].name}.")]
         return (own or calls or [NO_EVENT])[-1]
 
     def _holder_of(self, fake: Tensor) -> str:
         """Return under which attribute a layer left a tensor that it did not return."""
         for name, module in self.root.named_modules():
-            for attribute, each in vars(module).items():
-                if each is fake:
+            for attribute, value in vars(module).items():
+                if value is fake:
                     return f"{name}.{attribute}"
         return "a tensor that no layer returned"
 
