@@ -57,7 +57,9 @@ def clip_by_norm(parameters: Iterable[Parameter], max_norm: float) -> Tensor:
     """
     with_gradient = [p for p in parameters if p.grad is not None]
     gradients = gradients_of(with_gradient)
-    if not any(each.device.type == "cpu" and each.numel() > WHOLE_NUMEL for each in gradients):
+    if not any(
+        gradient.device.type == "cpu" and gradient.numel() > WHOLE_NUMEL for gradient in gradients
+    ):
         return torch.nn.utils.clip_grad_norm_(with_gradient, max_norm)
     total = _local_norm(gradients)
     torch.nn.utils.clip_grads_with_norm_(with_gradient, max_norm, total)
@@ -76,24 +78,24 @@ def gradient_norm(parameters: Iterable[Parameter]) -> float | None:
 def _local_norm(gradients: Sequence[Tensor]) -> Tensor:
     """Return the joint 2-norm of whole gradients, at least one, on the device of the first."""
     device = gradients[0].device  # one transfer from it, not one for each norm
-    norms = [tensor_norm(each).to(device) for each in gradients]
+    norms = [tensor_norm(gradient).to(device) for gradient in gradients]
     joint: Tensor = torch.linalg.vector_norm(torch.stack(norms))
     return joint
 
 
 def gradients_of(parameters: Iterable[Parameter]) -> list[Tensor]:
     """Return the gradients of those parameters that have one."""
-    return [each.grad for each in parameters if each.grad is not None]
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
 def total_square(parts: Sequence[Tensor], device: torch.device) -> Tensor:
     """Return the sum of the squares of tensors, summed in fp64."""
-    if parts and device.type != "cpu" and all(each.dtype == torch.float32 for each in parts):
+    if parts and device.type != "cpu" and all(part.dtype == torch.float32 for part in parts):
         # Few kernels; a device sums in a tree, which is accurate enough.
         return torch.nn.utils.get_total_norm(parts).to(device, torch.float64).square()
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for each in parts:
-        total += tensor_norm(each).double().square()
+    for part in parts:
+        total += tensor_norm(part).double().square()
     return total
 
 
@@ -108,8 +110,8 @@ def scale_to_norm(gradients: Sequence[Tensor], norm: Tensor, max_norm: float) ->
     if factor.device.type == "cpu" and factor.item() == 1.0:
         return  # on a device the comparison would synchronize
     alike: dict[torch.dtype, list[Tensor]] = {}
-    for each in gradients:
-        alike.setdefault(each.dtype, []).append(local_part(each))
+    for gradient in gradients:
+        alike.setdefault(gradient.dtype, []).append(local_part(gradient))
     for dtype, tensors in alike.items():
         scale_all(tensors, factor.to(dtype))
 
@@ -156,16 +158,16 @@ class HeldShare(NormShare):
 
     @override
     def counted(self, gradients: Iterable[Tensor]) -> list[Tensor]:
-        elsewhere = {id(each.grad) for each in self.elsewhere}
-        return [each for each in gradients if id(each) not in elsewhere]
+        elsewhere = {id(parameter.grad) for parameter in self.elsewhere}
+        return [gradient for gradient in gradients if id(gradient) not in elsewhere]
 
     @override
     def counts(self, parameter: Parameter) -> bool:
-        return not any(each is parameter for each in self.elsewhere)
+        return not any(other is parameter for other in self.elsewhere)
 
     @override
     def has_copies(self, parameter: Parameter) -> bool:
-        return any(each is parameter for each in self.shared)
+        return any(other is parameter for other in self.shared)
 
 
 @dataclass(frozen=True)
@@ -179,8 +181,8 @@ class PartShare(NormShare):
     def counted(self, gradients: Iterable[Tensor]) -> list[Tensor]:
         if self.group.rank() == 0:
             return list(gradients)
-        parts = {id(each.grad) for each in self.parts() if each.grad is not None}
-        return [each for each in gradients if id(each) in parts or self._owns(each)]
+        parts = {id(parameter.grad) for parameter in self.parts() if parameter.grad is not None}
+        return [gradient for gradient in gradients if id(gradient) in parts or self._owns(gradient)]
 
     @override
     def counts(self, parameter: Parameter) -> bool:
@@ -188,7 +190,7 @@ class PartShare(NormShare):
 
     @override
     def has_copies(self, parameter: Parameter) -> bool:
-        return not self._owns(parameter) and not any(each is parameter for each in self.parts())
+        return not self._owns(parameter) and not any(part is parameter for part in self.parts())
 
     def _owns(self, tensor: Tensor) -> bool:
         """Whether ranks of the axis have rows of a tensor each."""
@@ -205,7 +207,7 @@ class ShardShare(NormShare):
 
     @override
     def counted(self, gradients: Iterable[Tensor]) -> list[Tensor]:
-        return [each for each in gradients if self._is_first(each)]
+        return [gradient for gradient in gradients if self._is_first(gradient)]
 
     @override
     def counts(self, parameter: Parameter) -> bool:
@@ -228,8 +230,8 @@ class ShardShare(NormShare):
             return []
         return [
             dim
-            for dim, each in enumerate(tensor.placements)
-            if each.is_replicate()
+            for dim, placement in enumerate(tensor.placements)
+            if placement.is_replicate()
             and (_is_owned(tensor) or self._holds(tensor.device_mesh.get_group(dim)))
         ]
 
@@ -306,15 +308,15 @@ class JointNorms:
         Raises:
             UnsupportedError: On all ranks.
         """
-        groups = [each.group for each in self.shares if isinstance(each, HeldShare)]
+        groups = [share.group for share in self.shares if isinstance(share, HeldShare)]
         if not groups:
             return
-        known = {id(each) for each in given}
+        known = {id(parameter) for parameter in given}
         everything = list(model)
         is_whole = len(known) > 1 and all(
-            id(each) in known for each in everything if each.grad is not None
+            id(parameter) in known for parameter in everything if parameter.grad is not None
         )
-        chosen = bytes(id(each) in known for each in everything)
+        chosen = bytes(id(parameter) in known for parameter in everything)
         digest = float(zlib.crc32(chosen))
         found = torch.tensor([digest, -digest, float(not is_whole)], dtype=torch.float64)
         for group in groups:
@@ -334,7 +336,7 @@ class JointNorms:
         counted = list(given)
         for share in self.shares:
             counted = share.counted(counted)
-        total = _local_total([local_part(each) for each in counted], norm_type, device)
+        total = _local_total([local_part(gradient) for gradient in counted], norm_type, device)
         is_largest = math.isinf(norm_type)
         operator = dist.ReduceOp.MAX if is_largest else dist.ReduceOp.SUM
         for share in self.shares:
@@ -347,10 +349,10 @@ def _local_total(parts: Sequence[Tensor], norm_type: float, device: torch.device
     if norm_type == 2.0:
         return total_square(parts, device)
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for each in parts:
-        if not each.numel():
+    for part in parts:
+        if not part.numel():
             continue  # an empty tensor has no largest element
-        norm = tensor_norm(each, norm_type).to(total)
+        norm = tensor_norm(part, norm_type).to(total)
         total = torch.maximum(total, norm) if math.isinf(norm_type) else total + norm**norm_type
     return total
 
@@ -377,7 +379,7 @@ def joint_norm(
     """
     if not gradients and not groups:
         return None
-    total = math.fsum(each.square() for each in gradients)
+    total = math.fsum(gradient.square() for gradient in gradients)
     joint = torch.tensor(total, dtype=torch.float64, device=device)
     for group in groups:
         dist.all_reduce(joint, group=group)

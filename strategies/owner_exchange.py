@@ -109,20 +109,22 @@ class ShardExchange:
         for like in _types(owned):
             own = _of_type(mine, like)
             sent = [
-                [piece for each in _of_type(some, like) for piece in _local_pair(each)]
+                [piece for parameter in _of_type(some, like) for piece in _local_pair(parameter)]
                 for some in owned
             ]
-            sizes = [[self._numel(each, rank) for each in own] for rank in range(self.size)]
-            received = self._exchange(sent, [2 * sum(each) for each in sizes], like)
+            sizes = [
+                [self._numel(parameter, rank) for parameter in own] for rank in range(self.size)
+            ]
+            received = self._exchange(sent, [2 * sum(counts) for counts in sizes], like)
             pieces = [
                 torch.split(flat, [size for size in some for _ in range(2)])
                 for flat, some in zip(received, sizes, strict=True)
             ]
-            for number, each in enumerate(own):
+            for number, parameter in enumerate(own):
                 value = torch.cat([some[2 * number] for some in pieces])
                 grad = torch.cat([some[2 * number + 1] for some in pieces])
-                found[id(each)] = value.view(each.shape), grad.view(each.shape)
-        return [found[id(each)] for each in mine]
+                found[id(parameter)] = value.view(parameter.shape), grad.view(parameter.shape)
+        return [found[id(parameter)] for parameter in mine]
 
     def give_back(self, owned: Sequence[Sequence[Parameter]], wholes: Sequence[Tensor]) -> None:
         """Write whole values into the shards of all ranks. Collective over the group.
@@ -135,18 +137,19 @@ class ShardExchange:
         for like in _types(owned):
             splits = [
                 torch.split(
-                    value_of[id(each)].flatten(),
-                    [self._numel(each, rank) for rank in range(self.size)],
+                    value_of[id(parameter)].flatten(),
+                    [self._numel(parameter, rank) for rank in range(self.size)],
                 )
-                for each in _of_type(owned[self.rank], like)
+                for parameter in _of_type(owned[self.rank], like)
             ]
             sent = [[pieces[rank] for pieces in splits] for rank in range(self.size)]
             theirs = [_of_type(some, like) for some in owned]
-            counts = [sum(_local(each).numel() for each in some) for some in theirs]
+            counts = [sum(_local(parameter).numel() for parameter in some) for some in theirs]
             for some, flat in zip(theirs, self._exchange(sent, counts, like), strict=True):
-                pieces = torch.split(flat, [_local(each).numel() for each in some])
-                for each, piece in zip(some, pieces, strict=True):
-                    _local(each).copy_(piece.view(_local(each).shape))  # offloaded ones write it
+                pieces = torch.split(flat, [_local(parameter).numel() for parameter in some])
+                for parameter, piece in zip(some, pieces, strict=True):
+                    local = _local(parameter)
+                    local.copy_(piece.view(local.shape))  # offloaded ones write it
 
     def _exchange(
         self, sent: Sequence[Sequence[Tensor]], counts: Sequence[int], like: _Type
@@ -163,8 +166,8 @@ class ShardExchange:
 
     def traffic(self, owned: Sequence[Sequence[Parameter]]) -> list[AxisTraffic]:
         """Return what this rank sends in a step of all parameters."""
-        sent = sum(_local(each).nbytes for some in owned for each in some)
-        own = sum(each.numel() * each.element_size() for each in owned[self.rank])
+        sent = sum(_local(parameter).nbytes for some in owned for parameter in some)
+        own = sum(parameter.numel() * parameter.element_size() for parameter in owned[self.rank])
         return [AxisTraffic("data", "alltoall_base", 2 * sent + own, 2 * len(_types(owned)))]
 
 
@@ -179,7 +182,7 @@ class PartExchange:
     def __init__(self, group: ProcessGroup, parts: Mapping[Parameter, JoinedPart]) -> None:
         self._group = group
         self.rank, self.size = group.rank(), group.size()
-        self._parts = {id(each): part for each, part in parts.items()}
+        self._parts = {id(parameter): part for parameter, part in parts.items()}
 
     def is_shared(self, parameter: Tensor) -> bool:
         """Whether ranks have parts of a parameter."""
@@ -196,8 +199,8 @@ class PartExchange:
 
     def give_back(self, owned: Sequence[Sequence[Parameter]], wholes: Sequence[Tensor]) -> None:
         """Write whole values into the parts of all ranks. Collective over the group."""
-        for each, part in self.send(owned, wholes):
-            each.copy_(part)
+        for parameter, part in self.send(owned, wholes):
+            parameter.copy_(part)
 
     def join(self, owned: Sequence[Sequence[Parameter]], pairs: Mapping[int, _Pair]) -> list[_Pair]:
         """Return what this rank owns, whole. Collective over the group.
@@ -208,10 +211,10 @@ class PartExchange:
         """
         found = []
         for rank, some in enumerate(owned):
-            for each in some:
-                value, grad = pairs[id(each)]
-                if id(each) in self._parts:
-                    part = self._parts[id(each)]
+            for parameter in some:
+                value, grad = pairs[id(parameter)]
+                if id(parameter) in self._parts:
+                    part = self._parts[id(parameter)]
                     value, grad = part.join(value), part.join(grad)
                 if rank == self.rank:
                     found.append((value, grad))
@@ -224,22 +227,22 @@ class PartExchange:
         own = iter(wholes)
         for rank, some in enumerate(owned):
             source = dist.get_global_rank(self._group, rank)
-            for each in some:
+            for parameter in some:
                 if rank == self.rank:
                     whole = next(own).contiguous()
                 else:
-                    shape = self.whole_shape(each)
-                    whole = torch.empty(shape, dtype=each.dtype, device=each.device)
+                    shape = self.whole_shape(parameter)
+                    whole = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
                 dist.broadcast(whole, source, group=self._group)
-                part = self._parts.get(id(each))
-                yield each, whole if part is None else part.cut(whole)
+                part = self._parts.get(id(parameter))
+                yield parameter, whole if part is None else part.cut(whole)
 
     def traffic(self, owned: Sequence[Sequence[Parameter]]) -> list[AxisTraffic]:
         """Return what a step of all parameters moves on this rank."""
         num_bytes = num_calls = 0
-        for each in (each for some in owned for each in some):
-            is_part = id(each) in self._parts
-            size = self.whole_shape(each).numel() * each.element_size()
+        for parameter in (parameter for some in owned for parameter in some):
+            is_part = id(parameter) in self._parts
+            size = self.whole_shape(parameter).numel() * parameter.element_size()
             num_bytes += 3 * size if is_part else size
             num_calls += 2 * self.size + 1 if is_part else 1
         return [AxisTraffic("tensor", "broadcast", num_bytes, num_calls)]
@@ -284,7 +287,7 @@ class ShardedPartExchange:
     def _by_data(self, owned: Sequence[Sequence[Parameter]]) -> list[list[Parameter]]:
         """Return what the tensor ranks of each data rank own together."""
         return [
-            [each for some in self._of_data(owned, rank) for each in some]
+            [parameter for some in self._of_data(owned, rank) for parameter in some]
             for rank in range(self._shards.size)
         ]
 
@@ -328,8 +331,10 @@ def _local_pair(parameter: Parameter) -> _Pair:
 
 def _types(owned: Sequence[Sequence[Parameter]]) -> list[_Type]:
     """Return the types that are moved, in an order that is the same on all ranks."""
-    return list(dict.fromkeys((each.dtype, each.device) for some in owned for each in some))
+    return list(
+        dict.fromkeys((parameter.dtype, parameter.device) for some in owned for parameter in some)
+    )
 
 
 def _of_type(parameters: Sequence[Parameter], like: _Type) -> list[Parameter]:
-    return [each for each in parameters if (each.dtype, each.device) == like]
+    return [parameter for parameter in parameters if (parameter.dtype, parameter.device) == like]

@@ -115,9 +115,9 @@ class DryRun:
         outcome = DryRunOutcome()
         trains = self.trains and has_backward
         parameters = dict(self.module.named_parameters())
-        before = {name: each.grad for name, each in parameters.items()}
-        for each in parameters.values():
-            each.grad = None
+        before = {name: parameter.grad for name, parameter in parameters.items()}
+        for parameter in parameters.values():
+            parameter.grad = None
         try:
             logged: list[Any] = []
             with self._untraced(), self._probed(outcome), torch.set_grad_enabled(trains):
@@ -128,14 +128,14 @@ class DryRun:
                     loss = result.get("loss") if isinstance(result, Mapping) else result
                     if isinstance(loss, Tensor) and loss.requires_grad:
                         loss.backward()  # type: ignore[no-untyped-call]
-            names = {id(each): name for name, each in parameters.items()}
-            outcome.gradients = {names[key]: each for key, each in collected.items()}
-            for name, each in parameters.items():
-                if each.grad is not None:
-                    outcome.gradients[name] = each.grad
+            names = {id(parameter): name for name, parameter in parameters.items()}
+            outcome.gradients = {names[key]: gradient for key, gradient in collected.items()}
+            for name, parameter in parameters.items():
+                if parameter.grad is not None:
+                    outcome.gradients[name] = parameter.grad
         finally:
-            for name, each in parameters.items():
-                each.grad = before[name]
+            for name, parameter in parameters.items():
+                parameter.grad = before[name]
         return outcome
 
     def run_nudged(self, *, has_backward: bool = True) -> DryRunOutcome:
@@ -170,18 +170,18 @@ class DryRun:
     @contextmanager
     def _probed(self, outcome: DryRunOutcome) -> Iterator[None]:
         with ExitStack() as stack:
-            for name, each in self.probes.items():
+            for name, probe in self.probes.items():
                 keep = partial(_keep_output, outcome.probed.setdefault(name, []))
-                stack.enter_context(each.register_forward_hook(keep))
+                stack.enter_context(probe.register_forward_hook(keep))
             yield
 
 
 @contextmanager
 def without_dropout(modules: Iterable[Module]) -> Iterator[None]:
     """Context without dropout, within one that restores attributes of the modules."""
-    for each in modules:
-        if isinstance(each, _DROPOUTS):
-            each.p = 0.0  # also if a block is recomputed, in another thread
+    for module in modules:
+        if isinstance(module, _DROPOUTS):
+            module.p = 0.0  # also if a block is recomputed, in another thread
     with WithoutDropout():
         yield
 
@@ -192,20 +192,20 @@ def _let_draw(module: Module) -> None:
     Modules that are frozen and in evaluation mode stay so, with their children.
     """
     own = list(module.parameters())
-    if own and not module.training and not any(each.requires_grad for each in own):
+    if own and not module.training and not any(parameter.requires_grad for parameter in own):
         return
     module.training = True
-    for each in module.children():
-        _let_draw(each)
+    for child in module.children():
+        _let_draw(child)
 
 
 def _tensors_of(tree: Any) -> list[Tensor]:
-    found = [each for each in tree_leaves(tree) if isinstance(each, Tensor | float | int)]
-    return [torch.as_tensor(each).detach() for each in found]
+    found = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor | float | int)]
+    return [torch.as_tensor(leaf).detach() for leaf in found]
 
 
 def _keep_output(values: list[Tensor], module: Module, args: Any, output: Any) -> None:
-    first = next((each for each in tree_leaves(output) if isinstance(each, Tensor)), None)
+    first = next((leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)), None)
     if first is not None and first.is_floating_point():
         values.append(first.detach())
 
@@ -322,7 +322,9 @@ def difference(
     if whole.gradients.keys() != planned.gradients.keys():
         name = min(whole.gradients.keys() ^ planned.gradients.keys())
         return f"gives {'no' if name in whole.gradients else 'a'} gradient of {name}"
-    sizes = (float(each.abs().max()) for each in whole.gradients.values() if each.numel())
+    sizes = (
+        float(gradient.abs().max()) for gradient in whole.gradients.values() if gradient.numel()
+    )
     largest = max(sizes, default=0.0)
     for name, one in whole.gradients.items():
         expected = divided[name].cut(one) if name in divided else one
@@ -355,9 +357,9 @@ def _apart(one: Tensor, other: Tensor, least: float) -> float:
     if not one.is_floating_point():
         return 0.0 if torch.equal(one, other) else float("inf")
     size = max(float(one.abs().max()), least, torch.finfo(torch.float32).tiny)
-    parts = zip(*(torch.split(each.flatten(), PART) for each in (one, other)), strict=True)
+    parts = zip(*(torch.split(tensor.flatten(), PART) for tensor in (one, other)), strict=True)
     # torch's maximum keeps nan, which is within no tolerance.
-    return float(torch.stack([_most_apart(*each) for each in parts]).max()) / size
+    return float(torch.stack([_most_apart(*pair) for pair in parts]).max()) / size
 
 
 def _most_apart(one: Tensor, other: Tensor) -> Tensor:
@@ -386,7 +388,7 @@ def full_float32() -> Iterator[None]:
         torch.backends.mkldnn.conv,  # type: ignore[attr-defined]
         torch.backends.mkldnn.rnn,  # type: ignore[attr-defined]
     ]
-    before = [each.fp32_precision for each in backends]
+    before = [backend.fp32_precision for backend in backends]
     try:
         is_allowed = cudnn.allow_tf32
     except RuntimeError:  # is mixed already
@@ -394,14 +396,14 @@ def full_float32() -> Iterator[None]:
     try:
         if is_allowed:
             cudnn.allow_tf32 = False
-        for each in backends:
-            each.fp32_precision = "ieee"
+        for backend in backends:
+            backend.fp32_precision = "ieee"
         yield
     finally:
         if is_allowed:
             cudnn.allow_tf32 = True
-        for each, precision in zip(backends, before, strict=True):
-            each.fp32_precision = precision
+        for backend, precision in zip(backends, before, strict=True):
+            backend.fp32_precision = precision
 
 
 @contextmanager
@@ -410,23 +412,25 @@ def converted(
 ) -> Iterator[None]:
     """Context in which a model is on a device, with its floats in other dtypes."""
     tensors: list[Tensor] = [*root.parameters(), *root.buffers()]
-    before = {each: each.data for each in tensors}
+    before = {tensor: tensor.data for tensor in tensors}
     try:
-        for each in tensors:
-            is_float = each.is_floating_point()
-            each.data = each.data.to(device, to(each.dtype) if is_float else each.dtype)
+        for tensor in tensors:
+            is_float = tensor.is_floating_point()
+            tensor.data = tensor.data.to(device, to(tensor.dtype) if is_float else tensor.dtype)
         yield
     finally:
-        for each, value in before.items():
-            each.data = value
+        for tensor, value in before.items():
+            tensor.data = value
 
 
 def floats_in(wide: torch.dtype, args: Any) -> Any:
     """Return arguments of a step with their floats in a dtype, wider ones as they are."""
     return replace_tensors(
         args,
-        lambda each: (
-            each.to(torch.promote_types(wide, each.dtype)) if each.is_floating_point() else each
+        lambda tensor: (
+            tensor.to(torch.promote_types(wide, tensor.dtype))
+            if tensor.is_floating_point()
+            else tensor
         ),
     )
 
@@ -434,19 +438,19 @@ def floats_in(wide: torch.dtype, args: Any) -> Any:
 @contextmanager
 def parameters_kept(root: Module) -> Iterator[None]:
     """Restore parameters afterwards, which are replaced by shards meanwhile."""
-    before = {each: each.data for each in root.parameters()}
+    before = {parameter: parameter.data for parameter in root.parameters()}
     try:
         yield
     finally:
-        for each, value in before.items():
-            each.data = value
-            each.grad = None
+        for parameter, value in before.items():
+            parameter.data = value
+            parameter.grad = None
 
 
 def nudge(parameters: Iterable[Parameter]) -> None:
     """Change floating parameters by up to ``NUDGE`` of themselves, equally on all ranks."""
     generator = torch.Generator().manual_seed(0)
-    for each in parameters:
-        if each.is_floating_point():
-            noise = torch.empty(each.shape).uniform_(-NUDGE, NUDGE, generator=generator)
-            each.data = each.data * (1 + noise.to(each.device))
+    for parameter in parameters:
+        if parameter.is_floating_point():
+            noise = torch.empty(parameter.shape).uniform_(-NUDGE, NUDGE, generator=generator)
+            parameter.data = parameter.data * (1 + noise.to(parameter.device))
