@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
 
+from boltmesh.axes import ALL_AXES
 from boltmesh.configs.advice import show
 from boltmesh.configs.load import load, without_section
 from boltmesh.errors import BoltMeshError
@@ -27,7 +28,6 @@ BATCH_KEY = "data.init_args.batch_size"
 KEPT = ("timeout_s", "telemetry", "seed", "process_group_backend")
 """Arguments of the config's strategy that say nothing of its layout."""
 DIVIDED = "bolt_3d"
-AXES = ("pipeline", "data", "context", "tensor", "expert")
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class ConfigLayout:
     @property
     def sizes(self) -> Mapping[str, int]:
         """Ranks of the axes."""
-        return {axis: getattr(self.axes, axis) for axis in AXES}
+        return {axis: getattr(self.axes, axis, 1) for axis in ALL_AXES}
 
     @property
     def division(self) -> Hashable:
@@ -134,7 +134,7 @@ class ConfigLayout:
         words = [self.name]
         words.append(sizes_text(self.sizes) or "one rank")
         words += [
-            f"{key}={show(value)}" for key, value in self.arguments.items() if key not in AXES
+            f"{key}={show(value)}" for key, value in self.arguments.items() if key not in ALL_AXES
         ]
         if self.accumulate > 1:
             words.append(f"{self.accumulate} batches a step")
@@ -231,7 +231,7 @@ class ConfigSearch:
         """The layout of the config itself; None if it was not predicted."""
         given = as_mapping(self.config.strategy)
         name = given["name"]
-        sizes = {axis: given.get(axis) or 1 for axis in AXES if axis != "data"}
+        sizes = {axis: given.get(axis) or 1 for axis in ALL_AXES if axis != "data"}
         if sizes["expert"] == "node":
             sizes["expert"] = self.hardware.ranks_per_node
         kind, stage = given.get("activation_checkpointing"), given.get("stage", 1)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from boltmesh.advisor.machine import Hardware
+from boltmesh.axes import ALL_AXES, AXES
 from boltmesh.planner.layout import AxisGroup
 from boltmesh.planner.links import ClusterLinks
 from boltmesh.planner.rates import default_rates
@@ -98,7 +99,7 @@ def predict_step(step: RankStep, hardware: Hardware) -> PredictedStepTime:
     assert machine.memory_gb_s is not None
     operator = (machine.operator_us or 0.0) * 1e-6
     compute, recompute = (_passes(work, step, hardware) for work in (step.work, step.recomputed))
-    spent = dict.fromkeys(("pipeline", "data", "tensor", "context", "expert"), 0.0)
+    spent = dict.fromkeys(ALL_AXES, 0.0)
     for each in step.traffic:
         spent[each.axis] = spent.get(each.axis, 0.0) + _seconds(each, step, hardware)
     optimizer = step.stepped_numel * 4 * (OPTIMIZER_TENSORS + 2 * step.state_copies)
@@ -182,7 +183,7 @@ def _seconds(each: Collective, step: RankStep, hardware: Hardware) -> float:
     if each.operator not in {*ALL_REDUCES, "send"}:
         reach = size
     inner = 1
-    for axis in ("tensor", "context", "data", "pipeline"):
+    for axis in reversed(AXES):
         if axis == each.axis:
             break
         inner *= step.sizes.get(axis, 1)

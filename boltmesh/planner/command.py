@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from boltmesh.axes import ALL_AXES
 from boltmesh.errors import ConfigError
 from boltmesh.planner.layout import Layout
 from boltmesh.planner.machine import (
@@ -243,9 +244,9 @@ def _outcome(found: Search, first: Candidate, again: Search) -> str:
     layout = candidate.layout
     same = layout.division[:4] == first.layout.division[:4]
     axes = ", ".join(
-        f"{name} {getattr(layout, name)}"
-        for name in ("tensor", "pipeline", "context", "expert", "data")
-        if name in {"tensor", "data"} or getattr(layout, name) > 1
+        f"{name} {size}"
+        for name in ALL_AXES
+        if (size := getattr(layout, name, 1)) > 1 or name in {"tensor", "data"}
     )
     return f"{factor:.2f} x the tokens/s, {'the same kind of layout' if same else axes}."
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from boltmesh.axes import AXES
 from boltmesh.planner.machine import Cluster
 from boltmesh.strategies.registry import STRATEGIES
 
@@ -227,14 +228,14 @@ class AxisGroup:
 
 
 def groups_of(layout: Layout, cluster: Cluster) -> dict[str, AxisGroup]:
-    """Return how each axis lies over the nodes: tensor innermost, then context, data, pipeline.
+    """Return how each axis lies over the nodes, the innermost first.
 
     ``replicas`` are data and context together, which sum gradients.
     """
     found: dict[str, AxisGroup] = {}
     inner = 1
-    for name in ("tensor", "context", "data", "pipeline"):
-        size: int = getattr(layout, name)
+    for name in reversed(AXES):
+        size: int = getattr(layout, name, 1)
         in_node = min(size, max(1, cluster.devices_per_node // inner))
         found[name] = AxisGroup(size, in_node)
         inner *= size

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from typing_extensions import override
 
-from boltmesh.axes import divisors
+from boltmesh.axes import AXES, divisors
 from boltmesh.errors import ConfigError, LayoutError, first_of
 from boltmesh.strategies.deferred_initialization.materialize import (
     made_for_now,
@@ -56,7 +56,8 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
 _CPU = torch.device("cpu")
-_FOLDED = ("data", "context", "tensor")
+_FOLDED = tuple(axis for axis in AXES if axis != "pipeline")
+"""The axes of the ranks of a stage."""
 
 
 class ExpertAxis(Axis):
@@ -87,7 +88,7 @@ class ExpertAxis(Axis):
     ) -> None:
         self._on_rows = on_rows
         self._divides_layers = divides_layers
-        self._folded = _FOLDED[:-1] if divides_layers else _FOLDED
+        self._folded = [axis for axis in _FOLDED if axis != "tensor" or not divides_layers]
         """Axes whose ranks have experts together."""
         self.asked, self.capacity, self.bias_rate = asked, capacity, bias_rate
         self._biases: RouterBiases | None = None

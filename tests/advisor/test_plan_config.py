@@ -11,7 +11,7 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 
 from boltmesh.advisor.evaluate import described as of_layout
-from boltmesh.advisor.layouts import AXES, PlannedLayout, splits
+from boltmesh.advisor.layouts import PlannedLayout, splits
 from boltmesh.advisor.machine import (
     Hardware,
     MeasuredStep,
@@ -23,6 +23,7 @@ from boltmesh.advisor.machine import (
 from boltmesh.advisor.prediction import Collective, RankStep, predict_step
 from boltmesh.advisor.report import overrides_of
 from boltmesh.advisor.search import ConfigSearcher
+from boltmesh.axes import ALL_AXES
 from boltmesh.cli import run_command
 from boltmesh.configs.load import RECIPE_FOLDER, find, load
 from boltmesh.plan.dry_model import describe_model
@@ -116,7 +117,7 @@ def test_every_layout_that_is_printed_starts(remembered, tmp_path, capsys) -> No
     assert found["rows"] == 16
     sizes = [each["sizes"] for each in found["best"]]
     for axis in ("pipeline", "tensor", "context"):
-        assert {**dict.fromkeys(AXES, 1), axis: 2} in sizes
+        assert {**dict.fromkeys(ALL_AXES, 1), axis: 2} in sizes
     for each in found["best"]:
         assert each["step_s"] == pytest.approx(sum(each["time_s"].values()))
     # One start of each division of the ranks.
@@ -163,7 +164,7 @@ def test_a_printed_command_has_no_arguments_of_another_strategy(
         # All others are the layout's, which says them, or usual.
         usual = {**accepted_arguments(entry.load()), **entry.arguments}
         changed = {key: value for key, value in started.items() if value != usual[key]}
-        assert set(changed) <= set(AXES) | {"zero_stage"}
+        assert set(changed) <= set(ALL_AXES) | {"zero_stage"}
 
 
 def test_recomputation_of_the_config_is_no_part_of_other_layouts(
@@ -207,7 +208,7 @@ def test_layouts_of_several_axes_start(kind, tmp_path, monkeypatch) -> None:
     config, gib = KINDS[kind]
 
     def axes_of(layout: Layout) -> str:
-        return "+".join(axis for axis in AXES if getattr(layout, axis) > 1)
+        return "+".join(axis for axis in ALL_AXES if getattr(layout, axis) > 1)
 
     def of_kind(allowed: Allowed) -> list[Layout]:
         return [each for each in divisions(allowed) if axes_of(each) == kind.partition(",")[0]]

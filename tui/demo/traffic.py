@@ -12,7 +12,7 @@ import functools
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from boltmesh.axes import AXES
+from boltmesh.axes import ALL_AXES
 from boltmesh.telemetry.snapshot import (
     Chunk,
     CollectiveInFlight,
@@ -247,7 +247,7 @@ class Moment:
         timeline, step = self._timeline, self.step
         if axis == "world":
             return timeline.end(step)
-        if axis in {"context", "expert", "tensor"} and 0 < self._window < 1:
+        if axis not in {"pipeline", "data"} and 0 < self._window < 1:
             return self.seconds
         if axis == "data" and (0 < self._reduce < 1 or self.is_hung):
             return self.seconds
@@ -262,8 +262,7 @@ def newest(groups: tuple[GroupProgress, ...]) -> CollectiveInFlight | None:
     entered = [group for group in groups if group.time is not None and group.axis != "world"]
     if not entered:
         return None
-    order = (*AXES, "expert")
-    last = max(entered, key=lambda group: (group.time or 0.0, -order.index(group.axis)))
+    last = max(entered, key=lambda group: (group.time or 0.0, -ALL_AXES.index(group.axis)))
     return CollectiveInFlight(last.axis, last.operator or "", last.sequence, last.is_done)
 
 

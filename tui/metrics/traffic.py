@@ -10,6 +10,7 @@ from typing import Literal
 
 import msgspec
 
+from boltmesh.axes import AXES
 from boltmesh.telemetry.snapshot import CollectiveTotal, JobSnapshot, RankSnapshot
 from boltmesh.telemetry.stall import RECENT_STEPS
 from boltmesh.telemetry.traffic import ExpectedTraffic
@@ -67,7 +68,7 @@ Verdict = Literal["equal", "differs", "missing", "unstated", "pending", "varies"
 it. ``pending``: too few steps to tell. ``varies``: the model decides how much each batch moves, or
 batches of other sizes than the expected one move other activations."""
 
-OF_ACTIVATIONS = ("pipeline", "tensor", "context")
+OF_ACTIVATIONS = frozenset(AXES) - {"data"}
 """Axes whose bytes follow the size of a batch."""
 
 TOLERANCE = 0.005
