@@ -3,18 +3,20 @@
     python -m tests.guards.house [--list NAME ...]
 
 Prints each figure beside its goal; ``--list`` also prints what was counted, of all figures or of
-those named. Reads files and syntax trees, imports none of the packages, takes a few seconds.
+those named. Reads files and syntax trees, takes a few seconds.
 """
 
 import ast
 from argparse import ArgumentParser
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
+
+from boltmesh.axes import ALL_AXES
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = {
@@ -25,8 +27,11 @@ FOLDERS = {
 }
 """Folders at the root, and the package that each of them is."""
 
-AXES = {"pipeline", "data", "context", "tensor"}
+WRITTEN_OUT = 3
+"""So many names of axes in one display are a list that ``boltmesh/axes.py`` should derive."""
 MANY_ARGUMENTS = 7
+DEEP = 4
+"""A class has at most so many of ours in its MRO, itself included."""
 SMALL_MODULE_LINES = 40
 
 
@@ -82,9 +87,13 @@ class Class(NamedTuple):
         return f"{self.module.name}.{self.node.name}"
 
 
-def figures() -> dict[str, Figure]:
-    """Measure everything; the key of a figure is its short name."""
-    modules = {module.name: module for module in source_modules()}
+def figures(sources: Iterable[Module] | None = None) -> dict[str, Figure]:
+    """Measure everything; the key of a figure is its short name.
+
+    Args:
+        sources: None for the packages.
+    """
+    modules = {module.name: module for module in sources or source_modules()}
     classes = [
         Class(module, node)
         for module in modules.values()
@@ -97,7 +106,7 @@ def figures() -> dict[str, Figure]:
         **_importers(modules),
         **_class_figures(modules, classes),
         **_duplicate_classes(classes),
-        "axis-tuples": _listed(_axis_tuples(modules), "1"),
+        "axis-tuples": _listed(_axis_tuples(modules), "0"),
         "os-exits": _listed(_os_exits(modules), "1"),
         "many-arguments": _listed(_many_arguments(modules), ""),
     }
@@ -180,32 +189,30 @@ def _imports(tree: ast.AST, modules: dict[str, Module]) -> set[str]:
 
 
 def _class_figures(modules: dict[str, Module], classes: list[Class]) -> dict[str, Figure]:
-    """How deep the classes of strategies inherit, and which private members cross classes."""
+    """How deep classes inherit, and which private members cross the classes of a family."""
     by_name = {cls.qualified: cls for cls in classes}
     bases = {cls.qualified: _bases(cls, modules, by_name) for cls in classes}
 
     def ancestors(name: str) -> set[str]:
-        return set(bases[name]).union(*map(ancestors, bases[name])) if bases[name] else set()
+        return set(bases[name]).union(*map(ancestors, bases[name]))
 
-    lines_of_descent = {
-        name: ancestors(name)
-        for name, cls in by_name.items()
-        if cls.module.folder == "strategies" and name.endswith("Strategy")
-    }
-    deepest = max(lines_of_descent, key=lambda name: len(lines_of_descent[name]))
-    mro = [deepest, *sorted(lines_of_descent[deepest])]
+    above = {name: ancestors(name) for name in by_name}
+    deep = [f"{name} ({len(found) + 1})" for name, found in above.items() if len(found) >= DEEP]
 
-    # A member belongs to the class that defines or sets it; ancestors and descendants borrow it.
-    family = sorted({each for name, above in lines_of_descent.items() for each in (name, *above)})
-    owned = {name: _own_private(by_name[name].node) for name in family}
-    borrowers = defaultdict(list)
-    for name in family:
-        for member in _used_private(by_name[name].node) - owned[name]:
-            if any(member in members for members in owned.values()):
-                borrowers[member].append(name.rpartition(".")[2])
-    crossing = [f"{member}: used by {', '.join(used)}" for member, used in borrowers.items()]
+    # A member belongs to the class that defines or sets it; others of an MRO borrow it.
+    owned = {name: _own_private(cls.node) for name, cls in by_name.items()}
+    family = defaultdict(set)
+    for name, found in above.items():
+        for each in (name, *found):
+            family[each] |= {name, *found}
+    crossing = [
+        f"{name}: {member}"
+        for name, others in family.items()
+        for member in _used_private(by_name[name].node) - owned[name]
+        if any(member in owned[each] for each in others)
+    ]
     return {
-        "mro": Figure(len(mro), "<= 4", mro),
+        "deep-classes": _listed(deep, "0"),
         "shared-private": _listed(crossing, "0"),
     }
 
@@ -295,20 +302,15 @@ def _duplicate_classes(classes: list[Class]) -> dict[str, Figure]:
 
 
 def _axis_tuples(modules: dict[str, Module]) -> list[str]:
-    """Displays that name the three axes side by side, in whichever order."""
-    found = []
-    for module in modules.values():
-        for node in module.nodes:
-            if isinstance(node, (ast.Tuple, ast.List, ast.Set)):
-                values = [getattr(element, "value", None) for element in node.elts]
-                runs = zip(values, values[1:], values[2:], strict=False)
-                if any(set(filter(_is_text, run)) == AXES for run in runs):
-                    found.append(_place(module, node))
-    return found
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
+    """Displays with the names of several axes, in whichever order."""
+    return [
+        _place(module, node)
+        for module in modules.values()
+        if module.name != "boltmesh.axes"
+        for node in module.nodes
+        if isinstance(node, (ast.Tuple, ast.List, ast.Set))
+        and sum(getattr(each, "value", None) in ALL_AXES for each in node.elts) >= WRITTEN_OUT
+    ]
 
 
 def _os_exits(modules: dict[str, Module]) -> list[str]:
@@ -353,11 +355,11 @@ TITLES = {
     "tui-lines": "lines in tui/",
     "one-importer": "modules imported by exactly one module",
     "one-importer-small": f"those under {SMALL_MODULE_LINES} lines",
-    "mro": "our classes in the longest MRO of a strategy",
-    "shared-private": "private members used by another class of the MRO",
+    "deep-classes": f"classes with more than {DEEP} of ours in their MRO",
+    "shared-private": "private members used by another class of an MRO",
     "class-names-twice": "class names defined twice or more, in all",
     "class-names-twice-inside": "those inside boltmesh/, strategies/ or tui/",
-    "axis-tuples": "places that write out the three axes",
+    "axis-tuples": "places that write out names of axes",
     "os-exits": "places that call os._exit",
     "many-arguments": f"functions in strategies/ of {MANY_ARGUMENTS} or more arguments",
 }
