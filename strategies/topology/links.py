@@ -227,8 +227,9 @@ CARRIED = {
     "context": "the keys of every attention",
     "shard": "the gathered parameters and reduced gradients of every block",
     "data": "the gradients of each step",
+    "expert": "the rows of every layer of experts",
 }
-"""Traffic of each kind of group, for messages."""
+"""Traffic of kinds of groups, for messages."""
 
 
 def find_slow_groups(topology: Topology, groups: Mapping[str, Groups]) -> list[str]:
@@ -237,7 +238,7 @@ def find_slow_groups(topology: Topology, groups: Mapping[str, Groups]) -> list[s
     Args:
         topology: Topology of the job.
         groups: Groups whose ranks should be near each other, by kind, in decreasing order of
-            traffic: ``"tensor"``, ``"shard"``, ``"data"``.
+            traffic: names of axes, and ``"shard"``.
 
     Returns:
         A sentence or two for each finding: at most one on hosts, since they have one cause, and one
@@ -267,7 +268,7 @@ def _on_hosts(topology: Topology, kind: str, groups: Groups) -> str | None:
     first = crossing[0]
     said = (
         f"{_group(kind, first)} crosses the hosts {_and(topology.hosts(first))}: "
-        f"{CARRIED[kind]} go over {Link.NETWORK.words}."
+        f"{CARRIED.get(kind, 'its collectives')} go over {Link.NETWORK.words}."
     )
     if (spans[1], num_apart[1]) < (spans[0], num_apart[0]):
         numbered = "; ".join(

@@ -80,6 +80,17 @@ def test_groups_of_shards_are_held_against_hosts_like_others() -> None:
     assert text.startswith("The shard group {0, 1} crosses the hosts a and b: the gathered")
 
 
+@pytest.mark.parametrize(
+    ("kind", "carried"),
+    [("expert", "the rows of every layer of experts"), ("new", "its collectives")],
+)
+def test_groups_of_any_axis_are_held_against_hosts(kind: str, carried: str) -> None:
+    halves = [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert find_slow_groups(hosts(*"aabbccdd"), {kind: halves}) == []  # they have to cross hosts
+    (text,) = find_slow_groups(hosts(*"abbaabba"), {kind: [[0, 1], [2, 3]]})
+    assert text.startswith(f"The {kind} group {{0, 1}} crosses the hosts a and b: {carried} go")
+
+
 def test_a_tensor_size_that_fits_no_host_gets_one_that_does() -> None:
     (text,) = found(hosts("a", "a", "b", "b"), tensor=4)
     assert text.endswith("Use tensor=2, whose groups stay within a host.")
