@@ -51,6 +51,7 @@ from boltmesh.strategies.cost_model.model import (
     widths_of,
 )
 from boltmesh.strategies.cost_model.offload import keeps_fp32
+from boltmesh.strategies.pipeline.schedules.registry import searched_schedules
 
 MOST_RANKS = 4096
 """Larger jobs are not looked at where the one that was asked for is too small."""
@@ -58,8 +59,6 @@ MOST_DIVISIONS = 12
 """Divisions of layers that are planned, the most promising first."""
 SEARCH_S = 16.0
 """Seconds beyond which no division is planned if a layout fits: large models take long."""
-SCHEDULES = ("interleaved_1f1b", "zero_bubble", "zbv")
-"""Those that are tried beside 1F1B."""
 MOST_FLOPS = 10**12
 """A larger forward pass is not run on the CPU to find experts."""
 MOST_EXPERTS = 1024
@@ -429,7 +428,11 @@ class ConfigSearcher:
         axes = first.layout.axes
         usual = 4 * axes.pipeline
         changes: list[dict[str, Any]] = [
-            *({"axes": replace(axes, schedule=each)} for each in SCHEDULES),
+            *(
+                {"axes": replace(axes, schedule=each)}
+                for each in searched_schedules()
+                if each != "1f1b"
+            ),
             *({"microbatches": each} for each in (usual // 2, 2 * usual)),
         ]
         for change in changes:

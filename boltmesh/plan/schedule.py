@@ -144,15 +144,6 @@ def _facts(ideal: Ideal, advice: str) -> list[tuple[str, str]]:
     return facts
 
 
-_SMALLER = {"gpipe": "1f1b", "looped_bfs": "interleaved_1f1b"}
-_FASTER = {
-    "gpipe": "zero_bubble",
-    "1f1b": "zero_bubble",
-    "interleaved_1f1b": "zero_bubble",
-    "zero_bubble": "zbv",
-}
-
-
 @dataclass(frozen=True)
 class _Size:
     """A schedule that might be tried instead."""
@@ -259,8 +250,8 @@ def next_to_try(ideal: Ideal, times: StageTimes) -> str:
 def _keeps_less(ideal: Ideal, times: StageTimes) -> str | None:
     """Name a schedule with the same bubble and fewer activations in memory."""
     table = ideal.table
-    name = _SMALLER.get(table.name)
-    if name is None:
+    name = schedule_kind(table.name).smaller
+    if not name:
         return None
     try:
         other = schedule_table(
@@ -280,10 +271,11 @@ def _keeps_less(ideal: Ideal, times: StageTimes) -> str | None:
 
 def _waits_less(ideal: Ideal, times: StageTimes) -> str | None:
     table = ideal.table
-    name = _FASTER.get(table.name)
-    if name is None:
+    name = schedule_kind(table.name).faster
+    if not name:
         return None
-    size = None if name == "zbv" else table.stages_per_rank
+    has_size = schedule_kind(name).has_stages_per_rank(table.stages_per_rank)
+    size = table.stages_per_rank if has_size else None
     bubble = _Size(name, table.num_ranks, table.num_microbatches, size).bubble(times)
     if bubble is None or bubble > ideal.bubble - 0.001:
         return None

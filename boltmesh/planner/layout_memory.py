@@ -14,6 +14,7 @@ from boltmesh.planner.step_time import (
     sharded_numel,
 )
 from boltmesh.planner.transformer import Transformer
+from boltmesh.strategies.pipeline.schedules.registry import schedule_kind
 
 CONTEXT_BYTES = 2.5 * 2**30
 """The driver and the communication library take so much of a device."""
@@ -141,9 +142,5 @@ def live_microbatches(layout: Layout) -> float:
     pipeline, count = layout.pipeline, layout.num_microbatches
     if pipeline == 1:
         return 1.0
-    if layout.schedule == "gpipe":
-        return float(count)
-    if layout.stages_per_rank > 1 and layout.schedule != "zbv":
-        extra = (pipeline - 1) / (pipeline * layout.stages_per_rank)
-        return min(pipeline * (1.0 + extra), float(count))
-    return float(min(pipeline, count))
+    kind = schedule_kind(layout.schedule or "1f1b")
+    return kind.live_microbatches(pipeline, count, layout.stages_per_rank)

@@ -17,15 +17,18 @@ from boltmesh.planner.rates import default_rates
 from boltmesh.planner.step_time import PredictedStepTime, StepTimeModel
 from boltmesh.planner.transformer import Transformer
 from boltmesh.schedule_sim import StageTimes
-from boltmesh.strategies.pipeline.schedules.registry import check_schedule, closed_form_bubble
+from boltmesh.strategies.pipeline.schedules.registry import (
+    check_schedule,
+    closed_form_bubble,
+    schedule_kind,
+    searched_schedules,
+)
 
 TIGHT, FULL = 0.93, 1.07
 """Shares of a device's memory: a layout above the first may run out of memory, one above the second
 will. The second rejects 6 of 7 published runs that failed, and 27 of 370 that fitted, half of them
 on one stack of 2021."""
 
-SCHEDULES = {"1f1b": 1, "interleaved_1f1b": 2, "zero_bubble": 1, "zbv": 2}
-"""The schedules that are tried, and the stages of a rank."""
 NUM_FINALISTS = 24
 """So many of the best layouts have the bubble of their schedule computed."""
 EASE = 0.003
@@ -292,7 +295,7 @@ def _at_stage(
     may_be_best: Callable[[E], bool],
 ) -> Iterator[E]:
     kinds = allowed.recompute
-    if base.schedule in {"zero_bubble", "zbv"}:
+    if base.schedule and schedule_kind(base.schedule).splits_backward:
         kinds = kinds[:1]  # they halve backward passes, which recomputation joins
     for kind in kinds:
         has_room, is_first = False, True
@@ -385,7 +388,7 @@ def layouts(
             has_sequence_parallel=axes.tensor > 1 and axes.expert == 1,
             dtype=dtype,
         )
-        for schedule in SCHEDULES if base.pipeline > 1 else [""]:
+        for schedule in searched_schedules() if base.pipeline > 1 else [""]:
             for sized in _sized(model, base.changed(schedule=schedule)):
                 fits = False
                 for each in with_room(sized, allowed, evaluate):
@@ -398,7 +401,7 @@ def layouts(
 def _sized(model: Transformer, base: Layout) -> Iterator[Layout]:
     """Yield microbatches, the smallest first."""
     per_replica = base.sequences // base.data
-    stages = SCHEDULES.get(base.schedule, 1)
+    stages = schedule_kind(base.schedule).default_stages_per_rank if base.schedule else 1
     for microbatch in MICROBATCH_SIZES:
         if per_replica % microbatch:
             continue

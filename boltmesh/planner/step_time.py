@@ -1,8 +1,7 @@
 """Predicts how long one step takes under a layout, term by term.
 
 Sources: Narayanan et al. 2021 (arXiv 2104.04473), Korthikanti et al. 2022 (2205.05198), Rajbhandari
-et al. 2020 (1910.02054) for the volumes; Qi et al. 2024 (2401.10241) for the bubbles of zero-bubble
-schedules.
+et al. 2020 (1910.02054) for the volumes.
 
 Shapes: T tokens of a microbatch on a rank, H width, S sequence length, t ranks of the tensor axis.
 """
@@ -16,6 +15,7 @@ from boltmesh.planner.links import ClusterLinks
 from boltmesh.planner.machine import DISK_RATE, Accelerator, Cluster
 from boltmesh.planner.rates import Rates
 from boltmesh.planner.transformer import Transformer
+from boltmesh.strategies.pipeline.schedules.registry import schedule_kind
 
 HALF = 2
 """Bytes of an activation, a parameter or a gradient in bf16."""
@@ -47,8 +47,6 @@ NOT_DIVIDED = 0.45
 """Share of elementwise traffic that tensor parallelism without sequence parallelism repeats."""
 HIDDEN_BY_ASYNC = 0.7
 """Share of the tensor axis's collectives that run beside products, where they are cut in parts."""
-BUBBLE_OF_SCHEDULE = {"zero_bubble": 0.42, "zbv": 0.03}
-"""Bubbles of schedules over that of 1F1B."""
 
 
 TERMS = {
@@ -355,7 +353,8 @@ class StepTimeModel:
     def _bubble(self, layout: Layout, stage: float, message: float) -> float:
         if layout.pipeline == 1:
             return 0.0
-        part = BUBBLE_OF_SCHEDULE.get(layout.schedule, 1.0 / layout.stages_per_rank)
+        part = schedule_kind(layout.schedule or "1f1b").bubble_over_1f1b
+        part = 1.0 / layout.stages_per_rank if part is None else part
         waiting = (layout.pipeline - 1) * part * (stage + 2 * message)
         # Messages of an interleaved schedule are many, and not all behind computation.
         exposed = layout.num_microbatches * (layout.stages_per_rank - 1) * message

@@ -192,7 +192,7 @@ def _layout(row: Mapping[str, str], model: Transformer, cluster: Cluster) -> Lay
     microbatch = min(_integer(row, "mbs", 1), sequences // data)
     if pipeline > 1 and sequences // (microbatch * data) < pipeline:
         microbatch = 1  # the column is the batch of a rank, cut into microbatches
-    schedule = row.get("schedule", "").lower()
+    schedule = row.get("schedule", "").lower().replace("interleaved1f1b", "interleaved_1f1b")
     stages = _integer(row, "vpp", 1)
     if "interleaved" in schedule and stages == 1 and pipeline > 1:
         per_rank = model.layers // pipeline

@@ -28,5 +28,7 @@ register(
         ),
         splits_backward=True,
         wait_per_rank=wait_per_rank,
+        is_searched=True,
+        live_microbatches=lambda ranks, microbatches, stages: 1,
     )
 )

@@ -61,6 +61,15 @@ IN_ROUNDS = MicrobatchRule(
 """Rule of torch's interleaved schedules."""
 
 
+def _live_of_1f1b(num_ranks: int, num_microbatches: int, stages_per_rank: int) -> float:
+    """As many as there are ranks; in rounds over several stages some more.
+
+    Source: Narayanan et al. 2021, https://arxiv.org/abs/2104.04473, section 2.2.2.
+    """
+    extra = (num_ranks - 1) / stages_per_rank if stages_per_rank > 1 else 0.0
+    return min(num_ranks + extra, num_microbatches)
+
+
 @dataclass(frozen=True)
 class ScheduleKind:
     """What is true of a schedule in every size."""
@@ -91,6 +100,18 @@ class ScheduleKind:
     wait_per_rank: Callable[[int, int, StageTimes], float | None] | None = None
     """Published idle time that each rank after the first adds to the window, by number of ranks and
     of microbatches, for equal stages; None where there is no closed form."""
+    is_searched: bool = False
+    """Whether planners try it, with its default number of stages on a rank."""
+    bubble_over_1f1b: float | None = None
+    """Its bubble over that of 1F1B, about, by which planners choose layouts to look at closer.
+    None: one over the stages of a rank."""
+    live_microbatches: Callable[[int, int, int], float] = _live_of_1f1b
+    """How many microbatches the first rank keeps at once in all of its stages, by number of ranks,
+    of microbatches and of stages on a rank."""
+    smaller: str = ""
+    """A schedule that waits as long and keeps fewer activations."""
+    faster: str = ""
+    """A schedule that waits less, by computing gradients of weights in the gaps."""
     note: str = ""
     """What a picture of one step does not show."""
 
@@ -154,6 +175,11 @@ def schedules() -> Mapping[str, ScheduleKind]:
     """Return all schedules by name, in the order in which they were registered."""
     _import_orders()
     return MappingProxyType(_kinds)
+
+
+def searched_schedules() -> list[str]:
+    """Return the names of the schedules that planners try."""
+    return [name for name, kind in schedules().items() if kind.is_searched]
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""A schedule is one module: what registers itself is drawn, simulated, refused and trained."""
+"""A schedule is one module: what it registers is drawn, simulated, refused, planned, trained."""
 
 import importlib
 import shutil
@@ -13,6 +13,10 @@ from boltmesh import cli
 from boltmesh.check.differences import Trace, find_differences
 from boltmesh.check.parity import Problem, trace_layout, trace_one_process
 from boltmesh.errors import ConfigError
+from boltmesh.planner.layout_memory import estimate_layout_memory
+from boltmesh.planner.machine import accelerator_named, build_cluster
+from boltmesh.planner.search import search
+from boltmesh.planner.transformer import transformer_named
 from boltmesh.strategies.pipeline.options import PipelineOptions
 from boltmesh.strategies.pipeline.schedules import orders, registry
 from boltmesh.strategies.pipeline.schedules.registry import closed_form_bubble, simulate_ideal
@@ -90,6 +94,23 @@ def test_its_sizes_its_bubble_and_its_split_backward_are_known() -> None:
         registry.schedule_table("toy", num_ranks=2, num_microbatches=4, stages_per_rank=2)
     with pytest.raises(ConfigError, match="activation_checkpointing"):
         pipeline(schedule="toy", activation_checkpointing="full")
+
+
+@pytest.mark.usefixtures("toy")
+def test_it_is_planned() -> None:
+    cluster = build_cluster(accelerator_named("a100"), num_devices=16)
+    model = transformer_named("llama2-13b")
+    found = search(model, cluster, sequences=32)
+    layouts = [each.layout for each in found.candidates if each.layout.schedule == "toy"]
+    assert {layout.pipeline for layout in layouts} >= {2, 4, 8}
+    for layout in layouts:
+        assert layout.stages_per_rank == 1
+        assert layout.num_microbatches % 2 == 0  # it wants pairs
+        assert layout.recompute == "none"  # it splits backward passes
+    layout = next(each for each in layouts if each.pipeline == 4 and each.num_microbatches >= 4)
+    kept = estimate_layout_memory(model, layout).activations
+    usual = estimate_layout_memory(model, layout.changed(schedule="1f1b")).activations
+    assert usual == pytest.approx(4 * kept)
 
 
 PROBLEM = Problem(

@@ -28,6 +28,10 @@ def _wait_if_filled(num_ranks: int, num_microbatches: int, times: StageTimes) ->
     return times.forward + times.backward if num_microbatches >= num_ranks else None
 
 
+def _all(num_ranks: int, num_microbatches: int, stages_per_rank: int) -> float:
+    return num_microbatches
+
+
 register(
     ScheduleKind(
         "gpipe",
@@ -37,6 +41,9 @@ register(
         instead="looped_bfs",
         has_forwards_first=True,
         wait_per_rank=_wait_per_rank,
+        live_microbatches=_all,
+        smaller="1f1b",
+        faster="zero_bubble",
     )
 )
 register(
@@ -47,6 +54,8 @@ register(
         lambda ranks, microbatches, _: one_forward_one_backward(ranks, microbatches),
         instead="interleaved_1f1b",
         wait_per_rank=_wait_per_rank,
+        is_searched=True,
+        faster="zero_bubble",
     )
 )
 register(
@@ -61,6 +70,8 @@ register(
         instead="gpipe",
         has_forwards_first=True,
         wait_per_rank=_wait_if_filled,
+        live_microbatches=_all,
+        smaller="interleaved_1f1b",
     )
 )
 register(
@@ -75,5 +86,7 @@ register(
         instead="1f1b",
         microbatch_rule=IN_ROUNDS,
         wait_per_rank=_wait_if_filled,
+        is_searched=True,
+        faster="zero_bubble",
     )
 )

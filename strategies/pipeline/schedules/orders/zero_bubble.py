@@ -38,6 +38,9 @@ register(
         microbatch_rule=IN_ROUNDS,
         splits_backward=True,
         wait_per_rank=_wait_of_h1,
+        is_searched=True,
+        bubble_over_1f1b=0.42,
+        faster="zbv",
     )
 )
 register(
@@ -52,6 +55,9 @@ register(
         instead="zero_bubble",
         splits_backward=True,
         wait_per_rank=_wait_of_v,
+        is_searched=True,
+        bubble_over_1f1b=0.03,
+        live_microbatches=lambda ranks, microbatches, _: min(ranks, microbatches),
     )
 )
 register(
