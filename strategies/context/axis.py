@@ -174,7 +174,7 @@ class ContextAxis(LayerAxis):
             )
         if self._is_double:  # as the batch is, which no comparison in fp32 may have
             self.strategy.model = self.strategy.precision_plugin.convert_module(module)
-        batch = broadcast_from_rank0(sample_batch(trainer).batch, self._world_cpu_group)
+        batch = broadcast_from_rank0(sample_batch(trainer).batch, self.world_cpu_group)
         self._sample = batch, *step_arguments(module, step)
         if self.entries and self.strategy.divides_layers:
             return  # of an earlier run, in which the tensor axis has divided the layers
@@ -220,12 +220,12 @@ class ContextAxis(LayerAxis):
             ConfigError: When the step is not the same with its sequence divided.
         """
         strategy = self.strategy
-        assert self._world_cpu_group is not None
+        assert self.world_cpu_group is not None
         if any(isinstance(each, DTensor) for each in module.parameters()):
             return
         if strategy.layout.size("tensor") == 1:  # else it has done so, and ranks have other parts
             # Makes what is deferred, and gives all ranks the first one's values.
-            prepare_modules(own_modules([module], ""), device=_CPU, group=self._world_cpu_group)
+            prepare_modules(own_modules([module], ""), device=_CPU, group=self.world_cpu_group)
         around = strategy.step_context(step) if self._is_double else nullcontext
         on_device = DryRun(module, step, self._sample, strategy.root_device, around=around)
         blocks = find_blocks(module)
@@ -234,7 +234,7 @@ class ContextAxis(LayerAxis):
             tokenwise, tile = self._tokenwise, self.options.tile_tokens
             state = self._new_state(group)
             proof = ContextProof(
-                on_device, self.entries, state, self._world_cpu_group, blocks, tokenwise, tile
+                on_device, self.entries, state, self.world_cpu_group, blocks, tokenwise, tile
             )
             try:
                 proof.check()
@@ -254,7 +254,7 @@ class ContextAxis(LayerAxis):
 
         As the first rank finds them. Collective.
         """
-        assert self._world_cpu_group is not None
+        assert self.world_cpu_group is not None
         dims = self.options.dims
         lengths = None if dims is None else lengths_of(self._sample[0], dims)
         entries: tuple[SequenceEntry, ...] = ()
@@ -273,7 +273,7 @@ class ContextAxis(LayerAxis):
             is_ours = isinstance(error, BoltMeshError)
             text = str(error) if is_ours else f"{type(error).__name__}: {error}"
         entries, tokenwise, text = broadcast_from_rank0(
-            (entries, tokenwise, text), self._world_cpu_group
+            (entries, tokenwise, text), self.world_cpu_group
         )
         kind = type(run.module).__name__
         if text:

@@ -96,7 +96,7 @@ class AllToAllParams(PlainInStep, ABC):
 
     def cut(self, module: Module) -> None:
         """Keep this rank's shards of what is below a module, which is whole so far."""
-        self._replace(module, {param: self._cut(param) for param in self.whole_in(module)})
+        self.replace(module, {param: self._cut(param) for param in self.whole_in(module)})
 
     def whole_in(self, module: Module) -> set[Parameter]:
         """Return what is to be cut below a module."""
@@ -140,7 +140,7 @@ class AllToAllParams(PlainInStep, ABC):
         anchor, *parts = _ShardsToOwners.apply(self, *parameters)  # type: ignore[no-untyped-call]
         plain = dict(zip(self.mine(range(len(parameters))), parts, strict=True))
         put = {p: plain[n] if n in plain else self._plain_of(p) for n, p in enumerate(parameters)}
-        for owner, key, parameter in self._places:
+        for owner, key, parameter in self.places:
             set_parameter(owner, key, InStepParameter.of(put[parameter], parameter))
         self._brought.anchors = [anchor] if anchor.requires_grad else []
         self._is_out = True

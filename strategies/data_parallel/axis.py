@@ -26,13 +26,13 @@ class PipelineDataAxis(DataAxis):
 
     has_late_gradients = True
 
-    _is_synchronised = True
+    is_synchronised = True
     """Whether the batch is the last one of an accumulation window."""
 
     @override
     @contextmanager
     def no_sync(self, module: Module) -> Iterator[None]:
-        with patched(self, _is_synchronised=False):
+        with patched(self, is_synchronised=False):
             yield
 
     @abstractmethod
@@ -50,7 +50,7 @@ class PipelineDataAxis(DataAxis):
         Raises:
             DivergenceError: When another rank has no loss for its batch.
         """
-        return self._finish(has_loss=True)
+        return self.finish_batch(has_loss=True)
 
     def pass_over_batch(self) -> bool:
         """Called in the place of ``end_batch`` where a batch gave no loss. Collective likewise.
@@ -58,10 +58,10 @@ class PipelineDataAxis(DataAxis):
         Raises:
             DivergenceError: When another rank has one.
         """
-        return self._finish(has_loss=False)
+        return self.finish_batch(has_loss=False)
 
     @abstractmethod
-    def _finish(self, *, has_loss: bool) -> bool:
+    def finish_batch(self, *, has_loss: bool) -> bool:
         """Average what is due after a batch; return whether ``.grad`` holds averages now."""
 
 
@@ -84,7 +84,7 @@ class SingleRankAxis(PipelineDataAxis):
         pass
 
     @override
-    def _finish(self, *, has_loss: bool) -> bool:
+    def finish_batch(self, *, has_loss: bool) -> bool:
         return False
 
     @override

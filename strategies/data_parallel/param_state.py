@@ -90,20 +90,21 @@ class PlainInStep(ABC):
         """Records what this rank does together with the others, see ``OrderCheck.record``."""
         self._names: Mapping[int, str] = {}
         """Names of the parameters that all ranks have, by ``id``."""
-        self._places: list[tuple[Module, str, Parameter]] = []
-        self._plain: dict[Parameter, Tensor] = {}
+        self.places: list[tuple[Module, str, Parameter]] = []
+        """Modules and names that have the DTensors."""
+        self.plain: dict[Parameter, Tensor] = {}
         """By the DTensor, what was last put in its place."""
-        self._copied: dict[Parameter, tuple[Any, int]] = {}
+        self.copied: dict[Parameter, tuple[Any, int]] = {}
         """Copies among these, of offloaded values: memory and version when they were made."""
 
-    def _replace(self, module: Module, made: Mapping[Parameter, Parameter]) -> None:
+    def replace(self, module: Module, made: Mapping[Parameter, Parameter]) -> None:
         """Put DTensors in the places of parameters below a module."""
         owners: dict[Module, None] = {}
         for owner in module.modules():
             own = list(owner.named_parameters(recurse=False, remove_duplicate=False))
             for name, parameter in own:
                 if parameter in made:
-                    self._places.append((owner, name, made[parameter]))
+                    self.places.append((owner, name, made[parameter]))
                     owners[owner] = None
         for owner in owners:
             owner.register_state_dict_pre_hook(self._put_back_hook)  # type: ignore[no-untyped-call]
@@ -134,33 +135,34 @@ class PlainInStep(ABC):
     @property
     def parameters(self) -> list[Parameter]:
         """The DTensors, what optimizers hold."""
-        return list(dict.fromkeys(parameter for _, _, parameter in self._places))
+        return list(dict.fromkeys(parameter for _, _, parameter in self.places))
 
     def take_out(self) -> None:
         """Put plain tensors in place, for a forward pass."""
-        self._write_back()
+        self.write_back()
         for parameter in self.parameters:
-            self._plain[parameter] = plain = self._plain_of(parameter)
-            self._note_copy(parameter, plain)
-        for owner, name, parameter in self._places:
-            set_parameter(owner, name, self._plain[parameter])
+            self.plain[parameter] = plain = self._plain_of(parameter)
+            self.note_copy(parameter, plain)
+        for owner, name, parameter in self.places:
+            set_parameter(owner, name, self.plain[parameter])
 
-    def _note_copy(self, parameter: Parameter, plain: Tensor) -> None:
+    def note_copy(self, parameter: Parameter, plain: Tensor) -> None:
+        """Note that a plain tensor is a copy, if its values are offloaded."""
         if isinstance(local_tensor(parameter), OffloadedShard):
-            self._copied[parameter] = storage_key(plain), plain._version  # noqa: SLF001
+            self.copied[parameter] = storage_key(plain), plain._version  # noqa: SLF001
 
     @torch.no_grad()
-    def _write_back(self) -> None:
+    def write_back(self) -> None:
         """Copy the values of plain tensors whose ``.data`` was set, and of changed copies.
 
         Others share their memory.
         """
-        for parameter, made in self._copied.items():
-            plain = self._plain.pop(parameter)
+        for parameter, made in self.copied.items():
+            plain = self.plain.pop(parameter)
             if (storage_key(plain), plain._version) != made:  # noqa: SLF001
                 local_tensor(parameter).copy_(plain)
-        self._copied.clear()
-        for parameter, plain in self._plain.items():
+        self.copied.clear()
+        for parameter, plain in self.plain.items():
             local = local_tensor(parameter)
             if storage_key(plain) != storage_key(local):
                 local.copy_(plain)
@@ -168,8 +170,8 @@ class PlainInStep(ABC):
 
     def put_back(self) -> None:
         """Put the parameters in place."""
-        self._write_back()
-        for owner, name, parameter in self._places:
+        self.write_back()
+        for owner, name, parameter in self.places:
             set_parameter(owner, name, parameter)
 
     def _put_back_hook(self, *_: object) -> None:
@@ -201,7 +203,7 @@ class ScalarParams(PlainInStep):
         made = {param: _replicate(param, mesh) for param in scalars}
         named = module.named_parameters()
         self._names = {id(made[param]): name for name, param in named if param in made}
-        self._replace(module, made)
+        self.replace(module, made)
 
     @override
     def expected_traffic(self, *, num_batches: int) -> Iterable[ExpectedTraffic]:
@@ -247,7 +249,7 @@ class OwnedParams(PlainInStep):
     def cut(self, module: Module) -> None:
         """Keep this rank's rows of the parameters below a module, which are whole so far."""
         whole = self.whole_in(module)
-        self._replace(module, {param: self.cut_one(param) for param in whole})
+        self.replace(module, {param: self.cut_one(param) for param in whole})
         self._owned.parameters.difference_update(whole)
 
     def whole_in(self, module: Module) -> set[Parameter]:

@@ -180,13 +180,13 @@ class PipelineDdpAxis(PipelineDataAxis):
 
     @override
     def begin_batch(self) -> None:
-        if self._is_synchronised and self._buffers is not None:
+        if self.is_synchronised and self._buffers is not None:
             self._buffers.send()
 
     @override
-    def _finish(self, *, has_loss: bool) -> bool:
+    def finish_batch(self, *, has_loss: bool) -> bool:
         context = self._context
-        if not self._is_synchronised or context is None or context.group.size() == 1:
+        if not self.is_synchronised or context is None or context.group.size() == 1:
             return False
         used = agree_on_gradients(self._trained(), context.group, context.device, has_loss=has_loss)
         gradients = [each.grad for each in used if each.grad is not None]

@@ -99,29 +99,29 @@ class LateParams(PlainInStep):
         super().__init__(*args, **kwargs)
 
     @override
-    def _write_back(self) -> None:
-        for parameter in self._copied:
-            self._gradients[parameter] = self._plain[parameter].grad
-        super()._write_back()
+    def write_back(self) -> None:
+        for parameter in self.copied:
+            self._gradients[parameter] = self.plain[parameter].grad
+        super().write_back()
 
     @override
     def take_out(self) -> None:
-        self._write_back()
-        for owner, name, parameter in self._places:
-            if parameter not in self._plain:
+        self.write_back()
+        for owner, name, parameter in self.places:
+            if parameter not in self.plain:
                 plain = Parameter(local_values(parameter.detach()), parameter.requires_grad)
                 plain.grad = self._gradients.pop(parameter, None)
                 share_gradient_hooks(parameter, plain)
-                self._plain[parameter] = plain
-                self._note_copy(parameter, plain)
-            set_parameter(owner, name, self._plain[parameter])
+                self.plain[parameter] = plain
+                self.note_copy(parameter, plain)
+            set_parameter(owner, name, self.plain[parameter])
 
     def average(self) -> None:
         """Hand averages of the gradients over to the DTensors, and put these in place.
 
         Collective over the replicas; all of them have gradients of the same ones.
         """
-        gradients = {each: plain.grad for each, plain in self._plain.items()}
+        gradients = {each: plain.grad for each, plain in self.plain.items()}
         for parameter in self.parameters:  # in the same order on all ranks
             gradient = gradients.get(parameter, self._gradients.get(parameter))
             if gradient is not None:
@@ -132,7 +132,7 @@ class LateParams(PlainInStep):
     def forget(self) -> None:
         """Put the DTensors in place, and let go of gradients."""
         self.put_back()
-        self._plain, self._gradients = {}, {}
+        self.plain, self._gradients = {}, {}
 
 
 class LateScalarParams(LateParams, ScalarParams):
@@ -231,7 +231,7 @@ class PipelineZeroAxis(PipelineDataAxis, ZeroAxis):
     @override
     def wrap(self, module: Module, context: AxisContext) -> Module:
         assert isinstance(module, LightningModule)
-        self._context, self.other_shares = context, context.norm_shares
+        self.axis_context, self.other_shares = context, context.norm_shares
         if self.sharded is None or self.sharded.module is not module:
             self.sharded = shard_late(module, self.options, context)
         else:
@@ -240,23 +240,23 @@ class PipelineZeroAxis(PipelineDataAxis, ZeroAxis):
             self._forget_late()
         self.sharded.mesh.name_groups(context.recorder)
         observe_waits(self.sharded.units.values(), context.recorder.device_wait)
-        self._overflow.begin(context.scaler, context.group)
+        self.overflow.begin(context.scaler, context.group)
         return module
 
     @property
     def shard_group(self) -> ProcessGroup:
         """The ranks that share one copy of what they hold."""
-        return self._model.mesh.shard_group
+        return self.model.mesh.shard_group
 
     # A batch.
 
     @override
     def begin_batch(self) -> None:
-        if self._is_synchronised:
-            self._model.buffers.send()
-        assert self._context is not None
-        if self.options.stage == 1 and self._context.begins_window():
-            self._model.step_units.forget_gradients()  # of a window that was cut short
+        if self.is_synchronised:
+            self.model.buffers.send()
+        assert self.axis_context is not None
+        if self.options.stage == 1 and self.axis_context.begins_window():
+            self.model.step_units.forget_gradients()  # of a window that was cut short
             self._forget_late()
         self._gather()
 
@@ -266,19 +266,19 @@ class PipelineZeroAxis(PipelineDataAxis, ZeroAxis):
 
     def _gather(self) -> None:
         """Put whole parameters in the places of shards. Collective over the axis."""
-        self._refuse_lost()
-        model = self._model
+        self.refuse_lost()
+        model = self.model
         gather_units(model.root_unit, model.units.values())
         model.step_units.follow_shards()
         model.take_out()
 
     @override
-    def _finish(self, *, has_loss: bool) -> bool:
-        is_last, stage = self._is_synchronised, self.options.stage
+    def finish_batch(self, *, has_loss: bool) -> bool:
+        is_last, stage = self.is_synchronised, self.options.stage
         if stage == 1 and not is_last:
             return False
-        assert self._context is not None
-        context, model = self._context, self._model
+        assert self.axis_context is not None
+        context, model = self.axis_context, self.model
         agree_on_gradients(self._trained(), context.group, context.device, has_loss=has_loss)
         model.root_unit.set_reshard_after_backward(is_last or stage == 3)
         reduce_gradients(model.root_unit)
@@ -289,25 +289,25 @@ class PipelineZeroAxis(PipelineDataAxis, ZeroAxis):
 
     @property
     def _late(self) -> list[LateParams]:
-        return [each for each in self._model.plain if isinstance(each, LateParams)]
+        return [each for each in self.model.plain if isinstance(each, LateParams)]
 
     def _trained(self) -> list[Parameter]:
         """Return what gets gradients: whole parameters within a batch, shards outside of it."""
-        assert self._context is not None
-        held = self._context.held
-        parameters = self._model.module.parameters() if held is None else held
+        assert self.axis_context is not None
+        held = self.axis_context.held
+        parameters = self.model.module.parameters() if held is None else held
         return [each for each in parameters if each.requires_grad]
 
     @override
     def synchronize(self) -> None:
         super().synchronize()
-        self._model.reshard()  # for who looks at parameters between two batches of a window
+        self.model.reshard()  # for who looks at parameters between two batches of a window
 
     # Evaluation.
 
     @override
     def begin_evaluation(self, num_batches: float, *, draws_batches: bool) -> None:
-        model = self._model
+        model = self.model
         model.buffers.send()
         self._gather()
         if model.owned:  # nothing else is exchanged for a single batch
@@ -316,50 +316,50 @@ class PipelineZeroAxis(PipelineDataAxis, ZeroAxis):
     @override
     def evaluation_batch(self, is_last: Callable[[], bool]) -> AbstractContextManager[None]:
         self._gather()  # nothing, unless somebody has saved a checkpoint since
-        return self._model.joined_gathers.batch(is_last) if self._model.owned else nullcontext()
+        return self.model.joined_gathers.batch(is_last) if self.model.owned else nullcontext()
 
     @override
     def run_out_of_batches(self, num_served: int) -> None:
-        if self._model.owned:
-            self._model.joined_gathers.run_out(num_served)
+        if self.model.owned:
+            self.model.joined_gathers.run_out(num_served)
 
     @override
     def run_generation(self, run: Callable[[], Any]) -> Any:
         if self.sharded is None:  # a pipeline is cut by a step on tensors without data
             return run()
         self._gather()  # nothing in an evaluation
-        return self._model.joined_gathers.generate(run) if self._model.owned else run()
+        return self.model.joined_gathers.generate(run) if self.model.owned else run()
 
     # What is to be expected.
 
     @property
     @override
     def _expectations(self) -> ZeroEstimate:
-        assert self._context is not None
+        assert self.axis_context is not None
         # Whole parameters are of the type of their shards, also under autocast.
-        context = replace(self._context, compute_dtype=None)
-        return ZeroEstimate(self._model, self.options, context)
+        context = replace(self.axis_context, compute_dtype=None)
+        return ZeroEstimate(self.model, self.options, context)
 
     @override
     def expected_memory(self, module: Module, optimizers: Sequence[Optimizer]) -> list[MemoryKind]:
         if self.options.has_offload:
             return self._expectations.memory(optimizers)
-        assert self._context is not None
-        return expected_held_memory(module, optimizers, self._context.held)
+        assert self.axis_context is not None
+        return expected_held_memory(module, optimizers, self.axis_context.held)
 
     @override
     def expected_traffic(self, module: Module) -> list[ExpectedTraffic]:
-        assert self._context is not None
+        assert self.axis_context is not None
         expected = self.describe_traffic().expected()
-        num_reductions = 1 if self.options.stage == 1 else self._context.num_microbatches
-        for each in self._model.owned:
+        num_reductions = 1 if self.options.stage == 1 else self.axis_context.num_microbatches
+        for each in self.model.owned:
             expected += each.expected_traffic(num_batches=num_reductions)
         return add_whole_steps(added_up(expected), self.whole_steps, self.name)
 
     def describe_traffic(self) -> PipelineZeroTraffic:
         """What the axis moves in an optimizer step, and what it would in another stage."""
-        assert self._context is not None
-        context, model = self._context, self._model
+        assert self.axis_context is not None
+        context, model = self.axis_context, self.model
         known = self._expectations
         buffers = sum(each.numel() * each.element_size() for each in model.buffers.held())
         trained = (each for each in model.scalars.parameters if each.requires_grad)

@@ -96,11 +96,13 @@ class ZeroAxis(DataAxis):
         self.options, self.operand_divider = options, options.operand_divider
         self.sharded: ShardedModel | None = None
         """None before a module was wrapped."""
-        self._context: AxisContext | None = None
+        self.axis_context: AxisContext | None = None
+        """Ranks, device and recorder of the run; None before a module was wrapped."""
         self._guard: OrderCheck | None = None
         self._stale: EarlyZeroGrad | None = None
         self._offload: OffloadEngine | None = None
-        self._overflow = OverflowAgreement()
+        self.overflow = OverflowAgreement()
+        """Between ranks, where fp16 scales the loss."""
         self._step_hooks: list[RemovableHandle] = []
         self.whole_steps: list[WholeSteps] = []
         self._has_ended_step = False
@@ -141,7 +143,7 @@ class ZeroAxis(DataAxis):
     @override
     def wrap(self, module: Module, context: AxisContext) -> Module:
         assert isinstance(module, LightningModule)
-        self._context, self.other_shares = context, context.norm_shares
+        self.axis_context, self.other_shares = context, context.norm_shares
         if self.sharded is None or self.sharded.module is not module:
             self.sharded = shard_model(module, self.options, context)
             self.sharded.root.register_forward_pre_hook(self._before_forward, prepend=True)
@@ -162,13 +164,13 @@ class ZeroAxis(DataAxis):
             follow_toggles(module, self._follow_shards)
         if self._guard is not None:
             self._guard.start()
-        self._overflow.begin(context.scaler, context.group)
+        self.overflow.begin(context.scaler, context.group)
         return sharded.root
 
     def _build_guard(self, context: AxisContext) -> OrderCheck | None:
         if context.group.size() == 1:
             return None
-        model = self._model
+        model = self.model
         group = self.strategy.new_group(self.strategy.gradient_axes, backend="gloo")
         assert group is not None
         is_synchronized = model.joined_gathers.is_announced
@@ -178,14 +180,13 @@ class ZeroAxis(DataAxis):
             weight.note = guard.record
         for plain in model.plain:
             plain.note = guard.record
-        assert self._context is not None
-        for exchange in () if self._context.owned is None else self._context.owned.exchanges:
+        for exchange in () if context.owned is None else context.owned.exchanges:
             exchange.note = guard.record
         return guard
 
     def _fail(self, error: BaseException) -> None:
-        assert self._context is not None
-        self._context.recorder.fail(error)
+        assert self.axis_context is not None
+        self.axis_context.recorder.fail(error)
 
     def _record(self, text: str) -> None:
         """Record what this rank does together with the others, see ``OrderCheck.record``."""
@@ -201,46 +202,48 @@ class ZeroAxis(DataAxis):
             self._guard.explain(error)
 
     def _before_forward(self, *_: object) -> None:
-        self._refuse_lost()
-        self._model.begin_forward()
+        self.refuse_lost()
+        self.model.begin_forward()
         self._follow_shards()
-        assert self._context is not None
-        if self.options.stage == 1 and self._context.begins_window():
-            self._model.step_units.forget_gradients()  # of a window that was cut short
+        assert self.axis_context is not None
+        if self.options.stage == 1 and self.axis_context.begins_window():
+            self.model.step_units.forget_gradients()  # of a window that was cut short
         if self._stale is not None:
             self._stale.end()
-            if torch.is_grad_enabled() and self._context.zeroes_gradients():
+            if torch.is_grad_enabled() and self.axis_context.zeroes_gradients():
                 self._stale.begin()
         # Lightning leaves the root in the mode of an evaluation.
-        if self._model.module.training and torch.is_grad_enabled() and self._is_synchronised:
-            self._model.buffers.send()
+        if self.model.module.training and torch.is_grad_enabled() and self.is_synchronised:
+            self.model.buffers.send()
 
     def _after_forward(self, *_: object) -> None:
-        if not (self._model.module.automatic_optimization and torch.is_grad_enabled()):
-            self._model.end_forward()  # else when the backward pass has ended
+        if not (self.model.module.automatic_optimization and torch.is_grad_enabled()):
+            self.model.end_forward()  # else when the backward pass has ended
 
-    def _refuse_lost(self) -> None:
+    def refuse_lost(self) -> None:
+        """Raise the error of an earlier run that has left no parameters."""
         if self._lost is not None:
             raise self._lost
 
     def _follow_shards(self) -> None:
-        self._model.step_units.follow_shards()
-        self._model.take_out()
+        self.model.step_units.follow_shards()
+        self.model.take_out()
 
     @property
-    def _model(self) -> ShardedModel:
+    def model(self) -> ShardedModel:
+        """The module and its shards, once it was wrapped."""
         assert self.sharded is not None
         return self.sharded
 
     @override
     def adopt(self, optimizers: Sequence[Optimizer], *, reads_gradients: bool) -> None:
-        assert self._context is not None
+        assert self.axis_context is not None
         self._forget_steps()
-        module, options = self._model.module, self.options
+        module, options = self.model.module, self.options
         parts = next(filter(None, (axis.part_exchange() for axis in self.strategy.axes)), None)
-        group = self._model.mesh.shard_group
+        group = self.model.mesh.shard_group
         steppers = find_whole_optimizers(optimizers, module, options, group, has_parts=bool(parts))
-        self._model.successors.take_over(optimizers, module)
+        self.model.successors.take_over(optimizers, module)
         if optimizers:  # else an evaluation: state of the run before may still be saved
             shards = ShardExchange(group)
             exchange: Exchange = ShardedPartExchange(shards, parts) if parts else shards
@@ -259,16 +262,16 @@ class ZeroAxis(DataAxis):
         if self._offload is not None:
             if not optimizers:
                 return  # an evaluation of what a run has left
-            staging = open_staging(self.options, self._context)
+            staging = open_staging(self.options, self.axis_context)
             self._lost = self._offload.restore(staging) or self._lost
-        shares = [*self.own_shares, *self._context.norm_shares]
-        self._offload = open_engine(self._model, self.options, self._context, shares)
+        shares = [*self.own_shares, *self.axis_context.norm_shares]
+        self._offload = open_engine(self.model, self.options, self.axis_context, shares)
         if self._offload is not None:
             self._offload.adopt(
                 optimizers,
                 {each.optimizer: each.step for each in self.whole_steps},
                 exposes_gradients=reads_gradients,
-                never_clips=not self._context.has_norm_clipping,
+                never_clips=not self.axis_context.has_norm_clipping,
                 comes_late=self.has_late_gradients,
             )
             if self.options.uses_disk:
@@ -277,9 +280,9 @@ class ZeroAxis(DataAxis):
                 announce_disks(
                     self._offload.disk_report,
                     group=world,
-                    recorder=self._context.recorder,
+                    recorder=self.axis_context.recorder,
                 )
-            self._model.reshard()
+            self.model.reshard()
 
     def _forget_steps(self) -> None:
         for hook in self._step_hooks:
@@ -290,7 +293,8 @@ class ZeroAxis(DataAxis):
 
     # Within a step.
 
-    _is_synchronised = True
+    is_synchronised = True
+    """Whether the batch is the last one of an accumulation window."""
 
     @override
     @contextmanager
@@ -301,24 +305,24 @@ class ZeroAxis(DataAxis):
                 yield
         finally:
             self._set_last(is_last=True)
-            if not self._model.root.is_running:  # the backward pass of this batch is over
-                self._model.put_back()
+            if not self.model.root.is_running:  # the backward pass of this batch is over
+                self.model.put_back()
 
     @override
     def before_backward(self, loss: Tensor) -> None:
-        after_backward(loss, self._model.put_back)
+        after_backward(loss, self.model.put_back)
 
     @override
     def before_manual_backward(self, module: Module, loss: Tensor) -> None:
-        self._model.refuse_stale()
+        self.model.refuse_stale()
 
     def _set_last(self, *, is_last: bool) -> None:
-        self._is_synchronised = is_last
+        self.is_synchronised = is_last
         # Copies of the model average each reduction. A sum that FSDP2 keeps would be averaged only
         # when its unit runs in the last batch again, which a unit need not do.
         if self.options.stage == 3:
             return
-        root = self._model.root_unit
+        root = self.model.root_unit
         # Parameters do not change within an accumulation window, so both stages keep them
         # gathered; stage 1 also keeps the gradients whole, and reduces them once.
         root.set_reshard_after_backward(is_last)
@@ -334,8 +338,8 @@ class ZeroAxis(DataAxis):
         self._has_ended_step = False
 
     def _before_step(self, optimizer: Optimizer, *_: object) -> None:
-        refuse_unsharded(optimizer, self._model)
-        self._model.writes.write_back()
+        refuse_unsharded(optimizer, self.model)
+        self.model.writes.write_back()
 
     def _after_step(self, *_: object) -> None:
         """Called by an optimizer itself: under manual optimisation nobody else need tell."""
@@ -347,19 +351,19 @@ class ZeroAxis(DataAxis):
             self._guard.end_step()
         # A forward pass without a backward pass leaves gathered copies behind, and the step has
         # just made them old.
-        self._model.reshard()
-        if self._model.root.is_running:
-            self._model.root_unit.unshard()
-            self._model.take_out()
+        self.model.reshard()
+        if self.model.root.is_running:
+            self.model.root_unit.unshard()
+            self.model.take_out()
 
     @override
     def parameters_loaded(self) -> None:
         self._lost = None
-        self._model.reshard()
+        self.model.reshard()
 
     @override
     def synchronize(self) -> None:
-        self._refuse_lost()
+        self.refuse_lost()
         if self._offload is not None:
             self._offload.synchronize()
 
@@ -394,10 +398,10 @@ class ZeroAxis(DataAxis):
     @property
     @override
     def own_shares(self) -> Sequence[NormShare]:
-        assert self._context is not None
+        assert self.axis_context is not None
         # Ranks with different experts may be of several groups with the same shards.
-        has_owned = self._context.owned is not None
-        return (ShardShare(self._context.group if has_owned else self._model.mesh.shard_group),)
+        has_owned = self.axis_context.owned is not None
+        return (ShardShare(self.axis_context.group if has_owned else self.model.mesh.shard_group),)
 
     @override
     def clip_by_norm(
@@ -434,27 +438,27 @@ class ZeroAxis(DataAxis):
 
     @override
     def begin_evaluation(self, num_batches: float, *, draws_batches: bool) -> None:
-        self._model.buffers.send()
-        self._model.joined_gathers.begin(num_batches, draws_batches=draws_batches)
+        self.model.buffers.send()
+        self.model.joined_gathers.begin(num_batches, draws_batches=draws_batches)
 
     @override
     def evaluation_batch(self, is_last: Callable[[], bool]) -> AbstractContextManager[None]:
-        return self._model.joined_gathers.batch(is_last)
+        return self.model.joined_gathers.batch(is_last)
 
     @override
     def run_out_of_batches(self, num_served: int) -> None:
-        self._model.joined_gathers.run_out(num_served)
+        self.model.joined_gathers.run_out(num_served)
 
     @override
     def end_evaluation(self) -> None:
-        self._model.reshard()
+        self.model.reshard()
 
     @override
     def run_generation(self, run: Callable[[], Any]) -> Any:
         if self.sharded is None:
             return run()  # a step is run on tensors without data, before parameters are shards
         self._record("called generate")
-        model = self._model
+        model = self.model
         if self.options.gather_for_generation:
             run = partial(model.run_gathered, run)
         run = partial(model.joined_gathers.generate, run)
@@ -463,7 +467,7 @@ class ZeroAxis(DataAxis):
 
     @override
     def release(self) -> None:
-        self._overflow.end()
+        self.overflow.end()
         self._forget_steps()
         if self._guard is not None:
             self._guard.stop()
@@ -484,8 +488,8 @@ class ZeroAxis(DataAxis):
 
     @property
     def _expectations(self) -> ZeroEstimate:
-        assert self._context is not None
-        return ZeroEstimate(self._model, self.options, self._context)
+        assert self.axis_context is not None
+        return ZeroEstimate(self.model, self.options, self.axis_context)
 
     @override
     def expected_traffic(self, module: Module) -> list[ExpectedTraffic]:

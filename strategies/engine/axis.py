@@ -407,20 +407,20 @@ class LayerAxis(Axis):
 
     _control: ProcessGroup | None = None
     """The ranks of the axis on the CPU."""
-    _world_cpu_group: ProcessGroup | None = None
+    world_cpu_group: ProcessGroup | None = None
     """All ranks of the job on the CPU."""
     _batches: SameBatchCheck | None = None
     """Compares the batches of the axis; None before a model was placed."""
 
     def __getstate__(self) -> dict[str, Any]:
         # Spawned ranks make their own groups.
-        return {**vars(self), "_control": None, "_world_cpu_group": None, "_batches": None}
+        return {**vars(self), "_control": None, "world_cpu_group": None, "_batches": None}
 
     @override
     def build_groups(self) -> None:
         self._control = self.strategy.new_group(self.name, backend="gloo")
         ranks = [range(self.strategy.layout.world_size)]
-        self._world_cpu_group = self.strategy.enumerated_group(ranks, "proofs", backend="gloo")
+        self.world_cpu_group = self.strategy.enumerated_group(ranks, "proofs", backend="gloo")
 
     @property
     @override

@@ -120,7 +120,7 @@ class TensorAxis(LayerAxis):
         step = strategy.step_name
         self._is_new = is_new = not self._is_placed(module, step)
         if is_new or strategy.is_fitting:
-            batch = broadcast_from_rank0(sample_batch(trainer).batch, self._world_cpu_group)
+            batch = broadcast_from_rank0(sample_batch(trainer).batch, self.world_cpu_group)
             self._sample = batch, step_arguments(module, step)
         if is_new:
             refuse_late_proof(module, is_divided=self._runs(module))
@@ -136,11 +136,11 @@ class TensorAxis(LayerAxis):
             strategy.recorder.tensor_plan(plan_table(self.plan))
 
     def _context(self) -> TensorContext:
-        assert self._world_cpu_group is not None
+        assert self.world_cpu_group is not None
         strategy = self.strategy
         return TensorContext(
             group=strategy.groups[self.name],
-            world_cpu_group=self._world_cpu_group,
+            world_cpu_group=self.world_cpu_group,
             new_group=partial(strategy.new_group, self.name),
             device=strategy.root_device,
             timeout=strategy.timeout,

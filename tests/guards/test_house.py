@@ -14,7 +14,7 @@ MOST = {
     "tui-files": 124,
     "tui-longest": 520,
     "deep-classes": 1,
-    "shared-private": 43,
+    "shared-private": 29,
     "class-names-twice-inside": 0,
     "axis-tuples": 0,
     "os-exits": 1,
