@@ -1,14 +1,15 @@
 """A toy axis, added as any new axis is: an entry in ``AXES``, a class, an argument of a strategy.
 
 Its ranks repeat the work of each other: they get the same batches, average nothing, hold the whole
-model and move no bytes. To be run as a program, ``python -m tests.support.echo_axis FOLDER``: the
-entry has to be there before the rest of boltmesh is imported. It prints what the commands, the
-dashboard and a real run on two ranks make of the axis, as JSON.
+model and move no bytes. To be run as a program, ``python -m tests.support.echo_axis PART FILE``:
+the entry has to be there before the rest of boltmesh is imported. It writes as JSON what is made of
+the axis by the commands and the demo, or by a run on two ranks and the dashboard.
 """
 
 from boltmesh import axes
 
-axes.AXES = ("pipeline", "data", "echo", "tensor")
+axes.AXES = (*axes.AXES[:-1], "echo", axes.AXES[-1])
+axes.ALL_AXES = (*axes.AXES, "expert")
 
 import asyncio  # noqa: E402
 import contextlib  # noqa: E402
@@ -111,15 +112,17 @@ def trained() -> dict[str, Any]:
     }
 
 
-if __name__ == "__main__":
+def without_training() -> dict[str, Any]:
+    """Return plans, and what is made of the demo."""
     file = f"data.init_args.path={__file__}"
-    mesh = ("strategy.echo=2", "strategy.data=1", "trainer.devices=8", file)
-    # Autograd of a build with CUDA runs in no fork of a process in which it has run.
-    run = trained()
-    found = {
-        "plan": planned(*mesh),
+    return {
+        "plan": planned("strategy.echo=2", "strategy.data=1", "trainer.devices=8", file),
         "plan of one": planned(file),
-        "demo": shown(demo(mesh={"pipeline": 2, "data": 2, "echo": 2, "tensor": 2})),
-        "run": run,
+        **shown(demo(mesh={"pipeline": 2, "data": 2, "echo": 2, "tensor": 2})),
     }
-    Path(sys.argv[1], "echo.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    _, part, output = sys.argv
+    found = {"demo": without_training, "run": trained}[part]()
+    Path(output).write_text(json.dumps(found))
