@@ -1,5 +1,6 @@
 """The supervisor: ranks that end, fail, die or are orphaned. The ranks here load no torch."""
 
+import json
 import os
 import signal
 import subprocess
@@ -99,6 +100,31 @@ assert os.getsid(0) == os.getpid(), "a session of its own"
     assert supervisor(body, num_ranks=3).run() == 0
     places = [Path(f"place-{rank}").read_text() for rank in range(3)]
     assert places == [f"{rank} {rank} 3 3 0 127.0.0.1" for rank in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ({}, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, None),
+        ({"PYTORCH_ALLOC_CONF": "backend:native"}, None),
+    ],
+    ids=["neither", "of CUDA", "of any device"],
+)
+def test_the_memory_of_a_gpu_grows_in_segments_unless_the_user_says_otherwise(
+    given, found, workplace, monkeypatch
+):
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    body = """
+import json
+named = {name: each for name, each in os.environ.items() if name.endswith("ALLOC_CONF")}
+Path("allocator").write_text(json.dumps(named))
+"""
+    assert supervisor(body, num_ranks=1).run() == 0
+    assert json.loads(Path("allocator").read_text()) == (given if found is None else found)
 
 
 def test_nobody_can_take_the_port_before_rank_0_serves_it(workplace):
