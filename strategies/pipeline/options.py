@@ -142,6 +142,15 @@ class PipelineContext:
         return self.num_sharing > 1 or self.coupled is not None
 
     @property
+    def num_communicators(self) -> int:
+        """Communicators that a step uses: two directions of the pipeline, and groups beside it.
+
+        At least: a tied weight may have one of its own, and shards.
+        """
+        directions = 2 if self.group.size() > 1 else 0
+        return directions + (self.num_replicas > 1) + (self.num_sharing > 1)
+
+    @property
     def shared_averages_may_differ(self) -> bool:
         """Whether stages may get averages of shared parameters that differ by a rounding.
 

@@ -134,6 +134,7 @@ class StagedModel:
                     self.options.max_memory_bytes,
                     programs.live(len(parts)),
                     num_versions=2 if programs.is_asynchronous else 1,
+                    num_communicators=context.num_communicators,
                     group=context.group,
                     device=context.device,
                 ),

@@ -276,6 +276,9 @@ SHARE_OF_FREE = 0.92
 """A stage may take this share of the free memory of a GPU: libraries take some later, and
 fragmentation costs some."""
 
+COMMUNICATOR_BYTES = 500_000_000
+"""Buffers of a communicator, which NCCL takes when it is first used."""
+
 
 @dataclass(frozen=True)
 class MemoryBudget:
@@ -296,6 +299,7 @@ def find_budget(
     live: tuple[int, ...],
     *,
     num_versions: int,
+    num_communicators: int,
     group: ProcessGroup,
     device: torch.device,
 ) -> MemoryBudget:
@@ -307,21 +311,24 @@ def find_budget(
             memory with each other and everything else, so nobody can tell.
         live: How many microbatches each stage keeps at once.
         num_versions: Of the weights and of their gradients, that the schedule keeps.
+        num_communicators: Those that a step will use first.
         group: The ranks of the pipeline.
         device: Of this rank.
     """
     if max_bytes is not None or device.type != "cuda":
         limit = math.inf if max_bytes is None else float(max_bytes)
         return MemoryBudget(limit, max_bytes is not None, live, num_versions)
-    least = torch.tensor(_available_bytes(device), dtype=torch.int64, device=device)
+    available = _available_bytes(device, num_communicators)
+    least = torch.tensor(available, dtype=torch.int64, device=device)
     dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
     return MemoryBudget(float(least), False, live, num_versions)
 
 
-def _available_bytes(device: torch.device) -> int:
+def _available_bytes(device: torch.device, num_communicators: int) -> int:
     """Return what a stage may take of a GPU, what torch's allocator holds already included."""
     free, _ = torch.cuda.mem_get_info(device)
-    return int(SHARE_OF_FREE * (free + torch.cuda.memory_reserved(device)))
+    whole = free + torch.cuda.memory_reserved(device) - num_communicators * COMMUNICATOR_BYTES
+    return max(0, int(SHARE_OF_FREE * whole))
 
 
 def unit_cost(

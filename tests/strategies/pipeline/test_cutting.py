@@ -2,11 +2,14 @@
 
 import itertools
 import random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from boltmesh.errors import ConfigError
+from boltmesh.strategies.pipeline.options import PipelineContext
 from boltmesh.strategies.pipeline.partition.choose import (
     MemoryBudget,
     _available_bytes,
@@ -90,4 +93,25 @@ def test_the_memory_of_a_gpu_is_what_is_free_with_room_for_libraries(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (60 << 30, 80 << 30))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 10 << 30)
-    assert _available_bytes(torch.device("cuda", 0)) == pytest.approx(0.92 * (70 << 30), rel=1e-9)
+    device = torch.device("cuda", 0)
+    assert _available_bytes(device, 0) == pytest.approx(0.92 * (70 << 30), rel=1e-9)
+    assert _available_bytes(device, 4) == pytest.approx(0.92 * ((70 << 30) - 2e9), rel=1e-9)
+    assert _available_bytes(device, 1000) == 0
+
+
+@pytest.mark.parametrize(
+    ("size", "given", "count"),
+    [
+        (1, {}, 0),
+        (2, {}, 2),  # values, and gradients
+        (4, {"num_replicas": 2, "num_sharing": 1}, 3),
+        (2, {"num_replicas": 2, "num_sharing": 4}, 4),
+    ],
+)
+def test_a_step_uses_a_communicator_for_each_direction_and_for_each_group_beside(
+    size: int, given: dict[str, int], count: int
+) -> None:
+    group: Any = SimpleNamespace(size=lambda: size)
+    other: Any = None
+    context = PipelineContext(group, other, other, torch.device("cpu"), other, 1, **given)
+    assert context.num_communicators == count
