@@ -27,6 +27,7 @@ from boltmesh.strategies.activation_checkpointing import ActivationCheckpointing
 from boltmesh.strategies.float8 import convertible_layers
 from boltmesh.strategies.offload import stores
 from boltmesh.strategies.parameter_access import gathered_parameters
+from boltmesh.strategies.pipeline.schedules.registry import schedules
 from tests.strategies.test_host_syncs import ALLOWED, ON_HOST, Masked, data, reader
 from tests.support.stack import Built, Stack, token_data
 
@@ -130,9 +131,21 @@ def test_the_generator_of_the_device_keeps_the_users_seed(strategy: Any) -> None
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-def test_a_stage_on_one_rank_equals_a_plain_trainer(schedule: str, precision: Any) -> None:
-    strategy = PipelineParallelStrategy(schedule=schedule, stages=1, microbatches=4)
+@pytest.mark.parametrize(
+    ("schedule", "count"),
+    [
+        (name, count)
+        for name, kind in schedules().items()
+        for count in (1, 2, 4)
+        if kind.has_stages_per_rank(count) and not kind.is_asynchronous
+    ],
+)
+def test_stages_on_one_rank_equal_a_plain_trainer(
+    schedule: str, count: int, precision: Any
+) -> None:
+    strategy = PipelineParallelStrategy(
+        schedule=schedule, stages=1, stages_per_rank=count, microbatches=4
+    )
     bound = 1e-4 if precision == "32-true" else 2e-2
     assert_same(fit(strategy, precision=precision), fit(None, precision=precision), bound)
 
