@@ -26,6 +26,7 @@ from typing_extensions import override
 
 from boltmesh.errors import ConfigError, UnsupportedError
 from boltmesh.strategies.torch_compat.optimizers import scale_all
+from boltmesh.strategies.torch_compat.tensors import scalar_on
 
 WHOLE_NUMEL = 1 << 20
 """Tensors up to this size use torch's own norm, which is accurate to 1e-5."""
@@ -380,7 +381,7 @@ def joint_norm(
     if not gradients and not groups:
         return None
     total = math.fsum(gradient.square() for gradient in gradients)
-    joint = torch.tensor(total, dtype=torch.float64, device=device)
+    joint = scalar_on(total, device)
     for group in groups:
         dist.all_reduce(joint, group=group)
     return float(joint.item() ** 0.5)
