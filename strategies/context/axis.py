@@ -244,7 +244,6 @@ class ContextAxis(LayerAxis):
                     raise
             # Modules may read their length, which is that of a rank on plain tensors.
             self._tokenwise = {}
-        dist.destroy_process_group(group)
         self._steps.add(step)
 
     def _found(

@@ -34,6 +34,7 @@ from boltmesh.strategies.dry_run.step import (
 from boltmesh.strategies.object_collectives import gather_objects
 from boltmesh.strategies.patch import patched
 from boltmesh.strategies.pytree import replace_tensors
+from boltmesh.strategies.torch_compat.communication import destroy_group
 
 _LOG = logging.getLogger(__name__)
 
@@ -67,7 +68,7 @@ class ContextProof:
         """Compare the step whole and cut; return the longest sequence that was cut.
 
         Collective over all ranks of the job, whose models are equal and whole. Models
-        do not change.
+        do not change. The group of the state is given back.
 
         Raises:
             ConfigError: When they differ, or the step cannot be run.
@@ -75,26 +76,32 @@ class ContextProof:
         module, device = self.dry_run.module, self.dry_run.device
         probes = dict(list(self.blocks.items())[-1:])
         wide = partial(torch.promote_types, torch.float32)
-        with converted(module, device, wide), full_float32(), flex_attention_watched():
-            run = replace(self.dry_run, args=_on(device, self.dry_run.args), probes=probes)
-            run, lengths, whole = self._run_whole(run)
-            if not lengths:
-                raise ConfigError(
-                    f"{type(module).__name__}.{run.step} does not call "
-                    f"{' or '.join(repr(each.module) for each in self.entries)}, where its "
-                    f"sequence would be divided. Use a strategy without a context axis."
-                )
-            fault, cut = None, DryRunOutcome()
-            try:
-                cut = self._run_cut(run)
-                fault = difference(whole, cut, {})
-            except Exception as error:  # noqa: BLE001 - the user's step may raise anything
-                fault = f"raises {_told(error)}"
-                # Where it is alone with that, the others wait in a collective until it times out.
-                _LOG.warning("boltmesh: the step with a divided sequence %s", fault)
-            fault = self._first(fault)
-            if fault is not None and not fault.startswith("raises"):
-                fault = self._first(difference(whole, cut, {}, run.run_nudged()))
+        is_idle = True
+        try:
+            with converted(module, device, wide), full_float32(), flex_attention_watched():
+                run = replace(self.dry_run, args=_on(device, self.dry_run.args), probes=probes)
+                run, lengths, whole = self._run_whole(run)
+                if not lengths:
+                    raise ConfigError(
+                        f"{type(module).__name__}.{run.step} does not call "
+                        f"{' or '.join(repr(each.module) for each in self.entries)}, where its "
+                        f"sequence would be divided. Use a strategy without a context axis."
+                    )
+                is_idle = False
+                fault, cut = None, DryRunOutcome()
+                try:
+                    cut = self._run_cut(run)
+                except Exception as error:  # noqa: BLE001 - the user's step may raise anything
+                    fault = f"raises {_told(error)}"
+                    # Where it is alone with that, the others wait in a collective until it times
+                    # out.
+                    _LOG.warning("boltmesh: the step with a divided sequence %s", fault)
+                fault = self._first(fault)
+                is_idle = fault is None
+                if is_idle:
+                    fault = self._difference(run, whole, cut)
+        finally:
+            destroy_group(self.state.group.process_group, is_idle=is_idle)
         if fault is not None:
             raise ConfigError(
                 f"{type(module).__name__}.{run.step} with its sequence divided over "
@@ -160,14 +167,21 @@ class ContextProof:
         finally:
             modules.remove()
             entries.remove()
-        names = sorted(outcome.gradients)
-        if any(each != names for each in gather_objects(names, self.world_cpu_group)):
-            raise ConfigError("gives gradients to other parameters on some ranks")
-        for name in names:
-            gradient = outcome.gradients[name].contiguous()
-            dist.all_reduce(gradient, group=self.state.group.process_group)
-            outcome.gradients[name] = gradient / self.state.group.size
         return outcome
+
+    def _difference(self, run: DryRun, whole: DryRunOutcome, cut: DryRunOutcome) -> str | None:
+        """Return how the outcomes differ, gradients after their mean. Collective over all ranks."""
+        names = sorted(cut.gradients)
+        if any(each != names for each in gather_objects(names, self.world_cpu_group)):
+            return "gives gradients to other parameters on some ranks"
+        for name in names:
+            gradient = cut.gradients[name].contiguous()
+            dist.all_reduce(gradient, group=self.state.group.process_group)
+            cut.gradients[name] = gradient / self.state.group.size
+        fault = self._first(difference(whole, cut, {}))
+        if fault is not None:
+            fault = self._first(difference(whole, cut, {}, run.run_nudged()))
+        return fault
 
     def _first(self, text: str | None) -> str | None:
         """Return the text of the first rank that has one. Collective over all ranks."""

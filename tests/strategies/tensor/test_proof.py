@@ -113,6 +113,34 @@ def test_a_right_plan_is_not_questioned() -> None:
     assert not [each for each in notes if "not run as" in each or "stays whole" in each]
 
 
+def trials(rank: int, world_size: int, name: str) -> list[bool]:
+    """Return of each group that was made for a trial whether it was idle when it was given back."""
+    made: list[Any] = []
+    ended: list[tuple[Any, bool]] = []
+    make, destroy = placement._group_for_a_proof, verify.destroy_group
+
+    def noted(context: Any) -> Any:
+        made.append(make(context))
+        return made[-1]
+
+    def destroyed(group: Any, *, is_idle: bool) -> None:
+        ended.append((group, is_idle))
+        destroy(group, is_idle=is_idle)
+
+    vars(placement)["_group_for_a_proof"] = noted
+    vars(verify)["destroy_group"] = destroyed
+    train(rank, world_size, name)
+    assert [group for group, _ in ended] == [each.process_group for each in made]
+    return [is_idle for _, is_idle in ended]
+
+
+def test_every_group_of_a_trial_is_given_back_also_where_ranks_have_raised() -> None:
+    one, other = run_ranks(trials, 2, "whole sizes")
+    assert one == other
+    assert one[0] is False
+    assert one[-1] is True  # of the trial that was right
+
+
 class Strange(LightningModule):
     """Blocks of one class of which one does something else."""
 
