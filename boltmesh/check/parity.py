@@ -5,6 +5,7 @@ plain Lightning, and in the layout. The process sees the batches of all data ran
 with accumulation, so that both average the same gradients and differ by the order of sums alone,
 whatever the loss and the batch sizes. (Under manual optimisation, where Lightning cannot
 accumulate, it sees their concatenation: right for losses that are means, with equal batch sizes.)
+Both compute products and convolutions of fp32 in fp32: TF32 rounds parts of a sum apart.
 
 Losses, gradient norms, logged metrics, every parameter, every optimizer state, validation metrics
 and predictions are compared, in this order, and the first that differs is named. Buffers are not:
@@ -36,6 +37,7 @@ from typing_extensions import override
 from boltmesh.check.differences import Trace
 from boltmesh.errors import ConfigError
 from boltmesh.strategies.deferred_initialization.recording import tensors_of
+from boltmesh.strategies.dry_run.step import full_float32
 from boltmesh.strategies.engine import MeshStrategy
 from boltmesh.strategies.lightning_compat.loops import rank_loader
 from boltmesh.strategies.object_collectives import gather_objects
@@ -325,7 +327,7 @@ def _trace(
     elif not is_merged:
         arguments["accumulate_grad_batches"] = problem.accumulate * factor
     limit = problem.evaluation_batches * (data_size if is_reference else 1)
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), full_float32():
         # Advice on workers, loggers and samplers is not what a comparison is run for.
         warnings.filterwarnings("ignore", module="lightning")
         trainer = Trainer(

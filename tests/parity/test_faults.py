@@ -1,5 +1,6 @@
 """The comparison sees what is wrong: faults planted on purpose are found, each by its name."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -127,3 +128,33 @@ def test_ranks_that_hold_different_models_are_named() -> None:
     trace = run_ranks(layout, 2, MissingSync)[0]
     assert trace.disagreement is not None
     assert "ranks disagree on parameter 'net.0.weight'" in trace.disagreement
+
+
+class Precise(Regression):
+    """Notes how products and convolutions of fp32 are computed in its steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.set_float32_matmul_precision("high")  # as run.matmul_precision does
+        self.seen: set[str] = set()
+
+    @override
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        backends: Any = torch.backends
+        self.seen |= {each.fp32_precision for each in (backends.cuda.matmul, backends.cudnn.conv)}
+        return super().training_step(batch, batch_idx)
+
+
+def precisions(rank: int, world_size: int) -> tuple[set[str], str]:
+    module = Precise()
+    given = replace(problem(), module=lambda: module)
+    if world_size == 1:
+        trace_one_process(given, data_size=2)
+    else:
+        trace_layout(given, DDPStrategy(telemetry=False), devices=world_size)
+    return module.seen, torch.get_float32_matmul_precision()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_gpu_would_compute_both_runs_without_tf32(size: int) -> None:
+    assert run_ranks(precisions, size)[0] == ({"ieee"}, "high")
