@@ -242,19 +242,27 @@ PIPELINE = {"name": "PipelineParallelStrategy", "microbatches": 8}
 TENSOR = {"name": "TensorParallelStrategy"}
 MESH = {"name": "Parallel3DStrategy", "microbatches": 4}
 CPU = {"offload_optimizer": "cpu", "offload_parameters": "cpu"}
+NVME = {"offload_optimizer": "nvme", "offload_parameters": "nvme", "offload_path": ""}
+ZERO1_CPU = {"zero_stage": 1, "offload_optimizer": "cpu"}
 CASES: list[tuple[str, int, int, dict[str, Any]]] = [
     ("ddp", 2, 2, {"name": "DDPStrategy"}),
     ("zero1", 2, 2, {**ZERO, "stage": 1}),
     ("zero2", 2, 2, {**ZERO, "stage": 2}),
     ("zero3", 2, 2, {**ZERO, "stage": 3}),
+    ("zero3 of 4, shards of 2", 4, 4, {**ZERO, "stage": 3, "shard_size": 2}),
     ("zero3_cpu", 2, 2, {**ZERO, "stage": 3, **CPU}),
+    ("zero3_nvme", 2, 2, {**ZERO, "stage": 3, **NVME}),
     ("1f1b", 2, 1, PIPELINE),
+    ("interleaved_1f1b", 2, 1, {**PIPELINE, "schedule": "interleaved_1f1b"}),
     ("zero_bubble", 2, 1, {**PIPELINE, "schedule": "zero_bubble"}),
     ("zbv", 2, 1, {**PIPELINE, "schedule": "zbv"}),
     ("1f1b of 4", 4, 1, PIPELINE),
+    ("zero_bubble of 4", 4, 1, {**PIPELINE, "schedule": "zero_bubble"}),
+    ("zbv of 4", 4, 1, {**PIPELINE, "schedule": "zbv"}),
     ("tensor", 2, 1, TENSOR),
     ("tensor of 4", 4, 1, TENSOR),
     ("3d", 8, 2, {**MESH, "pipeline": 2, "tensor": 2}),
+    ("3d, zero1_cpu", 8, 2, {**MESH, "pipeline": 2, "tensor": 2, **ZERO1_CPU}),
     ("context", 2, 1, {"name": "ContextParallelStrategy"}),
     ("context of 4, ring", 4, 1, {"name": "ContextParallelStrategy", "attention": "ring"}),
     ("context beside a pipeline", 4, 1, {**MESH, "pipeline": 2, "context": 2}),
@@ -279,44 +287,44 @@ CASES: list[tuple[str, int, int, dict[str, Any]]] = [
 ]
 """Name, ranks, ranks with batches of their own, and the strategy."""
 
-DRY_CASES = {"ddp", "1f1b", "context", "experts"}
+IN_BF16 = {"zero3", "1f1b", "tensor", "3d", "context"}
+"""Cases that are run in bf16-mixed too."""
+
+DRY_CASES = {"ddp", "1f1b, bf16", "context", "experts"}
 
 NUM_PRESTARTED = 15
 """Processes started ahead for cases of several ranks."""
 
 
 def many_ranks(campaign: Campaign) -> Iterator[Row]:
-    """Ranks on one GPU end with the parameters of one process."""
+    """Ranks on one GPU end with the parameters of one process, and move what is expected."""
     common: dict[str, Any] = {
-        "sizes": campaign.sizes(SMALL), "length": 16 if campaign.is_dry else 128, "batch": 16,
-        "steps": 4 if campaign.is_dry else 12, "precision": "32-true", "optimizer": "sgd",
+        "length": 16 if campaign.is_dry else 128, "batch": 16,
+        "steps": 4 if campaign.is_dry else 12, "optimizer": "sgd",
         "backend": campaign.backend(), "on_host": True,
     }  # fmt: skip
-    chosen = [each for each in CASES if each[0] in DRY_CASES] if campaign.is_dry else CASES
+    cases = [(*each, "32-true") for each in CASES]
+    cases += [(f"{each[0]}, bf16", *each[1:], "bf16-mixed") for each in CASES if each[0] in IN_BF16]
+    chosen = [each for each in cases if each[0] in DRY_CASES or not campaign.is_dry]
     if campaign.backend() == "gloo" and not campaign.is_dry:
         left_out = [each for each in chosen if "microbatches" in each[3]]
         chosen = [each for each in chosen if each not in left_out]
         for name, *_ in left_out:
             yield Row(name, {"error": "left out: gloo sends nothing from a GPU to the next stage"})
     alone = {}
-    for experts in (0, 8):
-        common["sizes"] = {**common["sizes"], "experts": experts}
-        alone[experts] = campaign.measure("rank", {**common, "strategy": {"name": "plain"}})
-        shown = {key: alone[experts][key] for key in alone[experts] if key != "norms"}
-        yield Row(f"one process, {experts} experts", shown)
+    for precision, experts in (("32-true", 0), ("32-true", 8), ("bf16-mixed", 0)):
+        given = {**common, "sizes": sizes_with(experts, campaign), "precision": precision}
+        found = campaign.measure("rank", {**given, "strategy": {"name": "plain"}})
+        alone[precision, experts] = found
+        shown = {key: found[key] for key in found if key not in {"norms", "traffic"}}
+        yield Row(f"one process, {experts} experts, {precision}", shown)
 
-    def case(name: str, size: int, data: int, spec: dict[str, Any]) -> Row:
+    def case(name: str, size: int, data: int, spec: dict[str, Any], precision: str) -> Row:
         experts = 8 if "expert" in spec else 0
-        sizes = {**common["sizes"], "experts": experts}
-        given = {**common, "sizes": sizes, "data": data, "strategy": spec}
+        given = {**common, "sizes": sizes_with(experts, campaign), "precision": precision}
         begin = time.monotonic()
-        found, one = campaign.measure("rank", given, size), alone[experts]
-        seconds = time.monotonic() - begin
-        if "error" in found or "error" in one:
-            return Row(name, found, "as one process", is_met=False)
-        pairs = zip(found["norms"], one["norms"], strict=True)
-        apart = max(abs(one - other) / max(abs(other), 1e-6) for one, other in pairs)
-        return Row(name, {"apart": apart, "seconds": seconds}, "apart <= 1e-3", apart <= 1e-3)
+        found = campaign.measure("rank", {**given, "data": data, "strategy": spec}, size)
+        return compared(name, found, alone[precision, experts], time.monotonic() - begin)
 
     ahead = 0 if campaign.is_dry else NUM_PRESTARTED
     with ThreadPoolExecutor(1 if campaign.is_dry else CONCURRENT_CASES) as pool:
@@ -324,6 +332,31 @@ def many_ranks(campaign: Campaign) -> Iterator[Row]:
         for row in pool.map(lambda each: case(*each), chosen):
             campaign.prepare(ahead)
             yield row
+
+
+def sizes_with(experts: int, campaign: Campaign) -> dict[str, int]:
+    """Return the sizes of a small model whose blocks have so many experts."""
+    return {**campaign.sizes(SMALL), "experts": experts}
+
+
+def compared(name: str, found: dict[str, Any], one: dict[str, Any], seconds: float) -> Row:
+    """Return the row of a case beside one process: parameters, and bytes of a step."""
+    bound = 2e-2 if name.endswith("bf16") else 1e-3
+    goal = f"apart <= {bound:g}, bytes as expected"
+    if "error" in found or "error" in one:
+        return Row(name, found if "error" in found else one, goal, is_met=False)
+    pairs = zip(found["norms"], one["norms"], strict=True)
+    apart = max(abs(one - other) / max(abs(other), 1e-6) for one, other in pairs)
+    shown = {"apart": apart, "seconds": seconds}
+    if found["traffic"] is None:
+        return Row(name, {**shown, "bytes": "not counted"}, goal, is_met=False)
+    others = {
+        key: f"{counted:.0f} of {expected:.0f}"
+        for key, (expected, counted) in found["traffic"].items()
+        if abs(expected - counted) > 0.5
+    }
+    shown["bytes"] = sum(counted for _, counted in found["traffic"].values())
+    return Row(name, {**shown, **others}, goal, apart <= bound and not others)
 
 
 def speed(campaign: Campaign) -> Iterator[Row]:
@@ -354,7 +387,10 @@ def speed(campaign: Campaign) -> Iterator[Row]:
     yield ratio("telemetry", seconds, "ddp", "ddp without telemetry", 1.02)
     yield ratio("zero3 beside plain Lightning", seconds, "zero3", "plain Lightning", 1.02)
     yield ratio("zero3 beside FSDP2", seconds, "zero3", "FSDP2", 1.0)
-    mfu = found.get("ddp, compiled blocks", {}).get("mfu")
+    compiled = found.get("ddp, compiled blocks", {})
+    if (later := compiled.get("graphs_after_step_3")) is not None:
+        yield Row("compiled again after step 3", {"graphs": later}, "none", later == 0)
+    mfu = compiled.get("mfu")
     if mfu is not None:
         yield Row("MFU with compiled blocks", {"mfu": mfu}, ">= 0.40", mfu >= 0.40)
 
@@ -398,7 +434,7 @@ def largest(campaign: Campaign) -> Iterator[Row]:
     cases = [
         ("host alone, 5.8B", GPT_6B, {**base, **CPU}, 6),
         ("disk alone, 3.8B", GPT_4B,
-         {**base, "offload_optimizer": "nvme", "offload_parameters": "nvme", "offload_path": ""},
+         {**base, **NVME},
          5),
         ("three tiers, 14B", GPT_14B,
          {**base, "offload_optimizer": "nvme", "offload_path": "",

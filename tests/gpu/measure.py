@@ -15,6 +15,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
+import pynvml
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
@@ -24,7 +26,12 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from boltmesh import strategies
+from boltmesh.strategies.mesh import AXES
+from boltmesh.strategies.offload.disk.preflight import DiskLoad, measure_disk
+from boltmesh.strategies.offload.disk.swap_file import Swap
 from boltmesh.strategies.parameter_access import gathered_parameters
+from boltmesh.strategies.topology.devices import near_cores
+from boltmesh.telemetry.reader.reader import open_job
 from tests.benchmarks.peers.transformer import Transformer
 from tests.support.expert_models import Mixture
 
@@ -94,15 +101,17 @@ def transformer(sizes: dict[str, int]) -> Transformer:
 
 
 class Timing(Callback):
-    """Seconds of each step, losses, and the most memory of the device."""
+    """Seconds of each step, losses, the most memory of the device, and graphs compiled so far."""
 
     def __init__(self) -> None:
         self.ends: list[float] = []
         self.losses: list[Tensor] = []
         self.reserved: list[int] = []
+        self.graphs: list[int] = []
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
         self.losses.append(outputs["loss"].detach())
+        self.graphs.append(num_graphs())
         if module.device.type == "cuda":
             torch.cuda.synchronize()
             self.reserved.append(torch.cuda.max_memory_allocated())
@@ -112,6 +121,12 @@ class Timing(Callback):
         """Median of the steps behind the first ones."""
         seconds = sorted(b - a for a, b in itertools.pairwise(self.ends[skip - 1 :]))
         return seconds[len(seconds) // 2]
+
+
+def num_graphs() -> int:
+    """How many graphs torch's compiler has made in this process."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return 0 if dynamo is None else int(dynamo.counters["stats"]["unique_graphs"])
 
 
 def strategy_of(spec: dict[str, Any], folder: str) -> Any:
@@ -159,6 +174,9 @@ def fit(arguments: dict[str, Any]) -> dict[str, Any]:
     found = {"step_s": seconds, "tokens_per_s": tokens / seconds, "tflops": tflops}
     found["steps_s"] = [b - a for a, b in itertools.pairwise(timing.ends)]
     found |= {"loss": float(timing.losses[-1]), "first_step_s": timing.ends[0] - begin}
+    if arguments["strategy"].get("compile_blocks"):
+        found["graphs"] = timing.graphs[-1]
+        found["graphs_after_step_3"] = timing.graphs[-1] - timing.graphs[2]
     if on_gpu():
         name = torch.cuda.get_device_name()
         peak = next((each for key, each in DENSE_TFLOPS.items() if key in name), None)
@@ -222,13 +240,27 @@ def machine(arguments: dict[str, Any]) -> dict[str, Any]:
     adam.param_groups[0]["params"][0].grad = values[1]
     adam.step()
     found["adam_gb_per_s"] = 7 * num_bytes / timed(adam.step) / 1e9
-    path = Path(arguments["folder"]) / "speed"
-    found["write_gb_per_s"] = num_bytes / timed(lambda: path.write_bytes(bytes(num_bytes))) / 1e9
-    path.unlink()
+    found["host_free_gb"] = psutil.virtual_memory().available / 1e9
+    swap = Swap(arguments["folder"], num_bytes)
+    disk = measure_disk(swap, DiskLoad(0, 0, 0))
+    swap.close()
+    found |= {
+        "disk_is_direct": disk.is_direct,
+        "disk_read_gb_per_s": disk.read_rate / 1e9,
+        "disk_write_gb_per_s": disk.write_rate / 1e9,
+        "disk_both_gb_per_s": disk.both_rate / 1e9,
+    }
     if not on_gpu():
         return found
-    found["device"] = torch.cuda.get_device_name()
-    found["memory_gb"] = torch.cuda.get_device_properties(0).total_memory / 1e9
+    properties = torch.cuda.get_device_properties(0)
+    found["device"], found["memory_gb"] = properties.name, properties.total_memory / 1e9
+    found["cores_near"] = len(near_cores(properties))
+    try:
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{properties.uuid}")
+        found["nvml_memory_gb"] = pynvml.nvmlDeviceGetMemoryInfo(handle).total / 1e9
+    except pynvml.NVMLError as error:
+        found["nvml"] = str(error)
     pageable, there = values[2], torch.empty(num_bytes // 4, device="cuda")
     pinned = torch.empty(num_bytes // 4, pin_memory=True)
     for name, one, other in (
@@ -275,13 +307,18 @@ def smoke(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def rank(arguments: dict[str, Any]) -> dict[str, Any]:
-    """As one rank of several on one GPU: losses, and the norms of parameters."""
-    whole: dict[str, Any] = {}
+    """As one rank of several on one GPU: losses, the norms of parameters, and what a step moved."""
+    found: dict[str, Any] = {}
+    paths: list[Any] = []
 
-    class End(Callback):
+    class Ends(Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            if hasattr(trainer.strategy, "recorder"):
+                paths.append(trainer.strategy.recorder.path)
+
         def on_train_end(self, trainer: Any, pl_module: Any) -> None:
             with gathered_parameters(pl_module) as parameters:
-                whole["norms"] = [float(each.double().norm()) for each in parameters.values()]
+                found["norms"] = [float(each.double().norm()) for each in parameters.values()]
 
     timing = Timing()
     size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -294,8 +331,36 @@ def rank(arguments: dict[str, Any]) -> dict[str, Any]:
         spec["process_group_backend"] = arguments["backend"]
         devices = "auto"
     given["strategy"] = spec
-    trained(given, callbacks=[timing, End()], devices=devices)
-    return {"losses": [float(each) for each in timing.losses], **whole}
+    trained(given, callbacks=[timing, Ends()], devices=devices)
+    if size > 1:
+        dist.barrier()  # all have written what they moved
+    moved = [traffic(Path(each)) for each in paths if each is not None]
+    found["traffic"] = moved[0] if moved else None
+    return {"losses": [float(each) for each in timing.losses], **found}
+
+
+def traffic(path: Path) -> dict[str, tuple[float, float]]:
+    """Return the bytes of a step by axis and operator: expected, and counted.
+
+    Of the ranks that have such a call, the mean: others may have another stage. Without those that
+    depend on the batch, as the rows of experts do.
+    """
+    with open_job(path) as job:
+        seen = job.snapshot()
+    varying = {(each.axis, each.operator) for each in seen.expected if each.is_mean}
+    expected = {(each.axis, each.operator): each.payload_bytes for each in seen.expected}
+    counted: dict[tuple[str, str], dict[int, float]] = {}
+    for rank in seen.ranks:
+        for each in rank.collectives:
+            key = each.axis, each.operator
+            if each.bytes_per_step and (key in expected or each.axis in AXES):
+                of_ranks = counted.setdefault(key, {})
+                of_ranks[rank.rank] = of_ranks.get(rank.rank, 0.0) + each.bytes_per_step
+    means = {key: sum(each.values()) / len(each) for key, each in counted.items()}
+    return {
+        " ".join(key): (expected.get(key, 0.0), means.get(key, 0.0))
+        for key in {*expected, *means} - varying
+    }
 
 
 MEASUREMENTS = {each.__name__: each for each in (fit, fsdp2, machine, smoke, rank)}

@@ -188,7 +188,7 @@ def test_copies_between_host_and_device_change_nothing(
 def test_what_a_step_is_expected_to_move_on_one_rank_is_nothing(
     strategy: Any, precision: Any
 ) -> None:
-    """The bytes of several ranks are compared by ``boltmesh check``."""
+    """The bytes of several ranks are compared by the campaign's third part."""
     made = strategy()
     fit(made, steps=2, precision=precision)
     assert sum(each.payload_bytes for each in made.expected_traffic()) == 0
