@@ -13,6 +13,7 @@ from boltmesh.errors import ConfigError
 from boltmesh.strategies import ContextParallelStrategy
 from boltmesh.strategies.context import verify
 from boltmesh.strategies.engine.groups import RankMeshStrategy
+from boltmesh.strategies.torch_compat.communication import destroy_group
 from tests.support.pipelines import quiet_trainer
 from tests.support.ranks import run_ranks
 
@@ -51,8 +52,7 @@ def trials(rank: int, size: int, how: str) -> tuple[int, list[bool], str]:
     """Return the number of groups made for trials, which were given back idle, and the error."""
     made: list[Any] = []
     ended: list[tuple[Any, bool]] = []
-    make, destroy = RankMeshStrategy.new_group, verify.destroy_group
-    run_cut = verify._run_with_whole_results
+    make, run_cut = RankMeshStrategy.new_group, verify._run_with_whole_results
 
     def noted(self: Any, *args: Any, timeout: Any = None, **kwargs: Any) -> Any:
         group = make(self, *args, timeout=timeout, **kwargs)
@@ -62,7 +62,7 @@ def trials(rank: int, size: int, how: str) -> tuple[int, list[bool], str]:
 
     def destroyed(group: Any, *, is_idle: bool) -> None:
         ended.append((group, is_idle))
-        destroy(group, is_idle=is_idle)
+        destroy_group(group, is_idle=is_idle)
 
     def raising(run: Any) -> Any:
         outcome = run_cut(run)

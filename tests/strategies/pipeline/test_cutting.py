@@ -109,7 +109,7 @@ def test_the_memory_of_a_gpu_is_what_is_free_with_room_for_libraries(
     ],
 )
 def test_a_step_uses_a_communicator_for_each_direction_and_for_each_group_beside(
-    size: int, given: dict[str, int], count: int
+    size: int, given: dict[str, Any], count: int
 ) -> None:
     group: Any = SimpleNamespace(size=lambda: size)
     other: Any = None

@@ -16,6 +16,7 @@ from boltmesh.strategies.dry_run import step as dry_run_step
 from boltmesh.strategies.tensor import placement, verify
 from boltmesh.strategies.tensor.plan import Section, SizeAttribute, TensorPlan
 from boltmesh.strategies.tensor.planning import make_plan
+from boltmesh.strategies.torch_compat.communication import destroy_group
 from tests.support.gpts import TinyGPT, text_data
 from tests.support.numbered import Losses
 from tests.support.ranks import RankFailure, run_ranks
@@ -117,7 +118,7 @@ def trials(rank: int, world_size: int, name: str) -> list[bool]:
     """Return of each group that was made for a trial whether it was idle when it was given back."""
     made: list[Any] = []
     ended: list[tuple[Any, bool]] = []
-    make, destroy = placement._group_for_a_proof, verify.destroy_group
+    make = placement._group_for_a_proof
 
     def noted(context: Any) -> Any:
         made.append(make(context))
@@ -125,7 +126,7 @@ def trials(rank: int, world_size: int, name: str) -> list[bool]:
 
     def destroyed(group: Any, *, is_idle: bool) -> None:
         ended.append((group, is_idle))
-        destroy(group, is_idle=is_idle)
+        destroy_group(group, is_idle=is_idle)
 
     vars(placement)["_group_for_a_proof"] = noted
     vars(verify)["destroy_group"] = destroyed

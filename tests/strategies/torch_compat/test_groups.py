@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from boltmesh.strategies.torch_compat import communication
 from boltmesh.strategies.torch_compat.communication import destroy_group
@@ -22,10 +23,8 @@ def test_a_group_with_messages_under_way_is_aborted_on_gpus_alone(
 ) -> None:
     group: Any = object()
     found: list[str] = []
-    monkeypatch.setattr(communication.dist, "get_backend", lambda _: backend)
-    monkeypatch.setattr(
-        communication.dist, "destroy_process_group", lambda each: found.append("destroyed")
-    )
+    monkeypatch.setattr(dist, "get_backend", lambda _: backend)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda each: found.append("destroyed"))
     monkeypatch.setattr(communication, "_abort_process_group", lambda each: found.append("aborted"))
     destroy_group(group, is_idle=is_idle)
     assert found == done
