@@ -103,6 +103,11 @@ def test_the_command_is_there() -> None:
     assert callable(entry_points(group="console_scripts")["boltmesh"].load())
 
 
+def test_no_other_program_loads_boltmesh() -> None:
+    # Lightning adds callbacks of entry points to every Trainer, and names the package in the log.
+    assert "entry-points" not in PROJECT["project"]
+
+
 def test_the_version_is_that_of_the_package() -> None:
     import boltmesh
 

@@ -12,7 +12,6 @@ _LOGGED = (
     "TPU available: ",
     "💡 Tip: ",
     "Initializing distributed: ",
-    "Adding 1 callbacks from entry point 'boltmesh'",
     "distributed_backend=",
     "All distributed processes registered",
     "-" * 20,
