@@ -64,8 +64,8 @@ def run(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
 
 
-@pytest.mark.full
 @pytest.mark.ranks
+@pytest.mark.sample("theirs first, by name-1")
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("order", ORDERS)
 def test_both_imports_train_as_one_process(order: str, devices: int, tmp_path: Path) -> None:
@@ -87,7 +87,6 @@ def test_both_imports_train_as_one_process(order: str, devices: int, tmp_path: P
     torch.testing.assert_close(found, layer.weight.data)
 
 
-@pytest.mark.full
 def test_both_loaded_before_is_refused_with_the_way_out() -> None:
     done = run(
         "import lightning.pytorch, pytorch_lightning, warnings\n"
