@@ -22,13 +22,15 @@ ARGUMENTS: list[tuple[str, dict[str, Any]]] = [
     ("bolt_3d", {"data": 2, "pipeline": 2, "tensor": 2, "microbatches": 4, "zero_stage": 0}),
 ]
 
-LAYOUTS: list[tuple[str, dict[str, Any]]] = [
-    ("bolt_ddp", {}),
-    ("bolt_zero3", {}),
-    ("bolt_pipeline", {"stages": 2, "microbatches": 2}),
-    ("bolt_tensor", {"size": 2}),
-    ("bolt_3d", {"data": 1, "pipeline": 2, "microbatches": 2, "zero_stage": 1}),
+LAYOUTS: list[tuple[str, int, dict[str, Any]]] = [
+    ("bolt_ddp", 2, {}),
+    ("bolt_zero3", 2, {}),
+    ("bolt_pipeline", 2, {"stages": 2, "microbatches": 2}),
+    ("bolt_tensor", 2, {"size": 2}),
+    ("bolt_3d", 2, {"data": 1, "pipeline": 2, "microbatches": 2, "zero_stage": 1}),
+    ("bolt_3d", 4, {"pipeline": 2, "tensor": 2, "microbatches": 2, "zero_stage": 0}),
 ]
+"""With how many ranks."""
 
 ROWS = 8
 """Of the one batch, over all ranks."""
@@ -69,13 +71,13 @@ def one_process():
 @pytest.mark.ranks
 @pytest.mark.slow(60)
 @pytest.mark.full
-@pytest.mark.parametrize(("name", "arguments"), LAYOUTS)
-def test_spawned_ranks_compute_what_one_process_does(name, arguments, one_process):
+@pytest.mark.parametrize(("name", "ranks", "arguments"), LAYOUTS)
+def test_spawned_ranks_compute_what_one_process_does(name, ranks, arguments, one_process):
     strategy = build_strategy(
         name, telemetry=False, start_method="spawn", timeout_s=600, **arguments
     )
     replicas = 2 if name in {"bolt_ddp", "bolt_zero3"} else 1
-    loss, parameters = train(strategy, devices=2, batch_size=ROWS // replicas)
+    loss, parameters = train(strategy, devices=ranks, batch_size=ROWS // replicas)
     wanted_loss, wanted = one_process
     assert loss == pytest.approx(wanted_loss, rel=1e-6)
     torch.testing.assert_close(parameters, wanted, rtol=1e-5, atol=1e-6)
