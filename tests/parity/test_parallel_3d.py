@@ -15,6 +15,7 @@ from tests.support.cases import BF16, CLIP, ROUGH, SGD, differences, reference
 from tests.support.cases import Case as AnyCase
 from tests.support.causal_lms import build
 from tests.support.gpts import TinyGPT
+from tests.support.models import Autoencoder
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -53,7 +54,7 @@ class Case(AnyCase):
 
     @property
     def data_size(self) -> int:
-        return self.ranks // self.tensor
+        return self.ranks // (self.tensor * self.strategy.get("pipeline", 1))
 
 
 CASES = [
@@ -61,6 +62,8 @@ CASES = [
     Case("a divided sequence that is computed again", stages=(3,), trainer=CLIP,
          strategy={"sequence_parallel": True, "activation_checkpointing": "full"}),
     Case("a Llama", stages=(3,), steps=3, module=Llama, trainer=CLIP),
+    Case("layers that the step calls itself, in a pipeline", stages=(0,), module=Autoencoder,
+         strategy={"pipeline": 2, "microbatches": 2}),
     Case("bf16, accumulation, frozen layers", stages=(1,), accumulate=2, steps=2,
          model={"freezes": True, **SGD}, trainer={**CLIP, **BF16}, tolerance=ROUGH),
 ]  # fmt: skip
