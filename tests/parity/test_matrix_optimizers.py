@@ -11,7 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.distributed.tensor import DTensor
 
-from boltmesh.check.differences import Trace, find_differences
+from boltmesh.check.differences import Tolerance, Trace, find_differences
 from boltmesh.check.parity import Problem, trace_layout, trace_one_process
 from boltmesh.strategies import (
     DDPStrategy,
@@ -56,6 +56,8 @@ def sharded(
 
 
 CPU = {"offload_optimizer": "cpu"}
+TOLERANCES = {"lars": Tolerance(relative=1e-5, parameters=1e-5, optimizer=1e-5)}
+"""Closer than the default, where rounding stays small: LARS divides by norms alone."""
 
 
 @pytest.mark.sample("muon-2-2-options1", "lamb-1-2-options13")
@@ -86,6 +88,11 @@ CPU = {"offload_optimizer": "cpu"}
         ("muon", 1, 2, {"pipeline": 2, "zero_stage": 0, "microbatches": 2}),
         ("soap", 1, 4, {"pipeline": 2, "data": 2, "zero_stage": 2, "microbatches": 2, **CPU}),
         ("lamb", 1, 8, {"pipeline": 2, "tensor": 2, "data": 2, "zero_stage": 1, "microbatches": 2}),
+        ("lars", 1, 2, {}),
+        ("lars", 2, 2, {"stage": 3}),
+        ("lars", 1, 2, {"stage": 2, **CPU}),
+        ("lars", 1, 2, {"pipeline": 2, "zero_stage": 0, "microbatches": 2}),
+        ("lars", 2, 4, {"tensor": 2, "data": 2, "zero_stage": 3}),
         ("combined", 2, 2, {}),
         ("combined", 1, 2, {"stage": 3}),
     ],
@@ -97,7 +104,7 @@ def test_whole_matrices_are_stepped_as_in_one_process(
     data_size = ranks // shares
     reference = run_ranks(one_process, 1, kind, accumulate, data_size)[0]
     for trace in run_ranks(sharded, ranks, kind, accumulate, options):
-        assert find_differences(reference, trace) == []
+        assert find_differences(reference, trace, TOLERANCES.get(kind)) == []
         assert trace.optimizer_state.keys() == reference.optimizer_state.keys()
 
 

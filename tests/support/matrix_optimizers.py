@@ -88,6 +88,35 @@ class Lamb(Optimizer):
         return state["momentum"] / (1 - first ** state["count"]) / root
 
 
+class Lars(Optimizer):
+    """SGD with momentum, at a rate by the norms of each parameter and of its gradient."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "momentum": 0.9, "weight_decay": 1e-2, "trust": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for each in group["params"]:
+                if each.grad is not None:
+                    self._step(each, each.grad, group)
+        return loss
+
+    def _step(self, parameter: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+        decay, length, norm = group["weight_decay"], parameter.norm(), grad.norm()
+        ratio = group["trust"] * length / (norm + decay * length)
+        ratio = torch.where((length > 0) & (norm > 0), ratio, 1.0)
+        state = self.state[parameter]
+        if not state:
+            state["momentum"] = torch.zeros_like(parameter)
+        state["momentum"].mul_(group["momentum"]).add_((grad + decay * parameter) * ratio)
+        parameter.sub_(state["momentum"], alpha=group["lr"])
+
+
 class Soap(Lamb):
     """Adam in the directions of the mean products of a matrix's gradients, which it keeps."""
 
@@ -173,7 +202,7 @@ class Matrices(Stack):
             matrices, vectors = ([p for p in trained if (p.dim() > 1) == is_first]
                                  for is_first in (True, False))  # fmt: skip
             return Combined(WideMuon(matrices, lr=0.02), torch.optim.SGD(vectors, lr=0.1))
-        if self.kind in {"lamb", "soap"}:
-            return (Lamb if self.kind == "lamb" else Soap)(trained)
+        if self.kind in {"lamb", "lars", "soap"}:
+            return {"lamb": Lamb, "lars": Lars, "soap": Soap}[self.kind](trained)
         # The second group has one parameter: other ranks own nothing of it.
         return Shampoo([{"params": trained[1:]}, {"params": trained[:1], "lr": 0.02}])
