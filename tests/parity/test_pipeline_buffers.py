@@ -16,13 +16,14 @@ from boltmesh.strategies.pipeline_parallel import PipelineParallelStrategy
 from tests.support.ranks import run_ranks
 
 FORMS = (
-    "data_add", "data_copy", "data_assigned", "data_rows", "in_place", "numpy", "behind", "vq"
+    "data_add", "data_copy", "data_assigned", "data_rows", "in_place", "numpy", "behind", "vq",
+    "layer",
 )  # fmt: skip
 MICROBATCHES = 2
 
 
 class Codebook(nn.Module):
-    """A moving average of what comes in, in a buffer, as in a VQ-VAE; no parameters."""
+    """A moving average of what comes in, in a buffer, as in a VQ-VAE; ``layer`` has parameters."""
 
     mean: Tensor
     seen: Tensor
@@ -32,6 +33,8 @@ class Codebook(nn.Module):
         self.form = form
         self.register_buffer("mean", torch.ones(8))
         self.register_buffer("seen", torch.zeros(()))
+        if form == "layer":
+            self.scale = nn.Parameter(torch.ones(8))
 
     def forward(self, x: Tensor) -> Tensor:
         mean, new = self.mean, x.detach().mean(0)
@@ -52,6 +55,10 @@ class Codebook(nn.Module):
             return x + (mean - x).detach() if x.requires_grad else mean.expand_as(x)
         elif self.form == "numpy":
             self.seen.numpy()[...] += 1
+        elif self.form == "layer":
+            self.seen.data.add_(1)
+            mean.data.mul_(0.9).add_(new, alpha=0.1)
+            return (x + (mean - x).detach()) * self.scale
         return x * mean + (0 if self.form == "behind" else self.seen)
 
 
@@ -64,9 +71,16 @@ class Quantized(LightningModule):
         self.first, self.second, self.third = (nn.Linear(8, 8) for _ in range(3))
         self.codebook = Codebook(form)
 
+    def on_train_start(self) -> None:
+        # Batches that were tried before left nothing behind.
+        assert self.codebook.mean.eq(1).all()
+        assert self.codebook.seen == 0
+
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         x = self.second(self.codebook(self.first(batch)))
-        loss = self.third(x * self.codebook.mean).square().mean()
+        if self.codebook.form != "layer":
+            x = x * self.codebook.mean
+        loss = self.third(x).square().mean()
         if self.codebook.form == "behind":  # as the pointer of a queue of MoCo
             self.codebook.seen += 1
         return loss
@@ -94,8 +108,10 @@ def train(rank: int, world_size: int) -> dict[str, dict[str, Tensor]]:
         trainer.fit(model, DataLoader(rows, size))  # type: ignore[arg-type]
         assert all(each is buffers[name] for name, each in model.named_buffers())
         stores = strategy.checkpoints.stores if world_size > 1 else lambda name: True
+        if form == "layer":  # the rank of the layer alone has its buffers
+            buffers = {name: each for name, each in buffers.items() if stores(name)}
         parameters = {k: v.detach().clone() for k, v in model.named_parameters() if stores(k)}
-        found[form] = parameters | {k: v.clone() for k, v in model.named_buffers()}
+        found[form] = parameters | {k: v.clone() for k, v in buffers.items()}
     return found
 
 
@@ -105,6 +121,7 @@ def test_buffers_written_between_layers_equal_those_of_one_process() -> None:
     (alone,) = run_ranks(train, 1)
     for found in run_ranks(train, 2):
         for form in FORMS:
-            assert {"codebook.mean", "codebook.seen"} < found[form].keys()
+            if form != "layer" or "codebook.scale" in found[form]:
+                assert {"codebook.mean", "codebook.seen"} < found[form].keys()
             expected = {name: alone[form][name] for name in found[form]}
             torch.testing.assert_close(found[form], expected, rtol=1e-5, atol=1e-6)
