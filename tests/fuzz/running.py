@@ -66,14 +66,22 @@ class Outcome:
     text: str = ""
 
 
-def outcomes(cases: Sequence[Case], layout: str) -> Iterator[Outcome]:
-    """Train cases under a layout, and compare each with a plain loop."""
+def outcomes(
+    cases: Sequence[Case], layout: str, run: Callable[..., Any] = run_ranks
+) -> Iterator[Outcome]:
+    """Train cases under a layout, and compare each with a plain loop.
+
+    Args:
+        cases: In this order.
+        layout: Of ``LAYOUTS``.
+        run: ``reuse_ranks`` for a few cases of several layouts.
+    """
     waiting = list(cases)
     while waiting:
         with tempfile.TemporaryDirectory() as folder:
             try:
-                run_ranks(_train, LAYOUTS[layout].ranks, waiting, layout, folder,
-                          timeout_s=CASE_S * len(waiting))  # fmt: skip
+                run(_train, LAYOUTS[layout].ranks, waiting, layout, folder,
+                    timeout_s=CASE_S * len(waiting))  # fmt: skip
                 failure = ""
             except RankFailure as error:
                 failure = " ".join(str(error).split())[:300]
