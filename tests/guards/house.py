@@ -201,7 +201,7 @@ def _class_figures(modules: dict[str, Module], classes: list[Class]) -> dict[str
 
     # A member belongs to the class that defines or sets it; others of an MRO borrow it.
     owned = {name: _own_private(cls.node) for name, cls in by_name.items()}
-    family = defaultdict(set)
+    family: dict[str, set[str]] = defaultdict(set)
     for name, found in above.items():
         for each in (name, *found):
             family[each] |= {name, *found}

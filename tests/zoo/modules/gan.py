@@ -98,7 +98,9 @@ class GAN(LightningModule):
     def on_train_epoch_end(self) -> None:
         images = self(self.fixed_noise.type_as(self.generator.model[0].weight))  # type: ignore[arg-type]
         for logger in self.loggers:
-            logger.experiment.add_images("generated", images, self.current_epoch)
+            logger.experiment.add_images(  # type: ignore[attr-defined]
+                "generated", images, self.current_epoch
+            )
 
     def configure_optimizers(self) -> Any:
         return [
