@@ -12,6 +12,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from boltmesh.errors import ConfigError
 from boltmesh.strategies.pipeline_parallel import PipelineParallelStrategy
 from tests.support.ranks import run_ranks
 
@@ -125,3 +126,52 @@ def test_buffers_written_between_layers_equal_those_of_one_process() -> None:
                 assert {"codebook.mean", "codebook.seen"} < found[form].keys()
             expected = {name: alone[form][name] for name in found[form]}
             torch.testing.assert_close(found[form], expected, rtol=1e-5, atol=1e-6)
+
+
+class Reading(Quantized):
+    """Reads the codebook of its layer with parameters, before or behind the next layer."""
+
+    def __init__(self, *, is_behind: bool) -> None:
+        super().__init__("layer")
+        self.is_behind = is_behind
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        x = self.codebook(self.first(batch))
+        if self.is_behind:
+            x = self.second(x) * self.codebook.mean
+        else:  # a copy: the next microbatch changes the buffer before this one's backward pass
+            x = self.second(x * self.codebook.mean.clone())
+        return self.third(x).square().mean()
+
+
+def read(rank: int, world_size: int, is_behind: bool) -> dict[str, Tensor] | str:
+    """Return the parameters of this rank, or why the run was refused."""
+    is_alone = world_size == 1
+    strategy: Any = "auto"
+    if not is_alone:
+        strategy = PipelineParallelStrategy(telemetry=False, microbatches=MICROBATCHES)
+    trainer = Trainer(
+        accelerator="cpu", devices=world_size, strategy=strategy, max_steps=3, logger=False,
+        accumulate_grad_batches=MICROBATCHES if is_alone else 1, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    model = Reading(is_behind=is_behind)
+    rows = torch.randn(24, 8, generator=torch.Generator().manual_seed(1))
+    try:
+        trainer.fit(model, DataLoader(rows, 8 // MICROBATCHES if is_alone else 8))  # type: ignore[arg-type]
+    except ConfigError as error:
+        return str(error)
+    stores = (lambda name: True) if is_alone else strategy.checkpoints.stores
+    return {name: each.detach().clone() for name, each in model.named_parameters() if stores(name)}
+
+
+@pytest.mark.ranks
+def test_a_buffer_that_a_layer_writes_is_read_on_the_stage_of_the_layer_alone() -> None:
+    """Other stages have its first values: a step that read them there was wrong."""
+    (alone,) = run_ranks(read, 1, False)
+    for found in run_ranks(read, 2, False):
+        expected = {name: alone[name] for name in found}
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    refused = "the step uses a buffer of 'codebook' on stage 1 or later"
+    for found in run_ranks(read, 2, True):
+        assert refused in found

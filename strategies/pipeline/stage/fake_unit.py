@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from typing_extensions import override
 
 from boltmesh.errors import ConfigError, UnsupportedError
-from boltmesh.strategies.dry_run.no_side_effects import name_of
+from boltmesh.strategies.dry_run.no_side_effects import name_of, writes_to_first
 from boltmesh.strategies.dry_run.unsupported import refuse_collective
 from boltmesh.strategies.pipeline.stage.data_dependent_ops import (
     READS,
@@ -28,11 +28,23 @@ from boltmesh.strategies.pipeline.stage.data_dependent_ops import (
     sees_one_value,
     select,
 )
-from boltmesh.strategies.pipeline.stage.trace import Argument, TensorSpec, UnitOutput, place_of
+from boltmesh.strategies.pipeline.stage.trace import (
+    Argument,
+    TensorSpec,
+    UnitOutput,
+    place_of,
+    version_of,
+)
 from boltmesh.strategies.pipeline.stage.units import is_absent
 from boltmesh.strategies.pytree import is_constant, take_apart, tensors_in
 from boltmesh.strategies.torch_compat.modules import swapped_state
-from boltmesh.strategies.torch_compat.tensors import NEEDS_DATA, FakeTensorMode, is_fake, make_fake
+from boltmesh.strategies.torch_compat.tensors import (
+    NEEDS_DATA,
+    FakeTensorMode,
+    is_fake,
+    make_fake,
+    storage_key,
+)
 
 MOST_READS = 10_000
 """A loop inside a unit that runs until its data say so would never end on a guess."""
@@ -94,16 +106,26 @@ def run_on_fakes(
             each: _fake_state(tensor, mode)
             for each, tensor in (*unit.named_parameters(), *unit.named_buffers())
         }
+        buffers = {key: state[key] for key, _ in unit.named_buffers()}
+        before = {key: (storage_key(each), version_of(each)) for key, each in buffers.items()}
         try:
             with swapped_state(unit, state), watch, counted:
                 result = call(*arguments[0], **arguments[1])
+                now = dict(unit.named_buffers())
         except UnsupportedError:
             raise
         except Exception as error:  # noqa: BLE001  # whatever the user's layer raises
             errors.append(error)
         else:
             flops = 0 if counter is None else counter.get_total_flops()
-            found.append(_describe(name, unit, result, arguments, mode, watch, flops))
+            written = tuple(
+                key
+                for key, each in buffers.items()
+                if now.get(key) is not each
+                or version_of(each) != before[key][1]
+                or before[key][0] in watch.written
+            )
+            found.append(_describe(name, unit, result, arguments, mode, watch, flops, written))
         if not watch.has_guessed:
             break
     if not found:
@@ -141,6 +163,8 @@ class _Watch(TorchFunctionMode):
         self.answers: list[Any] = []
         self.borrowed: list[Parameter] = []
         self.reads = 0
+        self.written: set[int] = set()
+        """Memory that was written to."""
 
     @override
     def __torch_function__(
@@ -152,6 +176,8 @@ class _Watch(TorchFunctionMode):
         # A unit's own parameters have no data while it runs.
         self.borrowed += [one for one in given if isinstance(one, Parameter) and not is_fake(one)]
         name = name_of(func)
+        if writes_to_first(name) and args and isinstance(args[0], Tensor):
+            self.written.add(storage_key(args[0]))  # also by ``.data``, which counts no write
         if name in READS:
             return self._read(name, func, args, kwargs)
         if sees_one_value(func, args, kwargs):
@@ -190,6 +216,7 @@ def _describe(
     mode: FakeTensorMode,
     watch: _Watch,
     flops: int,
+    written: tuple[str, ...],
 ) -> FakeCall:
     given = take_apart(arguments)[0]
     leaves, build = take_apart(result)
@@ -213,7 +240,7 @@ def _describe(
             )
         kept.append(made)
     needs = tuple(isinstance(each, Tensor) and each.requires_grad for each in kept)
-    output = UnitOutput(tuple(described), build, needs)
+    output = UnitOutput(tuple(described), build, needs, written)
     return FakeCall(build(kept), output, watch.answers, flops, watch.sees_one_value, watch.borrowed)
 
 

@@ -21,7 +21,13 @@ from torch.nn import Module
 from boltmesh.errors import ConfigError
 from boltmesh.strategies.pytree import Build, tensors_in
 from boltmesh.strategies.source_line import OF_TORCH, line_outside
-from boltmesh.strategies.torch_compat.tensors import FakeTensorMode, is_fake, make_fake, storage_key
+from boltmesh.strategies.torch_compat.tensors import (
+    FakeTensorMode,
+    is_fake,
+    make_fake,
+    storage_key,
+    times_written,
+)
 
 _HERE = Path(__file__).absolute().parent
 MACHINERY = (*OF_TORCH, *(f"{each}{os.sep}" for each in (_HERE, _HERE.parents[1] / "torch_compat")))
@@ -89,6 +95,8 @@ class UnitOutput:
     build: Build
     needs_grad: tuple[bool, ...]
     """For every leaf: whether it is a tensor that needs a gradient."""
+    written_buffers: tuple[str, ...] = ()
+    """Buffers of the unit that its forward writes to or replaces."""
 
 
 @dataclass
@@ -298,3 +306,8 @@ def _is_weight_cast(tensor: Tensor) -> bool:
         return False
     source = node.next_functions[0][0]
     return source is not None and source.name() == "torch::autograd::AccumulateGrad"
+
+
+def version_of(value: Any) -> int:
+    """Return how often a tensor was written to, 0 where torch does not count."""
+    return times_written(value) if isinstance(value, Tensor) and not value.is_inference() else 0

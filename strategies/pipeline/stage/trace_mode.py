@@ -39,6 +39,7 @@ from boltmesh.strategies.pipeline.stage.trace import (
     Value,
     ValueRead,
     line_of_step,
+    version_of,
     write_refused,
 )
 from boltmesh.strategies.pipeline.stage.units import AbsentError, is_absent
@@ -52,7 +53,6 @@ from boltmesh.strategies.torch_compat.tensors import (
     local_tensor,
     make_fake,
     storage_key,
-    times_written,
     under_transforms,
 )
 
@@ -74,11 +74,8 @@ class BetweenUnitsTracer(OwnFunctionMode):
         after_read: Callable[[], None],
     ) -> None:
         super().__init__()
-        self.root = root
-        self.trace = trace
-        self.mode = mode
-        self.answer = answer
-        self.after_read = after_read
+        self.root, self.trace, self.mode = root, trace, mode
+        self.answer, self.after_read = answer, after_read
         named = list(root.named_parameters())
         self.from_parameters = {id(parameter): frozenset({name}) for name, parameter in named}
         self.parameter_memory = {
@@ -91,6 +88,7 @@ class BetweenUnitsTracer(OwnFunctionMode):
         self.made: dict[int, tuple[int, int]] = {}
         self.twins: dict[int, Tensor] = {}
         self.tainted: set[int] = set()
+        self.written_by_units: dict[int, list[int]] = {}  # buffers, by memory
         self.data_writes: dict[int, int] = {}
         """By storage, the last event that wrote into it, whatever it was."""
         self.storage_behind: dict[int, int] = {}
@@ -192,8 +190,10 @@ class BetweenUnitsTracer(OwnFunctionMode):
         self.unit_event = TraceEvent(name, True, self._parameters_of(given), line_of_step())
         return arguments
 
-    def end_unit(self, result: Any, output: UnitOutput, borrowed: list[Parameter]) -> None:
-        """Note what a unit gave, whose parameters it used, which of its arguments it changed."""
+    def end_unit(
+        self, result: Any, output: UnitOutput, borrowed: list[Parameter], written: list[Tensor]
+    ) -> None:
+        """Note what a unit gave, whose parameters it used, which arguments and buffers it wrote."""
         given = [tensor for tensor, _ in self.unit_before]
         event = self.unit_event
         event = replace(event, parameters=event.parameters | self._parameters_of([*borrowed]))
@@ -201,6 +201,11 @@ class BetweenUnitsTracer(OwnFunctionMode):
         self.trace.outputs[index] = output
         origin = f"the output of {event.name!r}"
         self._note_results(index, take_apart(result)[0], origin, given, frozenset())
+        for memory in map(storage_key, written):
+            self.tainted.add(memory)  # what reads it from now on has a value of the unit
+            self.written_by_units.setdefault(memory, []).append(index)
+            if memory in self.values_of_storage:
+                self._note_write(index, memory)
 
     def note_answer(self, answer: Any) -> None:
         """Note what was read out of the batch."""
@@ -386,7 +391,12 @@ class BetweenUnitsTracer(OwnFunctionMode):
             self.twins[id(tensor)] = twin
             self.kept += [tensor, twin]
             self.storage_behind[storage_key(twin)] = storage_key(tensor)
-            self._add_value(tensor, "a tensor of the step", of=twin)
+            calls = self.written_by_units.get(storage_key(tensor), [])
+            units = [repr(self.trace.events[call].name) for call in calls]
+            origin = f"a buffer of {units[0]}" if units else "a tensor of the step"
+            self._add_value(tensor, origin, of=twin).is_side_effect = bool(units)
+            for call in calls:
+                self._note_write(call, storage_key(tensor))
         return twin
 
     def _parameters_of(self, given: list[Tensor]) -> frozenset[str]:
@@ -504,8 +514,3 @@ class BetweenUnitsTracer(OwnFunctionMode):
                 if value is fake:
                     return f"{name}.{attribute}"
         return "a tensor that no layer returned"
-
-
-def version_of(value: Any) -> int:
-    """Return how often a tensor was written to, 0 where torch does not count."""
-    return times_written(value) if isinstance(value, Tensor) and not value.is_inference() else 0

@@ -27,8 +27,9 @@ from boltmesh.strategies.pipeline.stage.trace import (
     SavedTensorWatch,
     StepTrace,
     UnitOutput,
+    version_of,
 )
-from boltmesh.strategies.pipeline.stage.trace_mode import BetweenUnitsTracer, version_of
+from boltmesh.strategies.pipeline.stage.trace_mode import BetweenUnitsTracer
 from boltmesh.strategies.pipeline.stage.unit_outputs import (
     FirstCall,
     Key,
@@ -380,7 +381,9 @@ class _StepTracer:
             self.trace.sees_one_value |= called.sees_one_value
             for each in called.answers:
                 self.between.note_answer(each)
-            self.between.end_unit(called.result, called.output, called.borrowed)
+            unit = self.units[name]
+            written = [unit.get_buffer(each) for each in called.output.written_buffers]
+            self.between.end_unit(called.result, called.output, called.borrowed, written)
             if self.counts_flops:
                 flops = self.trace.flops
                 flops[name] = flops.get(name, 0) + called.flops
