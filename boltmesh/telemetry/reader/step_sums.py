@@ -223,6 +223,9 @@ def _add(
         del sums[key]
 
 
+MOST_BYTES_PER_NS: Final = 10**9
+"""An exabyte a second: a record that says more is damaged."""
+
 _LEAST_STEPS: Final = 3
 
 
@@ -266,6 +269,7 @@ def _total(
     # A run that was too short for a step's median still has a bandwidth.
     first = steps[0][1] if is_known else (0, 0, 0)
     recent_bytes, recent_ns = newest[1] - first[1], newest[2] - first[2]
+    is_rate = 0 < recent_bytes <= recent_ns * MOST_BYTES_PER_NS
     place, direction = way
     return OffloadTotal(
         place=place,  # type: ignore[arg-type]
@@ -274,5 +278,5 @@ def _total(
         moved_bytes=newest[1],
         bytes_per_step=median(moved) if is_known else None,
         seconds_per_step=median(busy) if is_known else None,
-        bytes_per_second=recent_bytes * 1e9 / recent_ns if recent_bytes > 0 < recent_ns else None,
+        bytes_per_second=recent_bytes * 1e9 / recent_ns if is_rate else None,
     )
