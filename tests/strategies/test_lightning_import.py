@@ -87,6 +87,7 @@ def test_both_imports_train_as_one_process(order: str, devices: int, tmp_path: P
     torch.testing.assert_close(found, layer.weight.data)
 
 
+@pytest.mark.full
 def test_both_loaded_before_is_refused_with_the_way_out() -> None:
     done = run(
         "import lightning.pytorch, pytorch_lightning, warnings\n"
