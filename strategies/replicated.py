@@ -18,7 +18,7 @@ from torch.nn.parallel import parallel_apply, replicate, scatter
 from typing_extensions import override
 
 from boltmesh.errors import ConfigError, LayoutError
-from boltmesh.strategies.data_parallel.axis import SingleRankAxis
+from boltmesh.strategies.data_parallel.single_rank import SingleRankAxis
 from boltmesh.strategies.dry_run.metrics import find_metrics
 from boltmesh.strategies.engine import MeshStrategy
 from boltmesh.strategies.lightning_compat.trainer import tell_device

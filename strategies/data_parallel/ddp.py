@@ -26,8 +26,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from boltmesh.errors import UnsupportedError, first_of
-from boltmesh.strategies.data_parallel.axis import SingleRankAxis
 from boltmesh.strategies.data_parallel.expected_memory import expected_held_memory
+from boltmesh.strategies.data_parallel.single_rank import SingleRankAxis
 from boltmesh.strategies.dry_run.unsupported import refuse_untrained
 from boltmesh.strategies.engine.data_axis import AxisContext, DataAxis
 from boltmesh.strategies.lightning_compat import prepare_for_backward

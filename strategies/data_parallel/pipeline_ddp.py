@@ -20,10 +20,9 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from boltmesh.errors import ConfigError, DivergenceError
-from boltmesh.strategies.data_parallel.axis import PipelineDataAxis
 from boltmesh.strategies.data_parallel.expected_memory import expected_held_memory
 from boltmesh.strategies.data_parallel.param_state import BufferSync
-from boltmesh.strategies.engine.data_axis import AxisContext
+from boltmesh.strategies.engine.data_axis import AxisContext, DataAxis
 from boltmesh.strategies.torch_compat.communication import broadcast_coalesced, sum_flags
 from boltmesh.telemetry.snapshot import MemoryKind
 from boltmesh.telemetry.traffic import ExpectedTraffic
@@ -152,8 +151,10 @@ BUCKET_BYTES = 25 << 20
 """Of a message, as ``DistributedDataParallel`` has it."""
 
 
-class PipelineDdpAxis(PipelineDataAxis):
+class PipelineDdpAxis(DataAxis):
     """The data axis of replicas whose gradients come all at once. Of one rank, it does nothing."""
+
+    has_late_gradients = True
 
     def __init__(self) -> None:
         self._context: AxisContext | None = None
@@ -178,13 +179,13 @@ class PipelineDdpAxis(PipelineDataAxis):
 
     # A batch.
 
-    @override
-    def begin_batch(self) -> None:
+    def before_batch(self) -> None:
+        """Broadcast the first rank's buffers, where gradients are averaged after the batch."""
         if self.is_synchronised and self._buffers is not None:
             self._buffers.send()
 
-    @override
-    def finish_batch(self, *, has_loss: bool) -> bool:
+    def reduce_gradients(self, *, has_loss: bool) -> bool:
+        """Average gradients; see ``LateGradientsAxis``."""
         context = self._context
         if not self.is_synchronised or context is None or context.group.size() == 1:
             return False

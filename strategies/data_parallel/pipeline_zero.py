@@ -23,8 +23,8 @@ more, and stage 3 each parameter also.
 Source: ZeRO, Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +35,6 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from boltmesh.strategies.data_parallel.axis import PipelineDataAxis
 from boltmesh.strategies.data_parallel.cpu_collectives import CpuCollectives
 from boltmesh.strategies.data_parallel.expected_memory import expected_held_memory
 from boltmesh.strategies.data_parallel.expected_traffic import PipelineZeroTraffic, ZeroEstimate
@@ -68,6 +67,7 @@ from boltmesh.strategies.data_parallel.zero import ZeroAxis
 from boltmesh.strategies.deferred_initialization.materialize import lay_in_rows
 from boltmesh.strategies.engine.data_axis import AxisContext
 from boltmesh.strategies.parameter_access import register_units
+from boltmesh.strategies.patch import patched
 from boltmesh.strategies.torch_compat.autograd import share_gradient_hooks
 from boltmesh.strategies.torch_compat.fsdp import (
     StepUnits,
@@ -225,8 +225,10 @@ def _shard(unit: Module, mesh: ShardMesh, ignored: set[Parameter]) -> Module:
     return unit
 
 
-class PipelineZeroAxis(PipelineDataAxis, ZeroAxis):
+class PipelineZeroAxis(ZeroAxis):
     """The data axis of ZeRO beside a pipeline; see [Note: Stages 2 and 3 go by batch]."""
+
+    has_late_gradients = True
 
     @override
     def wrap(self, module: Module, context: AxisContext) -> Module:
@@ -251,7 +253,13 @@ class PipelineZeroAxis(PipelineDataAxis, ZeroAxis):
     # A batch.
 
     @override
-    def begin_batch(self) -> None:
+    @contextmanager
+    def no_sync(self, module: Module) -> Iterator[None]:
+        with patched(self, is_synchronised=False):  # FSDP2's own hooks are not used
+            yield
+
+    def before_batch(self) -> None:
+        """Gather the parameters of the stages."""
         if self.is_synchronised:
             self.model.buffers.send()
         assert self.axis_context is not None
@@ -272,8 +280,8 @@ class PipelineZeroAxis(PipelineDataAxis, ZeroAxis):
         model.step_units.follow_shards()
         model.take_out()
 
-    @override
-    def finish_batch(self, *, has_loss: bool) -> bool:
+    def reduce_gradients(self, *, has_loss: bool) -> bool:
+        """Reduce gradients to shards; see ``LateGradientsAxis``."""
         is_last, stage = self.is_synchronised, self.options.stage
         if stage == 1 and not is_last:
             return False

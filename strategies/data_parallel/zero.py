@@ -20,7 +20,6 @@ from typing_extensions import override
 
 from boltmesh.strategies import grad_norm
 from boltmesh.strategies.cost_model.model import JobShape, ModelShape
-from boltmesh.strategies.data_parallel.axis import SingleRankAxis
 from boltmesh.strategies.data_parallel.expected_memory import held_tensors
 from boltmesh.strategies.data_parallel.expected_traffic import ZeroEstimate
 from boltmesh.strategies.data_parallel.fully_shard import ShardedModel, open_staging, shard_model
@@ -32,6 +31,7 @@ from boltmesh.strategies.data_parallel.param_state import (
     forget_toggles,
 )
 from boltmesh.strategies.data_parallel.shard_mesh import choose_shard_size
+from boltmesh.strategies.data_parallel.single_rank import SingleRankAxis
 from boltmesh.strategies.data_parallel.unsupported import (
     explain_direct_use,
     explain_transform,
@@ -292,9 +292,6 @@ class ZeroAxis(DataAxis):
             each.release()
 
     # Within a step.
-
-    is_synchronised = True
-    """Whether the batch is the last one of an accumulation window."""
 
     @override
     @contextmanager

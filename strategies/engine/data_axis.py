@@ -5,8 +5,8 @@ the model as the other axes have left it, averages gradients over batches, clips
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -32,6 +32,7 @@ from boltmesh.strategies.lightning_compat.trainer import (
     reads_gradients,
     zeroes_gradients,
 )
+from boltmesh.strategies.patch import patched
 from boltmesh.strategies.whole_steps import WholeSteps
 from boltmesh.telemetry.snapshot import MemoryKind
 from boltmesh.telemetry.traffic import ExpectedTraffic
@@ -158,6 +159,34 @@ class AxisContext:
     """Parameters that an axis within the data axis has divided."""
 
 
+class LateGradientsAxis(Protocol):
+    """A data axis beside a pipeline.
+
+    The stages of a pipeline run pieces of the LightningModule, several microbatches at once, and
+    hand the gradients of a batch over when all of them are made. So there is no forward pass of the
+    module in which the axis could gather and reduce: it is called before and after a batch.
+    """
+
+    def before_batch(self) -> None:
+        """Called before each batch of training. Collective over the axis."""
+
+    def reduce_gradients(self, *, has_loss: bool) -> bool:
+        """Called within the backward pass of a batch, when its gradients are in ``.grad``.
+
+        Collective over the axis for the last batch of an accumulation window (``no_sync``).
+
+        Args:
+            has_loss: Whether the batch has a loss. Without one it has no gradients.
+
+        Returns:
+            Whether ``.grad`` holds averages over several ranks now.
+
+        Raises:
+            DivergenceError: Some ranks have a loss for their batches and others not.
+        """
+        ...
+
+
 class DataAxis(Axis, ABC):
     """Keeps the ranks of the data axis one model, whatever each of them holds of it."""
 
@@ -170,7 +199,10 @@ class DataAxis(Axis, ABC):
 
     has_late_gradients = False
     """Whether it takes the gradients of a batch all at once, when the batch is over, as a pipeline
-    makes them."""
+    makes them: it is a ``LateGradientsAxis``."""
+
+    is_synchronised = True
+    """Whether the batch is the last one of an accumulation window."""
 
     other_shares: Sequence[NormShare] = ()
     """What the axes beside this one say of norms of gradients. Set by ``wrap``."""
@@ -349,9 +381,11 @@ class DataAxis(Axis, ABC):
         """What this rank holds, by kind of memory; None where parameters and state tell it all."""
         return None
 
-    @abstractmethod
-    def no_sync(self, module: Module) -> AbstractContextManager[None]:
+    @contextmanager
+    def no_sync(self, module: Module) -> Iterator[None]:
         """Keep gradients local, for all but the last batch of an accumulation window."""
+        with patched(self, is_synchronised=False):
+            yield
 
     def before_backward(self, loss: Tensor) -> None:
         """Called before each backward pass of automatic optimisation."""

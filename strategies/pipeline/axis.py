@@ -70,7 +70,7 @@ from boltmesh.telemetry.snapshot import MemoryKind
 from boltmesh.telemetry.traffic import ExpectedTraffic
 
 if TYPE_CHECKING:
-    from boltmesh.strategies.data_parallel.axis import PipelineDataAxis
+    from boltmesh.strategies.engine.data_axis import LateGradientsAxis
 
 BUBBLE = "boltmesh/bubble_ratio"
 """Idle over total time of the pipeline, mean over the batches before: ``runtime/timing.py``."""
@@ -201,7 +201,7 @@ class PipelineAxis(Axis):
         return PipelineContext(
             group=strategy.groups[self.name],
             new_group=partial(strategy.new_group, self.name),
-            data=cast("PipelineDataAxis", strategy.data_axis),
+            data=cast("LateGradientsAxis", strategy.data_axis),
             device=strategy.root_device,
             recorder=strategy.recorder,
             seed=self._step_seed(),

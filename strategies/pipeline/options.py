@@ -28,7 +28,7 @@ from boltmesh.telemetry.writer.null_recorder import NullRecorder
 from boltmesh.telemetry.writer.recorder import Recorder
 
 if TYPE_CHECKING:
-    from boltmesh.strategies.data_parallel.axis import PipelineDataAxis
+    from boltmesh.strategies.engine.data_axis import LateGradientsAxis
     from boltmesh.strategies.pipeline.stage.cut import StageBoundaries
 
 
@@ -111,7 +111,7 @@ class PipelineContext:
     """The ranks of this pipeline."""
     new_group: Callable[..., ProcessGroup | None]
     """Makes further groups of its ranks, see ``RankMeshStrategy.new_group``."""
-    data: "PipelineDataAxis"
+    data: "LateGradientsAxis"
     """What becomes of the gradients of a batch where there are several pipelines."""
     device: torch.device
     recorder: Recorder | NullRecorder

@@ -251,14 +251,14 @@ class StagedModel:
         self.metrics.clear()
         self.metrics.update(find_metrics(self.module))
 
-    def begin_batch(self) -> None:
+    def before_batch(self) -> None:
         """Let the data axis make parameters ready. Collective over all ranks.
 
         What fails here is told to the whole pipeline: a step that was taken on the host or on a
         disk meanwhile may turn out to have failed, on this rank alone.
         """
         try:
-            self.others.run_collective(self.context.data.begin_batch)
+            self.others.run_collective(self.context.data.before_batch)
         except Exception as error:  # noqa: BLE001 - told to all ranks and raised again
             self.runner.refuse(error)
 
@@ -407,15 +407,16 @@ class StagedModel:
         start = self.context.seed + SEED_STRIDE * (ordinal + 1)
         return [(start + number) % 2**63 for number in range(count)]
 
-    def average(self, over_replicas: Callable[[], bool]) -> None:
+    def average(self, *, has_loss: bool) -> None:
         """Average gradients over the pipelines of the job. Collective over all ranks.
 
         Args:
-            over_replicas: Averages those of this rank's stages; returns whether it did.
+            has_loss: Whether the batch has a loss, and gradients.
         """
 
         def average() -> None:
-            if over_replicas() and self.context.shared_averages_may_differ:
+            is_averaged = self.context.data.reduce_gradients(has_loss=has_loss)
+            if is_averaged and self.context.shared_averages_may_differ:
                 self.holdings.shared.broadcast_gradients()
 
         self.others.run_collective(average)

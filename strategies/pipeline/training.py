@@ -198,7 +198,7 @@ def training_step(
         every microbatch gave None. What else is in the dict is on the last stage's rank. The
         gradients are those of the batch before where the schedule applies them a step late.
     """
-    model.begin_batch()
+    model.before_batch()
     parts, sizes = model.cut(args[0])
     model.check_coupled(len(parts), _PARTS)
     seeds = model.seeds(ordinal, len(parts))
@@ -232,7 +232,7 @@ def training_step(
     if delayed is not None:
         delayed.wait(len(parts), None if loss is None else total)
     if loss is None:
-        model.average(model.context.data.pass_over_batch)
+        model.average(has_loss=False)
         return None
     if len(sizes) > 1:
         model.check_coupled(total, _WEIGHTS)
@@ -241,9 +241,7 @@ def training_step(
     else:
         handoff.set(delayed.take())
         total = 1.0
-    signed = handoff.attach_to_loss(
-        loss, total, then=lambda: model.average(model.context.data.end_batch)
-    )
+    signed = handoff.attach_to_loss(loss, total, then=lambda: model.average(has_loss=True))
     if not model.sharing.is_mapping:
         return signed
     return {**last_stage.merged(), "loss": signed}

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from boltmesh.errors import ConfigError
 from boltmesh.strategies import PipelineParallelStrategy
-from boltmesh.strategies.data_parallel.axis import SingleRankAxis
+from boltmesh.strategies.data_parallel.single_rank import SingleRankAxis
 from boltmesh.strategies.pipeline.expected_traffic import PipelineEstimate
 from boltmesh.strategies.pipeline.options import PipelineContext
 from boltmesh.strategies.pipeline.partition import placement
