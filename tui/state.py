@@ -52,19 +52,21 @@ def fold(state: State | None, seen: Observation) -> State:
         and (state.job.id, state.job.started) == (seen.job.id, seen.job.started)
         and not seen.is_rewound
     )
-    known = state.series if state is not None and goes_on else {}
-    trends = state.trends if state is not None and goes_on else {}
+    series: Mapping[str, Series] = {}
+    trends: Mapping[str, Series] = {}
     standing: frozenset[str] = frozenset()
+    before: JobSnapshot | None = None
     if state is not None and goes_on:
         from boltmesh.tui.metrics.findings.diagnose import diagnose  # it reads states
 
         standing = frozenset(finding.kind for finding in diagnose(state))
+        series, trends, before = state.series, state.trends, state.job
     return State(
         time=seen.time,
         job=seen.job,
         devices=seen.devices,
-        series=_extend(known, seen.job.history),
-        trends=_extend(trends, seen.job.trends),
+        series=_extend(series, before.history if before else (), seen.job.history),
+        trends=_extend(trends, before.trends if before else (), seen.job.trends),
         standing=standing,
     )
 
@@ -79,7 +81,20 @@ def metric_names(state: State) -> tuple[str, ...]:
     return tuple(sorted(state.series, key=lambda name: (name != "loss", name)))
 
 
-def _extend(known: Mapping[str, Series], history: tuple[MetricPoint, ...]) -> Mapping[str, Series]:
+def _extend(
+    known: Mapping[str, Series], before: tuple[MetricPoint, ...], history: tuple[MetricPoint, ...]
+) -> Mapping[str, Series]:
+    """Return series with the points that are new in a history.
+
+    Args:
+        known: The series.
+        before: The history at the look before. Where that of now has the same objects first, the
+            rest alone is new.
+        history: That of now.
+    """
+    num_known = len(before)
+    if 0 < num_known <= len(history) and history[num_known - 1] is before[-1]:
+        history = history[num_known:]
     fresh: dict[str, list[MetricPoint]] = {}
     newest: dict[str, float] = {name: series.steps[-1] for name, series in known.items()}
     for point in history:

@@ -16,6 +16,8 @@ from boltmesh.errors import TelemetryError
 from boltmesh.telemetry import layout
 from boltmesh.telemetry.job import rank_file
 from boltmesh.telemetry.reader.rank_reader import RankReader
+from boltmesh.telemetry.reader.rank_view import RankView
+from boltmesh.telemetry.snapshot import PHASES
 from boltmesh.telemetry.writer import rank_file as rank_file_module
 from boltmesh.telemetry.writer.rank_file import OTHERS, RankFile
 
@@ -225,6 +227,41 @@ def test_a_series_that_is_followed_has_all_that_a_first_look_has(path, most_new)
     assert len(points) <= layout.POINTS_PER_SERIES + layout.RING_POINTS
     assert all((count, value) == (at + 1, at / 2) for count, at, value in points)
     reader.close()
+    file.close()
+
+
+def test_a_history_that_is_followed_grows_at_its_end_and_has_all_of_a_first_look(path):
+    file = open_file(path)
+    view, before, num_grown, step = RankView(0, RankReader(path)), ((), ()), 0, 0
+    for _ in range(150):
+        for _ in range(random.Random(step).randint(1, 40)):
+            step += 1
+            file.step(step, step, 0, layout.STEP_HAS_LOSS, time.time(), 100, *[10] * len(PHASES),
+                      step / 2, 16, 64)  # fmt: skip
+            file.point("loss", step, step / 2)
+            file.point("val_loss", step, step / 4)
+            file.point(layout.TREND + "tokens_per_s", step, step)
+        view.look()
+        now = view.history(data_size=3)
+        other = RankView(0, RankReader(path))
+        other.look()
+        for followed, whole, last in zip(now, other.history(data_size=3), before, strict=True):
+            assert set(whole) <= set(followed)
+            for name in {point.name for point in followed}:
+                steps = [point.global_step for point in followed if point.name == name]
+                assert steps == sorted(set(steps))
+            num_grown += (
+                bool(last) and len(last) <= len(followed) and followed[len(last) - 1] is last[-1]
+            )
+        other.close()
+        before = now
+    assert num_grown > 0.9 * 2 * 150
+    metrics, trends = now
+    halves = {"loss": 2, "val_loss": 4}
+    assert all(point.value == point.global_step / halves[point.name] for point in metrics)
+    assert all(point.value == 3 * point.global_step for point in trends)
+    assert len(metrics) < 4 * layout.POINTS_PER_SERIES
+    view.close()
     file.close()
 
 

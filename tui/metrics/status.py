@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from boltmesh.telemetry.snapshot import JobSnapshot, RankSnapshot
+from boltmesh.telemetry.snapshot import JobSnapshot, MetricPoint, RankSnapshot
 from boltmesh.telemetry.stall import (
     STALL_AT_LEAST_S,
     live_ranks,
@@ -135,12 +135,12 @@ def tell_phases(stall: Stall) -> str:
 
 
 def _broken_loss(job: JobSnapshot) -> Status | None:
-    losses = [point for point in job.history if point.name == "loss"]
-    if not losses or math.isfinite(losses[-1].value):
+    first: MetricPoint | None = None
+    for point in reversed(job.history):
+        if point.name == "loss":
+            if math.isfinite(point.value):
+                break
+            first = point
+    if first is None:
         return None
-    first = losses[-1]
-    for point in reversed(losses):
-        if math.isfinite(point.value):
-            break
-        first = point
     return Status("bad", f"the loss is {first.value} since step {units.count(first.global_step)}")

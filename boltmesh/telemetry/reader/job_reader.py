@@ -163,6 +163,8 @@ class JobReader:
         present = [rank for rank in ranks if rank.state != "missing"]
         started = started_at(info)
         first = next((view for view in views if view.is_present), None)
+        data_size = clean_mesh(info).get("data", 1)
+        history, trends = first.history(data_size=data_size) if first else ((), ())
         events = self._newest_events(views)
         if self._about is None:
             self._about = describe(info)
@@ -176,8 +178,8 @@ class JobReader:
             updated=max((rank.last_seen for rank in present), default=started),
             epoch=max((rank.epoch for rank in present), default=0),
             global_step=max((rank.global_step for rank in present), default=0),
-            history=first.history() if first else (),
-            trends=first.trends(data_size=clean_mesh(info).get("data", 1)) if first else (),
+            history=history,
+            trends=trends,
             metrics=first.metrics() if first else {},
             samples_per_second=_whole(present, info, "samples_per_second"),
             tokens_per_second=_whole(present, info, "tokens_per_second"),

@@ -20,6 +20,7 @@ from boltmesh.errors import TelemetryError
 from boltmesh.telemetry import layout
 from boltmesh.telemetry.reader.file_records import MAX_NUMBER, Line, Status, StepRow
 from boltmesh.telemetry.reader.rank_reader import Facts, RankReader
+from boltmesh.telemetry.reader.series_reader import MetricHistory
 from boltmesh.telemetry.reader.sidecar_files import ExpertLoads, OutputTail
 from boltmesh.telemetry.reader.step_sums import StepRates, offload_totals
 from boltmesh.telemetry.reader.traffic_reader import TrafficView
@@ -135,8 +136,7 @@ class RankView:
         self._steps: deque[StepRecord] = deque()
         self._chunks: tuple[Chunk, ...] = ()
         self._events: tuple[Event, ...] = ()
-        self._history: tuple[MetricPoint, ...] | None = None
-        self._trends: tuple[tuple[MetricPoint, ...], tuple[MetricPoint, ...]] | None = None
+        self._history = MetricHistory()
         self._traffic: TrafficView | None = None
 
     def close(self) -> None:
@@ -286,6 +286,7 @@ class RankView:
         if from_scratch:
             self._rates = StepRates()
             self._steps.clear()
+            self._history = MetricHistory()
         new = (
             list(records.values()) if from_scratch else [step for _, step in self.reader.new_steps]
         )
@@ -294,7 +295,6 @@ class RankView:
             self._steps.append(_step_record(step))
         while len(self._steps) > len(records):
             self._steps.popleft()
-        self._history = None
 
     def metrics(self) -> dict[str, float]:
         """Return the newest value of every metric, of a rank whose series were read."""
@@ -306,57 +306,15 @@ class RankView:
         loss = next((step.loss for step in reversed(self._steps) if step.loss is not None), None)
         return newest if loss is None else newest | {"loss": loss}
 
-    def history(self) -> tuple[MetricPoint, ...]:
-        """Return the series of all metrics, the loss of the newest steps without gaps."""
-        with contextlib.suppress(TelemetryError, OSError):
-            if self.reader.read_series():
-                self._history = None
-        if self._history is None:
-            self._history = self._make_history()
-        return self._history
-
-    def trends(self, *, data_size: int) -> tuple[MetricPoint, ...]:
-        """Return the series that the recorder adds, as ``history`` has read them.
+    def history(self, *, data_size: int) -> tuple[tuple[MetricPoint, ...], tuple[MetricPoint, ...]]:
+        """Return the series of all metrics, the loss of the newest steps without gaps, and trends.
 
         Args:
             data_size: Ranks with batches of their own, by which tokens are multiplied.
         """
-        history = self.history()
-        if self._trends is not None and self._trends[0] is history:
-            return self._trends[1]
-        points: list[MetricPoint] = []
-        for name, series in self.reader.series.points().items():
-            if not name.startswith(layout.TREND):
-                continue
-            shown = clean(name.removeprefix(layout.TREND), layout.MAX_NAME)
-            factor = data_size if name.endswith("tokens_per_s") else 1
-            points.extend(
-                MetricPoint(shown, global_step, factor * value) for _, global_step, value in series
-            )
-        found = tuple(points)
-        self._trends = (history, found)
-        return found
-
-    def _make_history(self) -> tuple[MetricPoint, ...]:
-        steps = [step for step in self._steps if step.loss is not None]
-        points: list[MetricPoint] = []
-        for name, series in self.reader.series.points().items():
-            if name.startswith(layout.TREND):
-                continue
-            shown = clean(name, layout.MAX_NAME)
-            newest_thinned = steps[0].global_step if name == "loss" and steps else None
-            points.extend(
-                MetricPoint(shown, global_step, value)
-                for _, global_step, value in series
-                if newest_thinned is None or global_step < newest_thinned
-            )
-        points.extend(
-            MetricPoint("loss", step.global_step, step.loss)
-            for step in steps
-            if step.loss is not None
-        )
-        points.sort(key=lambda point: point.global_step)
-        return tuple(points)
+        with contextlib.suppress(TelemetryError, OSError):
+            self.reader.read_series()
+        return self._history.update(self.reader.series, self._steps, data_size)
 
     def peek_events(self) -> tuple[Event, ...]:
         """Read the lines alone.
