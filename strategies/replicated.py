@@ -20,6 +20,7 @@ from typing_extensions import override
 from boltmesh.errors import ConfigError, LayoutError
 from boltmesh.strategies.data_parallel.single_rank import SingleRankAxis
 from boltmesh.strategies.dry_run.metrics import find_metrics
+from boltmesh.strategies.dry_run.unsupported import refuse_quantized
 from boltmesh.strategies.engine import MeshStrategy
 from boltmesh.strategies.lightning_compat.trainer import tell_device
 from boltmesh.strategies.mesh import MeshLayout
@@ -188,6 +189,7 @@ class ReplicatedStrategy(MeshStrategy):
                 f"{type(module).__name__} optimises by hand, within steps that copies of it would "
                 f"make at the same time. Use automatic optimisation, or bolt_ddp."
             )
+        refuse_quantized(module, self.public_name, divides_layers=True)
         if metrics := find_metrics(module):
             raise ConfigError(
                 f"{type(module).__name__} keeps the metric {next(iter(metrics))!r}, which copies "

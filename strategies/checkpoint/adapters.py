@@ -26,6 +26,7 @@ from boltmesh.strategies.checkpoint.chunks import (
     own_part,
 )
 from boltmesh.strategies.object_collectives import gather_objects
+from boltmesh.strategies.torch_compat.tensors import components_of, is_composite
 
 TRAINABLE_ONLY = "boltmesh_trainable_only"
 """Key of a checkpoint: fingerprints of the parameters that it leaves out, by name."""
@@ -145,6 +146,12 @@ def _pieces(tensor: Tensor, dtype: torch.dtype | None) -> tuple[str, dict[Any, i
     """Kind of a tensor, and the sums of the blocks that this rank holds, by their places."""
     dtype = dtype or tensor.dtype
     kind = f"{str(dtype).removeprefix('torch.')} {list(tensor.shape)}".replace(", ", ",")
+    if is_composite(tensor):
+        return kind, {
+            (number, place): total
+            for number, each in enumerate(components_of(tensor))
+            for place, total in _pieces(each, None)[1].items()
+        }
     chunks = [each for each in own_chunks(tensor) if 0 not in each.whole.sizes]
     if not chunks or (isinstance(tensor, Snapshot) and tensor.copied is None):
         return kind, {}

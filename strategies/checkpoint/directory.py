@@ -57,6 +57,7 @@ from boltmesh.strategies.object_collectives import (
     run_on_rank0,
     run_on_rank0_and_broadcast,
 )
+from boltmesh.strategies.torch_compat.tensors import is_composite
 
 MODEL, OPTIMIZERS = "state_dict", "optimizer_states"
 """Keys of a Lightning checkpoint whose tensors may be shards."""
@@ -238,7 +239,7 @@ def divide(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any
     model, aliases, extra = {}, {}, {}
     seen: dict[int, str] = {}
     for name, value in rest.pop(MODEL, {}).items():
-        if not isinstance(value, Tensor):
+        if not isinstance(value, Tensor) or is_composite(value):
             extra[name] = value
         elif id(value) in seen:
             aliases[name] = seen[id(value)]

@@ -40,6 +40,7 @@ from boltmesh.strategies.checkpoint.manifest import checksum_start
 from boltmesh.strategies.checkpoint.safe_load import safe_load
 from boltmesh.strategies.checkpoint.shard_writer import CHECKSUM
 from boltmesh.strategies.checkpoint.storage.folder import Folder
+from boltmesh.strategies.torch_compat.tensors import is_composite
 
 _TORCH_NAMES = {
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
@@ -287,7 +288,7 @@ def held(value: Any) -> Any:
                 narrow(kept, offsets, chunk.sizes).copy_(own)
             part.write(kept)
 
-    if isinstance(value, Placeholder) or not isinstance(value, Tensor):
+    if isinstance(value, Placeholder) or not isinstance(value, Tensor) or is_composite(value):
         return value
     return Placeholder.of(value.shape, value.dtype, fill)
 

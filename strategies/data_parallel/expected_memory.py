@@ -24,6 +24,7 @@ from boltmesh.strategies.cost_model.model import (
 from boltmesh.strategies.data_parallel.fully_shard import ShardedModel
 from boltmesh.strategies.telemetry import optimizer_tensors
 from boltmesh.strategies.torch_compat.fsdp import unit_parameters, unsharded_gradients
+from boltmesh.strategies.torch_compat.tensors import components_of, is_composite
 from boltmesh.telemetry.snapshot import MemoryKind, MemoryPlace
 from boltmesh.telemetry.writer.memory import StoredBytes
 
@@ -40,6 +41,7 @@ def held_tensors(
     for plain in model.plain:
         shards += plain.parameters
     shards += [each.parameter for each in model.tiled]
+    shards += filter(is_composite, model.module.parameters())
     wholes = [whole for _, whole in pairs if whole is not None and _has_memory(whole)]
     gradients = [each.grad for each in shards if each.grad is not None]
     for unit in model.units.values():
@@ -171,7 +173,7 @@ def _by_place(tensors: Iterable[Tensor]) -> dict[MemoryPlace, int]:
 
 def _held_bytes(tensor: Tensor) -> int:
     held = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return held.numel() * held.element_size()
+    return sum(each.numel() * each.element_size() for each in components_of(held))
 
 
 def _place(tensor: Tensor) -> MemoryPlace:

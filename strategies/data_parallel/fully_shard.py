@@ -65,7 +65,11 @@ from boltmesh.strategies.torch_compat.fsdp_hooks import (
     keep_for_derivatives,
 )
 from boltmesh.strategies.torch_compat.gathered_writes import GatheredWrites
-from boltmesh.strategies.torch_compat.tensors import check_writes_to_copies, write_through_data
+from boltmesh.strategies.torch_compat.tensors import (
+    check_writes_to_copies,
+    is_composite,
+    write_through_data,
+)
 
 
 class RootModule(Module):
@@ -412,6 +416,7 @@ class _Sharding:
                 *not_here,
                 *(weight.parameter for weight in self.tiled),
                 *scalars_of(owner),
+                *filter(is_composite, owner.parameters()),
                 *(p for each in self.owned for p in each.whole_in(owner)),
             },
         )

@@ -22,6 +22,7 @@ from boltmesh.strategies.deferred_initialization.recording import map_leaves, te
 from boltmesh.strategies.offload.host_memory import give_back_free_memory
 from boltmesh.strategies.random_state import capture_random_state, restore_random_state
 from boltmesh.strategies.torch_compat.communication import broadcast_coalesced
+from boltmesh.strategies.torch_compat.tensors import components_of, is_composite
 
 _LARGE_BYTES = 1 << 20
 
@@ -103,7 +104,9 @@ def broadcast_tensors(tensors: Sequence[Tensor], group: ProcessGroup) -> None:
     """Broadcast the values of the group's first rank, in place. Collective over ``group``."""
     if group.size() == 1:
         return
-    different = [each.detach() for each in dict.fromkeys(tensors)]
+    different = [
+        each for tensor in dict.fromkeys(tensors) for each in components_of(tensor.detach())
+    ]
     # Small tensors are sent together; for large ones that would double the memory.
     if small := [each for each in different if each.nbytes < _LARGE_BYTES]:
         broadcast_coalesced(small, group)
@@ -231,6 +234,9 @@ def _make_modules(
 def _make(tensor: Tensor, name: str, device: torch.device, *, has_values: bool) -> Tensor:
     """Return the tensor on the device: itself, moved, if it is real."""
     if not tensor.is_meta:
+        if is_composite(tensor):  # whose ``data`` cannot be set to that of another device
+            is_there = all(each.device == device for each in components_of(tensor))
+            return tensor if is_there else nn.Parameter(tensor.to(device), requires_grad=False)
         tensor.data = tensor.data.to(device)
         return tensor
     if is_deferred(tensor) and has_values:

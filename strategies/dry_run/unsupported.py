@@ -24,6 +24,7 @@ from boltmesh.errors import ConfigError, UnsupportedError
 from boltmesh.lightning_import import ROOTS
 from boltmesh.strategies.lightning_compat.loops import draws_from_iterator
 from boltmesh.strategies.lightning_compat.trainer import callbacks_of, draws_graph
+from boltmesh.strategies.torch_compat.tensors import is_composite
 
 _GRADIENT_HOOKS = (
     "on_after_backward",
@@ -229,24 +230,26 @@ def nothing_to_train(name: str) -> str:
 
 
 def refuse_quantized(module: LightningModule, strategy: str, *, divides_layers: bool) -> None:
-    """Refuse quantized parameters that cannot be sent to other ranks as they are.
+    """Refuse quantized parameters that this layout cannot hold.
 
-    Parameters of bitsandbytes are bytes, of which a unit is gathered whole; those of torchao
-    consist of several tensors, which torch's collectives do not take.
+    Parameters of bitsandbytes are bytes, which ZeRO shards. Those of torchao consist of several
+    tensors, which torch's collectives do not take: data ranks keep them whole.
 
     Args:
         module: About to be placed.
         strategy: Its class, for messages.
-        divides_layers: Layers are divided, or looked at without data.
+        divides_layers: Layers are divided, copied, or looked at without data.
 
     Raises:
         UnsupportedError: Naming the parameter.
     """
     for name, parameter in module.named_parameters():
         kind = type(parameter)
-        if hasattr(kind, "__tensor_flatten__") and not issubclass(kind, DTensor):
-            advice = "Quantize the base by bitsandbytes and use bolt_ddp or bolt_zero1 to 3"
-        elif divides_layers and kind.__module__.startswith("bitsandbytes"):
+        if is_composite(parameter) and parameter.requires_grad:
+            advice = "Freeze it and train adapters"
+        elif divides_layers and (
+            is_composite(parameter) or kind.__module__.startswith("bitsandbytes")
+        ):
             advice = "Use bolt_ddp or bolt_zero1 to 3"
         else:
             continue

@@ -22,6 +22,7 @@ from typing_extensions import override
 
 from boltmesh.strategies import grad_norm
 from boltmesh.strategies import lightning_compat as compat
+from boltmesh.strategies.deferred_initialization.materialize import broadcast_tensors
 from boltmesh.strategies.dry_run.unsupported import refuse_quantized
 from boltmesh.strategies.engine.axis import Axis
 from boltmesh.strategies.grad_norm import JointNorms, NormShare
@@ -33,6 +34,8 @@ from boltmesh.strategies.lightning_compat.trainer import (
     zeroes_gradients,
 )
 from boltmesh.strategies.patch import patched
+from boltmesh.strategies.torch_compat.communication import leave_to_caller
+from boltmesh.strategies.torch_compat.tensors import is_composite
 from boltmesh.strategies.whole_steps import WholeSteps
 from boltmesh.telemetry.snapshot import MemoryKind
 from boltmesh.telemetry.traffic import ExpectedTraffic
@@ -305,6 +308,7 @@ class DataAxis(Axis, ABC):
         Collective over all ranks. Not called where ranks hold shards.
         """
         if not any(axis.has_equal_weights for axis in self.strategy.axes):
+            send_composites(module, self.strategy.gradient_group)
             compat.sync_module_states(module)
 
     @property
@@ -404,6 +408,17 @@ class DataAxis(Axis, ABC):
     @abstractmethod
     def expected_memory(self, module: Module, optimizers: Sequence[Optimizer]) -> list[MemoryKind]:
         """What memory one rank should need, by kind and place, once every state exists."""
+
+
+def send_composites(module: Module, group: ProcessGroup) -> None:
+    """Give all ranks the first one's parameters that consist of several tensors.
+
+    Collective over the group. ``DistributedDataParallel`` leaves them alone afterwards.
+    """
+    found = {name: each for name, each in module.named_parameters() if is_composite(each)}
+    if found:
+        leave_to_caller(module, found)
+        broadcast_tensors(list(found.values()), group)
 
 
 def _owned_by(axis: Axis) -> OwnedRows | None:

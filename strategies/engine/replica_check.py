@@ -9,7 +9,7 @@ Compared are the parameters of replicas (``bolt_ddp``, a data axis with ``zero_s
 """
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ from torch.distributed.tensor.placement_types import Replicate
 
 from boltmesh.errors import ConfigError, DivergenceError, first_of
 from boltmesh.strategies.object_collectives import gather_objects
-from boltmesh.strategies.torch_compat.tensors import local_tensor
+from boltmesh.strategies.torch_compat.tensors import components_of, local_tensor
 
 if TYPE_CHECKING:
     from boltmesh.strategies.engine.axis import Axis
@@ -89,7 +89,7 @@ class ReplicaCheck:
 
     def _compare(self, global_step: int) -> None:
         for axis in self._axes():
-            own = {key: hash_of(tensor) for key, tensor in self._shared(axis)}
+            own = {key: hash_of_all(components_of(each)) for key, each in self._shared(axis)}
             group = self._strategy.groups[axis.name]
             hashes = gather_objects(own, group)
             ranks = dist.get_process_group_ranks(group)
@@ -145,7 +145,17 @@ def _shard(parameter: Tensor, ranks: list[int]) -> tuple[int, ...] | None:
 
 def _has_values(tensor: Tensor) -> bool:
     """Tell whether its memory is there: that of gathered parameters is freed between steps."""
-    return tensor.numel() > 0 and tensor.untyped_storage().size() > 0
+    return tensor.numel() > 0 and all(
+        each.untyped_storage().size() > 0 for each in components_of(tensor)
+    )
+
+
+def hash_of_all(tensors: Iterable[Tensor]) -> int:
+    """Return a hash of tensors in their order, that of the tensor for a single one."""
+    total = 0
+    for each in tensors:
+        total = total * _FACTOR + hash_of(each)
+    return total
 
 
 def hash_of(tensor: Tensor) -> int:

@@ -34,7 +34,7 @@ from boltmesh.strategies.offload.shard_tensor import GatheredSource, OffloadedSh
 from boltmesh.strategies.tiling.plan import TilePlan
 from boltmesh.strategies.torch_compat.autograd import has_gradient_hooks, not_compiled
 from boltmesh.strategies.torch_compat.communication import all_gather_single, reduce_scatter_single
-from boltmesh.strategies.torch_compat.tensors import local_tensor
+from boltmesh.strategies.torch_compat.tensors import is_composite, local_tensor
 
 
 @dataclass(eq=False)
@@ -428,7 +428,9 @@ def _tileable_weight(module: nn.Module) -> Parameter | None:
     if not is_plain or "forward" in vars(module):
         return None
     weight = dict(module.named_parameters(recurse=False)).get("weight")
-    return None if weight is None or isinstance(weight, DTensor) else weight
+    if weight is None or isinstance(weight, DTensor) or is_composite(weight):
+        return None
+    return weight
 
 
 def _own_modules(

@@ -13,7 +13,7 @@ from one to its predecessor. Rank 0 begins when all have written the id back.
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from secrets import token_hex
 from typing import Any, Protocol, cast
@@ -27,6 +27,7 @@ from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
     _resolve_process_group,
 )
 from torch.distributed.rendezvous import rendezvous
+from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
@@ -44,6 +45,12 @@ class Replica(DistributedDataParallel):
     def _check_default_group(self) -> None:
         if dist.get_world_size(self.process_group) != dist.get_world_size():
             super()._check_default_group()  # type: ignore[no-untyped-call]
+
+
+def leave_to_caller(module: Module, names: Iterable[str]) -> None:
+    """Have ``DistributedDataParallel`` neither send nor reduce some parameters of a module."""
+    known = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, [*known, *names])
 
 
 def flush_static_graph(module: DistributedDataParallel) -> None:

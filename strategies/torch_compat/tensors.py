@@ -131,6 +131,19 @@ def storage_key(tensor: Tensor) -> int:
     return int(under_transforms(tensor).untyped_storage()._cdata)
 
 
+def is_composite(tensor: Tensor) -> bool:
+    """Whether a tensor of this rank consists of others, as torchao's quantized weights do."""
+    return hasattr(type(tensor), "__tensor_flatten__") and not isinstance(tensor, DTensor)
+
+
+def components_of(tensor: Tensor) -> list[Tensor]:
+    """Return the plain tensors of which a tensor consists: itself, if it is plain."""
+    if not is_composite(tensor):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    return [plain for name in names for plain in components_of(getattr(tensor, name))]
+
+
 def as_no_view(view: Tensor) -> Tensor:
     """Return the memory of a view that has no other user as a tensor that is no view."""
     made: Tensor = torch.ops.aten._unsafe_view(view, view.shape)

@@ -4,6 +4,7 @@ import lightning.pytorch as lightning
 import pytest
 import torch
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from boltmesh.strategies.data_parallel.expected_memory import expected_held_memory
 from boltmesh.telemetry import layout
@@ -130,6 +131,15 @@ def test_of_a_sharded_parameter_only_the_local_part_counts():
     assert [each["parameters", "host"] for each in found] == [part] * 4
     assert [each["gradients", "host"] for each in found][:3] == [part] * 3
     assert found[0]["optimizer", "host"] == 2 * part + 4
+
+
+def test_of_a_quantized_parameter_its_tensors_count():
+    weight = nn.Parameter(TwoTensor(torch.zeros(6), torch.zeros(6)), requires_grad=False)
+    assert measure({"parameters": [weight, weight]}, "host") == {("parameters", "host"): 48}
+    module = nn.Module()
+    module.weight = weight
+    (found, *_) = expected_held_memory(module, [])
+    assert found == MemoryKind("parameters", "host", None, 48)
 
 
 def test_activations_and_cache_are_what_the_allocator_has_beyond_the_known_kinds():

@@ -7,7 +7,7 @@ few seconds, and less often where the model has very many.
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Final, NamedTuple
 
 import psutil
@@ -77,18 +77,29 @@ def measure(
             if isinstance(tensor, StoredBytes):
                 places[tensor.place] += tensor.num_bytes
                 continue
-            local = _local(tensor)
-            if local.is_meta or local.layout is not torch.strided:
-                continue
-            storage = local.untyped_storage()
-            key = (storage.device, storage.data_ptr())
-            if key[1] and key not in seen:
-                seen.add(key)
-                places["host" if storage.device.type == "cpu" else "device"] += storage.nbytes()
+            for plain in _components(tensor):
+                if plain.is_meta or plain.layout is not torch.strided:
+                    continue
+                storage = plain.untyped_storage()
+                key = (storage.device, storage.data_ptr())
+                if key[1] and key not in seen:
+                    seen.add(key)
+                    places["host" if storage.device.type == "cpu" else "device"] += storage.nbytes()
         for where, size in places.items():
             if size or where == place:
                 found[kind, where] = size
     return found
+
+
+def _components(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield the plain tensors of which this rank's part of a tensor consists."""
+    local = _local(tensor)
+    flatten = getattr(local, "__tensor_flatten__", None)
+    if flatten is None:
+        yield local
+        return
+    for name in flatten()[0]:
+        yield from _components(getattr(local, name))
 
 
 def _local(tensor: Tensor) -> Tensor:
