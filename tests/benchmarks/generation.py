@@ -26,7 +26,10 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "bolt_zero3 gathered": {"gather_for_generation": True},
     "bolt_tensor": {"size": 2},
     "bolt_pipeline": {"stages": 2},
+    "bolt_3d": {"pipeline": 2, "tensor": 2, "zero_stage": 0},
 }
+RANKS = {"bolt_3d": 4}
+"""Of a strategy, where they are not two."""
 
 
 class Timed(LightningModule):
@@ -81,7 +84,7 @@ def main() -> None:
         mine, alone = [], []
         for _ in range(TURNS):
             alone.append(tokens / run_ranks(seconds, 1, None, timeout_s=300)[0])
-            slowest = max(run_ranks(seconds, 2, name, timeout_s=300))
+            slowest = max(run_ranks(seconds, RANKS.get(name, 2), name, timeout_s=300))
             mine.append(batches * tokens / slowest)
         ours, one = statistics.median(mine), statistics.median(alone)
         print(f"{name:24}{ours:10.0f}{one:14.0f}{ours / one:8.2f}", flush=True)
