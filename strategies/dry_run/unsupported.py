@@ -271,7 +271,7 @@ def refuse_callbacks(callbacks: Iterable[Callback], strategy: str) -> None:
     """Refuse callbacks that would take a rank's part of the model for the whole.
 
     Args:
-        callbacks: Of the Trainer.
+        callbacks: Callbacks of the Trainer.
         strategy: The name of the class that gives each rank a part.
 
     Raises:

@@ -18,7 +18,7 @@ hook goes through ``self.axes``. No file here imports an axis.
 One run, in the order of the calls:
 
 1. ``MeshStrategy(axes=[...])`` puts the axes in the order of ``AXES``: ``Axis.attach``.
-2. The Trainer asks for the layout: ``choose_layout``, ``Axis.check_layout``. Ranks start.
+2. The Trainer needs the layout: ``choose_layout``, ``Axis.check_layout``. Ranks start.
 3. ``setup_environment``: one process group per axis, ``Axis.build_groups``; telemetry opens.
 4. ``setup``: ``Axis.refuse``; ranks that share batches take over the first one's generators;
    ``Axis.place``, the tensor axis before the pipeline, whose stages are made of divided layers;
@@ -27,7 +27,7 @@ One run, in the order of the calls:
 5. A batch: ``Axis.announce_batch`` as it is transferred; ``Axis.run_step``, each axis around the
    inner ones; the backward pass, in which the data axis reduces gradients; ``Axis.norm_shares`` as
    they are clipped; ``DataAxis.after_optimizer_step``.
-6. A checkpoint: ``Axis.holds``, ``stores`` and ``division`` say which part a rank has.
+6. A checkpoint: ``Axis.holds``, ``stores`` and ``division`` give the part of a rank.
 7. ``teardown``: ``Axis.close``, saves are completed, ``Axis.release``.
 """
 

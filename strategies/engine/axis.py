@@ -1,8 +1,8 @@
-"""What the engine calls on each axis of the mesh, and what happens on an axis that does not care.
+"""``Axis``: the interface between the engine and one axis of the mesh, with its defaults.
 
-An axis is an object: it puts the model on its ranks, and answers for its ranks in steps,
-checkpoints and forecasts. ``MeshStrategy`` holds the axes of a run in the order of ``AXES`` and
-calls them one after the other. A new axis is a subclass of ``Axis`` and an entry in ``AXES``.
+An axis puts the model on its ranks and takes part in steps, checkpoints and forecasts.
+``MeshStrategy`` holds the axes of a run in the order of ``AXES`` and calls them one after the
+other. A new axis is a subclass of ``Axis`` and an entry in ``AXES``.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -37,50 +37,50 @@ if TYPE_CHECKING:
     from boltmesh.strategies.pipeline.stage.cut import StageBoundaries
 
 StepFunction = Callable[[Any, Any], Any]
-"""Runs a step of the module by its ``args`` and ``kwargs``, as inner axes and the engine do it."""
+"""Runs a step of the module through the inner axes and the engine, with ``args`` and ``kwargs``."""
 
 FakeRun = Callable[[FakeTensorMode], object]
-"""Runs something with a model whose parameters are tensors of that mode, without data."""
+"""Runs a model whose parameters are fake tensors of that mode."""
 
 FakeRuns = Sequence[tuple[FakeRun, int]]
-"""Runs that differ, each with how often a batch has it."""
+"""Different runs, each with the number of times that a batch has it."""
 
 
 class Axis:
-    """One axis of the mesh. Each default is what an axis of ranks without a task does.
+    """One axis of the mesh. The defaults do nothing.
 
-    Called on every rank, in the same order. Collective where a method says so.
+    All methods are called on every rank, in the same order. Collective ones are marked.
     """
 
     name: str
     """One of ``AXES``, unless the axis ``folds`` another one."""
     folds: str | None = None
-    """The axis whose ranks this one divides a second time; None: it is one of ``AXES``."""
+    """The axis whose ranks this one divides a second time; None if it is one of ``AXES``."""
     wanted_size: int | None = None
-    """Ranks along the axis that were asked for; None: what ``MeshStrategy.choose_layout`` gives."""
+    """Requested ranks along the axis; None lets ``MeshStrategy.choose_layout`` decide."""
     strategy: "MeshStrategy"
-    """That the axis belongs to, from ``attach`` on."""
+    """The strategy of the axis; set by ``attach``."""
 
     shares_batches = True
-    """Whether the ranks of the axis get the same batches, and draw the same random numbers."""
+    """Whether the ranks of the axis get the same batches and draw the same random numbers."""
     averages_gradients = False
-    """Whether a parameter's gradient is the mean over the ranks of this axis, too: the data axis
-    then averages, shards and replicates over both."""
+    """Whether gradients are averaged over the ranks of this axis, too: the data axis then
+    averages, shards and replicates over both."""
     divides_modules = False
-    """Whether parameters are whole, each on some of the ranks."""
+    """Whether each parameter is whole, and on some of the ranks only."""
     cuda_variables: Mapping[str, str] = MappingProxyType({})
-    """Variables of the environment for CUDA on ranks of the axis, where they are not set."""
+    """Environment variables for CUDA on ranks of the axis; variables that are set stay."""
     can_compile = True
-    """Whether blocks may be compiled: the compiler can trace what ranks exchange within them."""
+    """Whether blocks may be compiled: the compiler can trace their communication."""
     operand_divider: str | None = None
-    """The argument by which ranks have parts of the operands of a layer's product: of its weight,
-    or of rows that belong together."""
+    """The argument that divides the operands of a layer's matrix product over ranks: its weight,
+    or rows that belong together."""
     coupled: ProcessGroup | None = None
-    """Ranks of other batches that layers compute together with, in a group on the CPU."""
+    """Ranks with other batches that compute layers together with this one; a group on the CPU."""
     parts_per_batch = 1
-    """In how many parts a batch goes through the layers."""
+    """Number of parts in which a batch goes through the layers."""
     reasons: Reasons | None = None
-    """Why ranks of the axis cannot do separately what one process does, for error messages."""
+    """Why ranks of the axis cannot do by themselves what one process does, for error messages."""
 
     @property
     def stores_shards(self) -> bool:
@@ -89,7 +89,7 @@ class Axis:
 
     @property
     def defers_building(self) -> bool:
-        """Whether what ``configure_model`` makes may be larger than this rank's memory."""
+        """Whether the model of ``configure_model`` may be larger than this rank's memory."""
         return False
 
     @property
@@ -107,10 +107,10 @@ class Axis:
     # Set-up, in this order.
 
     def attach(self, strategy: "MeshStrategy") -> None:
-        """Join a strategy that is being made.
+        """Attach the axis to a strategy.
 
         Raises:
-            ConfigError: When an option contradicts one of the strategy or of an outer axis.
+            ConfigError: An option contradicts one of the strategy or of an outer axis.
         """
         self.strategy = strategy
         if strategy.compilation.is_on and not self.can_compile:
@@ -127,57 +127,57 @@ class Axis:
         """
 
     def near_groups(self) -> dict[str, list[list[int]]]:
-        """Return, by kind, the groups of ranks that should have fast links between them."""
+        """Return the groups of ranks that should have fast links between them, by kind."""
         layout = self.strategy.layout
         if self.size in {1, layout.world_size}:  # of all ranks there is one group in any order
             return {}
         return {self.name: layout.groups(self.name)}
 
     def build_groups(self) -> None:
-        """Make process groups beside the one of the axis. Collective over all ranks."""
+        """Make further process groups of the axis. Collective over all ranks."""
 
     @property
     def sharing_group(self) -> ProcessGroup:
-        """The ranks of the axis that share batches, for small objects."""
+        """Group of the ranks of the axis that share batches, for small objects."""
         return self.strategy.groups[self.name]
 
     def refuse(self, trainer: Trainer, module: LightningModule) -> None:
-        """Refuse a run that the axis cannot carry out, before anything is communicated.
+        """Refuse a run that the axis does not support, before any communication.
 
         Raises:
-            ConfigError: With what to write instead.
+            ConfigError: The run is not supported.
         """
 
     def look_at_whole(self, trainer: Trainer) -> None:
-        """Look at the model before an inner axis divides it. Collective over all ranks."""
+        """Analyse the model before an inner axis divides it. Collective over all ranks."""
 
     def place(self, trainer: Trainer) -> None:
-        """Put the model on the axis. Collective over all ranks; inner axes go first.
+        """Put the model on the axis. Collective over all ranks; inner axes first.
 
-        Before the model is moved to a device, and before the data axis wraps it.
+        Called before the model moves to a device and before the data axis wraps it.
         """
 
     def refuse_placed(self, module: LightningModule) -> None:
-        """Refuse a model of which this axis has taken away what an inner one has to see.
+        """Refuse a model that this axis has changed in a way that an inner axis cannot analyse.
 
         Raises:
-            ConfigError: With what to do in which order.
+            ConfigError: With the order of calls that works.
         """
 
     def cut_into_stages(self, units: Mapping[str, Module]) -> None:
-        """Prepare layers that this axis divides for ranks that run some of the units each.
+        """Prepare the layers that this axis divides for pipeline stages.
 
         Args:
-            units: What is run as a whole, by dotted name.
+            units: The pipeline units by dotted name; each rank runs some of them.
         """
 
     def stage_boundaries(self) -> "StageBoundaries | None":
-        """How values cross from one stage to the next where this rank has a part of each."""
+        """Return how values pass between stages if this rank has parts of them, else None."""
         return None
 
     @contextmanager
     def others_without_collectives(self) -> Iterator[None]:
-        """Within it, layers send nothing along the other axes."""
+        """Return a context in which layers send nothing along the other axes."""
         with ExitStack() as stack:
             for axis in self.strategy.axes:
                 if axis is not self:
@@ -185,52 +185,52 @@ class Axis:
             yield
 
     def without_collectives(self) -> AbstractContextManager[None]:
-        """Within it, this rank alone runs layers on tensors without data, without collectives."""
+        """Return a context without collectives, for runs of this rank alone without data."""
         return nullcontext()
 
     def before_transfer(self, device: torch.device) -> None:
         """Called before the model moves to a device."""
 
     def before_wrap(self) -> None:
-        """Called before the data axis wraps the model, which may exchange its parameters."""
+        """Called before the data axis wraps the model, which may replace its parameters."""
 
     def after_wrap(self) -> None:
-        """Called when it has."""
+        """Called after the data axis has wrapped the model."""
 
     @property
     def has_equal_weights(self) -> bool:
-        """Whether ``place`` has given all ranks of the job the first one's weights."""
+        """Whether all ranks of the job have the weights of rank 0 after ``place``."""
         return False
 
     def check_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """Refuse optimizers that need more of the model than a rank of the axis has.
+        """Refuse optimizers that need more of the model than this rank has.
 
         Raises:
             ConfigError: Naming the optimizer.
         """
 
     def part_exchange(self) -> PartExchange | None:
-        """Return what joins parameters of which a rank of the axis has parts, or None.
+        """Return what joins parameters that the axis divides, or None.
 
         Valid once the data axis has wrapped the model.
         """
         return None
 
     def start(self, trainer: Trainer) -> None:
-        """Called at the end of ``setup``. Collective over all ranks; inner axes go first."""
+        """Called at the end of ``setup``. Collective over all ranks; inner axes first."""
 
-    # What this rank has.
+    # Parameters and buffers of this rank.
 
     def held_parameters(self) -> Collection[Parameter] | None:
-        """The module's parameters of which this rank has values; None: all of them."""
+        """Return the module's parameters that this rank has values of; None means all."""
         return None
 
     def kept_whole(self) -> Collection[str]:
-        """Names of parameters that inner axes are to leave whole, for this one to divide."""
+        """Return names of parameters that inner axes leave whole, because this one divides them."""
         return ()
 
     def owned_rows(self) -> "OwnedRows | None":
-        """Parameters of which each rank has rows of its own that it computes with for others."""
+        """Return parameters whose rows have an owner rank, which computes with them for others."""
         return None
 
     def holds_buffer(self, name: str) -> bool:
@@ -238,7 +238,10 @@ class Axis:
         return True
 
     def kept_beside(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """Other versions of weights and gradients that this rank keeps."""
+        """Return further versions of weights and of gradients that this rank keeps.
+
+        Each has the shape of a parameter.
+        """
         return (), ()
 
     # Loops and steps.
@@ -250,52 +253,52 @@ class Axis:
         """Called when the loop of a fit begins."""
 
     def find_metrics(self) -> None:
-        """Look for metrics on the module, which it may make as late as at the start of a loop."""
+        """Find the module's metrics, which may not exist before the start of a loop."""
 
     def drain(self) -> None:
-        """Finish what training has left to the next batch. Collective over the axis."""
+        """Finish the work that training left for the next batch. Collective over the axis."""
 
     def begin_evaluation(self, num_batches: float, *, draws_batches: bool) -> None:
-        """Called before a loop that trains nothing. Collective over the axis.
+        """Called before an evaluation loop. Collective over the axis.
 
         Args:
-            num_batches: Of this rank; infinity where it is unknown.
+            num_batches: Batches of this rank; infinity if unknown.
             draws_batches: The steps draw their batches themselves.
         """
 
     def evaluation_batch(self, is_last: Callable[[], bool]) -> AbstractContextManager[None]:
-        """Around each step of such a loop. ``is_last`` is called after it."""
+        """Return a context for each step of an evaluation loop. ``is_last`` is called after it."""
         return nullcontext()
 
     def run_out_of_batches(self, num_served: int) -> None:
-        """Called when the loaders of such a loop end, after so many batches.
+        """Called when the loaders of an evaluation loop end, after ``num_served`` batches.
 
         May be one batch ahead of the steps, or within a step that draws its batches.
         """
 
     def end_evaluation(self) -> None:
-        """Called after such a loop."""
+        """Called after an evaluation loop."""
 
     def announce_batch(self, batch: Any, digest: BatchDigest) -> None:
-        """Take the next batch of this rank, to be compared before a step with it.
+        """Take the next batch of this rank, for the comparison in ``check_batch``.
 
         Args:
-            batch: As the step gets it.
-            digest: Of the batch before its transfer.
+            batch: The batch on the device, as the step gets it.
+            digest: Digest of the batch before its transfer.
         """
 
     def check_batch(self, batch: Any) -> None:
-        """Raise where ranks that share the model were given another batch than this one."""
+        """Raise if ranks that share the model have a batch other than this one."""
 
     def run_step(self, step: str, run: StepFunction, args: Any, kwargs: Any) -> Any:
         """Run a step of the module on a batch.
 
         Args:
             step: ``training_step``, ``validation_step``, ``test_step`` or ``predict_step``.
-            run: The step with what inner axes do around it, to be called with the arguments below.
-                An axis that runs the step in a way of its own does not call it.
-            args: Of the step, the batch on the device first.
-            kwargs: Of the step.
+            run: Runs the step through the inner axes, with the arguments below. An axis that
+                replaces the step does not call it.
+            args: Positional arguments of the step; the first is the batch on the device.
+            kwargs: Keyword arguments of the step.
         """
         return run(args, kwargs)
 
@@ -303,16 +306,16 @@ class Axis:
         """Run a call of Hugging Face's ``generate``, within a step or outside of steps.
 
         Args:
-            run: The call with what inner axes do around it.
+            run: Makes the call through the inner axes.
         """
         return run()
 
     def norm_shares(self) -> Sequence[NormShare]:
-        """What this rank counts of norms of gradients; empty if the ranks hold equal gradients."""
+        """Return this rank's part of gradient norms; empty if the ranks hold equal gradients."""
         return ()
 
     def sigterm_agreement(self) -> "SigtermAgreement | None":
-        """Return how ranks agree on a SIGTERM, where they exchange it with the steps."""
+        """Return how ranks agree on a SIGTERM if they exchange it with the steps, else None."""
         return None
 
     # Checkpoints.
@@ -322,55 +325,58 @@ class Axis:
         return True
 
     def stores(self, name: str) -> bool:
-        """Whether this rank writes what it has of it into checkpoints."""
+        """Whether this rank writes its part of a parameter or buffer into checkpoints."""
         return True
 
     def division(self, name: str) -> DimDivision | None:
-        """How a parameter is divided of which this rank has a part in a plain tensor; else None.
+        """Return how a parameter is divided if this rank has a part as a plain tensor, else None.
 
         Args:
-            name: In the module's state; any name of a parameter that has several.
+            name: Key in the module's state dict; any of them for a parameter with several.
         """
         return None
 
     def opened(self) -> AbstractContextManager[None]:
-        """Within it, ``state_dict`` gives what this rank has instead of raising."""
+        """Return a context in which ``state_dict`` gives this rank's part instead of raising."""
         return nullcontext()
 
     def join_model_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the whole model's state of what inner axes have made whole. Collective."""
+        """Return the whole model's state from one that inner axes have joined. Collective.
+
+        Tensors of ``state`` that this axis divides have the shape of this rank's part.
+        """
         return state
 
     def keeps_whole_state(self, parameter: Tensor) -> bool | None:
-        """Whether this rank keeps whole state of a parameter; None: state of what it has of it."""
+        """Whether this rank keeps a parameter's whole optimizer state; None: that of its part."""
         return None
 
     def join_optimizer_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Add to an optimizer's state what is stored once for all. Collective over all ranks."""
+        """Add the optimizer state that is stored once for all ranks. Collective over all ranks."""
         return state
 
     def take_pending(self) -> Take | None:
-        """Return what takes gradients that the saved run had not applied; None to drop them."""
+        """Return what loads gradients that the saved run had not applied; None drops them."""
         return None
 
     def kept_for_resume(self) -> dict[str, Any]:
-        """What a checkpoint keeps of the axis: numbers and strings, equal on all ranks."""
+        """Return the axis's entries of a checkpoint: numbers and strings, equal on all ranks."""
         return {}
 
     def take_kept(self, state: Mapping[str, Any]) -> None:
-        """Take what ``kept_for_resume`` of all axes gave in the run that is resumed."""
+        """Load the entries that ``kept_for_resume`` of all axes gave in the resumed run."""
 
-    # Forecasts, shown beside what is measured.
+    # Forecasts, shown beside the measurements.
 
     def dry_batch(self) -> tuple[FakeRuns, torch.device] | None:
-        """Return what this rank runs of a batch of training, and where the batch is.
+        """Return this rank's work on a training batch as fake runs, and the batch's device.
 
         None from an axis that leaves steps to the inner ones.
         """
         return None
 
     def expected_traffic(self, module: Module) -> list[ExpectedTraffic]:
-        """What one optimizer step moves on one rank, its accumulated batches included.
+        """Return the traffic of one optimizer step on one rank, accumulated batches included.
 
         Args:
             module: As the data axis has wrapped it.
@@ -378,29 +384,29 @@ class Axis:
         return []
 
     def adjust_memory(self, kinds: list[MemoryKind]) -> list[MemoryKind]:
-        """Return what one rank needs of memory, of what the data axis and inner axes expect."""
+        """Return the memory that one rank needs, from what the data and inner axes expect."""
         return kinds
 
     # Ending.
 
     def explain(self, error: BaseException) -> None:
-        """Put into an error that ends the run what this axis knows of its cause.
+        """Add this axis's knowledge of the cause to an error that ends the run.
 
         May be called more than once for one error.
         """
 
     def report(self, error: BaseException) -> None:
-        """Report to other ranks the error that ends this one."""
+        """Report the error that ends this rank to the other ranks."""
 
     def close(self) -> None:
-        """End what runs beside training; the first thing in ``teardown``."""
+        """Stop background work. Called first in ``teardown``."""
 
     def release(self) -> None:
-        """Give back what training alone needs, when saves are complete. Parameters stay."""
+        """Free what only training needs, once saves are complete. Parameters stay."""
 
 
 class LayerAxis(Axis):
-    """An axis whose ranks compute each layer together, each with parts of its operands.
+    """An axis whose ranks compute each layer together, each with a part of its operands.
 
     Their batches are compared before each step.
     """
@@ -410,7 +416,7 @@ class LayerAxis(Axis):
     world_cpu_group: ProcessGroup | None = None
     """All ranks of the job on the CPU."""
     _batches: SameBatchCheck | None = None
-    """Compares the batches of the axis; None before a model was placed."""
+    """Compares the batches of the axis; None before ``place``."""
 
     def __getstate__(self) -> dict[str, Any]:
         # Spawned ranks make their own groups.

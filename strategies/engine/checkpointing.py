@@ -1,10 +1,10 @@
-"""How a strategy saves and loads: one file of replicas, or a directory of the shards of all ranks.
+"""Saving and loading of a strategy: one file of replicas, or a directory of all ranks' shards.
 
-A strategy whose ranks hold the whole model writes files as Lightning does, but atomically. One
-whose ranks hold shards writes directories. Each rank reads the part that it holds from either.
+A strategy with the whole model on each rank writes files as Lightning does, but atomically. A
+strategy with shards writes directories. Each rank reads the part that it holds from either.
 
-What a rank gives is a DTensor, or a plain tensor with its position in a larger one, so that a
-checkpoint holds everything where it lies in the whole model. Which part that is, the axes know.
+A rank's part is a DTensor, or a plain tensor with its position in a larger one, so that a
+checkpoint has each part at its position in the whole model. The axes know the positions.
 """
 
 import warnings
@@ -69,14 +69,14 @@ if TYPE_CHECKING:
     from boltmesh.strategies.engine.strategy import MeshStrategy
 
 AFTER_SAVING = "Trainer.save_checkpoint"
-"""What the Trainer calls the barrier after a save."""
+"""Name of the Trainer's barrier after a save."""
 
 
 class Checkpointing:
-    """The checkpoints of one strategy.
+    """Saves and loads the checkpoints of one strategy.
 
     Args:
-        strategy: That saves and loads.
+        strategy: The strategy.
         in_memory_every: See ``MemoryCheckpoints``; None: no copies in memory.
     """
 
@@ -85,7 +85,7 @@ class Checkpointing:
         if in_memory_every is not None:
             strategy.memory_checkpoints = MemoryCheckpoints(strategy, in_memory_every)
         self._beside: AsyncSave | None = None
-        """Writes beside training, from the beginning of a fit on where that was asked for."""
+        """Writes beside training; None outside of a fit with ``async_save``."""
         self._saving_group: ProcessGroup | None = None
         self._base: Mapping[str, str] | None = None
         """Fingerprints of the frozen parameters as training began, where saves leave them out."""
@@ -95,7 +95,7 @@ class Checkpointing:
         # Spawned ranks make their own threads and groups.
         return {**vars(self), "_beside": None, "_saving_group": None}
 
-    # What this rank has.
+    # Parts of this rank.
 
     @property
     def _module(self) -> LightningModule:
@@ -104,43 +104,45 @@ class Checkpointing:
         return module
 
     def stores(self, name: str) -> bool:
-        """Whether this rank writes what it has of it into checkpoints."""
+        """Whether this rank writes its part of a parameter or buffer into checkpoints."""
         return all(axis.stores(name) for axis in self._strategy.axes)
 
     def division(self, name: str) -> DimDivision | None:
-        """How a parameter is divided of which this rank has a part in a plain tensor; else None.
+        """Return how a parameter is divided if this rank has a part as a plain tensor, else None.
 
         Args:
-            name: In the module's state; any name of a parameter that has several.
+            name: Key in the module's state dict; any of them for a parameter with several.
         """
         found = (axis.division(name) for axis in self._strategy.axes)
         return next((division for division in found if division is not None), None)
 
     def keeps_whole_state(self, parameter: Tensor) -> bool | None:
-        """Whether this rank keeps whole state of a parameter; None: state of what it has of it."""
+        """Whether this rank keeps a parameter's whole optimizer state; None: that of its part."""
         found = (axis.keeps_whole_state(parameter) for axis in self._strategy.axes)
         return next((owns for owns in found if owns is not None), None)
 
     def model_state(self) -> dict[str, Any]:
-        """Return what this rank stores of a model in shards, by name. Collective over all ranks.
+        """Return this rank's parts of the model's state, by name. Collective over all ranks.
+
+        DTensors, ``TensorPart`` with the shape of the full tensor, or whole tensors.
 
         Raises:
             CheckpointError: Before the first run.
         """
         strategy = self._strategy
         if self._obstacle:
-            return {}  # it will not be written, and what failed may be what is asked here
+            return {}  # it will not be written, and the calls below may be those that failed
         self._refuse_unplaced()
         strategy.drain()
         with self._opened():
             strategy.data_axis.synchronize()
-            # The parameters themselves: tied ones are known by being one object.
+            # The parameters themselves: tied ones are recognised as one object.
             state: dict[str, Any] = self._module.state_dict(keep_vars=True)
             stored = {name: each for name, each in state.items() if self.stores(name)}
             return self._as_parts(stored)
 
     def begin_training(self) -> None:
-        """Take note of frozen parameters that saves are to leave out. Collective over all ranks."""
+        """Hash the frozen parameters that saves leave out. Collective over all ranks."""
         module = self._strategy.lightning_module
         if self._strategy.save_trainable_only and module is not None:
             base = self._fingerprints(frozen_names(module))
@@ -155,13 +157,13 @@ class Checkpointing:
         return fingerprints(chosen, expected, is_shared=self._strategy.stores_shards)
 
     def _own_state(self) -> dict[str, Any]:
-        """The module's state of this rank, also of a module that is not placed yet."""
+        """Return this rank's state of the module, also of one that is not placed yet."""
         if self._strategy.stores_shards:
             return self.model_state()
         return self._module.state_dict()
 
     def _opened(self) -> ExitStack:
-        """Within it, ``state_dict`` gives what this rank has, parts of the model among it."""
+        """Return a context in which ``state_dict`` gives this rank's parts of the model."""
         stack = ExitStack()
         for axis in self._strategy.axes:
             stack.enter_context(axis.opened())
@@ -178,7 +180,7 @@ class Checkpointing:
             )
 
     def _as_parts(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Say of plain tensors that are parts what they are parts of; tied ones stay one object."""
+        """Wrap plain tensors that are parts in ``TensorPart``; tied ones stay one object."""
         parts: dict[int, TensorPart] = {}
         for name, each in state.items():
             division = self.division(name)
@@ -187,10 +189,10 @@ class Checkpointing:
         return {name: parts.get(id(each), each) for name, each in state.items()}
 
     def whole_state(self, state_dict: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return the module's state for another process. Collective over all ranks.
+        """Return the module's state with whole tensors. Collective over all ranks.
 
         Args:
-            state_dict: Of the module; gives what this rank has.
+            state_dict: Returns this rank's state of the module.
         """
         with self._opened():
             whole = {
@@ -202,7 +204,7 @@ class Checkpointing:
         return whole
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return what this rank stores of an optimizer's state. Collective over all ranks."""
+        """Return this rank's part of an optimizer's state. Collective over all ranks."""
         if self._obstacle:
             return {}
         if isinstance(optimizer, LightningOptimizer):
@@ -223,7 +225,7 @@ class Checkpointing:
 
     @property
     def _obstacle(self) -> str | None:
-        """Why nothing can be saved, of a run that is ending by an error, which is to be seen."""
+        """Why a run that ends by an error cannot save; None if it can."""
         if self.is_alone:
             return "a checkpoint of shards needs all ranks"
         if self._is_failing and not self._strategy.data_axis.has_whole_steps:
@@ -237,7 +239,7 @@ class Checkpointing:
 
     @property
     def is_alone(self) -> bool:
-        """Whether this rank is on its way out by an error, and others may be anywhere."""
+        """Whether this rank ends by an error while others may be at any other point."""
         return self._is_failing and self._strategy.world_size > 1
 
     # Saving.
@@ -253,10 +255,10 @@ class Checkpointing:
         """Write a checkpoint, or begin to. Collective over all ranks.
 
         Args:
-            checkpoint: As the Trainer has put it together.
+            checkpoint: The checkpoint of the Trainer.
             filepath: A file or a directory.
             storage_options: For a checkpoint plugin.
-            write_file: Lightning's own way, for a model that each rank has whole.
+            write_file: Lightning's implementation, for a model that each rank has whole.
         """
         strategy = self._strategy
         with strategy.recorder.phase("checkpoint"):
@@ -286,7 +288,7 @@ class Checkpointing:
             strategy.recorder.event("checkpoint", str(filepath))
 
     def _reduced(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """Return a checkpoint with what adapters need, and without the base if so set."""
+        """Return a checkpoint with entries for adapters, and without the base if so set."""
         module = self._strategy.lightning_module
         if module is not None:
             with self._opened():  # peft reads state_dict of modules that it saves whole
@@ -299,7 +301,7 @@ class Checkpointing:
         return reduced(checkpoint, self._base, now)
 
     def open(self) -> None:
-        """Get ready to save beside a training that begins. Collective over all ranks."""
+        """Start the thread and the group of saves beside training. Collective over all ranks."""
         if self._beside is None:
             self._beside = AsyncSave()
             timeout = self._strategy.timeout
@@ -309,14 +311,14 @@ class Checkpointing:
 
     @property
     def _writes_beside(self) -> bool:
-        """Whether there is something beside which a checkpoint can be written."""
+        """Whether a checkpoint is written beside training now."""
         trainer = trainer_of(self._strategy.lightning_module)
         return self._beside is not None and trainer is not None and is_in_fit(trainer)
 
     def _begin_to_save(
         self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None
     ) -> None:
-        """Copy what is to be written and begin to write it. Collective over all ranks."""
+        """Copy this rank's state and start to write it. Collective over all ranks."""
         strategy = self._strategy
         assert self._beside is not None
         assert self._saving_group is not None
@@ -334,18 +336,18 @@ class Checkpointing:
         self._beside.start(write, partial(strategy.recorder.event, "checkpoint", str(filepath)))
 
     def finish(self) -> None:
-        """Return when the checkpoint that is written beside training is complete.
+        """Wait until the checkpoint that is written beside training is complete.
 
-        Collective over all ranks. Without one nothing happens.
+        Collective over all ranks. Does nothing without one.
 
         Raises:
-            CheckpointError: On every rank, when it could not be written.
+            CheckpointError: It could not be written; raised on every rank.
         """
         if self._beside is not None:
             all_or_none(self._beside.wait)
 
     def close(self) -> None:
-        """Wait, on a rank whose run is over for whatever reason; others may be gone."""
+        """Wait for this rank's writes at the end of its run; other ranks may have ended."""
         if self._strategy.memory_checkpoints is not None:
             self._strategy.memory_checkpoints.close()
         beside, self._beside, self._saving_group = self._beside, None, None
@@ -356,7 +358,7 @@ class Checkpointing:
                 warnings.warn(f"The last checkpoint is not there: {error}", stacklevel=2)
 
     def remove(self, filepath: _PATH) -> None:
-        """Delete a checkpoint; one that another one replaces, when that is complete."""
+        """Delete a checkpoint, after the one that replaces it is complete."""
         strategy = self._strategy
         if not strategy.is_global_zero:
             return
@@ -367,7 +369,7 @@ class Checkpointing:
             self._beside.then(remove)
 
     def _place_of_all(self, filepath: _PATH, storage_options: Any | None) -> str | Path:
-        """Return where a checkpoint goes that ranks write to by themselves. Collective."""
+        """Return the path of a checkpoint that the ranks themselves write. Collective."""
         if storage_options is not None:
             is_sharded = self._strategy.stores_shards
             what = "a checkpoint of shards" if is_sharded else "async_save=True"
@@ -387,12 +389,15 @@ class Checkpointing:
         *,
         read_file: Callable[[_PATH], dict[str, Any]],
     ) -> dict[str, Any]:
-        """Return a checkpoint, with placeholders for what is read later. Collective.
+        """Return a checkpoint, with placeholders for tensors that are read later. Collective.
 
         Args:
             checkpoint_path: A file or a directory.
-            weights_only: As the Trainer was asked for it.
+            weights_only: The Trainer's argument.
             read_file: Reads a file by the user's checkpoint plugin.
+
+        Raises:
+            CheckpointError: It is damaged, not seen by all ranks, or of another layout's epoch.
         """
         strategy = self._strategy
         check_weights_only(weights_only, checkpoint_path)
@@ -407,7 +412,7 @@ class Checkpointing:
             )
         elif type(strategy.checkpoint_io) is AtomicCheckpointIO:
             load = partial(load_file, place, is_mapped=strategy.stores_shards)
-            # Hosts may have copies of their own.
+            # Each host checks values: it may have its own copy of the file.
             checkpoint = all_or_none(partial(load, checks_values=strategy.local_rank == 0))
         else:
             checkpoint = all_or_none(partial(read_file, checkpoint_path))
@@ -418,7 +423,7 @@ class Checkpointing:
         return checkpoint
 
     def _is_directory(self, place: str | Path) -> bool:
-        """Whether it is one, on all ranks. Collective over all ranks."""
+        """Whether the path is a directory, on all ranks. Collective over all ranks."""
         found = all_or_none(partial(is_directory, place))
         if dist.is_initialized() and self._strategy.world_size > 1:
             of_ranks = gather_objects(found)
@@ -431,14 +436,14 @@ class Checkpointing:
         return found
 
     def load_model_state(self, checkpoint: Mapping[str, Any], *, strict: bool) -> None:
-        """Load what this rank holds of a model. Collective over all ranks.
+        """Load this rank's parts of the model. Collective over all ranks.
 
         Args:
-            checkpoint: Its state has placeholders of a directory, or whole tensors, by name.
+            checkpoint: Checkpoint whose model state has placeholders, or whole tensors, by name.
             strict: See ``Module.load_state_dict``.
 
         Raises:
-            CheckpointError: It leaves out the base of the model, and the module has another one.
+            CheckpointError: Frozen parameters, which the checkpoint leaves out, differ.
         """
         state = checkpoint[MODEL]
         if TRAINABLE_ONLY in checkpoint:
@@ -473,7 +478,7 @@ class Checkpointing:
         return part if self._strategy.holds(name) else passed_over(part)
 
     def load_optimizer_states(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Load what this rank holds of all optimizers' states. Collective over all ranks."""
+        """Load this rank's parts of all optimizers' states. Collective over all ranks."""
         strategy = self._strategy
         for optimizer in strategy.optimizers:
             strategy.data_axis.prepare_state(optimizer)
@@ -494,12 +499,12 @@ class Checkpointing:
 
 
 def is_in_shards(state: Mapping[str, Any]) -> bool:
-    """Whether the state of a model comes from a directory of shards."""
+    """Whether a model's state comes from a directory of shards."""
     return any(isinstance(each, Placeholder) for each in state.values())
 
 
 def are_named(states: Sequence[Any]) -> bool:
-    """Whether states of optimizers are by the names of parameters, as directories have them."""
+    """Whether optimizers' states have names of parameters as keys, as in directories."""
     return any(map(is_named, states))
 
 

@@ -1,7 +1,7 @@
-"""What the engine calls on the data axis: the axis that has the parameters and the optimizers.
+"""``DataAxis``: the interface of the data axis, which has the parameters and the optimizers.
 
-Whatever fills it, replicas (``data_parallel/ddp.py``) or shards (``data_parallel/zero.py``), wraps
-the model as the other axes have left it, averages gradients over batches, clips them, and steps.
+Its subclasses keep replicas (``data_parallel/ddp.py``) or shards (``data_parallel/zero.py``). They
+wrap the model that the other axes have divided, average gradients over batches, clip them and step.
 """
 
 from abc import ABC, abstractmethod
@@ -49,35 +49,35 @@ class OwnerExchange(Protocol):
 
     name: str
     module: Module
-    """In whose forward ranks exchange what they compute with."""
+    """The module whose forward exchanges rows or parameters between ranks."""
     note: Callable[[str], None]
-    """Called before each exchange with what this rank is about to do; to be replaced."""
+    """Called before each exchange with a description of it; to be replaced."""
 
     def is_on(self) -> bool:
-        """Whether the module's forward exchanges, and does not run on this rank alone."""
+        """Whether the module's forward exchanges rather than runs on this rank alone."""
         ...
 
     def attend(self) -> None:
-        """Take part in an exchange of the others. Collective."""
+        """Take part in an exchange without rows of this rank. Collective."""
 
 
 class Brought:
-    """Parameters that a data axis brings to the ranks that compute with them, in each batch."""
+    """Parameters that a data axis sends to the ranks that compute with them, in each batch."""
 
     def __init__(self) -> None:
         self.called: set[int] = set()
-        """Numbers of modules that were called without rows since their parameters are there: their
-        gradients are zeros then, and not missing."""
+        """Numbers of modules that were called without rows since their parameters arrived: their
+        gradients are then zeros and not missing."""
         self.anchors: Sequence[Tensor] = ()
-        """Tensors that this rank's results depend on, whichever parameters they have used, so that
-        every rank takes part when gradients are brought back."""
+        """Tensors that this rank's results depend on, whichever parameters they used, so that
+        every rank takes part when gradients are sent back."""
 
 
 class OwnedModules(Brought):
-    """Equal modules of which each rank of a group computes with equally many, in their order.
+    """Equal modules, divided in order over a group: each rank computes with equally many.
 
     Args:
-        modules: All of them.
+        modules: The modules of all ranks.
     """
 
     def __init__(self, modules: Sequence[Module]) -> None:
@@ -86,13 +86,13 @@ class OwnedModules(Brought):
 
 
 class OwnedColumns(Brought):
-    """Matrices whose columns are those of experts in turns: column c is of expert c % num_experts.
+    """Matrices with the columns of all experts interleaved: column c is of c % num_experts.
 
     Each rank of a group computes with the columns of its experts, equally many, in their order.
 
     Args:
         places: Modules and the names of their parameters.
-        num_experts: Of all ranks.
+        num_experts: Experts of all ranks.
     """
 
     def __init__(self, places: Sequence[tuple[Module, str]], num_experts: int) -> None:
@@ -100,64 +100,73 @@ class OwnedColumns(Brought):
         self.places, self.num_experts = places, num_experts
 
     def part(self, rows: Tensor, rank: int, num_ranks: int) -> Tensor:
-        """Return the columns of a rank, ``[rows, columns / num_ranks]``."""
-        count, width = rows.shape  # there may be no rows
+        """Return the columns of a rank's experts, interleaved in the same way.
+
+        Args:
+            rows: Rows of such a matrix, shape ``(rows, columns)``; there may be none.
+            rank: Rank within the group.
+            num_ranks: Ranks of the group.
+
+        Returns:
+            Shape ``(rows, columns / num_ranks)``.
+        """
+        count, width = rows.shape
         by_expert = rows.reshape(count, width // self.num_experts, self.num_experts)
         return by_expert.tensor_split(num_ranks, -1)[rank].flatten(1)
 
 
 @dataclass(frozen=True)
 class OwnedRows:
-    """Parameters of which each rank of a group has a part of its own, and computes with it."""
+    """Parameters divided over a group: each rank owns some rows and computes with them."""
 
     parameters: set[Parameter]
-    """Those that are whole; each leaves the set when it is cut."""
+    """The parameters that are still whole; each leaves the set when it is divided."""
     group: ProcessGroup
-    """The ranks that have all rows together, equally many each, in order."""
+    """The ranks that own all rows together, equally many each, in order."""
     replicas: ProcessGroup
     """The ranks that have the same rows."""
     ranks: Sequence[Sequence[int]]
-    """All ranks of such groups that have replicas of each other's rows: a row for each group."""
+    """Ranks of all groups whose rows are replicas of each other: a sequence for each group."""
     exchanges: Sequence[OwnerExchange]
     brought: Sequence[Brought] = ()
-    """Those that are brought to their owners for a step, and shards between steps."""
+    """Parameters that are sent to their owners for a step, and are shards between steps."""
 
 
 @dataclass(frozen=True)
 class AxisContext:
-    """Where a data axis finds itself."""
+    """The run and the ranks that a data axis wraps a model for."""
 
     group: ProcessGroup
-    """The ranks that average gradients: those of the axis, and of axes that average with it."""
+    """The ranks that average gradients: of the data axis and of axes that average with it."""
     device: torch.device
     cut_group: Callable[[Callable[[list[int]], Sequence[Sequence[int]]], str], ProcessGroup]
     """See ``DataAxis._cut_group``."""
     compute_dtype: torch.dtype | None = None
-    """What autocast computes in under ``bf16-mixed`` and ``16-mixed``; None without autocast."""
+    """Dtype of autocast under ``bf16-mixed`` and ``16-mixed``; None without autocast."""
     ranks_per_node: int = 1
-    """How many ranks of this job one host has."""
+    """Ranks of this job on one host."""
     num_microbatches: int = 1
-    """How many batches of a rank make an optimizer step, when the run begins."""
+    """Batches of a rank per optimizer step, when the run begins."""
     has_norm_clipping: bool = False
     """Whether the Trainer clips gradients by their norm."""
     reads_gradients: bool = False
-    """Whether something of the user's may look at ``.grad`` before an optimizer has stepped."""
+    """Whether code of the user may read ``.grad`` before the optimizer steps."""
     norm_shares: Sequence[NormShare] = ()
-    """What the axes beside this one say of norms of gradients."""
+    """Parts of gradient norms on the other axes."""
     scaler: GradScaler | None = None
-    """What scales losses and skips steps under ``16-mixed``."""
+    """Scales losses and skips steps under ``16-mixed``."""
     zeroes_gradients: Callable[[], bool] = field(default=lambda: False)
-    """Whether the Trainer zeroes gradients after the forward pass that is about to begin, and
-    nobody looks at them before."""
+    """Whether the Trainer zeroes gradients after the forward pass that is about to begin, and no
+    code reads them before."""
     begins_window: Callable[[], bool] = field(default=lambda: False)
-    """Whether the batch in work is known to be the first of an accumulation window."""
+    """Whether the current batch is known to be the first of an accumulation window."""
     recorder: Recorder | NullRecorder = field(default_factory=NullRecorder)
     recomputed: frozenset[Module] = frozenset()
-    """Blocks whose forward pass runs once more in the backward pass."""
+    """Blocks whose forward pass runs again in the backward pass."""
     held: Collection[Parameter] | None = None
-    """The parameters of which the ranks of the axis have values; None: all of the module."""
+    """The parameters that the ranks of the axis have values of; None: all of the module."""
     holds_buffer: Callable[[str], bool] | None = None
-    """Whether they have the model's value of a buffer, by its name; None: of all."""
+    """Whether these ranks have the model's value of a buffer, by its name; None: of all."""
     owned: OwnedRows | None = None
     """Parameters that an axis within the data axis has divided."""
 
@@ -191,27 +200,27 @@ class LateGradientsAxis(Protocol):
 
 
 class DataAxis(Axis, ABC):
-    """Keeps the ranks of the data axis one model, whatever each of them holds of it."""
+    """Keeps one model over the ranks of the data axis, as replicas or as shards."""
 
     name = "data"
     shares_batches = False
 
     is_sharded = False
-    """Whether ranks hold parts: parameters are then DTensors, in training and evaluation alike,
-    the axis itself places them on devices, and checkpoints are written by shards."""
+    """Whether ranks hold parts: parameters are then DTensors, in training and in evaluation, the
+    axis itself places them on devices, and checkpoints are written by shards."""
 
     has_late_gradients = False
-    """Whether it takes the gradients of a batch all at once, when the batch is over, as a pipeline
-    makes them: it is a ``LateGradientsAxis``."""
+    """Whether it takes all gradients of a batch at its end, as a pipeline makes them: it is a
+    ``LateGradientsAxis``."""
 
     is_synchronised = True
     """Whether the batch is the last one of an accumulation window."""
 
     other_shares: Sequence[NormShare] = ()
-    """What the axes beside this one say of norms of gradients. Set by ``wrap``."""
+    """Parts of gradient norms on the other axes. Set by ``wrap``."""
 
     whole_steps: Sequence[WholeSteps] = ()
-    """Steps of optimizers that need whole parameters, where the axis has shards of them."""
+    """Steps of optimizers that need whole parameters, if the axis has shards of them."""
 
     @override
     def refuse(self, trainer: Trainer, module: LightningModule) -> None:
@@ -235,36 +244,36 @@ class DataAxis(Axis, ABC):
         return {**found, "shard": shards} if shards else found
 
     def shard_groups(self, ranks: Sequence[int], *, ranks_per_node: int) -> list[list[int]]:
-        """Cut ranks of the axis into those that hold one copy of the model together.
+        """Divide ranks of the axis into groups that hold one copy of the model together.
 
         Args:
-            ranks: One group of the axis, global ones.
-            ranks_per_node: How many ranks of this job one host has.
+            ranks: Global ranks of one group of the axis.
+            ranks_per_node: Ranks of this job on one host.
 
         Returns:
-            Nothing where each rank has a copy, or all of them have one.
+            Empty if each rank has a copy, or all of them have one together.
 
         Raises:
-            LayoutError: They cannot be cut as was asked for.
+            LayoutError: They cannot be divided as requested.
         """
         return []
 
     @property
     def own_shares(self) -> Sequence[NormShare]:
-        """What this axis says of norms of gradients: nothing where its ranks have all alike."""
+        """This axis's parts of gradient norms; empty if its ranks hold equal gradients."""
         return ()
 
     @property
     def norms(self) -> JointNorms:
-        """Norms of what is in ``.grad``, over all axes. Valid once a module is wrapped."""
+        """Computes norms of ``.grad`` over all axes. Valid once a module is wrapped."""
         return JointNorms([*self.other_shares, *self.own_shares])
 
     def for_one_rank(self) -> "DataAxis":
-        """Return what takes its place where all ranks are used for other axes."""
+        """Return the data axis to use instead if the other axes take all ranks."""
         return self
 
     def context(self, trainer: Trainer) -> AxisContext:
-        """Return where the axis finds itself in a run that is set up."""
+        """Return the context of ``wrap`` for a run that is set up."""
         strategy = self.strategy
         return AxisContext(
             group=strategy.gradient_group,
@@ -290,11 +299,11 @@ class DataAxis(Axis, ABC):
     def _cut_group(
         self, cut: Callable[[list[int]], Sequence[Sequence[int]]], name: str
     ) -> ProcessGroup:
-        """Return a group of some ranks that average gradients. Collective over all ranks.
+        """Return this rank's group of a division of the gradient ranks. Collective over all ranks.
 
         Args:
-            cut: Divides all ranks that average gradients with each other into such groups.
-            name: What messages of torch call them.
+            cut: Divides the ranks that average gradients with each other into groups.
+            name: Description of the groups in messages of torch.
         """
         ranks = self.strategy.layout.groups(*self.strategy.gradient_axes)
         cut_ranks = [each for group in ranks for each in cut(group)]
@@ -303,9 +312,9 @@ class DataAxis(Axis, ABC):
         return group
 
     def share_weights(self, module: Module) -> None:
-        """Give every rank the first one's model, for a run that trains nothing.
+        """Broadcast the model of the first rank, for a run without training.
 
-        Collective over all ranks. Not called where ranks hold shards.
+        Collective over all ranks. Not called if ranks hold shards.
         """
         if not any(axis.has_equal_weights for axis in self.strategy.axes):
             send_composites(module, self.strategy.gradient_group)
@@ -313,45 +322,48 @@ class DataAxis(Axis, ABC):
 
     @property
     def keeps_state_on_disk(self) -> bool:
-        """Whether this rank's share of model or optimizer may be larger than its memory."""
+        """Whether this rank's part of model or optimizer may be larger than its memory."""
         return False
 
     @property
     def has_whole_steps(self) -> bool:
-        """Whether what this rank holds is not left half-way between two steps."""
+        """Whether this rank's state is of a complete step, even after an error within one."""
         return True
 
     @abstractmethod
     def wrap(self, module: Module, context: AxisContext) -> Module:
-        """Prepare the module and return what the forward pass goes through.
+        """Prepare the module and return the one that the forward pass calls.
 
         Collective over ``context.group``: afterwards every rank has the parameters of its first
-        rank. An axis of replicas is asked only when the run trains.
+        rank. An axis of replicas wraps only for training.
         """
 
     def adopt(self, optimizers: Sequence[Optimizer], *, reads_gradients: bool) -> None:
         """Called once the user's optimizers exist, before the first step.
 
         Args:
-            optimizers: As ``configure_optimizers`` made them; none for an evaluation, of which
-                only sharded axes are told.
-            reads_gradients: Somebody may look at ``.grad`` between backward pass and step: hooks
-                of the module or of callbacks, a gradient scaler, manual optimisation.
+            optimizers: Those of ``configure_optimizers``; none for an evaluation, before which
+                only sharded axes are called.
+            reads_gradients: ``.grad`` may be read between backward pass and step: by hooks of the
+                module or of callbacks, a gradient scaler, manual optimisation.
         """
 
     def clip_by_norm(
         self, optimizer: Optimizer, parameters: Iterable[Parameter], max_norm: float
     ) -> Tensor:
-        """Scale the gradients so that their joint norm is at most ``max_norm``; return the norm.
+        """Scale the gradients to a joint norm of at most ``max_norm``.
 
         Collective over all ranks that share the model.
+
+        Returns:
+            The norm before scaling, shape ``()``.
         """
         if self.other_shares:
             return self.norms.clip(list(parameters), max_norm)
         return grad_norm.clip_by_norm(parameters, max_norm)
 
     def gradient_norm(self, optimizer: Optimizer) -> float | None:
-        """Return the norm of this optimizer's gradients over all ranks, before clipping.
+        """Return the L2 norm of this optimizer's gradients over all ranks, before clipping.
 
         Valid between the backward pass and the optimizer's step. None without any gradient.
         Collective over all ranks that share the model.
@@ -365,24 +377,24 @@ class DataAxis(Axis, ABC):
         """Called after each step of an optimizer."""
 
     def synchronize(self) -> None:
-        """Return when no step is pending, and parameters and ``optimizer.state`` are up to date."""
+        """Wait until no step is pending; parameters and ``optimizer.state`` are then current."""
 
     def prepare_state(self, optimizer: Optimizer) -> None:
         """Called before a checkpoint is loaded into ``optimizer.state``.
 
-        What the axis keeps elsewhere is shown there, to be filled in place.
+        State that the axis keeps elsewhere is put there, to be filled in place.
         """
 
     def state_loaded(self, optimizer: Optimizer) -> None:
-        """Called when ``optimizer.state`` has been replaced by that of a checkpoint."""
+        """Called after ``optimizer.state`` was replaced by that of a checkpoint."""
 
     def parameters_loaded(self) -> None:
-        """Called when the parameters have been replaced by those of a checkpoint."""
+        """Called after the parameters were replaced by those of a checkpoint."""
 
     def tensors_by_kind(
         self, module: Module, optimizers: Sequence[Optimizer]
     ) -> Mapping[str, Sequence[Tensor | StoredBytes]] | None:
-        """What this rank holds, by kind of memory; None where parameters and state tell it all."""
+        """Return this rank's tensors by kind of memory; None: those of module and optimizers."""
         return None
 
     @contextmanager
@@ -403,11 +415,11 @@ class DataAxis(Axis, ABC):
     @override
     @abstractmethod
     def expected_traffic(self, module: Module) -> list[ExpectedTraffic]:
-        """What one optimizer step moves on one rank, its accumulated batches included."""
+        """Return the traffic of one optimizer step on one rank, accumulated batches included."""
 
     @abstractmethod
     def expected_memory(self, module: Module, optimizers: Sequence[Optimizer]) -> list[MemoryKind]:
-        """What memory one rank should need, by kind and place, once every state exists."""
+        """Return the expected memory of one rank, by kind and place, once every state exists."""
 
 
 def send_composites(module: Module, group: ProcessGroup) -> None:

@@ -1,4 +1,4 @@
-"""The ranks of a mesh: their axes, coordinates and process groups, and how they are started.
+"""Ranks of a mesh: their axes, coordinates and process groups, and how they are started.
 
 Nothing here depends on a model; ``strategy.py`` puts one on the axes.
 """
@@ -50,7 +50,7 @@ T = TypeVar("T")
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
 NUM_RECORDED = 2000
-"""Newest calls of NCCL that torch keeps, for the explanation of a hang."""
+"""Number of NCCL calls that torch keeps, newest ones, to explain a hang."""
 
 MAX_TIMEOUT_S = 1e8
 """Three years. torch counts in 64-bit nanoseconds."""
@@ -60,13 +60,13 @@ class RankMeshStrategy(ParallelStrategy):
     """Starts ranks, gives each its coordinates on the axes, and makes their process groups.
 
     Args:
-        axes: Of the mesh, the data axis among them.
+        axes: Axes of the mesh, one of them the data axis.
         timeout_s: How long a collective may take before the run ends with an error, seconds.
         process_group_backend: ``gloo`` or ``nccl``; by default the one that fits the device.
         start_method: How ranks of this host are started, see ``MeshStrategy``.
         accelerator: As in any Lightning strategy, like the arguments below.
         parallel_devices: The devices of this host's ranks.
-        cluster_environment: Tells ranks and addresses.
+        cluster_environment: Source of ranks and addresses.
         precision_plugin: Set by ``Trainer(precision=...)``.
     """
 
@@ -97,7 +97,7 @@ class RankMeshStrategy(ParallelStrategy):
         """Outermost to innermost."""
         self.timeout_s = timeout_s
         self.groups: dict[str, ProcessGroup] = {}
-        """Of this rank, by axis."""
+        """This rank's group of each axis, by name."""
         self._joint_group: ProcessGroup | None = None
         self.recorder: Recorder | NullRecorder = NullRecorder()
         self._num_nodes = 1
@@ -111,7 +111,7 @@ class RankMeshStrategy(ParallelStrategy):
 
     @_lightning_module.setter
     def _lightning_module(self, module: LightningModule | None) -> None:
-        # The Trainer sets it before its own check, which knows no way for this strategy.
+        # The Trainer sets it before its own check, which does not allow this strategy at all.
         if is_compiled_whole(module) and not isinstance(self, LightningDDPStrategy):
             can_compile = all(axis.can_compile for axis in self.axes)
             instead = ", and set compile_blocks=True" if can_compile else ""
@@ -126,12 +126,12 @@ class RankMeshStrategy(ParallelStrategy):
 
     @property
     def data_axis(self) -> DataAxis:
-        """The one that has the parameters and the optimizers."""
+        """The axis that has the parameters and the optimizers."""
         return next(axis for axis in self.axes if isinstance(axis, DataAxis))
 
     @property
     def model_axes(self) -> list[Axis]:
-        """Those beside the data axis, outermost first."""
+        """The axes other than the data axis, outermost first."""
         return [axis for axis in self.axes if not isinstance(axis, DataAxis)]
 
     @property
@@ -144,7 +144,7 @@ class RankMeshStrategy(ParallelStrategy):
 
     @property
     def shares_batches(self) -> bool:
-        """Whether several ranks, or one that could be several, do what one process would do."""
+        """Whether an axis of any size gives its ranks the same batches."""
         return any(axis.shares_batches for axis in self.axes)
 
     # The coordinates of this rank.
@@ -153,8 +153,8 @@ class RankMeshStrategy(ParallelStrategy):
     def is_distributed(self) -> bool:
         """Whether the Trainer has to shard the data; it reads this attribute.
 
-        Ranks that share batches get the same data. Without replicas their loaders keep the
-        sampler that their author gave them, and a run sees its data in the order of one process.
+        Ranks that share batches get the same data. Without replicas their loaders keep the user's
+        sampler, and a run sees its data in the order of one process.
         """
         return not self.shares_batches or self.layout.data > 1
 
@@ -171,7 +171,7 @@ class RankMeshStrategy(ParallelStrategy):
 
     @property
     def num_nodes(self) -> int:
-        """Set by the Trainer."""
+        """Number of hosts. Set by the Trainer."""
         return self._num_nodes
 
     @num_nodes.setter
@@ -193,16 +193,16 @@ class RankMeshStrategy(ParallelStrategy):
         """The sizes of the axes.
 
         Raises:
-            LayoutError: When they do not divide the number of ranks.
+            LayoutError: The sizes do not divide the number of ranks.
         """
         return self.layout_of(self.num_nodes * self.num_processes)
 
     def layout_of(self, world_size: int) -> MeshLayout:
-        """Return what the sizes of the axes would be in a job of so many ranks.
+        """Return the sizes of the axes in a job of ``world_size`` ranks.
 
         Raises:
-            LayoutError: When they do not divide the number of ranks.
-            ConfigError: When an axis cannot run on its size.
+            LayoutError: The sizes do not divide the number of ranks.
+            ConfigError: An axis cannot run on its size.
         """
         layout = self.choose_layout(world_size)
         for axis in self.axes:
@@ -211,11 +211,11 @@ class RankMeshStrategy(ParallelStrategy):
 
     @property
     def wanted_sizes(self) -> dict[str, int]:
-        """The sizes of axes that were asked for, by name."""
+        """Requested sizes of axes, by name."""
         return {axis.name: axis.wanted_size for axis in self.axes if axis.wanted_size is not None}
 
     def choose_layout(self, world_size: int) -> MeshLayout:
-        """Divide so many ranks over the axes, see ``layout_of``."""
+        """Divide ``world_size`` ranks over the axes, see ``layout_of``."""
         return fit_layout(world_size=world_size, ranks_per_host=world_size, **self.wanted_sizes)
 
     @property
@@ -229,12 +229,12 @@ class RankMeshStrategy(ParallelStrategy):
         return {"num_replicas": self.layout.data, "rank": self.coordinates["data"]}
 
     def set_world_ranks(self) -> None:
-        """Called by the Trainer once ranks are known, and again after the ranks were started."""
+        """Set rank and world size. Called by the Trainer before and after ranks start."""
         if self.cluster_environment is not None:
             rank = self.node_rank * self.num_processes + self.local_rank
             self.cluster_environment.set_global_rank(rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        # Some environments ignore the setters, so what they say afterwards counts.
+        # Read back: some environments ignore the setters.
         rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
 
     # Starting.
@@ -271,8 +271,8 @@ class RankMeshStrategy(ParallelStrategy):
             for name, value in axis.cuda_variables.items():
                 os.environ.setdefault(name, value)
         if sum(axis.size > 1 for axis in self.axes) > 1:
-            # Communicators of several axes start their kernels in the order of the calls, which is
-            # the same on all ranks. From NCCL 2.26 on.
+            # From NCCL 2.26 on, communicators of several axes start their kernels in the order of
+            # the calls, which is the same on all ranks.
             os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
         if not any(name in os.environ for name in FLIGHT_RECORDER):
             os.environ[FLIGHT_RECORDER[0]] = str(NUM_RECORDED)
@@ -307,9 +307,9 @@ class RankMeshStrategy(ParallelStrategy):
             self._check_placement()
 
     def near_groups(self) -> dict[str, list[list[int]]]:
-        """Return, by kind, the groups whose ranks should be near each other.
+        """Return the groups whose ranks should be near each other, by kind.
 
-        Those come first that move most.
+        Inner axes, which move the most bytes, come first.
         """
         groups: dict[str, list[list[int]]] = {}
         for axis in reversed(self.axes):
@@ -317,7 +317,7 @@ class RankMeshStrategy(ParallelStrategy):
         return groups
 
     def _check_placement(self) -> None:
-        """Warn of groups that a slow link holds up though a faster one is there. Collective."""
+        """Warn about groups that use a slow link although a faster one exists. Collective."""
         groups = self.near_groups()
         if not groups:
             return
@@ -327,18 +327,18 @@ class RankMeshStrategy(ParallelStrategy):
                 warnings.warn(f"Rank placement: {text}", stacklevel=2)
 
     def _reset_seed(self) -> None:
-        """Seed every rank again, after the model was built.
+        """Seed every rank again after the model was built.
 
-        Not ranks that share batches and run the script themselves: they go on as one process does,
-        and ``setup`` gives them the generators of the first one. Ranks that begin as empty
-        processes have nothing but the seed.
+        Ranks that share batches and run the script themselves are left out: they continue as one
+        process does, and ``setup`` gives them the generators of the first one. Spawned ranks have
+        only the seed.
         """
         is_one_process = self.shares_batches and self.layout.data == 1
         if not is_one_process or self._start_method in {"spawn", "forkserver"}:
             compat.reset_seed()
 
     def _build_groups(self) -> dict[str, ProcessGroup]:
-        """One new group per axis; not the default one, whose traffic belongs to no axis.
+        """Make one new group per axis; traffic of the default group would belong to no axis.
 
         Collective over all ranks.
         """
@@ -362,12 +362,12 @@ class RankMeshStrategy(ParallelStrategy):
 
     @property
     def coupled(self) -> ProcessGroup | None:
-        """Ranks of other batches that layers compute together with, in a group on the CPU."""
+        """Ranks with other batches that compute layers with this one; a group on the CPU."""
         return next((axis.coupled for axis in self.axes if axis.coupled is not None), None)
 
     @property
     def gradient_group(self) -> ProcessGroup:
-        """The ranks that average gradients with this one. Loaders and logs divide by ``data``."""
+        """Ranks that average gradients with this one. Loaders and logs use ``data`` alone."""
         return self.groups["data"] if self._joint_group is None else self._joint_group
 
     def new_group(
@@ -378,19 +378,19 @@ class RankMeshStrategy(ParallelStrategy):
         backend: str | None = None,
         timeout: timedelta | None = None,
     ) -> ProcessGroup | None:
-        """Return one more group along an axis or several, beside those of the other ranks.
+        """Make a further group along one or several axes and return this rank's.
 
-        Collective over all ranks: each group of the axes gets one of its own at the same time.
+        Collective over all ranks: each group of the axes gets its own one.
 
         Args:
-            axis: Along which its ranks lie; several make one group over all of them.
-            members: Places on the axis of those that are in it; None: all.
-            backend: None: as the other groups.
-            timeout: How long its collectives may take; None: as of the other groups. A group with
-                one of its own is for a trial, after which the caller destroys it.
+            axis: The axis of its ranks; several make one group over all of them.
+            members: Its members' indices on the axis; None: all.
+            backend: ``gloo`` or ``nccl``; None: that of the other groups.
+            timeout: Timeout of its collectives; None: that of the other groups. A group with its
+                own timeout is for a trial; the caller destroys it.
 
         Returns:
-            The one that this rank is in, None where it is in none.
+            The group with this rank, None without one.
         """
         along = (axis,) if isinstance(axis, str) else axis
         chosen = [
@@ -408,11 +408,11 @@ class RankMeshStrategy(ParallelStrategy):
         backend: str | None = None,
         timeout: timedelta | None = None,
     ) -> ProcessGroup | None:
-        """Return one more group of those that are listed, see ``new_group``.
+        """Make the listed groups and return this rank's, see ``new_group``. Collective.
 
         Args:
-            groups: Ranks of each, the same on all ranks.
-            name: What messages of torch call them.
+            groups: Ranks of each group; the same list on all ranks.
+            name: Description of the groups in messages of torch.
             backend: See ``new_group``.
             timeout: See ``new_group``.
         """
@@ -424,7 +424,7 @@ class RankMeshStrategy(ParallelStrategy):
             )
             return group
 
-        if timeout is not None:  # of a trial, which destroys it
+        if timeout is not None:  # for a trial, which destroys the group
             return make()
         if backend is not None:
             return temporary_group(make(), self)
@@ -460,9 +460,10 @@ class RankMeshStrategy(ParallelStrategy):
         group: Any | None = None,
         reduce_op: ReduceOp | str | None = "mean",
     ) -> Tensor | Any:
-        """Reduce over the data axis unless another group is given.
+        """Reduce a copy of a tensor over the data axis unless another group is given.
 
-        Ranks of the other axes hold the same value; over all ranks a sum would count it again.
+        Ranks of the other axes hold the same value; a sum over all ranks would count it again.
+        Collective over the group. Values that are no tensors are returned.
         """
         if not isinstance(tensor, Tensor):
             return tensor
@@ -472,8 +473,8 @@ class RankMeshStrategy(ParallelStrategy):
     def all_gather(
         self, tensor: Tensor, group: ProcessGroup | None = None, sync_grads: bool = False
     ) -> Tensor:
-        """Gather over the data axis unless another group is given: others hold the same."""
-        if group is None or group is dist.group.WORLD:  # which a module asks for by default
+        """Gather over the data axis unless another group is given: other axes hold the same."""
+        if group is None or group is dist.group.WORLD:  # the default of LightningModule.all_gather
             group = self.groups.get("data")
         return super().all_gather(tensor, group, sync_grads)
 
@@ -497,10 +498,10 @@ class RankMeshStrategy(ParallelStrategy):
 
 
 def in_order(axes: Iterable[Axis]) -> tuple[Axis, ...]:
-    """Return axes from the outermost to the innermost.
+    """Sort axes from the outermost to the innermost.
 
     Raises:
-        ConfigError: When there is no data axis, or two have the same name.
+        ConfigError: There is no data axis, or two axes have the same name.
     """
     found = tuple(sorted(axes, key=_position))
     names = [axis.name for axis in found]
@@ -513,5 +514,5 @@ def in_order(axes: Iterable[Axis]) -> tuple[Axis, ...]:
 
 
 def _position(axis: Axis) -> tuple[int, bool]:
-    """Place of an axis in the order; one that folds another follows it."""
+    """Return the position of an axis; one that folds another follows it."""
     return AXES.index(axis.folds or axis.name), axis.folds is not None

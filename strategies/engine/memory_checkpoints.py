@@ -1,15 +1,15 @@
-"""Copies of the newest state of all ranks in host memory, from which a failed run goes on.
+"""Copies of the newest state of all ranks in host memory, from which a failed run resumes.
 
-A copy is what a checkpoint on a disk holds, in the files of one, and is in the memory of each host:
-the state of the host's own ranks and, in a job of several hosts, that of the host before it. So a
-run whose rank dies, or one of whose hosts is lost, goes on from it.
+A copy has the contents and the files of a checkpoint on a disk. Each host keeps in memory the state
+of its own ranks and, in a job of several hosts, that of the host before it. So a run survives the
+death of a rank or the loss of a host.
 
-``host_memory`` says where the files lie, ``host_part`` writes and sends them. A copy takes the
-state between two batches and is written by a thread beside training. The copy before it is deleted
+``host_memory`` has the paths of the files, ``host_part`` writes and sends them. A copy takes the
+state between two batches, and a thread writes it beside training. The copy before it is deleted
 when the new one is complete on all hosts.
 
-Every copy is made between two optimizer steps of one epoch, with no validation in between: what
-resumes at the end of an epoch, or before a validation, would leave that out.
+Every copy is made between two optimizer steps of one epoch, with no validation in between: a run
+resumed at the end of an epoch, or before a validation, would skip the end or the validation.
 """
 
 import contextlib
@@ -48,19 +48,19 @@ if TYPE_CHECKING:
     from boltmesh.strategies.engine.strategy import MeshStrategy
 
 _ADDRESS = "memory of the hosts, step="
-"""Begins what a copy is called where others have a path."""
+"""Prefix of the address of a copy, which takes the place of a path."""
 
 
 class MemoryCheckpoints:
-    """The copies of one strategy.
+    """Makes, finds and loads the copies of one strategy.
 
     Args:
-        strategy: Whose state it is.
+        strategy: The strategy.
         every: The most optimizer steps that a failure may lose. Copies begin twice as often, so
-            that each has as many steps to become complete.
+            that each has half of ``every`` to become complete.
 
     Raises:
-        ConfigError: ``every`` is no such number.
+        ConfigError: ``every`` is no integer of 2 or more.
     """
 
     def __init__(self, strategy: "MeshStrategy", every: int) -> None:
@@ -81,24 +81,24 @@ class MemoryCheckpoints:
         """Step of the newest copy that is complete, or of the start of this run."""
         self._last_step = 0
         self._steps_per_batch = 1
-        """More than one under manual optimization."""
+        """Optimizer steps per batch; more than one under manual optimization."""
 
     def __getstate__(self) -> dict[str, Any]:
         # Spawned ranks make their own threads and groups.
         return {**vars(self), "_copying": None, "_ranks": None}
 
-    # A run that starts.
+    # Start of a run.
 
     def find(self, run: Path, run_id: str, *, newer_than: int) -> int | None:
-        """Return the step of the newest complete copy, and get its files. Collective.
+        """Return the step of the newest complete copy, and fetch its files. Collective.
 
         Args:
             run: The run's folder.
             run_id: See ``host_memory.make_run_id``.
-            newer_than: Step of the checkpoint that the run would go on from without it.
+            newer_than: Step of the checkpoint that the run resumes from without a copy.
 
         Returns:
-            None where there is no newer one.
+            None if there is no newer copy.
         """
         self._run = run
         ranks = self._attach(run_id)
@@ -119,7 +119,7 @@ class MemoryCheckpoints:
         return None
 
     def _attach(self, run_id: str) -> HostRanks:
-        """Find the folder of this layout, and make the group of the copies. Collective."""
+        """Set the folder of this layout, and make the group of the copies. Collective."""
         strategy = self._strategy
         if self._ranks is None:
             group = dist.new_group(backend="gloo", timeout=strategy.timeout, group_desc="copies")
@@ -133,7 +133,7 @@ class MemoryCheckpoints:
         return self._ranks
 
     def _fetch(self, step: int, needed: set[int], have: list[set[int]], ranks: HostRanks) -> None:
-        """Let each host have the part that its ranks load. Collective."""
+        """Send each host the part that its ranks load. Collective."""
         for host in range(ranks.num_hosts):
             leader = host * ranks.per_host
             part = host if len(needed) > 1 else 0
@@ -152,7 +152,7 @@ class MemoryCheckpoints:
 
     @staticmethod
     def address_of(step: int) -> str:
-        """Return what ``place_of`` finds again."""
+        """Return the address of a copy, for ``place_of``."""
         return f"{_ADDRESS}{step}"
 
     def place_of(self, address: object) -> Path | None:
@@ -164,10 +164,10 @@ class MemoryCheckpoints:
         return self._path(part, int(text.removeprefix(_ADDRESS)))
 
     def start(self, trainer: Trainer) -> None:
-        """Get ready to copy. Collective over all ranks.
+        """Prepare for copies in a fit. Collective over all ranks.
 
         Raises:
-            ConfigError: There is no moment for a copy, no restart would use it, or memory is short.
+            ConfigError: No step allows a copy, no restart would use it, or memory is too small.
         """
         if self._ranks is None:
             raise ConfigError(
@@ -211,7 +211,7 @@ class MemoryCheckpoints:
         (folder / host_memory.RUN_FILE).write_text(str(self._run.resolve()), encoding="utf-8")
 
     def expected_bytes(self) -> int:
-        """Return the bytes of host memory that this rank's copies take, for its part of them.
+        """Return the bytes of host memory that this rank's part of the copies takes.
 
         Two copies while one is written; with several hosts, two of another host's rank as well.
         Replicas have one copy on each of the first two hosts, counted for its first rank.
@@ -227,11 +227,11 @@ class MemoryCheckpoints:
         return own * 2 if ranks is not None and ranks.is_leader and ranks.host < 2 else 0
 
     def expected_memory(self) -> MemoryKind:
-        """Return ``expected_bytes`` as telemetry shows them."""
+        """Return ``expected_bytes`` for telemetry."""
         return MemoryKind("copies", "host", None, self.expected_bytes())
 
     def stored_bytes(self) -> StoredBytes:
-        """Return this rank's share of the files that its host has now."""
+        """Return this rank's part of the bytes of the files on its host."""
         ranks, size = self._ranks, 0
         if ranks is not None and self._folder is not None:
             size = host_memory.stored_bytes(self._folder)
@@ -241,10 +241,10 @@ class MemoryCheckpoints:
                 size = 0
         return StoredBytes("host", size)
 
-    # A run that trains.
+    # Training.
 
     def before_batch(self, global_step: int) -> None:
-        """Wait, if this batch could be lost together with more than ``every`` steps.
+        """Wait for a copy if a failure in this batch could lose more than ``every`` steps.
 
         Raises:
             CheckpointError: A copy could not be made.
@@ -254,7 +254,7 @@ class MemoryCheckpoints:
             self.wait()
 
     def after_batch(self, trainer: Trainer) -> None:
-        """Begin a copy if it is time. Collective over all ranks."""
+        """Begin a copy if one is due. Collective over all ranks."""
         step, before = trainer.global_step, self._last_step
         if step == before or self._copying is None:
             return
@@ -267,11 +267,11 @@ class MemoryCheckpoints:
             trainer.save_checkpoint(self.address_of(step), weights_only=False)
 
     def is_own(self, address: object) -> bool:
-        """Whether a checkpoint of this name is a copy in memory."""
+        """Whether an address is that of a copy."""
         return str(address).startswith(_ADDRESS)
 
     def save(self, checkpoint: dict[str, Any], address: object) -> None:
-        """Take the state now, and begin to write it. Collective over all ranks."""
+        """Copy the state and begin to write it. Collective over all ranks."""
         step = int(str(address).removeprefix(_ADDRESS))
         self.wait()
         strategy, ranks, copying = self._strategy, self._ranks, self._copying
@@ -300,7 +300,7 @@ class MemoryCheckpoints:
         ranks.run(act if ranks.rank == 0 else noop)
 
     def _send_on(self, step: int, ranks: HostRanks) -> None:
-        """Send the parts of all hosts to the next host each. Collective."""
+        """Send the part of each host to the next host. Collective."""
         count = ranks.num_hosts
         if count == 1:
             return
@@ -317,7 +317,7 @@ class MemoryCheckpoints:
         )
 
     def _keep_only(self, step: int | None, ranks: HostRanks) -> None:
-        """Delete all copies but one, once that is complete on all hosts. Collective."""
+        """Delete all copies but that of ``step``, once it is complete on all hosts. Collective."""
         ranks.run(noop)
         if ranks.is_leader and self._folder is not None:
             name = None if step is None else self._path(0, step).name
@@ -329,14 +329,14 @@ class MemoryCheckpoints:
         """Wait until no copy is being written.
 
         Raises:
-            CheckpointError: It could not be written.
+            CheckpointError: The copy could not be written.
         """
         if self._copying is not None:
             self._copying.wait()
             self._complete = max(self._complete, self._begun)
 
     def close(self) -> None:
-        """Wait, on a rank whose run is over for whatever reason; others may be gone."""
+        """Wait for this rank's writes at the end of its run; other ranks may have ended."""
         copying, self._copying, self._ranks = self._copying, None, None
         if copying is not None:
             try:
@@ -345,7 +345,7 @@ class MemoryCheckpoints:
                 warnings.warn(f"The last copy in memory is not there: {error}", stacklevel=2)
 
     def forget(self) -> None:
-        """Free the memory of this host, when the run has ended as it should."""
+        """Delete the copies on this host after a run without failure."""
         if self._folder is not None and self._strategy.local_rank == 0:
             run_id = self._folder.name.partition("-")[0]
             for each in self._folder.parent.glob(f"{run_id}-*"):  # of other layouts as well
@@ -356,10 +356,10 @@ class MemoryCheckpoints:
 
 
 class MemoryCopies(Checkpoint):
-    """Makes the copies. A ``Checkpoint``, because the Trainer calls those last.
+    """Callback that makes the copies. A ``Checkpoint``, because the Trainer calls those last.
 
     Args:
-        copies: Those of the strategy.
+        copies: The copies of the strategy.
     """
 
     def __init__(self, copies: MemoryCheckpoints) -> None:
@@ -378,7 +378,7 @@ class MemoryCopies(Checkpoint):
 
 
 def _all_or_config_error(action: Callable[[], object], ranks: HostRanks) -> None:
-    """Run an action on the first rank of each host; its ConfigError is raised on all ranks."""
+    """Run an action on the first rank of each host and raise its ConfigError on all ranks."""
     said = None
     if ranks.is_leader:
         try:

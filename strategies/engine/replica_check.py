@@ -1,10 +1,10 @@
-"""Compares, every few steps, the parameters that have to be equal on several ranks.
+"""Compares the parameters that have to be equal on several ranks, every few steps.
 
-A rank whose memory or device is faulty, or whose code changes parameters on that rank alone, trains
-on with values of its own, and no error says so. Here each rank sends a hash of each parameter along
-each axis of the mesh, and the rank with another value than the others is named.
+Faulty memory, a faulty device, or code that changes parameters on one rank alone makes that rank
+train with different values, without an error. Here each rank sends a hash of each parameter along
+each axis of the mesh, and the error names the rank whose values differ.
 
-Compared are the parameters of replicas (``bolt_ddp``, a data axis with ``zero_stage=0``, groups of
+It compares the parameters of replicas (``bolt_ddp``, a data axis with ``zero_stage=0``, groups of
 ``shard_size``), those that the tensor plan leaves whole, and tied weights of several stages.
 """
 
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from boltmesh.strategies.engine.strategy import MeshStrategy
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""By the bytes of an element."""
+"""Integer dtypes by the bytes of an element."""
 _CHUNK = 1 << 20
-"""Elements that are hashed at once, in eight bytes each."""
+"""Number of elements that are hashed at once, eight bytes each."""
 _FACTOR = 0x5851F42D4C957F2D  # Knuth's multiplier of MMIX
 
 
 class _Key(NamedTuple):
-    """Names values that are equal on all ranks that have them."""
+    """Identifies values that are equal on all ranks that hold them."""
 
     name: str
     shard: tuple[int, ...]
@@ -42,14 +42,14 @@ class _Key(NamedTuple):
 
 
 class ReplicaCheck:
-    """Compares parameters after every so many optimizer steps.
+    """Compares parameters every ``every`` optimizer steps.
 
     Args:
-        strategy: Whose model it is.
-        every: Optimizer steps from one comparison to the next.
+        strategy: The strategy of the model.
+        every: Optimizer steps between two comparisons.
 
     Raises:
-        ConfigError: ``every`` is no number of steps.
+        ConfigError: ``every`` is no positive integer.
     """
 
     def __init__(self, strategy: "MeshStrategy", every: int) -> None:
@@ -63,7 +63,7 @@ class ReplicaCheck:
         self._last_step = 0
 
     def start(self, global_step: int) -> None:
-        """Begin at a step. Collective over all ranks.
+        """Start the comparison intervals at a step. Collective over all ranks.
 
         Raises:
             ConfigError: No two ranks hold the same parameter.
@@ -77,10 +77,10 @@ class ReplicaCheck:
             )
 
     def after_step(self, global_step: int, *, is_last: bool = False) -> None:
-        """Compare if it is time. Collective over all ranks.
+        """Compare if a comparison is due. Collective over all ranks.
 
         Raises:
-            DivergenceError: A rank holds other values than the others.
+            DivergenceError: Ranks hold different values of a parameter.
         """
         is_due = global_step // self._every > self._last_step // self._every
         if is_due or (is_last and global_step > self._last_step):
@@ -114,7 +114,7 @@ class ReplicaCheck:
         return [axis for axis in self._strategy.axes if axis.size > 1]
 
     def _shared(self, axis: "Axis") -> Iterator[tuple[_Key, Tensor]]:
-        """Yield the parameters of this rank that other ranks along an axis may hold, too."""
+        """Yield this rank's parameters that other ranks along an axis may hold, too."""
         strategy = self._strategy
         module = strategy.lightning_module
         assert module is not None
@@ -130,7 +130,7 @@ class ReplicaCheck:
 
 
 def _shard(parameter: Tensor, ranks: list[int]) -> tuple[int, ...] | None:
-    """Return the places of a rank's shard; None if each of these ranks has another one."""
+    """Return this rank's indices of its shard; None if each of ``ranks`` has another shard."""
     if not isinstance(parameter, DTensor):
         return ()
     mesh, places = parameter.device_mesh, []
@@ -159,9 +159,12 @@ def hash_of_all(tensors: Iterable[Tensor]) -> int:
 
 
 def hash_of(tensor: Tensor) -> int:
-    """Return a hash of the bits of a tensor of any shape, which one changed element changes.
+    """Return a 64-bit hash of the bits of a tensor; one changed element changes it.
 
-    Each element, as an integer, is multiplied by an odd number that depends on its place.
+    Each element, as an integer, is multiplied by an odd number that depends on its position.
+
+    Args:
+        tensor: Tensor of any shape and dtype.
     """
     bits = (
         tensor.detach()
@@ -178,20 +181,20 @@ def hash_of(tensor: Tensor) -> int:
 
 
 class Differing(NamedTuple):
-    """A parameter that differs between ranks."""
+    """A parameter with different values on different ranks."""
 
     name: str
     wrong: int | None
-    """The rank that differs from all others; None if they are no majority."""
+    """The first rank outside of the majority; None if there is no majority."""
     others: list[int]
-    """The ranks that agree; of no majority, all of them."""
+    """The ranks of the majority; without one, all ranks."""
 
 
 def find_differing(hashes: dict[int, dict[_Key, int]]) -> Differing | None:
     """Return the first parameter whose hashes differ.
 
     Args:
-        hashes: By rank, of the parameters that the rank holds.
+        hashes: Hashes of the parameters that a rank holds, by rank.
     """
     by_key: dict[_Key, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, each in hashes.items():

@@ -1,11 +1,10 @@
-"""Loaders that know their place in an epoch, and begin there again.
+"""Loaders that know their position in an epoch and resume there.
 
-``make_resumable`` gives a ``DataLoader`` the means to do so. A resumed loader replays its epoch:
-the random state in which the epoch's iterator was made is put back, so that the shuffle and the
-worker seeds are the same; batches that training has used are passed over (by index where nothing
-but the index is lost, else by loading them); then the random state of the moment of the checkpoint
-is put back, and training goes on. Several loaders of one training are replayed together, before the
-first of them gives a batch.
+``make_resumable`` turns a ``DataLoader`` into one. A resumed loader replays its epoch: the random
+state in which the epoch's iterator was made is restored, so that the shuffle and the worker seeds
+are the same; batches that training has used are skipped (by index if nothing but the index is
+lost, else by loading them); then the random state at the checkpoint is restored, and training
+continues. Several loaders of one training are replayed together, before the first batch of any.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,21 +25,21 @@ from boltmesh.strategies.torch_compat.files import skip_indices
 
 @dataclass
 class LoaderState:
-    """Where one rank stands in one loader."""
+    """Position of one rank in one loader."""
 
     position: int
-    """Batches of this epoch that training has used; 0 at the start of an epoch."""
+    """Number of batches of this epoch that training has used; 0 at the start of an epoch."""
     epoch_start: RandomState | None
-    """Before this epoch's iterator was made; None where a new epoch begins."""
+    """Random state before this epoch's iterator was made; None at the start of an epoch."""
     before_prefetch: RandomState | None = None
-    """Before the batch was loaded that is fetched and not yet used, where there is one."""
+    """Random state before the load of the batch that is fetched and not yet used, if any."""
     sampler_seed: int | None = None
-    """By which a distributed sampler shuffles each epoch."""
+    """Seed by which a distributed sampler shuffles each epoch."""
     generators: list[Tensor] | None = None
-    """States of the generators of the loader and its samplers, of the moment of ``epoch_start``;
-    the present ones where a new epoch begins."""
+    """States of the generators of the loader and its samplers at ``epoch_start``; the present ones
+    at the start of an epoch."""
     has_ended: bool = False
-    """Whether an earlier pass of this epoch has ended, as of a loader beside a longer one."""
+    """Whether an earlier pass of this epoch has ended, as for a loader beside a longer one."""
 
     @property
     def is_new_epoch(self) -> bool:
@@ -48,7 +47,7 @@ class LoaderState:
         return self.epoch_start is None and self.position == 0
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain containers."""
+        """Return the state as plain containers."""
         return dict(vars(self))
 
     @classmethod
@@ -58,18 +57,18 @@ class LoaderState:
 
 
 class ResumePoint:
-    """The random state of one rank's training, kept apart from what validation does to it.
+    """The random state of one rank's training, kept apart from that of validation.
 
-    A resumed run puts it back at the first moment at which training uses it. Validation within a
-    fit draws numbers too (a loader draws one whenever it is iterated over), and a checkpoint may
-    be written before, during or after it; so what it draws is taken back when it ends, as Lightning
-    does for the sanity check.
+    A resumed run restores it when training first uses it. Validation within a fit draws numbers
+    too (a loader draws one whenever it is iterated over), and a checkpoint may be written before,
+    during or after it; so the state before validation is restored after it, as Lightning does for
+    the sanity check.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.is_resuming = False
-        """From the start of a resumed fit until its first batch is about to be used."""
+        """True from the start of a resumed fit until its first batch is about to be used."""
         self.fetches_ahead = False
         """Whether a training loader has no length, so that batches are fetched before their use."""
         self._now: RandomState | None = None
@@ -78,37 +77,37 @@ class ResumePoint:
         self._waiting: list[_Epoch] = []
 
     def current(self) -> RandomState:
-        """The state of training, also while validation runs."""
+        """Return the state of training, also while validation runs."""
         return self._aside if self._aside is not None else capture_random_state(self.device)
 
     def set_aside(self) -> None:
-        """Validation begins."""
+        """Keep the state of training. Called when validation begins."""
         if self._aside is None:
             self._aside = capture_random_state(self.device)
 
     def take_back(self) -> None:
-        """Validation has ended."""
+        """Restore the state of training. Called when validation has ended."""
         if self._aside is not None:
             restore_random_state(self._aside, self.device)
             self._aside = None
 
     def begin(self, state: RandomState | None) -> None:
-        """A resumed fit starts; ``state`` is that of the checkpoint, where it has one."""
+        """Start a resumed fit with the checkpoint's random state, if it has one."""
         self.is_resuming = True
         self._now = state
         self._is_applied = False
         self._waiting = []
 
     def add_pass(self, epoch: "_Epoch", *, instead_of: "_Epoch | None") -> None:
-        """Let a pass over a loader wait until the first batch of any is asked for."""
+        """Postpone the replay of a pass until the first batch of any loader is requested."""
         self._waiting = [each for each in self._waiting if each is not instead_of]
         self._waiting.append(epoch)
 
     def resume_passes(self) -> None:
-        """Put the passes that wait where they were, and then the state.
+        """Replay the postponed passes, then restore the random state.
 
-        All at once, in the order in which the loop began them: what a loader draws for its next
-        batch comes after what the others drew when they were begun.
+        All together, in the order in which the loop began them: a loader draws numbers for its
+        next batch after the others have drawn theirs at their beginning.
         """
         waiting, self._waiting = self._waiting, []
         starts = [each.start for each in waiting if each.start is not None]
@@ -128,18 +127,18 @@ class ResumePoint:
             self.apply()
 
     def apply(self) -> None:
-        """Put the state back now, again if need be: Lightning may ask for an iterator twice."""
+        """Restore the state, also a second time: Lightning may make an iterator twice."""
         if self._now is not None:
             restore_random_state(self._now, self.device)
         self._is_applied = True
 
     def apply_once(self) -> None:
-        """Put the state back unless that was done."""
+        """Restore the state unless it was restored."""
         if self.is_resuming and not self._is_applied:
             self.apply()
 
     def settle(self) -> None:
-        """The first batch is about to be used: from here on the run is like any other."""
+        """End the resumption. Called before the first batch is used."""
         if self.is_resuming:
             self._aside = None
             self.apply_once()
@@ -149,16 +148,16 @@ class ResumePoint:
 
 @dataclass
 class _LoaderPosition:
-    """What a resumable loader knows of itself."""
+    """State of a resumable loader."""
 
     point: ResumePoint
     is_for_training: bool
     start: LoaderState | None = None
-    """Where the next pass begins, when a run was resumed."""
+    """Start of the next pass in a resumed run."""
     is_resumed: bool = False
-    """Whether a pass of it begins or has begun where a state says."""
+    """Whether one of its passes begins or has begun at a loaded state."""
     epoch: "_Epoch | None" = None
-    """The pass that was begun last."""
+    """The latest pass."""
 
     def __getstate__(self) -> dict[str, Any]:
         # Users copy Trainers with their loaders, and an iterator cannot be copied.
@@ -166,14 +165,14 @@ class _LoaderPosition:
 
 
 class _ResumableLoader:
-    """Marks the class of a loader that knows its place."""
+    """Marks the class of a resumable loader."""
 
     place: _LoaderPosition | None = None
-    """None for a copy that Lightning has made and not handed to the strategy."""
+    """None for a copy that Lightning made and did not pass to the strategy."""
 
 
 def _iterate(loader: Any) -> Iterator[Any]:
-    """Takes the place of ``__iter__``: a pass over the loader that knows its place."""
+    """Replacement of ``__iter__``: a pass over the loader that knows its position."""
     place: _LoaderPosition | None = loader.place
     make: Callable[[], Iterator[Any]] = partial(type(loader).plain_iter, loader)
     if place is None:
@@ -187,7 +186,7 @@ def _iterate(loader: Any) -> Iterator[Any]:
         last.go_on()
         return last
     if start is None and last is not None and place.point.is_resuming:
-        start = last.start  # Lightning asked twice before it used a batch
+        start = last.start  # Lightning made a second iterator before it used a batch
     place.epoch = _Epoch(loader, make, place.point, start)
     if start is not None:
         place.point.add_pass(place.epoch, instead_of=last)
@@ -195,7 +194,7 @@ def _iterate(loader: Any) -> Iterator[Any]:
 
 
 class _Epoch(Iterator[Any]):
-    """One pass over a loader that knows its place."""
+    """One pass over a resumable loader."""
 
     def __init__(
         self,
@@ -213,7 +212,7 @@ class _Epoch(Iterator[Any]):
         self._point = point
         self.start = start
         self.goes_on = False
-        """Whether it has repeated the end of an earlier pass, and continues in the next one."""
+        """Whether it has repeated the end of an earlier pass and continues in the next one."""
         self._has_given = self._has_gone_on = False
         self._ends_first = start is not None and start.has_ended
         # Only these batches are made in this process and fetched ahead of their use.
@@ -250,7 +249,7 @@ class _Epoch(Iterator[Any]):
         return batch
 
     def go_on(self) -> None:
-        """Give the batches of the pass that has only seemed to end."""
+        """Continue after the repeated end of an earlier pass."""
         self.goes_on, self._has_gone_on = False, True
         if self.start is not None and self.start.before_prefetch is not None:
             restore_random_state(self.start.before_prefetch, self._point.device)
@@ -261,7 +260,10 @@ class _Epoch(Iterator[Any]):
         self.inner = self._make()
 
     def resume(self) -> None:
-        """Make the iterator only now: Lightning tells the sampler its epoch after ``iter()``."""
+        """Make the iterator and skip used batches; Lightning has set the sampler's epoch by now.
+
+        It does so after ``iter()``.
+        """
         start = self.start
         assert start is not None
         if start.epoch_start is not None:
@@ -277,7 +279,7 @@ class _Epoch(Iterator[Any]):
 
 
 def make_resumable(loader: object, point: ResumePoint, *, is_for_training: bool) -> bool:
-    """Teach a ``DataLoader`` its place. Anything else, and what is stateful already, is left alone.
+    """Make a ``DataLoader`` resumable. Other objects and stateful loaders are left alone.
 
     The object keeps its identity and its class stays a subclass of what it was, so that references
     to it and ``isinstance`` stay valid.
@@ -291,7 +293,7 @@ def make_resumable(loader: object, point: ResumePoint, *, is_for_training: bool)
         if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
             return False
         kind = type(loader)
-        # The user's class comes first: only then may an object change to the new one.
+        # The user's class comes first: else Python refuses the assignment of ``__class__``.
         names = {"__iter__": _iterate, "plain_iter": kind.__iter__}
         loader.__class__ = type(kind.__name__, (kind, _ResumableLoader), names)
     loader.place = _LoaderPosition(point, is_for_training)
@@ -307,7 +309,14 @@ def is_resumable(loader: object) -> bool:
 def loader_state(
     loader: Any, *, prefetched: int, is_epoch_over: bool, has_ended: bool
 ) -> LoaderState:
-    """Where this rank stands in a resumable loader."""
+    """Return this rank's position in a resumable loader.
+
+    Args:
+        loader: A loader that ``is_resumable``.
+        prefetched: Batches that are fetched and not yet used.
+        is_epoch_over: The next pass begins an epoch.
+        has_ended: See ``LoaderState``.
+    """
     epoch: _Epoch | None = loader.place.epoch
     seed = getattr(loader.sampler, "seed", None)
     if epoch is None or is_epoch_over:
@@ -319,7 +328,7 @@ def loader_state(
 
 
 def resume_loader(loader: Any, state: LoaderState) -> None:
-    """Let the next pass over the loader begin where ``state`` says."""
+    """Let the next pass over the loader begin at ``state``."""
     loader.place.start = state
     loader.place.is_resumed = True
     if state.sampler_seed is not None and hasattr(loader.sampler, "seed"):

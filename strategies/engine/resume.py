@@ -1,9 +1,9 @@
-"""Continuing to the bit: what a checkpoint of ours holds beside what Lightning puts in.
+"""Bitwise resume: the entry that the strategy adds to a checkpoint of Lightning.
 
-Lightning stores neither random states nor the place in the data. The entry ``boltmesh`` holds the
-random state of each rank, the place of each in its training loaders, and what schedulers monitored
-last. Everything else in the file is Lightning's own, so plain Lightning reads it and ignores the
-entry.
+Lightning stores neither random states nor positions in the data. The entry ``boltmesh`` holds the
+random state of each rank, its positions in its training loaders, and the values that schedulers
+monitored last. The rest of the file is Lightning's own, so plain Lightning reads it and ignores
+the entry.
 """
 
 import warnings
@@ -50,21 +50,21 @@ FORMAT = 1
 
 
 class ResumeManager:
-    """Stores the entry, reads it, and puts a resumed run where it was. One per strategy."""
+    """Writes and reads the entry, and restores the position of a run. One per strategy."""
 
     def __init__(self, strategy: "MeshStrategy") -> None:
         self._strategy = strategy
         self.point = ResumePoint(strategy.root_device)
         self._is_loaded = False
-        """From the loading of a checkpoint until training starts."""
+        """True from the loading of a checkpoint until training starts."""
         self._states: list[LoaderState] | None = None
-        """Of the training loaders in order; None when the checkpoint has none of ours."""
+        """States of the training loaders in order; None if the checkpoint has no entry."""
         self._num_adopted = 0
         self.monitored: dict[str, float] = {}
-        """By key, what schedulers monitored last in the run that is resumed."""
+        """Last values that schedulers monitored in the resumed run, by key."""
 
     def adopt(self, dataloader: object, trainer: Trainer) -> object:
-        """Make a loader of a fit resumable where that can be done."""
+        """Make a loader of a fit resumable if possible, and return it."""
         is_for_training = bool(trainer.training)
         can_resume = make_resumable(dataloader, self.point, is_for_training=is_for_training)
         if can_resume and is_for_training and self._is_loaded:
@@ -76,8 +76,8 @@ class ResumeManager:
         self._num_adopted += 1
         if self._states is not None and number < len(self._states):
             return self._states[number]
-        # Nobody of ours wrote it, or there are more loaders now: Lightning's own count of batches
-        # is what is left, and with a sampler that is seeded by epoch it is enough.
+        # The checkpoint has no entry, or there are more loaders now. Lightning's count of batches
+        # is enough with a sampler that is seeded by epoch.
         position = batches_to_skip(trainer)
         if position:
             warnings.warn(
@@ -89,10 +89,10 @@ class ResumeManager:
         return LoaderState(position, None)
 
     def store(self, checkpoint: dict[str, Any], trainer: Trainer) -> dict[str, Any]:
-        """The checkpoint with the entry. Collective, unless the run is ending by an error.
+        """Return the checkpoint with the entry. Collective, unless the run ends by an error.
 
-        A rank that failed saves alone while the others are elsewhere; it then stores its own
-        state, and the other ranks' streams begin anew.
+        A rank that failed saves alone and stores its own state; the other ranks' random streams
+        restart from the seed.
         """
         if trainer.state.fn != TrainerFn.FITTING or "loops" not in checkpoint:
             return checkpoint
@@ -129,15 +129,15 @@ class ResumeManager:
                 for key, value in axis.kept_for_resume().items()
             },
         }
-        # A copy: callbacks may keep the dictionary that they were shown.
+        # A copy: callbacks may keep the dictionary that they got.
         return {**checkpoint, KEY: entry}
 
     def read(self, checkpoint: dict[str, Any], trainer: Trainer, path: str) -> None:
-        """Take the entry out of a checkpoint that a fit resumes from.
+        """Remove the entry from a checkpoint that a fit resumes from, and load it.
 
         Raises:
-            CheckpointError: When it was written in the middle of an epoch by another number of
-                data ranks, whose shares of the data nobody can match.
+            CheckpointError: It was written in the middle of an epoch by another number of data
+                ranks, which divided the data differently.
         """
         entry = checkpoint.pop(KEY, None)
         if trainer.state.fn != TrainerFn.FITTING or "loops" not in checkpoint:
@@ -168,7 +168,7 @@ class ResumeManager:
             self._states = [LoaderState.from_dict(each) for each in mine["loaders"]]
         written = next((each for each in entry["ranks"] if each is not None), None)
         if mine is None and written is not None and not entry["is_mid_epoch"]:
-            # A new epoch is shuffled alike on all ranks, whatever seed this process has.
+            # All ranks shuffle a new epoch in the same order, whatever seed this process has.
             self._states = [
                 LoaderState(
                     0, None, sampler_seed=each["sampler_seed"], generators=each.get("generators")
@@ -179,9 +179,10 @@ class ResumeManager:
         self.point.begin(mine["random"] if mine else None)
 
     def _writer(self, then: dict[str, int]) -> int:
-        """Return the rank of a run's mesh, of as many data ranks, that this rank goes on from.
+        """Return the rank of the saved run whose entry this rank loads.
 
-        In another layout it is the first that saw the same batches: the ranks beside it draw alike.
+        The saved run has as many data ranks. In another layout it is the first rank with the same
+        batches: the ranks that share them draw the same numbers.
         """
         written = MeshLayout(**then)
         if written == self._strategy.layout:
@@ -189,7 +190,7 @@ class ResumeManager:
         return written.rank_at(data=self._strategy.coordinates["data"])
 
     def settle(self, trainer: Trainer) -> None:
-        """Called on every rank when a batch of training is about to be used."""
+        """Called on every rank before a training batch is used."""
         if self.point.is_resuming:
             end_restart(trainer)
         self.point.settle()
@@ -205,19 +206,19 @@ class ResumeManager:
         loaders = [each for each in training_loaders(trainer) if is_resumable(each)]
         early = [each for each in loaders if not each.place.is_resumed]
         if early and self._states:
-            # They were iterated over before the checkpoint was loaded, as a module causes that
-            # asks for ``estimated_stepping_batches``.
+            # They were iterated over before the checkpoint was loaded: a module that reads
+            # ``estimated_stepping_batches`` causes that.
             for loader in early:
                 resume_loader(loader, self._next_state(trainer))
         are_all_ours = len(loaders) == len(training_loaders(trainer))
         if (early and self._states) or (are_all_ours and prefetched_batches(trainer)):
-            set_sampler_epochs(trainer)  # what is fetched ahead is shuffled by it
+            set_sampler_epochs(trainer)  # batches fetched ahead are shuffled by it
             restart_fetching(trainer)
         if not are_all_ours and not prefetched_batches(trainer):
             call_before_fetch(trainer, self.point.resume_passes)
         self._is_loaded, self._states = False, None
         if are_all_ours:
-            # Lightning knows of loaders with a ``state_dict`` alone.
+            # Lightning recognises only loaders with a ``state_dict``.
             warnings.filterwarnings(
                 "ignore", message="You're resuming from a checkpoint that ended before the epoch"
             )

@@ -1,7 +1,7 @@
-"""``MeshStrategy``: sets a run up on the axes of a mesh, and ends it.
+"""``MeshStrategy``: set-up, checkpoints and end of a run on the axes of a mesh.
 
-It does what Lightning expects of any strategy; how the model is put on an axis, and what becomes of
-a step there, is in the class of that axis. The LightningModule stays as its author wrote it.
+It implements Lightning's strategy interface. The class of an axis implements how the model is put
+on that axis and how a step runs there. The LightningModule is not modified.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -61,29 +61,29 @@ from boltmesh.telemetry.traffic import ExpectedTraffic, added_up
 
 
 class MeshStrategy(LoopStrategy):
-    """Runs a LightningModule on a mesh of ranks, each axis of which does its part of the work.
+    """Runs a LightningModule on a mesh of ranks, through the axes of the mesh.
 
     Args:
-        axes: Of the mesh, in any order; one of them is a data axis, which takes the ranks that the
+        axes: Axes of the mesh, in any order. One is a data axis, which takes the ranks that the
             sizes of the others leave.
         timeout_s: How long a collective may take before the run ends with an error, seconds.
-        telemetry: Record what ``boltmesh top`` shows.
+        telemetry: Write the records that ``boltmesh top`` shows.
         activation_checkpointing, activation_offload: As for ``ActivationCheckpointing``.
         compile_blocks: Compile each repeated block by ``torch.compile``, for training.
-        float8: As for ``Float8Products``: how matrix products of repeated blocks are scaled.
-        tile_logits: As for ``LogitTiling``: positions whose logits exist at the same time.
+        float8: Scaling of the matrix products of repeated blocks, see ``Float8Products``.
+        tile_logits: Positions whose logits exist at the same time, see ``LogitTiling``.
         seed: Give every data rank a random stream of its own, derived from this number, once the
             model is built: dropout then differs between ranks and repeats between runs. With None
-            the streams stay as ``seed_everything`` left them, alike on every rank.
+            the streams stay as ``seed_everything`` left them, the same on every rank.
         async_save: Write checkpoints beside training: a save copies what this rank holds into host
-            memory and goes on. The next save and the end of the run wait for it and raise its
-            error; what it replaces is deleted once it is complete.
+            memory and returns. The next save and the end of the run wait for it and raise its
+            error; the checkpoint that it replaces is deleted once it is complete.
         process_group_backend: ``gloo`` or ``nccl``; by default the one that fits the device.
         start_method: ``popen`` runs the script again for each rank; ``spawn``, ``fork`` and
             ``forkserver`` start functions, for notebooks and tests.
-        save_trainable_only: Leave parameters out of checkpoints that are frozen, and as they were
-            when training began. A run resumes from such a checkpoint in a module with the same
-            ones; in another it ends with an error.
+        save_trainable_only: Leave out of checkpoints the frozen parameters that have not changed
+            since training began. A run resumes from such a checkpoint in a module with the same
+            frozen parameters; in another module it ends with an error.
         verify_replicas_every: Optimizer steps between two runs of ``ReplicaCheck``; None for none.
         checkpoint_in_memory_every: Most optimizer steps that a failure of ``boltmesh fit`` loses,
             see ``MemoryCheckpoints``; None for no copies in memory.
@@ -145,26 +145,26 @@ class MeshStrategy(LoopStrategy):
         self.alerts: AlertThresholds | None = None
         """Set by ``boltmesh fit``: name of the config, its values by dotted keys, its limits."""
         self.is_placed = False
-        """Whether each rank has got its part of a model."""
+        """Whether each rank has its part of a model."""
         for axis in self.axes:
             axis.attach(self)
 
     def add_axis(self, axis: Axis) -> None:
-        """Put one more axis between the others, or in the place of the one with its name."""
+        """Add an axis, or replace the axis of the same name."""
         self.axes = in_order([axis, *(each for each in self.axes if each.name != axis.name)])
         axis.attach(self)
 
     @property
     def public_name(self) -> str:
-        """The class that users build, in messages and in the dashboard."""
+        """Class name of the strategy, shown in errors and in the dashboard."""
         return type(self).__name__
 
     @property
     def defers_building(self) -> bool:
-        """Whether what ``configure_model`` makes may be larger than this rank's memory.
+        """Whether the model of ``configure_model`` may be larger than this rank's memory.
 
-        It is then made when the model is divided: each rank gets its part of what the author's
-        initialisation gives.
+        Parameters are then initialised when the model is divided: each rank computes its part of
+        the values that the user's initialisation gives.
         """
         return any(axis.defers_building for axis in self.axes)
 
@@ -231,7 +231,7 @@ class MeshStrategy(LoopStrategy):
             axis.start(trainer)
 
     def _place(self, trainer: Trainer) -> None:
-        """Put the model on the axes, before anything is moved or wrapped. Collective."""
+        """Put the model on the axes, before it is moved or wrapped. Collective."""
         module = self.lightning_module
         assert module is not None
         for axis in self.axes:
@@ -244,7 +244,7 @@ class MeshStrategy(LoopStrategy):
                 self.add_axis(self.data_axis.for_one_rank())
         for axis in self.axes:
             axis.look_at_whole(trainer)
-        for axis in reversed(self.axes):  # stages are made of layers that are divided already
+        for axis in reversed(self.axes):  # stages are made of divided layers
             axis.place(trainer)
         self.is_placed = True
 
@@ -252,7 +252,7 @@ class MeshStrategy(LoopStrategy):
         """Let ranks that share batches draw the same random numbers. Collective over all ranks.
 
         Raises:
-            ConfigError: When the run lets one rank do what the others do not.
+            ConfigError: In the run one rank does work that the others do not.
         """
         reasons = next((axis.reasons for axis in self.axes if axis.reasons is not None), None)
         if reasons is not None:
@@ -268,7 +268,7 @@ class MeshStrategy(LoopStrategy):
                 share_random_state(axis.sharing_group, self.root_device)
 
     def _prepare_fit(self, trainer: Trainer) -> None:
-        """Get ready to save, and do to the model's modules what training alone needs."""
+        """Prepare for saving, and change the model's modules for training."""
         mend_folders(trainer)
         if self.stores_shards:
             refuse_unshared_folders(trainer)
@@ -285,7 +285,7 @@ class MeshStrategy(LoopStrategy):
             self.model = self._layer_sync.apply(self.model)
 
     def _wrap(self, trainer: Trainer) -> None:
-        """Make replicas or shards of the model; parameters may be other objects afterwards."""
+        """Make replicas or shards of the model; this may replace parameters by other objects."""
         assert self.model is not None
         for axis in self.axes:
             axis.before_wrap()
@@ -294,7 +294,7 @@ class MeshStrategy(LoopStrategy):
             axis.after_wrap()
 
     def _adopt_optimizers(self, trainer: Trainer) -> None:
-        """Make the user's optimizers, and let the data axis step its part of what they step."""
+        """Make the user's optimizers and give them to the data axis, which steps its part."""
         self.setup_optimizers(trainer)
         assert self.lightning_module is not None
         may_be_read = reads_gradients(trainer, self.lightning_module)
@@ -317,7 +317,7 @@ class MeshStrategy(LoopStrategy):
         materialize(self.model, self.root_device)
         self.model.to(self.root_device)
 
-    # What this rank has.
+    # Parameters and buffers of this rank; forecasts.
 
     @property
     def stores_shards(self) -> bool:
@@ -326,11 +326,11 @@ class MeshStrategy(LoopStrategy):
 
     @property
     def divides_modules(self) -> bool:
-        """Whether parameters are whole, each on some of the ranks."""
+        """Whether each parameter is whole, and on some of the ranks only."""
         return any(axis.divides_modules for axis in self.axes)
 
     def held_parameters(self) -> Collection[Parameter]:
-        """The module's parameters of which this rank has values, shards among them."""
+        """Return the module's parameters that this rank has values of, as shards or whole."""
         for axis in self.axes:
             held = axis.held_parameters()
             if held is not None:
@@ -342,13 +342,13 @@ class MeshStrategy(LoopStrategy):
         return all(axis.holds(name) for axis in self.axes)
 
     def holds_buffer(self, name: str) -> bool:
-        """Whether this rank has the model's value of a buffer, and not what it needs no longer."""
+        """Whether this rank has the model's value of a buffer; others may have a stale one."""
         return all(axis.holds_buffer(name) for axis in self.axes)
 
     def expected_traffic(self) -> list[ExpectedTraffic]:
-        """What one optimizer step should move on this rank, to be shown beside what it moved.
+        """Return the traffic expected of one optimizer step on this rank.
 
-        Empty under manual optimisation, where only the user knows how often gradients are made.
+        Empty under manual optimisation, in which the number of backward passes is unknown.
         """
         module = self.lightning_module
         if self.model is None or module is None or not module.automatic_optimization:
@@ -356,7 +356,7 @@ class MeshStrategy(LoopStrategy):
         return added_up(each for axis in self.axes for each in axis.expected_traffic(self.model))
 
     def expected_memory(self) -> list[MemoryKind]:
-        """What memory this rank should need, to be shown beside what it takes."""
+        """Return the memory expected on this rank, by kind and place."""
         if self.model is None:
             return []
         kinds = self.data_axis.expected_memory(self.model, self.optimizers)
@@ -430,7 +430,7 @@ class MeshStrategy(LoopStrategy):
 
     @override
     def barrier(self, name: str | None = None) -> None:
-        # The Trainer meets after each save; a callback may save what a failing rank has.
+        # The Trainer calls it after each save, and a failing rank may save in a callback, alone.
         if not (name == AFTER_SAVING and self.checkpoints.is_alone):
             super().barrier(name)
 
@@ -469,10 +469,10 @@ class MeshStrategy(LoopStrategy):
             axis.report(exception)
 
     def explain(self, exception: BaseException) -> None:
-        """Put into an error that ends the run what this rank knows of its cause.
+        """Add this rank's knowledge of the cause to an error that ends the run.
 
-        A rank that lost a peer may know why it went. Callbacks that pass an error on ask for it,
-        because Lightning tells them before the strategy.
+        A rank that lost a peer may know why. Callbacks that forward an error call this, because
+        Lightning calls them before the strategy.
         """
         self.data_axis.explain(exception)
         self.recorder.explain(exception)
@@ -507,7 +507,7 @@ class MeshStrategy(LoopStrategy):
         if not self.stores_shards:
             super().teardown()
             return
-        # What ranks hold parts of stays where its axis has put it.
+        # Parts of the model stay on the device where their axis put them.
         assert self.cluster_environment is not None
         assert self.accelerator is not None
         self.cluster_environment.teardown()

@@ -1,11 +1,11 @@
-"""Averages of weights whose ranks hold parts: callbacks, and ``AveragedModel`` in a module.
+"""Averages of weights when ranks hold parts: callbacks, and ``AveragedModel`` in a module.
 
-Lightning's ``WeightAveraging`` and ``StochasticWeightAveraging``, and subclasses of theirs, average
-the shards of each rank.
+Lightning's ``WeightAveraging`` and ``StochasticWeightAveraging`` and their subclasses average the
+shards of each rank.
 
-An average by element is right on shards. torch's ``AveragedModel`` averages plain tensors that hold
-this rank's part of the model; the callback's other methods read and write the same parts. Those of
-Lightning would copy the whole model on each rank, and go through its parameters side by side.
+An elementwise average is the same on shards. torch's ``AveragedModel`` averages plain tensors with
+this rank's part of the model; the callback's other methods read and write the same parts.
+Lightning's own methods would copy the whole model on each rank.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -39,7 +39,13 @@ AVERAGING = "averaging_state"
 
 
 def average_shards(trainer: Trainer) -> None:
-    """Let the callbacks of a Trainer average shards. Before they are set up; keeps the objects."""
+    """Make the callbacks of a Trainer average shards. Called before they are set up.
+
+    Changes their classes and keeps the objects.
+
+    Raises:
+        UnsupportedError: There are several such callbacks.
+    """
     averaging = [each for each in callbacks_of(trainer) if isinstance(each, tuple(_CALLBACKS))]
     if len(averaging) > 1:
         raise UnsupportedError(
@@ -57,7 +63,7 @@ def average_shards(trainer: Trainer) -> None:
 
 
 def gather_for_averages(module: LightningModule) -> None:
-    """Let each ``AveragedModel`` within a module average whole parameters, and keep its parts."""
+    """Make each ``AveragedModel`` in a module average gathered parameters and keep its parts."""
     for each in module.modules():
         if isinstance(each, AveragedModel):
             vars(each)["update_parameters"] = partial(_update_whole, module, each)
@@ -71,11 +77,11 @@ def _update_whole(module: LightningModule, average: AveragedModel, model: Module
 
 
 class _Shards(Module):
-    """Plain tensors in a fixed order; parameters before buffers, as ``AveragedModel`` takes them.
+    """Plain tensors in a fixed order, parameters before buffers, as ``AveragedModel`` reads them.
 
     Args:
-        parameters: This rank's part of each.
-        buffers: The same of buffers.
+        parameters: This rank's part of each parameter.
+        buffers: This rank's part of each buffer.
     """
 
     def __init__(self, parameters: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
@@ -86,7 +92,7 @@ class _Shards(Module):
             self.register_buffer(f"b{at}", _value(each))
 
     def tensors(self) -> list[Tensor]:
-        """Return all of them."""
+        """Return parameters, then buffers, each of the shape of this rank's part."""
         return [*self.parameters(), *self.buffers()]
 
 
@@ -94,7 +100,7 @@ class _ShardAveraging(WeightAveraging):
     """``WeightAveraging`` of a strategy whose ranks hold parts of the model."""
 
     plain: type[WeightAveraging]
-    """The class of the callback as its author built it."""
+    """The user's class of the callback."""
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -238,8 +244,8 @@ class _ShardEpochAveraging(StochasticWeightAveraging):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # Lightning does not call on_train_epoch_start in the rest of an epoch, and the scheduler of
-        # the callback is to step at its end.
+        # Lightning does not call on_train_epoch_start when it resumes within an epoch, and the
+        # callback's scheduler has to step at its end.
         if trainer.fit_loop.restarted_mid_epoch and self._scheduler_state is not None:
             self.on_train_epoch_start(trainer, pl_module)
 
@@ -272,7 +278,7 @@ class _ShardEpochAveraging(StochasticWeightAveraging):
 
     @override
     def _load_average_model_state(self, model_state: Any) -> None:
-        """Nothing: ``on_load_checkpoint`` reads it, a shard on each rank."""
+        """Do nothing: ``on_load_checkpoint`` reads the averages, a shard on each rank."""
 
     @override
     def on_save_checkpoint(
@@ -320,11 +326,11 @@ _CALLBACKS: dict[type[Callback], type[Callback]] = {
 def _averaged_state(
     trainer: Trainer, state: Mapping[str, Any], averages: Sequence[Tensor]
 ) -> dict[str, Any]:
-    """Return a state of the module in which this rank's averages are in place of its parts.
+    """Return a state of the module with this rank's averages in place of its parts.
 
     Args:
         trainer: The Trainer of the run.
-        state: By name, as a checkpoint has it.
+        state: State of the module in a checkpoint, by name.
         averages: The averages of the parameters that this rank holds, then of buffers, if any.
     """
     strategy: Any = trainer.strategy
@@ -349,7 +355,7 @@ def _averaged_state(
 
 
 def _parts(trainer: Trainer) -> tuple[list[Tensor], list[Tensor]]:
-    """This rank's parts of the parameters and buffers that it holds. Collective over all ranks."""
+    """Return this rank's parts of parameters and of buffers. Collective over all ranks."""
     strategy: Any = trainer.strategy
     strategy.checkpoints.model_state()  # no step is pending, and parameters are shards
     module = strategy.lightning_module
@@ -391,7 +397,7 @@ def _refuse_late_steps(trainer: Trainer, callback: str) -> None:
 
 
 def _refuse_mixing(function: Callable[..., Any], key: str, callback: str) -> None:
-    """Refuse a function of averaging that is not by element, by its results on two halves."""
+    """Refuse an averaging function whose results on two halves differ from that on the whole."""
     draw = torch.Generator().manual_seed(0)
     old, new = torch.rand(2, 4, 3, generator=draw)
 
