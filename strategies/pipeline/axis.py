@@ -1,6 +1,6 @@
-"""The pipeline axis: each of its ranks holds some stages of the model, and runs them.
+"""``PipelineAxis``: each of its ranks holds some stages of the model and runs them.
 
-The model in stages is ``staged_model.py``; here is what the engine calls.
+It implements the engine's interface; the model in stages is ``staged_model.py``.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -73,15 +73,15 @@ if TYPE_CHECKING:
     from boltmesh.strategies.engine.data_axis import LateGradientsAxis
 
 BUBBLE = "boltmesh/bubble_ratio"
-"""Idle over total time of the pipeline, mean over the batches before: ``runtime/timing.py``."""
+"""Key of the idle share of the pipeline's time, a mean over earlier batches; see ``timing.py``."""
 
 
 class PipelineAxis(Axis):
-    """Keeps the ranks of a pipeline one model, of which each holds its stages.
+    """Keeps one model over the ranks of a pipeline, each of which holds its stages.
 
     Args:
-        options: What the user asked of the axis.
-        size: Ranks of a pipeline; None: what the strategy chooses.
+        options: The user's options of the axis.
+        size: Ranks of a pipeline; None lets the strategy choose.
     """
 
     name = "pipeline"
@@ -89,8 +89,8 @@ class PipelineAxis(Axis):
     stores_shards = True
     defers_building = True
     reasons = STAGES
-    # A kernel that is loaded at its first launch may wait for the device to be idle, and a receive
-    # that is posted already keeps it busy until a peer sends, which waits for that kernel.
+    # Eager loading avoids a deadlock: a kernel loaded at its first launch may wait for an idle
+    # device, which a posted receive keeps busy until a peer sends, after that same kernel.
     cuda_variables: Mapping[str, str] = MappingProxyType({"CUDA_MODULE_LOADING": "EAGER"})
 
     def __init__(self, options: PipelineOptions, size: int | None = None) -> None:
@@ -99,15 +99,15 @@ class PipelineAxis(Axis):
         self.staged = StagedModel(options)
         self._evaluation: Evaluation | None = None
         self._is_new = True
-        """Whether the model was placed for this run, and not for one before."""
+        """Whether the model is placed for the first time in this run."""
         self._resumed_seed: int | None = None
-        """What random numbers within steps started from in the run that is resumed."""
+        """Seed of random numbers within steps in the resumed run."""
         self._sample: tuple[Any, tuple[Any, ...]] = None, ()
-        """A batch of the run that is set up, and what a step is called with behind it."""
+        """A batch during set-up, and the arguments of a step that follow it."""
         self._digest: tuple[Any, BatchDigest] | None = None
-        """The batch that was made ready last, and what it was before its transfer."""
+        """The latest batch on the device, and its digest before the transfer."""
         self._has_logged_bubble = False
-        """In this run."""
+        """Whether this run has logged a bubble ratio."""
         self._is_in_step = False
 
     # Set-up.
@@ -144,7 +144,7 @@ class PipelineAxis(Axis):
 
     @override
     def near_groups(self) -> dict[str, list[list[int]]]:
-        # A pipeline hands on what one rank computes, to one other: it can lie farthest apart.
+        # A stage sends activations to one other rank only: ranks may be the farthest apart.
         return {}
 
     @override
@@ -177,7 +177,7 @@ class PipelineAxis(Axis):
             refuse_wrapped_calls(module, units)
             for axis in strategy.axes:
                 axis.cut_into_stages(units)
-            # What crosses boundaries is of the type that the model will have.
+            # Values sent over boundaries have the dtype that the model will have.
             strategy.model = strategy.precision_plugin.convert_module(module)
             is_shown = strategy.is_global_zero
             with (
@@ -221,11 +221,11 @@ class PipelineAxis(Axis):
 
     @property
     def _num_sharing(self) -> int:
-        """Ranks that share each layer: those of inner axes with the same batches."""
+        """Number of ranks that compute each layer together: of inner axes with the same batches."""
         return self.strategy.layout.world_size // (self.size * self.strategy.data_axis.size)
 
     def _step_seed(self) -> int:
-        """What random numbers within steps start from; equal on all ranks of a pipeline."""
+        """Return the seed of random numbers within steps, equal on all ranks of a pipeline."""
         if self._resumed_seed is not None and self.strategy.is_fitting:
             return self._resumed_seed + self._own_seed
         if self.strategy.seed is not None:
@@ -234,7 +234,7 @@ class PipelineAxis(Axis):
 
     @property
     def _own_seed(self) -> int:
-        """By what this pipeline's seed differs from the first one's."""
+        """Difference of this pipeline's seed from that of the first one."""
         return 0 if self.strategy.seed is None else self.strategy.coordinates["data"]
 
     @override
@@ -261,7 +261,7 @@ class PipelineAxis(Axis):
         staged.follow_scaler()
         staged.record_plan(trainer.accumulate_grad_batches)
 
-    # What this rank has.
+    # Parameters and buffers of this rank.
 
     @override
     def held_parameters(self) -> Collection[Parameter]:
@@ -298,7 +298,7 @@ class PipelineAxis(Axis):
     def sigterm_agreement(self) -> SigtermAgreement | None:
         if self.size < self.strategy.world_size:
             return None
-        # All ranks of the job tell each other at the end of each batch how it went.
+        # All ranks of the job exchange the outcome at the end of each batch, and signals with it.
         signals = self.staged.signals
         agreement = SigtermAgreement(self.strategy.trainer, signals.take_received)
         signals.own = agreement.flags
@@ -322,14 +322,14 @@ class PipelineAxis(Axis):
             return self._evaluate(step, args, kwargs)
 
     def _check(self, batch: Any) -> None:
-        """Let what other axes refuse of a batch end the step on all ranks of the pipeline."""
+        """End the step on all ranks of the pipeline if another axis refuses the batch."""
         try:
             self.strategy.check_batch(batch)
-        except Exception as error:  # noqa: BLE001 - told to all ranks and raised again
+        except Exception as error:  # noqa: BLE001 - sent to all ranks and raised again
             self.staged.runner.refuse(error)
 
     def _digest_of(self, batch: Any) -> BatchDigest:
-        """Return the digest of a batch that a step is given."""
+        """Return the digest of a step's batch."""
         made, self._digest = self._digest, None
         if made is not None and made[0] is batch:
             return made[1]
@@ -356,32 +356,32 @@ class PipelineAxis(Axis):
         if schedule != staged.programs.schedule:
             staged.record_plan(strategy.trainer.accumulate_grad_batches)
         if before != (staged.sharing.length, staged.sharing.size_per_batch()):
-            strategy.recorder.expect(strategy.expected_traffic())  # it logs something else
+            strategy.recorder.expect(strategy.expected_traffic())  # the step logs other values
         self._log_bubble()
         return output
 
     @property
     def _casts_once(self) -> bool:
-        """Whether weights stay where they are, and what they are, for a whole batch."""
+        """Whether weights keep their memory and their values for a whole batch."""
         strategy = self.strategy
         is_autocast = autocast_dtype(strategy.precision_plugin) is not None
         return is_autocast and self.staged.delayed is None and not strategy.data_axis.is_sharded
 
     def _free_stale_gradients(self) -> None:
-        """Let go of the gradients of the step before where the Trainer is going to zero them.
+        """Free the gradients of the step before if the Trainer is going to zero them.
 
-        It does so when ``training_step`` has returned, in which a pipeline makes the new ones: both
-        would be in memory at once, and the new ones in pages that are new in every step.
+        It zeroes them after ``training_step``, in which a pipeline computes the new ones: both
+        would be in memory at the same time, the new ones in newly mapped pages in every step.
         """
         if zeroes_gradients(self.strategy.trainer):
             for each in zeroed_by(self.strategy.optimizers):
                 each.grad = None
 
     def _log_bubble(self) -> None:
-        """Log the newest bubble that is known, the same on all ranks; of the first batch none.
+        """Log the newest bubble ratio, equal on all ranks; the first batch has none.
 
-        Once it is known, and then for the batches that loggers are given: a call of ``log`` takes
-        as long as several chunks of a small model.
+        Logs it once and then for batches that loggers record: a call of ``log`` takes as long as
+        several chunks of a small model.
         """
         bubble = self.staged.bubble
         if bubble is None:
@@ -405,7 +405,7 @@ class PipelineAxis(Axis):
     @override
     def run_generation(self, run: Callable[[], Any]) -> Any:
         if self.staged.placement is None and not self.strategy.is_fitting:
-            return run()  # a tensor plan is made of a step on tensors without data
+            return run()  # the tensor axis traces a step on fake tensors
         if self.staged.placement is None or self._is_in_step:
             if self.staged.placement is not None and self.staged.runner.is_relaying:
                 return run()
@@ -419,8 +419,8 @@ class PipelineAxis(Axis):
     def norm_shares(self) -> Sequence[NormShare]:
         return (self.staged.holdings.norm_share,)
 
-    # Checkpoints. Gradients that a schedule applies a step late go along, so that a resumed run
-    # applies them too.
+    # Checkpoints. They include gradients that a schedule applies a step late, so that a resumed
+    # run applies them too.
 
     @override
     def holds(self, name: str) -> bool:
@@ -431,7 +431,7 @@ class PipelineAxis(Axis):
         coordinates = self.strategy.coordinates
         is_first = not any(coordinates[each] for each in self.strategy.gradient_axes)
         if not is_first and not self.strategy.data_axis.is_sharded:
-            return False  # the same as the first one's
+            return False  # equal to those of the first replica
         return self.staged.holdings.holders(name)[0] == coordinates[self.name]
 
     @override
@@ -496,7 +496,7 @@ class PipelineAxis(Axis):
         staged = self.staged
         if staged.delayed is not None:
             kinds = with_second_version(kinds, staged.holdings.parameters)
-        # What selective checkpointing keeps is not seen before the first step.
+        # The memory of selective checkpointing is unknown before the first step.
         is_known = self.strategy.recomputation.kind != "selective"
         return kinds + (staged.expectations.activations() if is_known else [])
 

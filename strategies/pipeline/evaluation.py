@@ -1,10 +1,10 @@
-"""One batch of validation, testing or prediction: through the pipeline, or layer by layer.
+"""Validation, test and prediction steps: through the pipeline, or layer by layer.
 
-Microbatches go through the units of all stages as a pipeline. Behind the last unit their values
-are joined to the batch's and given to every rank, and every rank runs the rest of the step once, on
-the whole batch: what it logs, returns, and leaves in metrics and on the module is what one process
-would have, on every rank. See [Note: The tail of a step] in ``stage/stage_run.py``. A step that
-cannot be cut into stages runs as ``layerwise_eval.py`` does it.
+Microbatches go through the units of all stages as a pipeline. The values behind the last unit are
+joined to those of the batch and broadcast, and every rank runs the rest of the step once on the
+whole batch. So logs, results, metrics and attributes of the module are on every rank as in one
+process. See [Note: The tail of a step] in ``stage/stage_run.py``. A step that cannot be cut into
+stages runs layer by layer, see ``layerwise_eval.py``.
 """
 
 import dataclasses
@@ -39,10 +39,10 @@ if TYPE_CHECKING:
 
 
 class Evaluation:
-    """Runs steps that train nothing.
+    """Runs evaluation steps.
 
     Args:
-        model: That was placed on a pipeline.
+        model: The model, placed on a pipeline.
     """
 
     def __init__(self, model: "StagedModel") -> None:
@@ -50,7 +50,7 @@ class Evaluation:
         self._relayed: set[str] = set()
         """Steps that cannot be cut into stages."""
         self._undivided: WeakSet[Tail] = WeakSet()
-        """Of batches that microbatches cannot be joined to: they go through whole."""
+        """Tails of batches whose microbatches cannot be joined: these run undivided."""
         assert model.placement is not None
         self._plans = model.placement.plans
         apart = (*self._plans.units.values(), *model.metrics.values())
@@ -67,20 +67,20 @@ class Evaluation:
         ordinal: int,
         around: Around,
     ) -> Any:
-        """Run one on a batch. Collective over the pipeline.
+        """Run a step on a batch. Collective over the pipeline.
 
         Args:
             step: ``validation_step``, ``test_step`` or ``predict_step``.
-            args: Of the step, the batch on the device first.
-            kwargs: Also of it.
-            ordinal: Of the batch in this loop.
-            around: Precision.
+            args: Positional arguments of the step; the first is the batch on the device.
+            kwargs: Keyword arguments of the step.
+            ordinal: Number of the batch in this loop.
+            around: The precision context.
 
         Returns:
-            What the step returned for the whole batch.
+            The step's result for the whole batch.
 
         Raises:
-            PipelineError: When a rank fails, or ranks have different batches.
+            PipelineError: A rank failed, or ranks have different batches.
         """
         model = self._model
         whole = MicrobatchRun(step, args[0], [args[0]], args[1:], kwargs, model.seeds(ordinal, 1))
@@ -91,14 +91,14 @@ class Evaluation:
                 run, joined = self._divided(whole, ordinal)
         except AbsentError as error:
             model.runner.refuse(error)
-        except ConfigError as error:  # alike on all ranks, which have one batch and one plan
+        except ConfigError as error:  # on all ranks, which have the same batch and plan
             self._relayed.add(step)
             rank_zero_info(
                 f"boltmesh: {step} runs layer by layer, without overlap of the pipeline's ranks: "
                 f"{error}"
             )
             return self._relay(whole, around)
-        except Exception as error:  # noqa: BLE001 - told to all ranks and raised again
+        except Exception as error:  # noqa: BLE001 - sent to all ranks and raised again
             model.runner.refuse(error)
         tail = joined.tail
         specs = tail.end.plan.values_in
@@ -110,19 +110,19 @@ class Evaluation:
             return tail.end.forward(values, args, kwargs, seed=whole.seeds[0])
 
     def _relay(self, whole: MicrobatchRun, around: Around) -> Any:
-        """Run a step that stages cannot hand on, each layer on its rank. See ``relay_of``."""
+        """Run a step that cannot be cut into stages, each layer on its rank. See ``relay_of``."""
         with self._of_step(around):
             return self._model.runner.relay(whole)
 
     @contextmanager
     def _of_step(self, around: Around) -> Iterator[None]:
-        """Within, code that one process would run runs on every rank, and updates metrics."""
+        """Return a context for code that every rank runs as one process does, metrics included."""
         metrics = metrics_replaced(self._model.metrics, lambda call: call.do())
         with around(), host_random_kept(), metrics:
             yield
 
     def _divided(self, whole: MicrobatchRun, ordinal: int) -> tuple[MicrobatchRun, JoinedRun]:
-        """Return the batch's microbatches, and how what they give is joined."""
+        """Return the batch's microbatches, and how their values are joined."""
         tail = tail_of(self._plans, whole, 0)
         undivided = JoinedRun(whole, tail, [tail.last], (None,) * len(tail.end.plan.values_in))
         if tail in self._undivided:
@@ -144,10 +144,10 @@ class Evaluation:
         specs: Sequence[ValueSpec],
         around: Around,
     ) -> list[Tensor]:
-        """Return what lives behind the last unit, on its rank; on others room for it."""
+        """Return the values behind the last unit on its rank, empty tensors on the others."""
         model = self._model
         with ExitStack() as stack:
-            # Every stage runs the beginning of the step, and only the end is to leave traces.
+            # Every stage runs the beginning of the step; only its end may have side effects.
             stack.enter_context(modules_unchanged(self._outside))
             stack.enter_context(hooks_unchanged(model.module.modules()))
             stack.enter_context(no_side_effects(model.module, model.metrics))
@@ -161,7 +161,7 @@ class Evaluation:
         return [torch.empty(each.shape, dtype=each.dtype, device=device) for each in specs]
 
     def _lent(self, tail: Tail) -> dict[str, Tensor]:
-        """Return values of the parameters that the tail uses and this rank does not have.
+        """Return values of parameters that the tail uses and this rank does not have, by name.
 
         Collective over the pipeline.
         """

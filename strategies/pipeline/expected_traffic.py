@@ -1,10 +1,10 @@
-"""What batches of training will do on a pipeline: their order, their traffic and their memory.
+"""Forecast of training batches on a pipeline: their order, traffic and memory.
 
-``expected_traffic`` counts what an optimizer step moves over the boundaries of a rank's stages.
-``StageRehearsal`` runs the stages of this rank once with a batch, on tensors without data; nothing
-is sent or received, and what crosses boundaries has the shapes that are planned.
-``PipelineForecast`` has what is known of batches before any is run, from a sample;
-``PipelineEstimate`` makes the numbers for the engine and for telemetry.
+``expected_traffic`` counts the traffic of an optimizer step over the boundaries of a rank's
+stages. ``StageRehearsal`` runs the stages of this rank once with a batch on fake tensors, without
+communication; received values have the planned shapes. ``PipelineForecast`` computes order,
+traffic and memory of a batch from a sample; ``PipelineEstimate`` gives them to the engine and to
+telemetry.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -38,18 +38,21 @@ if TYPE_CHECKING:
     from boltmesh.strategies.pipeline.staged_model import StagedModel
 
 ValuesAt = Callable[[int, int], tuple[ValueSpec, ...]]
-"""Gives what crosses a boundary in a microbatch; boundary 1 is the one from stage 0 to stage 1."""
+"""Takes a boundary and a microbatch; returns the values sent over it.
+
+Boundary 1 is between stages 0 and 1.
+"""
 
 
 def expected_traffic(
     program: RankProgram, values_at: ValuesAt, *, accumulated: int = 1
 ) -> list[ExpectedTraffic]:
-    """Return the bytes and messages of one optimizer step on one rank, by operator.
+    """Return the payload bytes and messages of one optimizer step on one rank, by operator.
 
     Args:
-        program: What the rank does in one run.
-        values_at: What crosses a boundary.
-        accumulated: Runs in an optimizer step.
+        program: Actions of the rank for a batch.
+        values_at: Returns the values sent over a boundary.
+        accumulated: Batches in an optimizer step.
     """
     expected: list[ExpectedTraffic] = []
     for operator, kinds in (("send", SENDS), ("recv", RECEIVES)):
@@ -71,12 +74,12 @@ def expected_traffic(
 def _in_sum(
     axis: str, operator: str, sizes: Mapping[str, tuple[int, int]]
 ) -> list[ExpectedTraffic]:
-    """Return the traffic of one operator; nothing where there is none.
+    """Return the traffic of one operator; empty without any.
 
     Args:
-        axis: Ranks that communicate.
-        operator: By which they do.
-        sizes: Bytes and calls in an optimizer step, by what they are for.
+        axis: Axis of the ranks that communicate.
+        operator: Name of the operator.
+        sizes: Bytes and calls in an optimizer step, by purpose.
     """
     named = {why: each for why, each in sizes.items() if each[1]}
     if not named:
@@ -96,11 +99,11 @@ def _in_sum(
 def with_second_version(
     expected: Iterable[MemoryKind], held: Iterable[Parameter]
 ) -> list[MemoryKind]:
-    """Return what a rank needs that keeps the weights of the batch before, and two gradients.
+    """Return the memory of a rank with stashed weights and a second set of gradients.
 
     Args:
-        expected: What it needs with one of each.
-        held: Its parameters; those that are not trained have one version.
+        expected: Memory with one version of each.
+        held: The rank's parameters; those that are not trained have one version.
     """
     trained = sum(each.numel() * each.element_size() for each in held if each.requires_grad)
     return [
@@ -114,10 +117,10 @@ def with_second_version(
 def boundary_bytes(
     crossing: Sequence[Sequence[Sequence[ValueSpec]]], accumulated: int
 ) -> tuple[tuple[int, int], ...]:
-    """Return what an optimizer step moves over each boundary: values forward, gradients back.
+    """Return the bytes of an optimizer step over each boundary: values forward, gradients back.
 
     Args:
-        crossing: By microbatch and stage, what the boundary before the stage carries.
+        crossing: Values sent over the boundary before a stage, by microbatch and stage.
         accumulated: Batches in an optimizer step.
     """
     num_stages = len(crossing[0]) if crossing else 0
@@ -132,12 +135,12 @@ def boundary_bytes(
 
 @dataclass(frozen=True)
 class StageRehearsal:
-    """Forward and backward passes of all microbatches of a batch of training.
+    """Forward and backward passes of all microbatches of a training batch on fake tensors.
 
     Args:
-        module: Whose parameters are without data when this is called.
-        device: Where they seem to be.
-        runs: By microbatch: what the step is called with, and the stages of this rank.
+        module: The module, whose parameters are fake tensors during a call.
+        device: Device of the fake tensors.
+        runs: Arguments of the step and stages of this rank, by microbatch.
     """
 
     module: LightningModule
@@ -145,7 +148,7 @@ class StageRehearsal:
     runs: Sequence[tuple[tuple[Any, ...], Sequence[StageRun]]]
 
     def distinct(self) -> list[tuple["StageRehearsal", int]]:
-        """Return one run for all microbatches that run the same way, with their number."""
+        """Return one run for all microbatches that run the same way, with their count."""
         by_kind: dict[Hashable, list[tuple[tuple[Any, ...], Sequence[StageRun]]]] = {}
         for run in self.runs:
             args, stages = run
@@ -154,10 +157,10 @@ class StageRehearsal:
         return [(replace(self, runs=each[:1]), len(each)) for each in by_kind.values()]
 
     def __call__(self, mode: FakeTensorMode) -> None:
-        """Run it. Modules, gradients and random numbers are as before afterwards.
+        """Run all microbatches. Modules, gradients and random states do not change.
 
         Args:
-            mode: Of the parameters.
+            mode: Mode of the fake parameters.
         """
         with untraced(self.module, self.device), torch.enable_grad():
             self.module.train()
@@ -183,15 +186,15 @@ class StageRehearsal:
 
 
 Crossing = Sequence[Sequence[tuple[ValueSpec, ...]]]
-"""By microbatch and stage of a batch of training, what the boundary before the stage carries."""
+"""Values sent over the boundary before a stage, by microbatch and stage of a training batch."""
 
 
 class PipelineForecast:
-    """Order, traffic and memory of a model's batches, before they run.
+    """Order, traffic and memory of a model's batches before they run.
 
     Args:
         programs: The actions of this rank.
-        num_microbatches: Of the batch that the model was divided by.
+        num_microbatches: Microbatches of the sample batch.
         group: The ranks of the pipeline.
     """
 
@@ -200,13 +203,13 @@ class PipelineForecast:
         self._num_microbatches = num_microbatches
         self._group = group
         self.crossing: Crossing | None = None
-        """None before a batch of training was seen."""
+        """None before the first training batch."""
 
     def plan(self, schedule: str, accumulated: int) -> PipelinePlan:
-        """Return what the run's recorder is told.
+        """Return the plan for the run's records.
 
         Args:
-            schedule: As the user calls it.
+            schedule: The user's name of the schedule.
             accumulated: Batches in an optimizer step.
         """
         return PipelinePlan(
@@ -229,17 +232,17 @@ class PipelineForecast:
         evened: tuple[int, int],
         agrees_on_overflow: bool,
     ) -> list[ExpectedTraffic]:
-        """What one optimizer step should move on this rank; nothing where that is unknown.
+        """Return the expected traffic of one optimizer step on this rank; empty if unknown.
 
         Args:
-            accumulated: Batches in it.
-            num_norms: Norms over all stages in it.
-            shared: Bytes and calls of a batch, for gradients of parameters that several stages
+            accumulated: Batches in the step.
+            num_norms: Norms over all stages in the step.
+            shared: Bytes and calls per batch, for gradients of parameters that several stages
                 hold.
-            last_stage_values: Bytes and calls of a batch, for the loss and what was logged.
-            report_length: Numbers of a rank's report at the end of a batch.
-            evened: Bytes and calls of a step, for shared parameters' averages over pipelines.
-            agrees_on_overflow: Whether stages tell each other before it if gradients overflowed.
+            last_stage_values: Bytes and calls per batch, for the loss and logged values.
+            report_length: Length of a rank's report at the end of a batch, in numbers.
+            evened: Bytes and calls per step, for shared parameters' averages over pipelines.
+            agrees_on_overflow: Whether stages exchange gradient overflow before the step.
         """
         crossing = self.crossing
         if crossing is None:
@@ -283,23 +286,23 @@ class PipelineForecast:
         ]
 
     def activations(self, kept_bytes: Sequence[int], place: MemoryPlace) -> MemoryKind:
-        """What this rank keeps for its backward passes at most.
+        """Return the peak memory of activations that this rank keeps for backward passes.
 
         Args:
-            kept_bytes: What each stage keeps of a microbatch.
-            place: Where this rank computes.
+            kept_bytes: Bytes that each stage keeps of a microbatch.
+            place: Memory of the device of this rank.
         """
         order = self._programs.order(self._num_microbatches)[self._group.rank()]
         return MemoryKind("activations", place, None, peak_live_bytes(order, kept_bytes))
 
 
 class PipelineEstimate:
-    """What this rank will do, move and keep of a model that is placed.
+    """Expected order, traffic and memory of this rank for a placed model.
 
     Args:
         model: The model, which stays placed over several runs.
-        placement: How it is divided, and how steps run on that.
-        num_microbatches: Of the batch that the model was divided by.
+        placement: Its division into stages and its step plans.
+        num_microbatches: Microbatches of the sample batch.
     """
 
     def __init__(
@@ -311,24 +314,24 @@ class PipelineEstimate:
         self.forecast = PipelineForecast(model.programs, num_microbatches, group)
 
     def look_at(self, batch: Any, rest: tuple[Any, ...], around: Around) -> None:
-        """Work out what one batch of training moves, where that is not known yet.
+        """Compute the traffic of one training batch unless it is known.
 
         Args:
-            batch: Of training, before its transfer.
-            rest: What ``training_step`` is called with behind it.
-            around: Precision.
+            batch: A training batch before its transfer.
+            rest: The arguments of ``training_step`` that follow the batch.
+            around: The precision context.
         """
         if self.forecast.crossing is None:
             _, runs = self._runs(batch, rest, around)
             self.forecast.crossing = [[each.plan.values_in for each in stages] for stages in runs]
 
     def rehearsed(self, batch: Any, rest: tuple[Any, ...], around: Around) -> StageRehearsal:
-        """Return a run of this rank's stages without the others.
+        """Return a run of this rank's stages without the other ranks.
 
         Args:
-            batch: Of training, on the device.
-            rest: What ``training_step`` is called with behind it.
-            around: Precision.
+            batch: A training batch on the device.
+            rest: The arguments of ``training_step`` that follow the batch.
+            around: The precision context.
         """
         parts, runs = self._runs(batch, rest, around)
         own = self._model.programs.of(len(parts)).stages
@@ -344,18 +347,18 @@ class PipelineEstimate:
     def _runs(
         self, batch: Any, rest: tuple[Any, ...], around: Around
     ) -> tuple[list[Any], list[tuple[StageRun, ...]]]:
-        """Return a batch's microbatches, and how each runs on all stages."""
+        """Return a batch's microbatches, and the stages of each."""
         parts, _ = self._model.parts_of(batch)
         plans, seed = self._placement.plans, self._model.context.seed
         with around():
             return parts, [plans.stages(TRAINING, part, *rest, seed=seed) for part in parts]
 
     def traffic(self, accumulated: int, *, num_norms: int) -> list[ExpectedTraffic]:
-        """What one optimizer step should move on this rank; nothing where that is unknown.
+        """Return the expected traffic of one optimizer step on this rank; empty if unknown.
 
         Args:
-            accumulated: Batches in it.
-            num_norms: Norms over all stages in it.
+            accumulated: Batches in the step.
+            num_norms: Norms over all stages in the step.
         """
         model, shared, context = self._model, self._model.holdings.shared, self._model.context
         return self.forecast.traffic(
@@ -369,7 +372,7 @@ class PipelineEstimate:
         )
 
     def activations(self) -> list[MemoryKind]:
-        """What this rank keeps for its backward passes at most; nothing where that is unknown."""
+        """Return the peak memory of activations on this rank; empty if unknown."""
         kept = self._placement.division.kept_bytes
         if kept is None:
             return []

@@ -1,16 +1,16 @@
-"""Merges what microbatches gave into what the whole batch would have given.
+"""Merges outputs of microbatches into those of the whole batch.
 
-``merge`` is for what a step returned, ``join`` for the values that its tail begins with;
-``BatchTail`` runs the end of a step once on the joined values.
+``merge`` is for results of a step, ``join`` for the inputs of its tail; ``BatchTail`` runs the tail
+once on the joined values.
 
 [Note: The loss of a whole batch]
 A loss over the whole batch (contrastive, a ratio of sums) is no sum over microbatches. With a
-schedule that runs all forward passes first, the last stage keeps what its last unit gave for each
-microbatch, joins these along the rows, runs the rest of ``training_step`` once and differentiates
-it there. Each microbatch then goes backward from its rows of that gradient. So the loss may be
-anything, and loss, metrics and logged values are those of one process.
+schedule that runs all forward passes first, the last stage keeps the outputs of its last unit for
+each microbatch, joins them along the rows, runs the rest of ``training_step`` once and
+differentiates it there. The backward pass of each microbatch then starts from its rows of that
+gradient. So any loss works, and loss, metrics and logged values are those of one process.
 
-The joined outputs and their gradients are on the last stage beside those of the microbatches. The
+The last stage holds the joined outputs and their gradients beside those of the microbatches. The
 other ranks wait while the end of the step runs on the batch.
 """
 
@@ -33,7 +33,7 @@ from boltmesh.strategies.pytree import like
 from boltmesh.strategies.torch_compat.tensors import scalar_on
 
 Joints = tuple[int | None, ...]
-"""For each value the dimension that holds the batch's rows; None where it holds none of them."""
+"""Dim of the batch's rows of each value; None for a value without rows."""
 
 
 @dataclass(frozen=True)
@@ -42,25 +42,25 @@ class NoJoints:
 
     reason: str
     number: int | None = None
-    """Number of the value in the step's trace, if one is to blame."""
+    """Number of the value in the step's trace that cannot be joined, if it is one."""
 
 
 def find_joints(
     whole: StagePlan, parts: Sequence[StagePlan], sizes: Sequence[int]
 ) -> Joints | NoJoints:
-    """Return how the values that a stage receives for a batch come out of those of microbatches.
+    """Return the dims along which a stage's inputs for microbatches join to those for the batch.
 
-    A dimension holds rows where it is as long as the batch, and for each microbatch as long as
-    that. One that is some times as long may hold them in any order and is not relied on.
+    A dim holds rows if its length is the batch's number of rows, and for each microbatch that of
+    the microbatch. One of a multiple of that length may have any order of rows and is not used.
 
     Args:
-        whole: What the stage receives for the whole batch.
-        parts: What it receives for each microbatch.
+        whole: The stage's plan for the whole batch.
+        parts: Its plan for each microbatch.
         sizes: Rows of each microbatch.
 
     Returns:
-        Why not, where a value depends on the rows and has none of its own, such as a loss that a
-        layer computes.
+        The dims, or the reason against them: a value depends on the rows and has no dim of rows,
+        such as a loss that a layer computes.
     """
     if len(parts) == 1:
         return (None,) * len(whole.values_in)
@@ -88,7 +88,7 @@ def find_joints(
 def _are_rows(
     dims: Sequence[int], spec: ValueSpec, shapes: Sequence[tuple[int, ...]], sizes: Sequence[int]
 ) -> bool:
-    """Whether the only dimension that differs is as long as the batch, and each microbatch."""
+    """Whether one dim differs, and its lengths are the rows of the batch and each microbatch."""
     if len(dims) != 1 or spec.shape[dims[0]] != sum(sizes):
         return False
     return [shape[dims[0]] for shape in shapes] == list(sizes)
@@ -97,15 +97,18 @@ def _are_rows(
 def join(
     parts: Sequence[tuple[Tensor, ...]], joints: Joints, specs: Sequence[ValueSpec]
 ) -> list[Tensor]:
-    """Return the values of the batch.
+    """Concatenate the values of microbatches to those of the batch.
 
     Args:
-        parts: What each microbatch gave.
-        joints: As :func:`find_joints` found them.
-        specs: Of the batch's values.
+        parts: Values by microbatch; each has its rows along the dim in ``joints``.
+        joints: Dims of :func:`find_joints`.
+        specs: Specs of the batch's values.
+
+    Returns:
+        Values of the shapes of ``specs``; the dtypes are kept.
 
     Raises:
-        PipelineError: When microbatches gave different values for what should not depend on them.
+        PipelineError: A value without rows differs between microbatches.
     """
     if len(parts) == 1:
         return list(parts[0])
@@ -128,15 +131,16 @@ def join(
 def split(
     whole: Sequence[Tensor | None], joints: Joints, shapes: Sequence[Sequence[tuple[int, ...]]]
 ) -> list[tuple[Tensor | None, ...]]:
-    """Return the gradients of microbatches' values.
+    """Divide the gradients of joined values into those of microbatches.
 
     Args:
-        whole: Gradients of the joined values; None where one has none.
-        joints: By which they were joined.
-        shapes: Shapes of the values, by microbatch.
+        whole: Gradients of the joined values, of their shapes; None for a value without one.
+        joints: The dims along which they were joined.
+        shapes: Shapes of the values by microbatch.
 
     Returns:
-        By microbatch. The first one gets all of a value that is no microbatch's own.
+        Contiguous gradients by microbatch, of those shapes. That of a value without rows goes to
+        the first microbatch.
     """
     starts = [0] * len(whole)
     parts = []
@@ -153,7 +157,7 @@ def split(
 
 
 def _identities(plan: StagePlan) -> list[tuple[object, ...]]:
-    """Return which values of a step these are, whatever the size of the batch."""
+    """Return keys of a plan's inputs that do not depend on the size of the batch."""
     return [
         (number, spec.origin, spec.dtype, len(spec.shape))
         for number, spec in zip(plan.received_numbers, plan.values_in, strict=True)
@@ -167,16 +171,16 @@ def _differing(spec: ValueSpec, shapes: Sequence[tuple[int, ...]]) -> list[int]:
 
 
 def merge(parts: Sequence[Any], sizes: Sequence[int], weights: Sequence[Tensor | float]) -> Any:
-    """Return one output.
+    """Merge the outputs of microbatches into one.
 
-    Tensors with a row for each of the microbatch's are put one after the other, as lists with an
-    item for each are. 0-dim tensors and numbers are averaged with the weights, or added if
-    they are integers. Where nothing fits, the outputs stay a list.
+    Tensors of shape ``(B, *)`` with the microbatch's rows are concatenated, and so are lists with
+    an item per row. 0-dim tensors and numbers are averaged with the weights, or added if they are
+    integers. Other outputs stay a list.
 
     Args:
-        parts: What the step returned, by microbatch; all of one structure.
+        parts: Results of the step by microbatch; all of one structure.
         sizes: Rows of each microbatch.
-        weights: How much each microbatch counts, as its loss does.
+        weights: Weights of the microbatches' losses; shape ``()`` if tensors.
     """
     first = parts[0]
     if len(parts) == 1 or first is None or isinstance(first, str | bytes | bool):
@@ -227,22 +231,22 @@ def _has_rows(parts: Sequence[Any], sizes: Sequence[int]) -> bool:
 
 @dataclass(frozen=True)
 class JoinedRun:
-    """A batch in microbatches up to its last unit, and as a whole behind it."""
+    """A step that runs in microbatches up to its last unit, and on the whole batch behind it."""
 
     whole: MicrobatchRun
     tail: Tail
     """The end of the step on the whole batch."""
     last: Sequence[StageRun]
-    """The last stage up to its last unit, by microbatch."""
+    """The last stage without its tail, by microbatch."""
     joints: Joints
     scalars: tuple[str, ...] = ()
-    """Numbers that code between layers computes of the rows, with a gradient."""
+    """Scalars with a gradient that code between layers computes from the rows."""
 
 
 def tail_of(
     plans: StagePlans, run: MicrobatchRun, number: int, recomputed: frozenset[int] = frozenset()
 ) -> Tail:
-    """Return what follows the last unit for one part of a run."""
+    """Return the tail, the code behind the last unit, for one part of a run."""
     args = (run.step, run.parts[number], *run.rest)
     seed = run.seeds[number]
     return plans.tail(*args, kwargs=run.kwargs, seed=seed, recomputed=recomputed)
@@ -251,16 +255,16 @@ def tail_of(
 def join_run(
     plans: StagePlans, whole: MicrobatchRun, run: MicrobatchRun, sizes: Sequence[int]
 ) -> JoinedRun | str:
-    """Return how outputs of microbatches are joined, or why they cannot be.
+    """Return how outputs of microbatches are joined, or the reason why they cannot be.
 
     Args:
         plans: Stages of the model.
         whole: The step on the whole batch, as one part.
         run: The same batch in microbatches.
-        sizes: Rows of each.
+        sizes: Rows of each microbatch.
 
     Raises:
-        ConfigError: When the step cannot be cut behind its last unit.
+        ConfigError: The step cannot be cut behind its last unit.
     """
     recomputed: frozenset[int] = frozenset()
     scalars: tuple[str, ...] = ()
@@ -285,13 +289,13 @@ def join_run(
 
 
 class BatchTail:
-    """Takes the outputs of microbatches, and gives their gradients. Made for one step.
+    """Takes the outputs of microbatches and computes their gradients. Made for one step.
 
     Args:
         joined: The run.
-        around: Precision.
-        during: What the end of the step runs in.
-        finish: Takes what it returned; returns what to differentiate.
+        around: The precision context.
+        during: Context of the end of the step.
+        finish: Takes its result; returns the losses to differentiate.
     """
 
     def __init__(self, joined: JoinedRun, around: Around, during: During, finish: Finish) -> None:
@@ -301,14 +305,15 @@ class BatchTail:
         self._grads: list[tuple[Tensor | None, ...]] = []
 
     def take(self, number: int, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Take one microbatch's outputs; of the last one, run the end of the step as well.
+        """Take one microbatch's outputs; after the last one, run the end of the step.
 
         Args:
-            number: Number of the microbatch; they come in order.
-            outputs: With their graph.
+            number: Number of the microbatch; microbatches come in order.
+            outputs: Outputs of the last unit, with their graph.
 
         Returns:
-            What stands for them: differentiated once all are there, it gives them the gradients.
+            One fp32 tensor of shape ``()`` in their place. Its backward pass, valid once all
+            microbatches are taken, gives the outputs their gradients.
         """
         self._outputs.append(tuple(each.detach() for each in outputs))
         if number + 1 == len(self._joined.last):
@@ -316,7 +321,7 @@ class BatchTail:
         return (_JoinedOutputs.apply(self, number, *outputs),)  # type: ignore[no-untyped-call]
 
     def take_grads(self, number: int) -> tuple[Tensor | None, ...]:
-        """Return the gradients of a microbatch's outputs, once."""
+        """Return the gradients of a microbatch's outputs, with their shapes. Called once."""
         grads, self._grads[number] = self._grads[number], ()
         return grads
 

@@ -1,9 +1,9 @@
-"""Keeps what a training step calls metrics with, microbatch by microbatch, for the whole batch.
+"""Joins the calls of metrics in a training step over the microbatches of a batch.
 
-The last stage runs the step to its end for each microbatch. A metric that counted there would have
-counted on one rank alone, and what it gives for a batch, or its number of updates, would be of
-parts. So ``MetricCalls`` only keeps calls, with arguments without their graphs. At the end of the
-batch these are joined, and ``MetricBroadcast`` lets every rank make the calls once
+The last stage runs the step to its end for each microbatch. An update of a metric there would
+change it on one rank only, and its result for a batch, or its number of updates, would be of
+microbatches. So ``MetricCalls`` only keeps calls, with arguments without their graphs. At the end
+of the batch these are joined, and ``MetricBroadcast`` makes every rank execute the calls once
 (``step_report.py``).
 """
 
@@ -35,12 +35,12 @@ from boltmesh.strategies.pytree import Build, take_apart, tensors_in
 from boltmesh.strategies.torch_compat.tensors import tree_map_only
 
 KeepNumber = Callable[[str, Tensor | float, bool], None]
-"""Takes a number's key, one microbatch's value, and whether it is a whole number: a count."""
+"""Takes a number's key, its value for a microbatch, and whether it is an integer: a count."""
 
 
 @dataclass(frozen=True)
 class MetricValue:
-    """Stands for a tensor that a call of a metric gives for the whole batch."""
+    """Placeholder of a tensor that a call of a metric returns for the whole batch."""
 
     call: int
     leaf: int
@@ -58,24 +58,24 @@ class _RecordedCall:
 
 @dataclass(frozen=True)
 class JoinedCall:
-    """A call as one process makes it."""
+    """A call with the arguments of the whole batch."""
 
     name: str
     method: str
     leaves: list[Any]
-    """Of positional and keyword arguments; of one microbatch where they are numbers."""
+    """Leaves of positional and keyword arguments; numbers are those of one microbatch."""
     numbers: dict[int, str]
-    """By leaf the key that its number was kept under."""
+    """Keys of numbers, by index of the leaf."""
     build: Build
 
 
 class MetricCalls:
-    """The calls of one step.
+    """Collects the calls of one step.
 
     Args:
-        metrics: Of the module, by name.
-        of_batch: What the step calls for the whole batch; unknown if None.
-        num_microbatches: Of the batch.
+        metrics: Metrics of the module, by name.
+        of_batch: The step's calls for the whole batch; None: unknown.
+        num_microbatches: Microbatches of the batch.
     """
 
     def __init__(
@@ -90,24 +90,24 @@ class MetricCalls:
         self._calls: dict[int, list[_RecordedCall]] = {}
         self._given: dict[int, tuple[Tensor, MetricValue]] = {}
         self.joined: list[JoinedCall] = []
-        """Once all microbatches were run."""
+        """The joined calls; empty until all microbatches have run."""
 
     @property
     def has_calls(self) -> bool:
-        """Whether the step calls any; every rank knows."""
+        """Whether the step calls any metric; known on every rank."""
         return bool(self._of_batch)
 
     @contextmanager
     def of_microbatch(self, index: int, keep_number: KeepNumber) -> Iterator[None]:
-        """Within, calls are kept as this microbatch's.
+        """Return a context in which calls are kept for a microbatch.
 
         Args:
-            index: Its number.
-            keep_number: Puts numbers together as logged ones are.
+            index: Number of the microbatch.
+            keep_number: Combines numbers as logged ones are.
 
         Raises:
-            ConfigError: When the calls of all microbatches cannot be joined.
-            DivergenceError: When the step made other calls than its probe.
+            ConfigError: The calls of all microbatches cannot be joined.
+            DivergenceError: The step made other calls than in its trace.
         """
         kept = self._calls[index] = []
 
@@ -131,7 +131,7 @@ class MetricCalls:
             self.joined = self._join()
 
     def given(self, value: Any) -> MetricValue | None:
-        """Return which call gave a tensor, None for what none gave."""
+        """Return the placeholder of a tensor that a call returned, None for other values."""
         known = self._given.get(id(value))
         return None if known is None else known[1]
 
@@ -179,7 +179,7 @@ class MetricCalls:
 
 
 def number_key(call: int, leaf: int) -> str:
-    """Return what a number among the arguments of a metric is kept under."""
+    """Return the key of a number among the arguments of a metric."""
     return f"{call}.{leaf}"
 
 
@@ -191,9 +191,9 @@ def _join_leaf(name: str, values: Sequence[Any], shape: tuple[int, ...] | None) 
     """Return an argument for the whole batch.
 
     Args:
-        name: The metric.
-        values: By microbatch.
-        shape: Of the tensor for the whole batch, as far as it is known.
+        name: Name of the metric.
+        values: The argument by microbatch.
+        shape: Shape of the tensor for the whole batch; None: unknown.
     """
     first = values[0]
     if len(values) == 1:
@@ -210,7 +210,7 @@ def _join_leaf(name: str, values: Sequence[Any], shape: tuple[int, ...] | None) 
     differing = [
         dim for dim in range(first.ndim) if any(e.shape[dim] != first.shape[dim] for e in values)
     ]
-    if differing == [0]:  # rows or elements that were picked by what layers gave
+    if differing == [0]:  # rows or elements selected by outputs of layers
         return torch.cat(list(values))
     if differing or not all(torch.equal(each, first) for each in values):
         _refuse(name, values)
@@ -218,9 +218,9 @@ def _join_leaf(name: str, values: Sequence[Any], shape: tuple[int, ...] | None) 
 
 
 def _dimension_of_rows(values: Sequence[Tensor], shape: tuple[int, ...] | None) -> int | None:
-    """Return which dimension microbatches divide, by what is known of the whole batch.
+    """Return the dim along which microbatches divide a tensor, from its shape for the whole batch.
 
-    Along a dimension of what a layer's values pick the probe has nothing or everything.
+    Along a dim of elements selected by outputs of layers, the trace has none or all elements.
     """
     if shape is None or len(shape) != values[0].ndim:
         return None
@@ -249,20 +249,20 @@ def _listed(calls: Sequence[tuple[str, str]]) -> str:
 
 
 _ALIGNMENT = 16
-"""Bytes: no element of a tensor is larger."""
+"""Alignment in bytes, the size of the largest elements of tensors."""
 
 Given = Sequence[Sequence[Tensor]]
-"""Of each call the tensors that it gave."""
+"""The tensors that each call returned."""
 
 
 class _TensorSlot:
-    """Stands for a tensor or a number among the arguments of a call."""
+    """Placeholder of a tensor or a number among the arguments of a call."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, number: type | None) -> None:
         self.shape = shape
         self.dtype = dtype
         self.number = number
-        """``int`` or ``float`` where it is one of Python's."""
+        """``int`` or ``float`` for a Python number, None for a tensor."""
 
     @property
     def num_bytes(self) -> int:
@@ -281,23 +281,23 @@ class _SentCall(NamedTuple):
     name: str
     method: str
     arguments: Any
-    """Positional and keyword ones, with places for tensors and numbers."""
+    """Positional and keyword arguments, with placeholders for tensors and numbers."""
     settings: dict[str, Any]
-    """Numbers and strings that the step has set on the metric itself."""
+    """Numbers and strings that the step has set on the metric object."""
 
 
 class MetricBroadcast:
-    """Sends arguments of metrics from the last stage's rank to the others, and makes the calls.
+    """Sends arguments of metrics from the last stage's rank to the others and makes the calls.
 
-    What does not change from step to step is sent once.
+    Parts that are equal in consecutive steps are sent once.
 
     Args:
-        metrics: Of the module, by name.
-        group: The pipeline.
-        source: Global rank that holds the last stage.
-        device: Of what is sent.
-        host_group: The same ranks on the CPU, where the length of a message is sent if the device
-            is a GPU: reading it there would wait for all queued work.
+        metrics: Metrics of the module, by name.
+        group: The ranks of the pipeline.
+        source: Global rank of the last stage.
+        device: Device of the message.
+        host_group: The same ranks on the CPU, for the length of a message if the device is a GPU:
+            reading it from the device would wait for all queued work.
     """
 
     def __init__(
@@ -318,11 +318,17 @@ class MetricBroadcast:
         self._known: list[_SentCall] = []
 
     def send(self, calls: Sequence[JoinedCall], numbers: Mapping[str, Tensor]) -> Given:
-        """Make the calls, and let the other ranks make them. Collective over the pipeline.
+        """Make the calls on all ranks. Called on the last stage's rank while others ``receive``.
+
+        Collective over the pipeline.
 
         Args:
-            calls: On the rank of the last stage.
-            numbers: What numbers among the arguments are for the whole batch, by their keys.
+            calls: The joined calls.
+            numbers: Values of numbers among the arguments for the whole batch, by key; each of
+                shape ``()``.
+
+        Returns:
+            The tensors that each call returned.
         """
         tensors: list[Tensor] = []
         sent = [_sent(each, numbers, tensors.append, self._settings(each.name)) for each in calls]
@@ -378,7 +384,7 @@ def _sent(
     add: Callable[[Tensor], None],
     settings: dict[str, Any],
 ) -> _SentCall:
-    """Return a call with places in it; ``add`` takes what belongs there, in order."""
+    """Return a call with placeholders; ``add`` gets their tensors in order."""
     leaves: list[Any] = []
     for leaf, value in enumerate(call.leaves):
         key = call.numbers.get(leaf)

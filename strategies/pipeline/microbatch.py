@@ -1,18 +1,18 @@
-"""Cuts a batch into microbatches along its rows.
+"""Splits a batch into microbatches along its rows.
 
 Any nesting of dicts, lists, tuples, named tuples, dataclasses and mappings is followed. Tensors and
-arrays are cut along their first dimension. What belongs to no row (numbers, None, strings, 0-dim
-tensors) is given to every microbatch.
+arrays are cut along their first dimension. Values without rows (numbers, None, strings, 0-dim
+tensors) go to every microbatch.
 
 [Note: Lists of samples]
-A list of tensors is either the parts of a batch (``[inputs, targets]``, each with a row for every
-sample) or holds one sample in each place (``[image, image, image]``), and cutting the one as the
-other trains on nonsense. What else is in the batch decides as a rule: its rows are as many as the
-list is long, or as the tensors in it. Where both would fit, the batch size of the DataLoader
-decides, then how the list was taken in earlier batches; what is still open is refused.
+A list of tensors has either parts of a batch as items (``[inputs, targets]``, each with a row for
+every sample) or samples (``[image, image, image]``); taking one for the other trains on nonsense.
+The rest of the batch usually decides: its number of rows is the length of the list, or that of the
+tensors in it. If both fit, the batch size of the DataLoader decides, then the decision in earlier
+batches; a list that is still undecided is refused.
 
-``Sizes`` measures a batch: how long its tensors and lists are, and which lists may hold samples.
-``batch_norms`` finds layers that look at all rows of a batch.
+``Sizes`` has the lengths of the tensors and lists of a batch, and which lists may hold samples.
+``batch_norms`` finds layers that compute moments over all rows of a batch.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -34,24 +34,24 @@ from boltmesh.strategies.pytree import (
 )
 
 PAIR = 2
-"""Lists up to this length are parts of a batch where nothing says otherwise."""
+"""Lists up to this length are parts of a batch unless something shows otherwise."""
 
 _ROWS = (Tensor, np.ndarray)
 
 
 class MisfitError(Exception):
-    """Part of a batch has other rows than the batch."""
+    """A part of a batch has another number of rows than the batch."""
 
     def __init__(self, path: str, size: int) -> None:
         super().__init__(path)
         self.path, self.size = path, size
 
     def explain(self, first: str, count: int) -> ConfigError:
-        """Return what to tell the user.
+        """Return the error for the user.
 
         Args:
-            first: Where something lies that has as many rows as the batch.
-            count: The rows of the batch.
+            first: Place of a part with as many rows as the batch.
+            count: Rows of the batch.
         """
         return _disagreement(first, count, self.path, self.size)
 
@@ -98,27 +98,27 @@ def _holds_rows(value: Any) -> bool:
 
 
 class Sizes:
-    """How long the things in a batch are, by their place."""
+    """Lengths of the members of a batch, by their place."""
 
     def __init__(self) -> None:
         self.firm: dict[str, int] = {}
-        """Rows of tensors that are surely cut along their first dimension."""
+        """Rows of tensors that are certainly cut along their first dimension."""
         self.in_lists: dict[str, int] = {}
-        """Of tensors in lists of alike things, which may be samples."""
+        """Rows of tensors in lists whose items have one structure and may be samples."""
         self.lists: dict[str, int] = {}
-        """The lengths of these lists."""
+        """Lengths of these lists."""
         self.outer: list[str] = []
-        """Those that lie in no other one."""
+        """The outermost of these lists."""
         self.constants: dict[str, int] = {}
-        """The lengths of lists of strings, numbers and the like."""
+        """Lengths of lists of strings, numbers and other constants."""
 
     def read(self, value: Any, path: str, *, is_open: bool) -> None:
-        """Take in a part of a batch.
+        """Add a part of a batch.
 
         Args:
             value: The part.
             path: Its place.
-            is_open: Whether it lies in a list of alike things.
+            is_open: Whether it is in a list that may hold samples.
         """
         if has_rows(value):
             (self.in_lists if is_open else self.firm)[path] = len(value)
@@ -141,10 +141,10 @@ class Sizes:
 
 
 def sample_lists(value: Any, path: str, rows: int, known: Mapping[str, bool]) -> Iterator[str]:
-    """Yield the lists that hold a sample in each place, if the batch has so many rows.
+    """Yield the places of lists whose items are samples, if the batch has ``rows`` rows.
 
     Raises:
-        MisfitError: It cannot have so many.
+        MisfitError: The batch cannot have ``rows`` rows.
     """
     if has_rows(value):
         if len(value) != rows:
@@ -183,7 +183,7 @@ def _is_flat(items: Sequence[Any]) -> bool:
 
 
 def _are_alike(items: Sequence[Any]) -> bool:
-    """Whether things may be samples of one batch: nested alike, and of the same types."""
+    """Whether items may be samples of one batch: of the same structure and types."""
     return bool(items) and all(_is_like(items[0], each) for each in items[1:])
 
 
@@ -203,27 +203,27 @@ def _is_like(one: Any, other: Any) -> bool:
 
 @dataclass(frozen=True)
 class Rows:
-    """How many rows a batch has, and which of its lists hold a sample in each place."""
+    """The number of rows of a batch, and which of its lists have samples as items."""
 
     count: int
     samples: frozenset[str] = frozenset()
-    """Where these lists lie in the batch."""
+    """Places of these lists in the batch."""
 
 
 @dataclass
 class MicrobatchSplitter:
-    """Cuts the batches of a run; takes lists in later batches as it did in earlier ones."""
+    """Splits the batches of a run; reads lists in later batches as in earlier ones."""
 
     batch_sizes: set[int] = field(default_factory=set)
-    """How many rows the DataLoaders give, where they say so."""
+    """Batch sizes of the DataLoaders, as far as they are known."""
     _known: dict[str, bool] = field(default_factory=dict)
-    """By the place of a list whether it holds samples."""
+    """Whether a list holds samples, by its place."""
 
     def rows(self, batch: Any) -> Rows:
         """Return a batch's rows.
 
         Raises:
-            ConfigError: When parts of it disagree, nothing in it has rows, or something cannot be
+            ConfigError: Parts of the batch have different rows, none has rows, or one cannot be
                 cut.
         """
         for path, leaf in leaves(batch):
@@ -242,12 +242,19 @@ class MicrobatchSplitter:
         return found
 
     def cut(self, batch: Any, wanted: int, fewest_rows: int = 1) -> tuple[list[Any], list[int]]:
-        """Return a batch's microbatches, views of it in order, and the rows of each.
+        """Return a batch's microbatches and the rows of each.
 
         Args:
-            batch: As the DataLoader gave it, on its device.
-            wanted: How many; fewer where rows are too few.
-            fewest_rows: Of a microbatch, but where the batch has no more.
+            batch: The DataLoader's batch on its device; tensors have the shape ``(B, *)``, or
+                ``()`` without rows.
+            wanted: Number of microbatches; fewer if there are not enough rows.
+            fewest_rows: Fewest rows of a microbatch, unless the batch has fewer.
+
+        Returns:
+            Views of the batch in order, and their numbers of rows.
+
+        Raises:
+            ConfigError: See ``rows``.
         """
         rows = self.rows(batch)
         sizes = even_sizes(rows.count, wanted, fewest_rows)
@@ -275,7 +282,7 @@ class MicrobatchSplitter:
         return Rows(count, frozenset(sample_lists(batch, "batch", count, self._known)))
 
     def _by_lists(self, batch: Any, sizes: "Sizes") -> Rows:
-        """All tensors lie in lists of samples or parts: see which number of rows makes sense."""
+        """Return the rows of a batch with all tensors in lists that may hold samples or parts."""
         fitting: list[Rows] = []
         problem: MisfitError | None = None
         for count in sorted({*sizes.in_lists.values(), *sizes.lists.values()}):
@@ -308,11 +315,12 @@ class MicrobatchSplitter:
 
 
 def cut(batch: Any, rows: Rows, sizes: Sequence[int]) -> list[Any]:
-    """Return the microbatches: views of the batch's tensors, in order.
+    """Return the microbatches in order, as views of the batch's tensors.
 
     Args:
-        batch: As the DataLoader gave it, on its device.
-        rows: Of the batch.
+        batch: The DataLoader's batch on its device; tensors have the shape ``(B, *)``, or ``()``
+            without rows.
+        rows: Rows of the batch.
         sizes: Rows of each microbatch; they add up to the batch's rows.
     """
     ends = np.cumsum(sizes).tolist()
@@ -321,12 +329,13 @@ def cut(batch: Any, rows: Rows, sizes: Sequence[int]) -> list[Any]:
 
 
 def pick(batch: Any, rows: Rows, numbers: Sequence[int]) -> Any:
-    """Return a batch of some rows, in any order and each as often as it is named.
+    """Return a batch of the numbered rows, in any order and with repetitions.
 
     Args:
-        batch: As the DataLoader gave it, on its device.
-        rows: Of the batch.
-        numbers: Of the rows. Views are made of those that follow each other, else copies.
+        batch: The DataLoader's batch on its device; tensors have the shape ``(B, *)``, or ``()``
+            without rows.
+        rows: Rows of the batch.
+        numbers: Indices of rows. Consecutive rows give views, others copies.
     """
     start = numbers[0]
     follow_each_other = list(numbers) == list(range(start, start + len(numbers)))
@@ -335,12 +344,12 @@ def pick(batch: Any, rows: Rows, numbers: Sequence[int]) -> Any:
 
 
 def even_sizes(rows: int, num_microbatches: int, fewest_rows: int = 1) -> list[int]:
-    """Return sizes that differ by at most one, larger ones first; fewer where rows are too few.
+    """Return sizes of microbatches that differ by at most one, larger ones first.
 
     Args:
-        rows: Of the batch.
-        num_microbatches: At most.
-        fewest_rows: Of a microbatch, but where the batch has no more.
+        rows: Rows of the batch.
+        num_microbatches: Number of sizes; fewer if there are not enough rows.
+        fewest_rows: Fewest rows of a microbatch, unless the batch has fewer.
     """
     count = min(max(rows // fewest_rows, 1), num_microbatches)
     return [rows // count + (index < rows % count) for index in range(count)]
@@ -358,7 +367,7 @@ def _cut(value: Any, path: str, rows: Rows, part: slice | list[int]) -> Any:
     made = close([_cut(each, name, rows, part) for name, each in members])
     encodings = getattr(value, "encodings", None)
     if isinstance(encodings, list) and len(encodings) == rows.count:
-        # Hugging Face's fast tokenizers keep what word_ids() and the like read, by row.
+        # Hugging Face's fast tokenizers keep an encoding per row, which word_ids() reads.
         return type(value)(dict(made), encoding=_items(encodings, part))
     return made
 
@@ -371,12 +380,12 @@ Norm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
 
 
 def batch_norms(module: Module, *, of_vectors: bool = False) -> list[Norm]:
-    """Return batch norms, or those of vectors, which have no moments of one row."""
+    """Return batch norms, or those of vectors only, which have no moments of one row."""
     kinds = nn.BatchNorm1d if of_vectors else Norm
     return [each for each in module.modules() if isinstance(each, kinds)]
 
 
 def fewest_rows(norms: Iterable[Norm]) -> int:
-    """Return how many rows a microbatch needs: two where one of the layers takes moments of it."""
+    """Return the fewest rows of a microbatch: two if one of the layers computes moments of it."""
     takes_moments = any(each.training or each.running_mean is None for each in norms)
     return 2 if takes_moments else 1

@@ -1,9 +1,9 @@
-"""The stages of one step as the executor runs them, microbatch by microbatch.
+"""Stages of one step for the runtime, microbatch by microbatch.
 
-``SentScalars`` checks scalars that layers make for the loss, such as the auxiliary losses of
-routers. The last stage sees of such a scalar neither how it was made nor what it was averaged over,
-and weighs it by the rows of its microbatch. So the stage that makes it makes sure that it is a mean
-over what grows with the rows.
+``SentScalars`` checks scalars that layers compute for the loss, such as the auxiliary losses of
+routers. The last stage has neither the graph of such a scalar nor its count, and weights it by the
+rows of its microbatch. So the stage that computes it checks that it is a mean whose count is
+proportional to the rows.
 """
 
 import math
@@ -22,21 +22,21 @@ from boltmesh.strategies.pipeline.stage.stage_run import StageRun
 
 
 class SentScalars:
-    """What one stage sends in one step. Made for each step."""
+    """Checks the scalars that one stage sends. Made for each step."""
 
     def __init__(self) -> None:
         self._per_row: dict[int, tuple[float, ...]] = {}
 
     def check(self, values: Sequence[Tensor], specs: Sequence[ValueSpec], rows: int) -> None:
-        """Look at what one microbatch sends.
+        """Check the values that a stage sends for one microbatch.
 
         Args:
-            values: With their graphs.
-            specs: What they are.
-            rows: Of the microbatch.
+            values: The values, with their graphs and the shapes of ``specs``.
+            specs: Specs of the values.
+            rows: Rows of the microbatch.
 
         Raises:
-            ConfigError: When a scalar that the loss may be made of is no mean over rows.
+            ConfigError: A scalar that may be part of the loss is no mean over rows.
         """
         for number, (value, spec) in enumerate(zip(values, specs, strict=True)):
             if value.ndim == 0 and value.grad_fn is not None:
@@ -68,17 +68,17 @@ Around = Callable[[], AbstractContextManager[None]]
 
 @contextmanager
 def cast_once(around: Around, device: torch.device) -> Iterator[Around]:
-    """Within, autocast casts each weight once for all microbatches, and keeps one copy of it.
+    """Let autocast cast each weight once for all microbatches.
 
-    By itself every microbatch in flight keeps a copy for its backward pass. Weights must not change
-    within.
+    Without it every microbatch in flight keeps a copy for its backward pass. Weights must not
+    change within the context.
 
     Args:
-        around: Precision.
-        device: Where the step runs.
+        around: The precision context.
+        device: Device of the step.
 
     Yields:
-        ``around`` with autocast's cache, which Lightning switches off.
+        ``around`` with autocast's cache, which Lightning turns off.
     """
 
     @contextmanager
@@ -87,31 +87,32 @@ def cast_once(around: Around, device: torch.device) -> Iterator[Around]:
             torch.set_autocast_cache_enabled(True)
             yield
 
-    with torch.autocast(device.type, enabled=False):  # the cache lasts as long as the outermost
+    with torch.autocast(device.type, enabled=False):  # the outermost context keeps the cache
         yield cached
 
 
 During = Callable[[int], AbstractContextManager[None]]
-"""Takes a microbatch's number; what its run of the step lies in."""
+"""Takes a microbatch's number; returns the context of its run of the step."""
 
 Finish = Callable[[int, Any], tuple[Tensor, ...]]
-"""Takes a microbatch's number and what the step returned; returns what to differentiate."""
+"""Takes a microbatch's number and the step's result; returns the losses to differentiate, each of
+shape ``()``."""
 
 
 See = Callable[[int, int, tuple[Tensor, ...], Around], None]
-"""Takes a stage, a microbatch, what that begins with there, and the context of its run."""
+"""Takes a stage, a microbatch, its inputs there, and the context of its run."""
 
 
 class TakesOutputs(Protocol):
-    """Continues the step for the whole batch, where stages end behind the last unit."""
+    """Continues the step for the whole batch if stages end behind the last unit."""
 
     def take(self, number: int, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Take one microbatch's outputs; return what is differentiated in their place."""
+        """Take one microbatch's outputs; return the tensors to differentiate in their place."""
 
 
 @dataclass(frozen=True)
 class MicrobatchRun:
-    """What a step is called with, microbatch by microbatch."""
+    """Arguments of a step, microbatch by microbatch."""
 
     step: str
     batch: Any
@@ -120,11 +121,11 @@ class MicrobatchRun:
     kwargs: Mapping[str, Any]
     seeds: list[int]
     sizes: Sequence[int] = ()
-    """Rows of the parts, where their losses are put together."""
+    """Rows of the parts, if their losses are combined."""
 
 
 class MicrobatchStage:
-    """One stage of a run, as the executor wants it."""
+    """One stage of a run; implements ``runtime.stage.Stage``."""
 
     def __init__(
         self,
@@ -142,13 +143,13 @@ class MicrobatchStage:
 
         Args:
             runs: The stage, by microbatch.
-            run: What the step is called with.
-            around: Precision.
-            during: What each microbatch is run in.
-            finish: Takes what the last stage returned, where it runs to the end of the step.
+            run: Arguments of the step.
+            around: The precision context.
+            during: Context of each microbatch.
+            finish: Takes the step's result, if the last stage runs to the end of the step.
             is_last: Whether no other stage follows.
-            batch_tail: Where the stage ends behind its last unit, what takes its outputs.
-            see: Called with what a microbatch begins with.
+            batch_tail: Takes the outputs of the last unit, if the stage ends behind it.
+            see: Called with the inputs of each microbatch.
         """
         self.index = runs[0].plan.stage
         self.is_first = self.index == 0
@@ -163,15 +164,26 @@ class MicrobatchStage:
         self._scalars = SentScalars()
 
     def values_in(self, microbatch: int) -> tuple[ValueSpec, ...]:
-        """Return what the boundary before this stage carries."""
+        """Return the specs of the values sent over the boundary before this stage."""
         return self._runs[microbatch].plan.values_in
 
     def values_out(self, microbatch: int) -> tuple[ValueSpec, ...]:
-        """Return what the boundary behind this stage carries."""
+        """Return the specs of the values sent over the boundary behind this stage."""
         return self._runs[microbatch].plan.values_out
 
     def forward(self, microbatch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Run the step on a microbatch as far as this stage goes; return what it hands on."""
+        """Run this stage's part of the step on a microbatch.
+
+        Args:
+            microbatch: Number of the microbatch.
+            received: Inputs, of the shapes and dtypes of ``values_in``.
+
+        Returns:
+            Outputs of ``values_out``; of the last stage the losses to differentiate.
+
+        Raises:
+            ConfigError: A scalar that is sent is no mean over rows.
+        """
         run = self._run
         if self._see is not None:
             self._see(self.index, microbatch, received, self._around)

@@ -1,7 +1,7 @@
-"""What a user may choose about a pipeline, the run that it is in, and what a pipeline cannot do.
+"""Options and context of a pipeline, and refusals of unsupported runs.
 
-``PipelineOptions`` are checked before anything is started, and the ``refuse_*`` functions run
-before a pipeline takes any memory.
+``PipelineOptions`` are checked before ranks start, and the ``refuse_*`` functions run before a
+pipeline takes any memory.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -33,35 +33,35 @@ if TYPE_CHECKING:
 
 
 Split = str | Sequence[str] | Callable[[Sequence[UnitCost], int], Sequence[Sequence[str]]]
-"""``"auto"`` or ``"measured"``, the names at which later stages begin, or a function that cuts."""
+"""``"auto"``, ``"measured"``, names of the modules that begin later stages, or a function."""
 
 AUTOMATIC = ("auto", "measured")
 
 AUTOMATIC_SCHEDULE = "auto"
 
 WHOLE_BATCH = "gpipe"
-"""The schedule of a loss over the whole batch, where none was asked for."""
+"""The schedule of a loss over the whole batch, unless one was requested."""
 
 
 @dataclass(frozen=True)
 class PipelineOptions:
-    """The arguments of the strategy.
+    """Arguments of the strategy for its pipeline.
 
     Raises:
-        ConfigError: When they do not exist or do not fit together.
+        ConfigError: A value is invalid, or values contradict each other.
     """
 
     stages: int | None = None
     """Ranks of the pipeline; None: all of the job."""
     microbatches: int | None = None
-    """None: four for each rank, or the nearest number that the schedule has."""
+    """Microbatches per batch; None: four for each rank."""
     schedule: str = AUTOMATIC_SCHEDULE
-    """``auto``: 1f1b, and gpipe where the first batch shows that the loss needs the whole batch."""
+    """``auto``: 1f1b, and gpipe if the first batch shows that the loss needs the whole batch."""
     stages_per_rank: int | None = None
-    """None: what is usual with the schedule."""
+    """None: the default of the schedule."""
     split: Split = "auto"
     max_memory_bytes: int | None = None
-    """Of a rank; None: what its device has, where that is a GPU."""
+    """Limit of a rank; None: the free memory of its GPU, no limit on the CPU."""
 
     def __post_init__(self) -> None:
         schedule_kind(self.first_schedule)
@@ -81,18 +81,18 @@ class PipelineOptions:
 
     @property
     def first_schedule(self) -> str:
-        """With which a run begins."""
+        """The schedule with which a run begins."""
         return "1f1b" if self.schedule == AUTOMATIC_SCHEDULE else self.schedule
 
     def num_microbatches(self, num_ranks: int) -> int:
-        """Return how many microbatches a whole batch is cut into."""
+        """Return the number of microbatches of a full batch."""
         return 4 * num_ranks if self.microbatches is None else self.microbatches
 
     def num_stages(self, num_ranks: int) -> int:
-        """Return the stages of the whole pipeline.
+        """Return the number of stages of the pipeline.
 
         Raises:
-            ConfigError: When the schedule does not have these sizes.
+            ConfigError: The schedule does not have these sizes.
         """
         size = check_schedule(
             self.first_schedule,
@@ -105,36 +105,36 @@ class PipelineOptions:
 
 @dataclass(frozen=True)
 class PipelineContext:
-    """Where the axis finds itself."""
+    """The run, ranks and device of a pipeline."""
 
     group: ProcessGroup
     """The ranks of this pipeline."""
     new_group: Callable[..., ProcessGroup | None]
     """Makes further groups of its ranks, see ``RankMeshStrategy.new_group``."""
     data: "LateGradientsAxis"
-    """What becomes of the gradients of a batch where there are several pipelines."""
+    """The data axis, which averages gradients over pipelines."""
     device: torch.device
     recorder: Recorder | NullRecorder
     seed: int
-    """What random numbers within steps start from; alike on all ranks of the pipeline."""
+    """Seed of random numbers within steps; equal on all ranks of the pipeline."""
     timeout: timedelta | None = None
     scaler: GradScaler | None = None
     recomputed: frozenset[Module] = frozenset()
-    """Blocks whose forward pass runs once more in the backward pass."""
+    """Blocks whose forward pass runs again in the backward pass."""
     num_replicas: int = 1
-    """Pipelines of the job, each with batches of its own."""
+    """Number of pipelines of the job with different batches."""
     num_sharing: int = 1
-    """Ranks that share each layer, each in a group like this one beside the others."""
+    """Number of ranks that compute each layer together, each in a pipeline of its own."""
     num_averaged: int = 1
-    """Ranks over which gradients of a stage are averaged: of replicas, and of a context axis."""
+    """Number of ranks that average a stage's gradients: of replicas, and of a context axis."""
     coupled: ProcessGroup | None = None
-    """Ranks of other pipelines that layers compute together with; None: there are none."""
+    """Ranks of other pipelines that compute layers together with this one; None without any."""
     rounds_by_microbatch: bool = False
-    """Whether products round by the largest element of a microbatch, as those in float8 do."""
+    """Whether products are rounded by a scale per microbatch, as in float8."""
     without_collectives: Callable[[], AbstractContextManager[None]] = nullcontext
-    """Enters what layers are run in on tensors without data, by one rank alone."""
+    """Returns a context in which one rank alone runs layers on fake tensors."""
     boundaries: "StageBoundaries | None" = None
-    """How values cross from one stage to the next where a rank has a part of each; None: whole."""
+    """How values pass between stages if a rank has a part of them; None: whole."""
 
     @property
     def waits_within(self) -> bool:
@@ -143,18 +143,18 @@ class PipelineContext:
 
     @property
     def num_communicators(self) -> int:
-        """Communicators that a step uses: two directions of the pipeline, and groups beside it.
+        """Number of communicators of a step: two directions of the pipeline, and other groups.
 
-        At least: a tied weight may have one of its own, and shards.
+        A lower bound: tied weights and shards may have further ones.
         """
         directions = 2 if self.group.size() > 1 else 0
         return directions + (self.num_replicas > 1) + (self.num_sharing > 1)
 
     @property
     def shared_averages_may_differ(self) -> bool:
-        """Whether stages may get averages of shared parameters that differ by a rounding.
+        """Whether averages of shared parameters may differ between stages by rounding.
 
-        Sums of three and more depend on their order, and each stage has an order of its own.
+        Sums of three and more depend on their order, which differs between stages.
         """
         return self.num_averaged > 2
 
@@ -172,11 +172,11 @@ STAGES = Reasons(
     ),
     gradients="the gradients of one stage, others on each rank",
 )
-"""Why ranks that hold stages cannot do apart what one process does."""
+"""Why ranks that hold stages cannot do by themselves what one process does."""
 
 
 def refuse_manual_optimization(module: LightningModule) -> None:
-    """Refuse to train where the step itself asks for backward passes.
+    """Refuse training with manual optimization.
 
     Raises:
         UnsupportedError: With what to do instead.
@@ -191,7 +191,7 @@ def refuse_manual_optimization(module: LightningModule) -> None:
 
 
 def refuse_layout(options: PipelineOptions, layout: MeshLayout) -> None:
-    """Refuse what the schedule has no order for, or cannot do beside other pipelines.
+    """Refuse sizes that the schedule does not have, and several pipelines if it is asynchronous.
 
     Raises:
         ConfigError: With what to do instead.
@@ -207,10 +207,10 @@ def refuse_layout(options: PipelineOptions, layout: MeshLayout) -> None:
 
 
 def refuse_late_gradients(trainer: Trainer, scaler: object) -> None:
-    """Refuse what cannot be with gradients that are applied a step late.
+    """Refuse accumulation and loss scales beside gradients that are applied a step late.
 
     Raises:
-        UnsupportedError: Naming it, and what to do instead.
+        UnsupportedError: With what to do instead.
     """
     refuse_accumulation(trainer)
     if scaler is not None:
@@ -221,7 +221,7 @@ def refuse_late_gradients(trainer: Trainer, scaler: object) -> None:
 
 
 def refuse_accumulation(trainer: Trainer) -> None:
-    """Refuse to accumulate gradients that are applied a step late; a callback may begin any time.
+    """Refuse to accumulate gradients that are applied a step late; callbacks may start it any time.
 
     Raises:
         UnsupportedError: With what to do instead.
@@ -236,7 +236,7 @@ def refuse_accumulation(trainer: Trainer) -> None:
 
 
 def refuse_optimizers(optimizers: Iterable[Optimizer]) -> None:
-    """Refuse optimizers that look at all gradients to step one parameter.
+    """Refuse optimizers that read all gradients to step one parameter.
 
     Raises:
         UnsupportedError: Naming the optimizer.
@@ -251,7 +251,7 @@ def refuse_optimizers(optimizers: Iterable[Optimizer]) -> None:
 
 
 def refuse_measuring(options: PipelineOptions) -> None:
-    """Refuse to time layers on one rank that can only run together with others.
+    """Refuse to time layers on one rank if they can only run on several ranks together.
 
     Raises:
         ConfigError: With what to do instead.
@@ -264,10 +264,10 @@ def refuse_measuring(options: PipelineOptions) -> None:
 
 
 def refuse_absent_parameters(module: LightningModule) -> None:
-    """Refuse to divide layers of a model that stages have been made of.
+    """Refuse to divide layers of a model that is divided into stages already.
 
     Raises:
-        ConfigError: With what to do in which order.
+        ConfigError: With the order of calls that works.
     """
     gone = [name for name, each in module.named_parameters() if is_absent(each)]
     if gone:

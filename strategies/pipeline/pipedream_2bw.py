@@ -103,7 +103,7 @@ class StashedWeights:
                 param.data = param.data.clone()
 
     def gradients(self) -> dict[int, Tensor]:
-        """Return the gradients so far, by ``id`` of the module's parameter."""
+        """Return the gradients so far, by ``id`` of the module's parameter, with its shape."""
         return {key: param.grad for key, param in self._stashed.items() if param.grad is not None}
 
     def tensors(self) -> tuple[list[Tensor], list[Tensor]]:
@@ -183,7 +183,10 @@ class DelayedGradients:
         del self._version
 
     def take(self) -> dict[int, Tensor]:
-        """Return the gradients that are ready, by ``id`` of their parameter, and forget them."""
+        """Return the gradients that are ready, by ``id`` of their parameter, and forget them.
+
+        They have the shape and dtype of the parameter.
+        """
         ready, self._ready = self._ready, {}
         return ready
 
@@ -223,7 +226,7 @@ class DelayedGradients:
         self._ready = {}
 
     def put(self, parameter: Parameter, gradient: Tensor) -> None:
-        """Set a gradient that a checkpoint has kept."""
+        """Set a gradient from a checkpoint, with the shape of the parameter."""
         self._ready[id(parameter)] = gradient
 
     def tensors(self) -> tuple[list[Tensor], list[Tensor]]:

@@ -1,4 +1,4 @@
-"""Refuses layers whose outputs for microbatches are not those for the batch: rows are mixed."""
+"""Refuses layers that mix rows, whose outputs for microbatches differ from those for the batch."""
 
 from collections.abc import Callable, Container, Sequence
 from contextlib import ExitStack
@@ -32,14 +32,14 @@ from boltmesh.strategies.torch_compat.tensors import is_equal
 
 
 class RowCheck:
-    """Refuses layers that mix the rows of a batch, of which each microbatch has some.
+    """Refuses layers whose output for a row of a batch depends on other rows.
 
     Each stage runs its layers twice, without gradients, on the rows of its first microbatch (of the
-    first two where they have one row each): as they are, and with copies of the first row in the
-    place of the second half. Shapes and random numbers are equal, so the first half is equal too.
-    A scalar that layers give has to be a mean or a sum of what both halves give, each beside other
-    rows. What reaches other rows through buffers (moments of batch norms, codebooks) is left alone:
-    these change once for each microbatch. What a layer writes to parameters (ActNorm) is not.
+    first two if they have one row each): unchanged, and with copies of the first row in place of
+    the second half. Shapes and random numbers are equal, so the outputs of the first half have to
+    be equal too. A scalar of a layer has to be a mean or a sum over both halves, each beside other
+    rows. Effects on other rows through buffers (moments of batch norms, codebooks) are allowed:
+    buffers change once for each microbatch. Effects through parameters (ActNorm) are refused.
 
     Args:
         plans: Stages of the model.
@@ -55,16 +55,16 @@ class RowCheck:
         self._received: dict[int, list[tuple[Tensor, ...]]] = {}
 
     def see(self, stage: int, number: int, received: tuple[Tensor, ...], around: Around) -> None:
-        """Look at what a stage is about to compute.
+        """Check a stage before it computes a microbatch.
 
         Args:
             stage: A stage of this rank.
-            number: Number of the microbatch; they come in order.
-            received: Values from the stage before.
-            around: Precision.
+            number: Number of the microbatch; microbatches come in order.
+            received: Inputs of the stage, of the shapes of its ``values_in``; they are copied.
+            around: The precision context.
 
         Raises:
-            ConfigError: When a layer mixes rows.
+            ConfigError: A layer mixes rows.
         """
         sizes = self._run.sizes
         if sum(sizes[:number]) >= PAIR:
@@ -98,7 +98,7 @@ class RowCheck:
     def _mixed(
         self, stage: int, received: Sequence[tuple[Tensor, ...]], writes: ParametersUnchanged
     ) -> str | None:
-        """Return what depends on other rows; None also where it cannot be seen."""
+        """Return a description of an output that depends on other rows; None also if unknown."""
         run, whole = self._run, self._stage(stage, self._run.batch).plan
         parts = [self._stage(stage, each).plan for each in run.parts]
         joints = find_joints(whole, parts, run.sizes)
@@ -130,7 +130,7 @@ class RowCheck:
     def _mixed_scalar(
         self, stage: int, chosen: Callable[[Sequence[int]], list[Tensor]], count: int, kept: int
     ) -> str | None:
-        """Return which scalar is no sum of one for each half of the rows, weighed as in a loss."""
+        """Return a scalar that, weighted as in a loss, is no sum over two halves of the rows."""
         halves = ([*range(kept)], [count - 1] * kept), ([*range(kept, count)], [0] * (count - kept))
         with torch.enable_grad():
             runs = [
@@ -157,7 +157,7 @@ class RowCheck:
     def _stage(self, stage: int, batch: Any) -> StageRun:
         run, plans = self._run, self._plans
         args = (run.step, batch, *run.rest)
-        with torch.enable_grad():  # as the batch is run: known plans are of that
+        with torch.enable_grad():  # as for the batch: plans are kept by it
             if stage == self._end:  # up to its last unit
                 return plans.tail(*args, kwargs=run.kwargs, seed=run.seeds[0]).last
             return plans.stages(*args, kwargs=run.kwargs, seed=run.seeds[0])[stage]
@@ -165,7 +165,7 @@ class RowCheck:
     def _outputs(
         self, stage: int, numbers: Sequence[int], values: Sequence[Tensor]
     ) -> list[tuple[str, Any]]:
-        """Return what the units of a stage and the stage itself give for some rows."""
+        """Return the outputs of a stage and of its units for some rows, by description."""
         run = self._run
         part = pick(run.batch, self._rows, numbers)
         planned = self._stage(stage, part)
@@ -187,21 +187,21 @@ class RowCheck:
 
 
 def _unit_events(plan: StagePlan, stage: int) -> list[int]:
-    """Return the calls of units that a stage runs, less one that ends it: no hook sees that."""
+    """Return the calls of units that a stage runs, without one that ends it: hooks miss it."""
     calls = zip(plan.unit_events, plan.stage_of_call, strict=True)
     ends = {event for event, planned in plan.handling.items() if planned.ends}
     return [event for event, at in calls if at == stage and event not in ends]
 
 
 def _shapes(plan: StagePlan, stage: int) -> list[tuple[int, ...]]:
-    """Return the shapes of what units of a stage and the stage itself give; empty for no tensor."""
+    """Return the shapes of the outputs of a stage and of its units; ``()`` for no tensor."""
     leaves = [each for event in _unit_events(plan, stage) for each in plan.outputs[event].leaves]
     made = [each.shape if isinstance(each, TensorSpec) else () for each in leaves]
     return made + [each.shape for each in plan.values_out]
 
 
 def _weighed(scalar: Tensor, rows: int) -> Tensor | None:
-    """Return a scalar by its weight; None for one that has none, which is refused in a loss."""
+    """Return a scalar multiplied by its weight; None without one, which a loss refuses."""
     try:
         return StepWeights(lambda _: None).weigh(scalar, rows)[0].detach()
     except BatchLossError:
@@ -211,7 +211,7 @@ def _weighed(scalar: Tensor, rows: int) -> Tensor | None:
 def _chosen(
     values: Sequence[Tensor], dims: Sequence[int | None], numbers: Sequence[int]
 ) -> list[Tensor]:
-    """Return some rows of each value, and whole what has none."""
+    """Return some rows of each value, and values without rows as they are."""
     return [
         each if dim is None else each.index_select(dim, torch.tensor(numbers).to(each.device))
         for each, dim in zip(values, dims, strict=True)
@@ -219,7 +219,7 @@ def _chosen(
 
 
 def _of_rows(output: Tensor, dim: int, count: int, kept: int) -> list[Tensor]:
-    """Return what belongs to the first rows: side by side for a row, or in views of the batch."""
+    """Return the first rows of an output, if a row's elements are adjacent, or in views."""
     before, after = output.shape[:dim], output.shape[dim + 1 :]
     by_row = output.reshape(*before, count, -1, *after)
     views = output.reshape(*before, -1, count, *after)
@@ -227,6 +227,6 @@ def _of_rows(output: Tensor, dim: int, count: int, kept: int) -> list[Tensor]:
 
 
 def _are_close(one: Tensor, other: Tensor) -> bool:
-    """Whether two results of one computation are equal, but for roundings of sums."""
+    """Whether two results of one computation are equal except for rounding of sums."""
     tolerance = (1e-3 if one.dtype.itemsize > PAIR else 5e-2) * float(one.abs().max())
     return torch.allclose(one, other, rtol=0.0, atol=tolerance, equal_nan=True)

@@ -1,4 +1,4 @@
-"""What the nodes of autograd's graph tell about reductions, factors and masks."""
+"""Reads reductions, factors and masks from the nodes of an autograd graph."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -18,8 +18,8 @@ _TRANSPARENT = {
     "SumOverRanksBackward", "TBackward0", "ToCopyBackward0", "TransposeBackward0",
     "UnsafeViewBackward0", "UnsqueezeBackward0", "ViewBackward0",
 }  # fmt: skip
-"""What is behind these is worth as much as what is before. Whether some of them are there depends
-on dtypes and layouts, so they have no part in a form."""
+"""Operators that do not change how much their operand counts. Some exist for certain dtypes and
+layouts only, so a form leaves them out."""
 
 _SUMS = {"AddBackward0", "SubBackward0", "RsubBackward0", "StackBackward0", "CatBackward0"}
 _PRODUCTS = {"MulBackward0", "MulBackward1", "DivBackward0", "DivBackward1"}
@@ -28,39 +28,39 @@ _DOT_PRODUCTS = {"DotBackward0", "VdotBackward0", "BmmBackward0", "MmBackward0",
 _NLL = {"NllLossBackward0", "NllLoss2DBackward0"}
 _SELECTIONS = {"SortBackward0", "SortBackward1", "TopkBackward0"}
 _MEAN, _SUM = 1, 2
-"""torch's numbers of reductions, as its kernels save them."""
+"""torch's codes of reductions, as its kernels save them."""
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """How many became one."""
+    """A reduction of elements to one value."""
 
     count: Tensor | float
-    """What was divided by; 1 of a sum."""
+    """Divisor of the sum, shape ``()`` if a tensor; 1 for a sum."""
     size: float
-    """How many elements there were, those that do not count included."""
+    """Number of elements, including those that do not count."""
     is_mean: bool
     is_over_rows: bool = True
-    """Whether the first dimension of data was reduced, as far as a node tells."""
+    """Whether the first dimension of data was reduced, as far as a node shows."""
     goes_on: bool = True
-    """Whether its operand may have been reduced or divided before."""
+    """Whether reading continues: its operand may have been reduced or divided before."""
     empty: tuple[Tensor | bool, ...] = ()
-    """Whether there was nothing."""
+    """Flags, set if there were no elements; shape ``()`` and bool if tensors."""
 
 
 @dataclass(frozen=True)
 class Factor:
-    """The operand of a product that has no graph."""
+    """The operand of a product or division that has no graph."""
 
     value: Any
     is_division: bool
     is_scalar: bool
     may_be_of_row: bool = False
-    """Whether it may be that of the only row: ``(1,)`` beside what has one element as well."""
+    """Whether it may be the value of the only row: shape ``(1,)`` beside one other element."""
 
     @property
     def size(self) -> float:
-        """About how much it divides by; 1 where that is not known without asking a device."""
+        """Approximate divisor, at least 1; 1 if reading it would need a device synchronization."""
         number = _number(self.value)
         if not self.is_scalar or number is None or number == 0 or not math.isfinite(number):
             return 1.0
@@ -68,9 +68,9 @@ class Factor:
 
     @property
     def is_number(self) -> bool:
-        """Whether it was a number of Python's, as far as its type tells.
+        """Whether it was a Python number, as far as its dtype shows.
 
-        Numbers are saved as 0-dim tensors that give way to the type of any other.
+        Autograd saves numbers as 0-dim tensors whose dtype yields to any other in type promotion.
         """
         if not isinstance(self.value, Tensor):
             return True
@@ -79,27 +79,34 @@ class Factor:
 
     @property
     def divisor(self) -> float:
-        """What it divides by; asks a device where it is on one."""
+        """The divisor as a number. Synchronizes with its device."""
         return float(self.divide(1.0))
 
     @property
     def is_zero(self) -> bool:
-        """Whether it switches its term off, as far as that is known without asking a device."""
+        """Whether it multiplies its term by 0, as far as is known without synchronization."""
         return not self.is_division and _number(self.value) == 0
 
     @property
     def may_be_count(self) -> bool:
-        """Whether it divides, or is a tensor: weights that authors give to terms are neither."""
+        """Whether it divides, or is a tensor. Users weight terms by numbers that multiply."""
         return self.is_division or not self.is_number
 
     def divide(self, count: Tensor | float) -> Tensor | float:
-        """Return a count with this factor in it.
+        """Return a count multiplied by this factor's divisor.
 
-        What is infinite or no number is no count: what overflows is to be seen to.
+        Factors that are infinite, NaN or 0 leave the count unchanged, so that overflow stays
+        visible.
+
+        Args:
+            count: A number, or a tensor of shape ``()``.
+
+        Returns:
+            The same; fp64 if the factor is on a device.
         """
         number = _number(self.value)
         if number is not None:
-            # A term that is switched off is worth as much as before.
+            # A term that is multiplied by 0 counts as much as before.
             if number == 0 or not math.isfinite(number):
                 return count
             return count * abs(number) if self.is_division else count / abs(number)
@@ -111,19 +118,19 @@ class Factor:
 
 
 def plain_name(node: Node) -> str:
-    """Return the name of the operator that a node belongs to."""
+    """Return the name of a node's operator."""
     name: str = node.name()
     head, _, _ = name.partition("Backward")
     return head or name
 
 
 def is_transparent(node: Node) -> bool:
-    """Whether what is behind a node is worth as much as what is before it."""
+    """Whether a node does not change how much its operand counts."""
     return node.name() in _TRANSPARENT
 
 
 def is_none(loss: Tensor) -> bool:
-    """Whether a step found nothing to learn: its loss has no graph, or 0 is a factor of all."""
+    """Whether a step has nothing to learn: its loss, shape ``()``, has no graph or a factor 0."""
     node = loss.grad_fn
     while node is not None and is_transparent(node):
         node = node.next_functions[0][0]
@@ -132,12 +139,12 @@ def is_none(loss: Tensor) -> bool:
 
 
 class SumOverRanksNode(Protocol):
-    """The node of a sum over ranks, behind which are this rank's positions of a sequence."""
+    """Node of a sum over ranks, whose operand has this rank's positions of a sequence."""
 
     num_summed: int
-    """Elements of all ranks."""
+    """Number of elements of all ranks."""
     on_all_ranks: Callable[[Sequence[Tensor | bool]], tuple[Tensor, ...]]
-    """Returns whether each of several flags is set on all ranks. Collective."""
+    """Takes flags of shape ``()``; returns for each whether all ranks set it. Collective."""
 
 
 def sum_over_ranks(node: Node) -> SumOverRanksNode | None:
@@ -146,12 +153,12 @@ def sum_over_ranks(node: Node) -> SumOverRanksNode | None:
 
 
 def is_sum(node: Node) -> bool:
-    """Whether a node adds its operands, or puts them side by side."""
+    """Whether a node adds, stacks or concatenates its operands."""
     return node.name() in _SUMS
 
 
 def selection_of_rows(node: Node) -> Node | None:
-    """Return the node by which one picks the largest or smallest along the first dimension."""
+    """Return the node that sorts or selects the top elements along the first dim, else None."""
     inner: Node | None = node
     while inner is not None and inner.name() == "SliceBackward0":
         inner = inner.next_functions[0][0]
@@ -162,7 +169,7 @@ def selection_of_rows(node: Node) -> Node | None:
 
 
 def operands(node: Node) -> tuple[int, ...]:
-    """Return which operands have a graph."""
+    """Return the indices of the operands that have a graph."""
     return tuple(index for index, (each, _) in enumerate(node.next_functions) if each is not None)
 
 
@@ -198,7 +205,7 @@ def _over_dims(node: Node, *, is_mean: bool) -> Reduction:
 
 
 def _is_of_scalars(node: Node) -> bool:
-    """Whether it reduces what was put together from terms, or a term that is one already."""
+    """Whether it reduces stacked terms, or a scalar."""
     sizes = getattr(node, "_saved_self_sym_sizes", None)
     inner = node.next_functions[0][0]
     is_stack = inner is not None and inner.name() in {"StackBackward0", "CatBackward0"}
@@ -223,16 +230,16 @@ def _ignores_all(node: Node) -> tuple[Tensor | bool, ...]:
 
 
 def factor_of(node: Node) -> Factor | None:
-    """Return the operand of a product; None where a node is none.
+    """Return the factor of a product or division; None for other nodes.
 
-    Of two operands with a graph it is the second one.
+    If both operands have a graph, the factor is the second one.
     """
     name = node.name()
     if name not in _PRODUCTS:
         return None
     is_division = name.startswith("Div")
     branches = operands(node)
-    # Saved is what the other operand's gradient is made of.
+    # Autograd saves an operand for the gradient of the other one.
     which = "self" if branches == (1,) else "other"
     value = getattr(node, f"_saved_{which}", None)
     is_scalar = isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
@@ -241,7 +248,7 @@ def factor_of(node: Node) -> Factor | None:
 
 
 def masks_of(node: Node) -> tuple[Tensor | bool, ...]:
-    """Return whether a node lets nothing of its operand through; nothing if it is no mask."""
+    """Return flags, shape ``()``, set if a node masks all of its operand; empty if no mask."""
     name = node.name()
     if name == "MaskedFillBackward0":
         return (_saved(node, "mask").all(),)
@@ -265,7 +272,7 @@ def _empty_factors(node: Node) -> tuple[Tensor | bool, ...]:
 
 
 def _number(value: Any) -> float | None:
-    """The value of a number of Python's, which needs no look at a device."""
+    """Return a value that needs no device synchronization as a float, else None."""
     if isinstance(value, int | float):
         return float(value)
     if isinstance(value, Tensor) and value.device.type == "cpu" and value.numel() == 1:
@@ -274,7 +281,7 @@ def _number(value: Any) -> float | None:
 
 
 def _signed(number: int) -> int:
-    """Autograd shows saved integers without their sign."""
+    """Restore the sign of an integer that autograd shows as unsigned."""
     return number - 2**64 if number >= 2**63 else number
 
 
@@ -283,7 +290,14 @@ def _saved(node: Node, name: str) -> Any:
 
 
 def gradients_of(loss: Tensor, values: Sequence[Tensor]) -> list[Tensor | None]:
-    """Return gradients of a loss; None of values that have none. The graph is kept."""
+    """Return gradients of a loss, each with its value's shape; None if it has none.
+
+    The graph is kept.
+
+    Args:
+        loss: Scalar, with its graph.
+        values: Tensors of any shape.
+    """
     wanted = [each for each in values if each.requires_grad]
     if not wanted or not loss.requires_grad:
         return [None] * len(values)

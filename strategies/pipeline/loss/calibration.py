@@ -1,27 +1,27 @@
-"""Proves on a few rows that microbatches give a step's loss as the batch does.
+"""Proves on a few rows that the losses of microbatches give the loss of their batch.
 
 [Note: Calibration]
 Before the first microbatch of a new kind is trained, the rank of the last stage runs the end of
-the step (what the user wrote behind the last layer) on up to five rows with made-up values, once
-with all rows and once with uneven parts of them, in two ways. What a loss is divided by grows with
-the rows if it counts them, and stays if it is a constant. Then the parts are weighed as
-microbatches are, and loss and gradients must be those of all rows. In fp64 where the step allows
-it; the tolerance covers ``+ 1e-6`` beside a count. Every logged value has the rules that give the
-whole's value, and the first one is used. Several rules may give it: the sum, mean and maximum of
-zeros are zero. Once the rules give a batch different values, that batch is tried too, on two rows
-for which the value differs (``prove_key``).
+the step (the user's code behind the last layer) on up to five rows with made-up values, once with
+all rows and once with uneven parts of them, in two ways. The divisor of a loss grows with the rows
+if it counts them, and stays the same if it is a constant. Then the parts are weighted as
+microbatches are, and loss and gradients must be those of all rows. Computed in fp64 if the step
+allows it; the tolerance covers ``+ 1e-6`` beside a count. For every logged value, rules that give
+the whole's value are kept, and the first one is used. Several rules may give it: the sum, mean and
+maximum of zeros are zero. Once the rules give a batch different values, that batch is tried too, on
+two rows for which the value differs (``prove_key``).
 
-A weight that the loss counts in its batch, such as that of rare positives, changes no loss of rows
-that have none. So rows with the largest and the smallest values of a batch are tried too, and so is
-a later batch that has the first row of zeros in a tensor, or the first other one.
+A weight that the loss computes from its batch, such as that of rare positives, does not change the
+loss of rows that have none. So rows with the largest and the smallest values of a batch are tried
+too, and so is a later batch with the first row of zeros in a tensor, or the first non-zero row.
 
-Where something is counted that few rows have (positives of a detector), five rows may hold none,
-and ``max(n, 1)`` is a constant for them. A divisor of at most 1 is therefore tried on every row,
-each several times over, and those that change it are tried with the others. Where none does, all of
-the batch has one divisor, so it does not matter whether it counts, and the next batch is tried.
+If few rows have what a loss counts (positives of a detector), five rows may hold none, and
+``max(n, 1)`` is a constant for them. A divisor of at most 1 is therefore tried on every row, each
+repeated several times, and rows that change it are tried with the others. If none does, the whole
+batch has one divisor, so it does not matter whether it counts, and the next batch is tried.
 
-What a layer computes is not run. Scalars of layers that enter the loss are believed to be means
-over their rows where their graph says so, on whatever stage they are made, and refused otherwise.
+Layers are not run. Scalars of layers that enter the loss are taken as means over their rows if
+their graph shows it, on whichever stage they are made, and refused otherwise.
 """
 
 import math
@@ -76,7 +76,7 @@ LoggedOfRow = Callable[[int, Attempt], Mapping[Key, float]]
 
 _TOLERANCES = {torch.float64: 1e-5, torch.float32: 2e-5}
 _ROUGH = 5e-2
-"""Of 16 bit numbers."""
+"""Tolerance of 16-bit dtypes."""
 
 
 @dataclass
@@ -88,16 +88,16 @@ class LossProof:
 
 
 def prove(trial: Trial) -> LossProof | None:
-    """Find the form of a step's loss, and prove that its microbatches give the batch's loss.
+    """Find the form of a step's loss and prove that its microbatches give the batch's loss.
 
     Args:
         trial: The end of the step.
 
     Returns:
-        None where the step gave no loss for these rows, or one that is not a number.
+        None if the step gave no loss for these rows, or none that is finite.
 
     Raises:
-        ConfigError: When no weights make the losses of microbatches the batch's.
+        ConfigError: No weights make the losses of microbatches add up to the batch's.
     """
     cause: Exception | None = None
     is_run = False
@@ -133,7 +133,7 @@ def prove(trial: Trial) -> LossProof | None:
 
 
 def _rows_to_try(trial: Trial) -> list[Sequence[int]]:
-    """Return rows to try a step on: the first, the last, unlike ones, and the first repeatedly."""
+    """Return rows to try a step on: the first, the last, extreme ones, the first repeatedly."""
     count = num_tried(trial)
     windows = [range(start, start + count) for start in sorted({0, trial.num_rows - count})]
     # A loss of pairs that belong together (rows of one class, say) is zero for rows without any.
@@ -142,11 +142,11 @@ def _rows_to_try(trial: Trial) -> list[Sequence[int]]:
 
 
 def _unlike_rows(trial: Trial, count: int) -> list[list[int]]:
-    """Return rows of which the batch holds the largest and the smallest values.
+    """Return the rows with the largest and the smallest values of the batch's tensors.
 
-    The smaller a tensor of the batch the earlier its rows come: labels before inputs. A weight that
-    a loss counts in the batch, such as that of rare positives, changes no loss of rows that have
-    none. Nothing where all rows are tried anyway.
+    Rows of smaller tensors come first: labels before inputs. A weight that a loss computes from
+    the batch, such as that of rare positives, does not change the loss of rows that have none.
+    Empty if all rows are tried anyway.
     """
     if trial.num_rows <= MOST_ROWS:
         return []
@@ -158,11 +158,15 @@ def _unlike_rows(trial: Trial, count: int) -> list[list[int]]:
 
 
 MOST_ELEMENTS = 2**20
-"""Larger tensors of a batch are not looked at in each step."""
+"""Larger tensors of a batch are not examined in each step."""
 
 
 def kinds_of_rows(trial: Trial) -> set[tuple[int, bool]]:
-    """Return, by its number, whether a tensor of the batch has rows of zeros, and others."""
+    """Return which tensors of the batch have non-zero rows, and which have rows of zeros.
+
+    Returns:
+        The tensor's number with True for a non-zero row, with False for a row of zeros.
+    """
     found = set()
     for number, each in enumerate(_values_of_rows(trial)):
         if each.numel() <= MOST_ELEMENTS:
@@ -172,7 +176,7 @@ def kinds_of_rows(trial: Trial) -> set[tuple[int, bool]]:
 
 
 def _values_of_rows(trial: Trial) -> list[Tensor]:
-    """Return the tensors of a batch that begin with a dimension of rows."""
+    """Return the tensors of a batch of shape ``(B, *)``, real and not empty."""
     found = tensors_in(trial.rows(range(trial.num_rows)))
     return [
         each.detach()
@@ -182,14 +186,14 @@ def _values_of_rows(trial: Trial) -> list[Tensor]:
 
 
 def _is_zero(proof: LossProof) -> bool:
-    """Whether no rows have a loss: one of pairs or triplets is zero where a batch has none."""
+    """Whether the loss is 0 in all cuts, as one of pairs or triplets in a batch without any."""
     return not any(bool(each.whole.loss) for each in proof.cuts)
 
 
 def _more_cuts(
     form: Form, trial: Trial, tried: Sequence[Sequence[int]], attempt: Attempt
 ) -> list[TrialCut]:
-    """Prove the form on other rows too: what is logged for these may tell a sum from a maximum."""
+    """Prove the form on other rows too, whose logged values may distinguish sum and maximum."""
     found: list[TrialCut] = []
     for numbers in tried:
         try:
@@ -197,14 +201,14 @@ def _more_cuts(
             compared = [_compare(form, each, trial) for each in cuts]  # which weighs their parts
         except ConfigError:
             raise
-        except Exception:  # noqa: BLE001, S112 - these rows prove nothing, others have
+        except Exception:  # noqa: BLE001, S112 - these rows prove nothing, others did
             continue
         found += cuts if all(compared) else []
     return found
 
 
 def _distinguishing_cuts(form: Form, trial: Trial, count: int, attempt: Attempt) -> list[TrialCut]:
-    """Run rows for which a doubtful divisor is another one, among those for which it is not."""
+    """Run rows for which a doubtful divisor differs, among rows for which it does not."""
     rows = _rows_by(partial(_distinguishes, form, trial, attempt), range(trial.num_rows))
     if True not in rows:
         return []
@@ -215,24 +219,24 @@ def _distinguishing_cuts(form: Form, trial: Trial, count: int, attempt: Attempt)
         return run_cuts(trial, numbers, attempt)
     except ConfigError:
         raise
-    except Exception:  # noqa: BLE001 - the step may refuse rows that are alike
+    except Exception:  # noqa: BLE001 - the step may refuse equal rows
         return []
 
 
 def prove_empty(form: Form, trial: Trial, rows: Sequence[int], empty: Sequence[int]) -> bool:
-    """Prove that rows with nothing to learn count for nothing beside others.
+    """Prove that rows with nothing to learn have weight 0 beside others.
 
     Args:
         form: Form of the loss.
         trial: The end of the step.
-        rows: Those of a microbatch that has a loss.
-        empty: Those of one that has none.
+        rows: Rows of a microbatch with a loss.
+        empty: Rows of a microbatch without one.
 
     Returns:
-        Whether a part of the rows had nothing to learn, to be compared.
+        Whether a part of the rows had nothing to learn, so that the proof is complete.
 
     Raises:
-        ConfigError: When they count, as in a sum that is divided by all rows.
+        ConfigError: They do count, as in a sum that is divided by all rows.
     """
     numbers = [rows[0], rows[len(rows) // 2], rows[-1], empty[0], empty[-1]]
     cuts = [cut for each in ATTEMPTS for cut in _more_cuts(form, trial, [numbers], each)]
@@ -242,17 +246,17 @@ def prove_empty(form: Form, trial: Trial, rows: Sequence[int], empty: Sequence[i
 def prove_key(
     form: Form, trial: Trial, key: Key, numbers: Sequence[int], logged: LoggedOfRow
 ) -> list[TrialCut]:
-    """Run the step on two rows, several times over, of which a logged value differs.
+    """Run the step on two rows, each repeated, for which a logged value differs.
 
     Args:
-        form: Form of its loss.
+        form: Form of the loss.
         trial: The end of the step.
         key: Key of the value.
-        numbers: Rows to look among, in this order.
-        logged: Returns what :func:`logged_of_row` does, and runs no row twice for several keys.
+        numbers: Rows to choose from, in this order.
+        logged: Cached :func:`logged_of_row`: runs a row once for several keys.
 
     Returns:
-        What was run; nothing where all rows give one value, or no loss.
+        The runs; empty if all rows give the same value, or no loss.
     """
     for attempt in ATTEMPTS:
         rows = _rows_by(partial(_value, logged, key, attempt), numbers)
@@ -262,7 +266,7 @@ def prove_key(
             continue
         larger, other = (rows[each] for each in sorted(rows, key=abs, reverse=True))
         count = max(num_tried(trial), 3)
-        # In one cut a part holds both rows, by which a sum is no maximum, in the other none does.
+        # In one cut a part holds both rows, which tells a sum from a maximum; in the other none.
         chosen = ([larger] * (count // 2 + 1) + [other] * count)[:count]
         cuts = _more_cuts(form, trial, [chosen], attempt)
         if cuts:
@@ -271,7 +275,7 @@ def prove_key(
 
 
 def logged_of_row(trial: Trial, row: int, attempt: Attempt) -> dict[Key, float]:
-    """Return what is logged for a row, several times over; nothing where it has no loss."""
+    """Return the logged values of a row, repeated several times; empty if it has no loss."""
     try:
         whole = run_row(trial, row, attempt)
     except Exception:  # noqa: BLE001 - the step may refuse such values
@@ -288,7 +292,7 @@ Label = TypeVar("Label")
 
 
 def _rows_by(label: Callable[[int], Label | None], numbers: Sequence[int]) -> dict[Label, int]:
-    """Return the first rows to which two different labels are given; to some none is."""
+    """Return the first row of each of the first two labels; rows may have none."""
     rows: dict[Label, int] = {}
     for number in numbers:
         try:
@@ -346,7 +350,7 @@ def _form(cuts: Sequence[TrialCut]) -> Form | None:
 
 
 def _constants(form: Form, cuts: Sequence[TrialCut]) -> dict[Place, Factor]:
-    """Return the factors that are the same however many rows there are, by their places."""
+    """Return the factors that are independent of the number of rows, by place."""
     form.factors = {}
     _counts(form, cuts)
     found, form.factors = form.factors, None
@@ -369,7 +373,7 @@ def _source(node: Node, cut: TrialCut, part: TrialPart) -> Source:
 
 
 def _kinds(form: Form, cuts: Sequence[TrialCut]) -> dict[Place, set[Kind]]:
-    """Return what each term may be; nothing where all counts are zero."""
+    """Return the possible kinds of each term; empty if all its counts are zero."""
     kinds: dict[Place, set[Kind]] = {}
     for place, counts in _counts(form, cuts).items():
         found = kinds.setdefault(place, set())
@@ -394,7 +398,7 @@ def _kinds(form: Form, cuts: Sequence[TrialCut]) -> dict[Place, set[Kind]]:
 
 
 def _counts(form: Form, cuts: Sequence[TrialCut]) -> dict[Place, list[tuple[TrialPart, Term]]]:
-    """Return the terms of all parts, by their place."""
+    """Return the terms of all parts, by place."""
     counts: dict[Place, list[tuple[TrialPart, Term]]] = {}
     for cut in cuts:
         for part in (cut.whole, *cut.parts):
@@ -432,13 +436,13 @@ def _kind(term: Term, cut: TrialCut, *, is_count: bool, is_constant: bool) -> Ki
 
 
 def _compare(form: Form, cut: TrialCut, trial: Trial) -> bool:
-    """Weigh the parts as microbatches are, and compare them with the whole.
+    """Weight the parts as microbatches and compare them with the whole.
 
     Returns:
-        Whether there was something to compare.
+        Whether the parts had a total weight and finite gradients to compare.
 
     Raises:
-        ConfigError: When they differ.
+        ConfigError: They differ.
     """
     weights = StepWeights(lambda loss: (form, read(loss, form)))
     leaves = _trained(cut.whole.loss)
@@ -489,7 +493,7 @@ def _compare(form: Form, cut: TrialCut, trial: Trial) -> bool:
 
 
 def _trained(loss: Tensor) -> list[Tensor]:
-    """Return the parameters that the end of the step uses itself."""
+    """Return the parameters that the end of the step itself uses."""
     behind = variables_behind(loss.grad_fn)
     return list({id(each): each for each in behind if isinstance(each, Parameter)}.values())
 

@@ -1,7 +1,7 @@
-"""How the values that a step logs for microbatches become the value of the batch.
+"""Rules that combine the values logged for microbatches into the value of the batch.
 
-``note`` keeps what is to be known of a value, ``rules`` yields each ``LogRule`` that it may have,
-and ``combine`` puts the values of microbatches together by one.
+``note`` keeps a value with the facts that rules need, ``rules`` yields each ``LogRule`` that it may
+have, and ``combine`` applies one to the values of microbatches.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,25 +31,25 @@ class Noted:
 
     microbatch: int
     value: Tensor
-    """0-dim, fp64."""
+    """Shape ``()``, fp64, without graph."""
     count: Tensor | float | None = None
-    """Number of elements that it is a mean over, where it has a graph that shows it."""
+    """Number of elements that it is a mean over; None if its graph does not show it."""
     is_sum: bool = False
-    """Whether its graph says that it is a sum over rows."""
+    """Whether its graph shows a sum over rows."""
     is_certain: bool = False
-    """Whether its graph alone is enough to believe that."""
+    """Whether its graph alone proves that."""
     is_integer: bool = False
     precision: float = 1e-3
-    """Relative: what two ways to compute it may differ by."""
+    """Relative difference that two ways to compute it may have."""
     batch_size: float | None = None
-    """As the user gave it."""
+    """The user's argument of ``log``."""
     fold: Fold = "mean"
-    """As the user gave it, for the batches of an epoch."""
+    """The user's ``reduce_fx``, for the batches of an epoch."""
 
 
 @dataclass(frozen=True)
 class LogRule:
-    """How the values of one key are put together."""
+    """A rule that combines the values of one key."""
 
     fold: Fold
     weights: Literal["own", "batch_size", "loss", "rows"] = "loss"
@@ -61,13 +61,13 @@ class LogRule:
 
 @dataclass(frozen=True)
 class MicrobatchWeights:
-    """Weights of microbatches, by their number."""
+    """Weights of microbatches, by number of the microbatch; tensors have the shape ``()``."""
 
     loss: Mapping[int, Tensor | float]
     rows: Mapping[int, float]
 
     def are_alike(self) -> bool:
-        """Whether losses are worth what rows are: then it does not matter which is taken."""
+        """Whether the weights of losses are proportional to rows: rules by them are then equal."""
         pairs = [(float(weight), self.rows[number]) for number, weight in self.loss.items()]
         if not pairs:
             return True
@@ -79,15 +79,21 @@ class MicrobatchWeights:
 
 
 Key = tuple[str, str | None]
-"""The name of a call of ``self.log``, and the key of the dict that was logged under it."""
+"""Name in a call of ``self.log``, and key of a dict that was logged under it."""
 
 RETURNED = "training_step's result"
-"""Stands for the name, of numbers that a step returns in a dict beside its loss."""
+"""Takes the place of the name for numbers that a step returns in a dict beside its loss."""
 
 
 def note(microbatch: int, value: Any, options: Mapping[str, Any]) -> Noted:
-    """Keep what is to be known of a logged value; its graph is let go."""
-    with functions_unwatched():  # the step is, and this is none of its doing
+    """Return a logged value with the facts that rules need, without its graph.
+
+    Args:
+        microbatch: Number of the microbatch.
+        value: A number, or a tensor with one element.
+        options: Keyword arguments of the call of ``log``.
+    """
+    with functions_unwatched():  # the step is watched, and these calls are not part of it
         tensor = torch.as_tensor(value)
         found = _count_of(tensor)
         batch_size = options.get("batch_size")
@@ -106,16 +112,16 @@ def note(microbatch: int, value: Any, options: Mapping[str, Any]) -> Noted:
 
 @dataclass(frozen=True)
 class _TermCount:
-    """Parts of a scalar, as far as its graph shows them."""
+    """Count of the terms of a scalar, as far as its graph shows it."""
 
     count: Tensor | float
     is_sum: bool
     is_certain: bool
-    """Whether the graph leaves no doubt."""
+    """Whether the graph alone proves it."""
 
 
 def _count_of(value: Tensor) -> _TermCount | None:
-    """Return what a scalar with a graph was averaged over; None where its graph does not tell."""
+    """Return the count of a scalar with a graph; None if its graph does not show it."""
     if value.grad_fn is None:
         return None
     try:
@@ -135,7 +141,7 @@ def _count_of(value: Tensor) -> _TermCount | None:
 
 
 def returned_numbers(microbatch: int, result: Any) -> dict[Key, Noted]:
-    """Return the numbers that a step returned beside its loss, by their keys."""
+    """Return the numbers that a step returned beside its loss, by key."""
     if not isinstance(result, Mapping):
         return {}
     return {
@@ -146,14 +152,20 @@ def returned_numbers(microbatch: int, result: Any) -> dict[Key, Noted]:
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is a number, in a tensor or not, and no truth."""
+    """Whether a value is a number or a tensor of shape ``()``, and not a bool."""
     if isinstance(value, Tensor):
         return value.ndim == 0 and value.dtype != torch.bool
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def combine(rule: LogRule, noted: Sequence[Noted], weights: MicrobatchWeights) -> Tensor:
-    """Return the batch's value, 0-dim and fp64."""
+    """Return the batch's value, shape ``()`` and fp64.
+
+    Args:
+        rule: The rule of the key.
+        noted: Values of the microbatches, at least one.
+        weights: Weights of the microbatches.
+    """
     values = torch.stack([each.value for each in noted])
     if len(noted) == 1:
         return values[0]
@@ -169,7 +181,7 @@ def combine(rule: LogRule, noted: Sequence[Noted], weights: MicrobatchWeights) -
         values = values.log()
     elif rule.of == "squares":
         values = values.square()
-    # A mean over nothing is not a number, and worth nothing.
+    # The mean of no elements is NaN, and its weight is 0.
     mean = torch.where(chosen == 0, 0.0, values * chosen).sum() / chosen.sum()
     return {"values": mean, "logarithms": mean.exp(), "squares": mean.sqrt()}[rule.of]
 
@@ -189,7 +201,7 @@ def _weight(rule: LogRule, noted: Noted, weights: MicrobatchWeights) -> Tensor |
 
 
 def usual_rule(noted: Sequence[Noted]) -> LogRule:
-    """Return the rule of a key where nothing was proved."""
+    """Return the rule of a key without a proof."""
     first = noted[0]
     if all(each.count is not None and each.is_certain for each in noted):
         return LogRule("sum") if first.is_sum else LogRule("mean", "own")
@@ -201,7 +213,7 @@ def usual_rule(noted: Sequence[Noted]) -> LogRule:
 
 
 def rules(noted: Sequence[Noted]) -> Iterator[LogRule]:
-    """Yield the rules that a key may have; where several fit, the first one is meant."""
+    """Yield the rules that a key may have, preferred ones first."""
     first = noted[0]
     if all(each.count is not None for each in noted):
         yield LogRule("sum") if first.is_sum else LogRule("mean", "own")

@@ -1,6 +1,6 @@
-"""What was proved of a run's losses and logs so far; on the rank of the last stage alone.
+"""Proofs of a run's losses and logs so far, on the rank of the last stage only.
 
-What it decides reaches the other ranks as weights and values, so they need not know it.
+The other ranks get the resulting weights and values.
 """
 
 import math
@@ -41,21 +41,21 @@ from boltmesh.strategies.pipeline.loss.reduction import (
 from boltmesh.strategies.pipeline.loss.trial import Attempt, Trial, TrialCut, TrialPart
 
 MOST_TRIES = 8
-"""Batches on which a key or a divisor is tried that none of them decides."""
+"""Number of batches on which an undecided key or divisor is tried."""
 
 
 @dataclass
 class _CheckedRule:
-    """How a key is put together, as far as that was proved."""
+    """Rules for a key that the proofs so far allow."""
 
     fitting: list[LogRule]
-    """Rules that give the value of every batch tried, the first one in use. Zeros are their own
-    sum, mean and maximum, and equal values their own mean and maximum."""
+    """Rules that give the value of every batch tried; the first is in use. Zeros are their own
+    sum, mean and maximum; equal values are their own mean and maximum."""
     tries: int = 1
 
     @property
     def is_of_one_fold(self) -> bool:
-        """Whether rules differ in weights alone."""
+        """Whether the rules differ in weights only."""
         return all(replace(each, weights="loss") == self.fitting[0] for each in self.fitting)
 
     def is_open(self, noted: Sequence[Noted], weights: MicrobatchWeights) -> bool:
@@ -66,43 +66,47 @@ class _CheckedRule:
             return not weights.are_alike()
         values = torch.stack([each.value for each in noted])
         may_be_sum = LogRule("sum") in self.fitting
-        # Equal values are the same by all rules but a sum, and zeros by that too.
+        # All rules except a sum give equal values back, and a sum gives zeros back.
         like = torch.zeros_like(values) if may_be_sum else values[0].expand_as(values)
         return not torch.allclose(values, like, rtol=1e-6, atol=0.0, equal_nan=True)
 
 
 class LossChecks:
-    """Knows the forms of losses and the rules of logged keys, and proves new ones."""
+    """Keeps the forms of losses and the rules of logged keys, and proves new ones."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._forms: list[Form] = []
         self._tries = 0
-        """Of the form's doubtful divisors."""
+        """Number of tries of doubtful divisors."""
         self._kinds_of_rows: set[tuple[int, bool]] = set()
-        """In the batches that were tried."""
+        """See ``kinds_of_rows``; of all batches tried."""
         self._looks = 0
-        """At the rows of batches."""
+        """Number of batches whose rows were examined."""
         self._has_proved_empty = False
-        """Whether microbatches with nothing to learn were tried beside others."""
+        """Whether microbatches without a loss were tried beside others."""
         self._rules: dict[Key, _CheckedRule] = {}
         self._batch_sizes: dict[Key, bool] = {}
-        """Whether microbatches log a key with the ``batch_size`` of the batch, else their own."""
+        """Whether microbatches log a key with the batch's ``batch_size`` rather than their own."""
         self._warned: set[Key] = set()
 
     def of_step(self, trial: Callable[[], Trial]) -> "StepLossCheck":
-        """Return what is asked while one step runs.
+        """Return the checks for one step.
 
         Args:
-            trial: Makes the end of that step, to be tried where nothing is known.
+            trial: Makes the end of that step, for a new proof.
         """
         return StepLossCheck(self, trial)
 
     def read(self, loss: Tensor, step: "StepLossCheck") -> tuple[Form, list[Term]] | None:
-        """Return the form of a loss and its terms; None where nothing could be proved by a batch.
+        """Return the form of a loss and its terms; None if the batch could not prove any.
+
+        Args:
+            loss: Shape ``()``, with its graph.
+            step: The checks of the step.
 
         Raises:
-            ConfigError: When no weights put such a loss together.
+            ConfigError: No weights make such losses add up to the batch's.
         """
         known = self._known(loss)
         if known is None:
@@ -111,7 +115,7 @@ class LossChecks:
         return known
 
     def find_problem(self, trial: Callable[[], Trial]) -> BatchLossError | None:
-        """Try a batch; return why no weights put its loss together, if that is so."""
+        """Try a batch; return the error if no weights make microbatches' losses add up to its."""
         try:
             self._prove(self.of_step(trial))
         except BatchLossError as error:
@@ -119,14 +123,14 @@ class LossChecks:
         return None
 
     def resolve_doubts(self, step: "StepLossCheck") -> None:
-        """Try a batch where the ones before have left open what a divisor is.
+        """Try a batch if earlier ones have left a divisor undecided.
 
-        A batch that has the first rows of zeros in a tensor, or the first others, is tried as well:
-        a weight that the loss counts in it has changed no loss so far. On a device only the first
-        batches are looked at, since that waits for it.
+        A batch with the first rows of zeros in a tensor, or the first non-zero ones, is tried as
+        well: a weight that the loss computes from it has not changed any loss so far. On a device
+        only the first batches are examined, since that synchronizes.
 
         Raises:
-            ConfigError: When no weights put such a loss together.
+            ConfigError: No weights make such losses add up to the batch's.
         """
         if self._tries < MOST_TRIES and any(each.doubtful for each in self._forms):
             self._tries += 1
@@ -137,10 +141,10 @@ class LossChecks:
                 self._prove(step)
 
     def prove_empty(self, step: "StepLossCheck", rows: Sequence[int], empty: Sequence[int]) -> None:
-        """Try a batch of which a microbatch had nothing to learn, until one shows what it is worth.
+        """Try a batch of which a microbatch has no loss, until one proves that its weight is 0.
 
         Raises:
-            ConfigError: When such rows count in the loss of others.
+            ConfigError: Such rows count in the loss of others.
         """
         if not self._has_proved_empty:
             self._has_proved_empty = any(
@@ -154,7 +158,7 @@ class LossChecks:
         weights: MicrobatchWeights,
         step: "StepLossCheck",
     ) -> LogRule:
-        """Return how the values of a key are put together."""
+        """Return the rule that combines the microbatches' values of a key."""
         if key not in self._rules:
             self._prove(step)
             self._rules.setdefault(key, _CheckedRule(list(dict.fromkeys(rules(noted)))))
@@ -171,7 +175,7 @@ class LossChecks:
         return known.fitting[0]
 
     def is_size_of_batch(self, key: Key) -> bool | None:
-        """Return whether microbatches log a key with the ``batch_size`` of the batch, if known."""
+        """Return whether microbatches log a key with the batch's ``batch_size``; None: unknown."""
         return self._batch_sizes.get(key)
 
     def _known(self, loss: Tensor) -> tuple[Form, list[Term]] | None:
@@ -195,10 +199,10 @@ class LossChecks:
     def _learn_form(self, form: Form) -> None:
         alike = [known for known in self._forms if known.visits == form.visits]
         if any(form.doubtful.keys() - known.constants for known in alike):
-            return  # an earlier batch has told that it counts
+            return  # an earlier batch has shown that it counts
         for each in alike:
             for place, divisor in each.doubtful.items():
-                # For no rows another one, but for another batch: it does not count.
+                # The same for all rows of a batch, and different for another: it does not count.
                 if form.doubtful.get(place, divisor) != divisor:
                     del form.doubtful[place]
             if each.doubtful or form.doubtful or each.off:
@@ -248,7 +252,7 @@ class LossChecks:
 
 
 class StepLossCheck:
-    """The loss checks of one step, whose end is tried at most once."""
+    """Loss checks of one step, whose end is tried at most once."""
 
     def __init__(self, checks: LossChecks, trial: Callable[[], Trial]) -> None:
         self._checks = checks
@@ -268,7 +272,7 @@ class StepLossCheck:
         return prove(self.trial)
 
     def logged_of_row(self, row: int, attempt: Attempt) -> Mapping[Key, float]:
-        """Return what is logged for a row, as :func:`logged_of_row` does, which runs once."""
+        """Return the logged values of a row by a cached :func:`logged_of_row`."""
         if (row, attempt) not in self._logged:
             self._logged[row, attempt] = logged_of_row(self.trial, row, attempt)
         return self._logged[row, attempt]
@@ -281,11 +285,11 @@ class StepLossCheck:
         return self._checks.read(loss, self)
 
     def prove_empty(self, rows: Sequence[int], empty: Sequence[int]) -> None:
-        """Prove what rows with nothing to learn are worth, as ``LossChecks.prove_empty`` does."""
+        """Prove that rows without a loss have weight 0, see :meth:`LossChecks.prove_empty`."""
         self._checks.prove_empty(self, rows, empty)
 
     def rules(self, weights: MicrobatchWeights) -> Callable[[Key, list[Noted]], LogRule]:
-        """Return what tells how the values of a key are put together."""
+        """Return a function that gives the rule of a key from its noted values."""
         return lambda key, noted: self._checks.rule_of(key, noted, weights, self)
 
 
@@ -303,7 +307,7 @@ def _runs(cut: TrialCut) -> list[TrialPart]:
 
 
 def _fitting(key: Key, cuts: Sequence[TrialCut]) -> list[LogRule]:
-    """Return the rules that give the whole's value in all cuts; where they mean one, the first."""
+    """Return the rules that give the whole's value in all cuts; of equivalent ones, the first."""
     noted = [_noted(key, cut) for cut in cuts]
     weights = [
         MicrobatchWeights(
@@ -328,7 +332,7 @@ def _fitting(key: Key, cuts: Sequence[TrialCut]) -> list[LogRule]:
 
 
 def _differ(one: LogRule, other: LogRule) -> bool:
-    """Whether rules differ in more than in what says how much a value counts."""
+    """Whether rules differ in more than the source of their weights."""
     if (one.fold, one.of) != (other.fold, other.of):
         return True
     return {one.weights, other.weights} == {"loss", "rows"}
@@ -337,7 +341,7 @@ def _differ(one: LogRule, other: LogRule) -> bool:
 def _rows_to_look_at(
     noted: Sequence[Noted], weights: MicrobatchWeights, num_rows: int
 ) -> list[int]:
-    """Return rows of a batch, those first whose microbatch logged the largest value."""
+    """Return the rows of a batch, starting with the microbatch that logged the largest value."""
     number = max(noted, key=lambda each: abs(float(each.value))).microbatch
     start = int(sum(weights.rows.get(each, 0.0) for each in range(number)))
     return [(start + each) % num_rows for each in range(num_rows)]

@@ -1,14 +1,14 @@
-"""Divisors of a loss, read from the graph that autograd keeps of it.
+"""Reads the divisors of a loss from its autograd graph.
 
-The mean of means is not the mean where microbatches hold different numbers of rows, or of tokens
-that count. From a loss down to the values of the rows, the graph has every reduction and every
-scalar factor on the way. Their product is the *count* of a term: what a sum was divided by. Whether
-a count grows with the rows or is a constant of the user's cannot be seen in one graph;
-``calibration`` finds out, and proves what was read.
+The mean of means is not the mean if microbatches hold different numbers of rows, or of tokens that
+count. From a loss down to the values of the rows, the graph has every reduction and every scalar
+factor. Their product is the *count* of a term: the divisor of a sum. One graph does not show
+whether a count grows with the rows or is a constant of the user; ``calibration`` tests it, and
+proves what was read.
 
-``source_of_branch`` returns what a branch is made of: rows, or scalars of layers.
-``read_open`` is for losses that a layer makes, and for logged values before they are tried: it has
-the graph alone.
+``source_of_branch`` returns the inputs of a branch: rows, or scalars of layers. ``read_open`` is
+for losses that a layer computes, and for logged values before they are tried: it uses the graph
+alone.
 """
 
 import math
@@ -38,11 +38,11 @@ from boltmesh.strategies.pipeline.loss.autograd_nodes import (
 
 
 class BatchLossError(ConfigError):
-    """A loss that the losses of microbatches do not add up to.
+    """The losses of microbatches do not add up to the batch's loss.
 
     Args:
-        what: What is true of it, as sentences.
-        instead: What else to write, as the end of a sentence.
+        what: Facts about the loss, as sentences.
+        instead: An alternative for the user, as the end of a sentence.
     """
 
     def __init__(self, what: str, instead: str = "") -> None:
@@ -53,10 +53,10 @@ class BatchLossError(ConfigError):
         self.what, self.instead = what, instead
 
     def without_joining(self, reason: str) -> ConfigError:
-        """Return the same for a step whose microbatches cannot be joined.
+        """Return the error for a step whose microbatches cannot be joined.
 
         Args:
-            reason: Why not.
+            reason: Why they cannot be joined.
         """
         return ConfigError(
             f"{self.what} schedule='gpipe' cannot compute it for the whole batch either, since "
@@ -69,23 +69,23 @@ _MEAN = ", or a loss that is a mean or a sum over the rows of losses of single r
 
 @dataclass(frozen=True)
 class Source:
-    """Values, beside parameters, that a branch of a graph is made of."""
+    """Inputs of a branch of a graph, parameters excluded."""
 
     rows: bool = False
-    """Values with rows, or what is not known."""
+    """Values with rows, or unknown values."""
     scalars: bool = False
     """Values without rows that other layers made."""
 
 
 SourceOf = Callable[[Node], Source]
-"""Returns what the branch that begins at a node is made of."""
+"""Returns the inputs of the branch that begins at a node."""
 
 
 def variables_behind(node: Node | None) -> Iterator[Tensor]:
-    """Yield the tensors that a branch of a graph begins from, of which gradients are kept.
+    """Yield the leaf tensors of a branch of a graph, of any shape.
 
     Args:
-        node: Its first node, None for what needs no gradient.
+        node: The branch's first node; None for a tensor that needs no gradient.
     """
     seen: set[Node] = set()
     pending = [node]
@@ -101,12 +101,12 @@ def variables_behind(node: Node | None) -> Iterator[Tensor]:
 
 
 def source_of_branch(node: Node, rows: Collection[int], scalars: Collection[int]) -> Source:
-    """Return what a branch is made of.
+    """Return the inputs of a branch.
 
     Args:
-        node: Its first node.
+        node: The branch's first node.
         rows: Values with rows, by identity.
-        scalars: Values without, by identity.
+        scalars: Values without rows, by identity.
     """
     has_rows = has_scalars = False
     for variable in variables_behind(node):
@@ -118,14 +118,14 @@ def source_of_branch(node: Node, rows: Collection[int], scalars: Collection[int]
 
 
 Kind = Literal["mean", "sum", "penalty", "received"]
-"""Relation of a term to the rows of a batch: its mean or its sum, the same whatever the
-rows are (``penalty``), or a scalar that a layer made (``received``)."""
+"""Relation of a term to the rows of a batch: their mean or their sum, independent of them
+(``penalty``), or a scalar that a layer made (``received``)."""
 
 Place = tuple[int, ...]
-"""Where a node is: which operand was followed at each node from the loss on."""
+"""Path to a node: the index of the operand that was followed at each node from the loss on."""
 
 MOST_NODES = 256
-"""Largest number for one loss. Longer sums are read no further; the proof shows if it matters."""
+"""Most nodes that are read of a loss. The proof fails if the rest of it matters."""
 
 _STACKS = ("StackBackward0", "CatBackward0")
 _LEAF = "torch::autograd::AccumulateGrad"
@@ -133,34 +133,34 @@ _LEAF = "torch::autograd::AccumulateGrad"
 
 @dataclass(frozen=True)
 class Term:
-    """One part of a loss: something that is added, less what it was divided by."""
+    """A summand of a loss, without its divisors."""
 
     place: Place
     count: Tensor | float
-    """The product of what it was divided by: 0-dim, or a number."""
+    """Product of its divisors, a number or a tensor of shape ``()``."""
     size: float
-    """About how large ``count`` is; at least 1 and known without asking a device."""
+    """Approximate ``count``, at least 1 and known without device synchronization."""
     operator: str
     """torch's name of the reduction, for messages."""
     end: Node
-    """Where reading ended."""
+    """Node at which reading ended."""
     is_reduced: bool
     has_divisor: bool
-    """Whether ``count`` has a factor that is not the size of what was reduced."""
+    """Whether ``count`` has a factor other than the sizes of reductions."""
     reductions: frozenset[Literal["mean", "sum"]]
-    """Those over rows, as far as the graph shows."""
+    """Reductions over rows, as far as the graph shows."""
     divisors: frozenset[Literal["number", "tensor"]]
-    """Other factors that it was divided by or multiplied with."""
+    """Kinds of the other factors that it was divided by or multiplied with."""
     empty: tuple[Tensor | bool, ...] = ()
-    """Whether masks let nothing through, each 0-dim."""
+    """Flags, set if a mask hides all elements; tensors are bool of shape ``()``."""
 
     def counting(self, rows: float | None = None) -> "Term":
-        """Return the term with a count of 0 where nothing counts.
+        """Return the term, with a count of 0 if masks hide all elements.
 
-        A loss that divides by ``max(n, 1)`` says 1 there.
+        A loss that divides by ``max(n, 1)`` has a count of 1 then.
 
         Args:
-            rows: What it would say if it counted rows that masks do not hide, which is true.
+            rows: The count of a loss that counts rows, hidden or not; such a count is kept.
         """
         count = self.count
         for each in self.empty if self.has_divisor else ():
@@ -181,46 +181,46 @@ class Term:
 
 @dataclass(frozen=True)
 class Visit:
-    """Operation at one node of a loss."""
+    """How one node of a loss is read."""
 
     name: str
     follow: tuple[int, ...]
-    """Operands to go on with; none at the end of a term."""
+    """Operands that are read next; empty at the end of a term."""
     takes_factor: bool = False
     """Whether the other operand is a scalar that the term is multiplied or divided by."""
 
 
 @dataclass
 class Form:
-    """The shape of a loss's graph, as it was read once."""
+    """Structure of a loss's graph, from its first reading."""
 
     visits: dict[Place, Visit] = field(default_factory=dict)
     kinds: dict[Place, Kind] = field(default_factory=dict)
     """Kind of every term, by its place."""
     per_row: dict[Place, float] = field(default_factory=dict)
-    """By what a term is divided for every row, where that was the same for all rows tried."""
+    """Divisor per row of a term, if it was the same for all rows tried."""
     constants: set[Place] = field(default_factory=set)
-    """Where a factor says nothing about a count: it was the same for all rows tried. It may be
-    another one in each microbatch all the same, such as a random number."""
+    """Places of factors that are no counts: they were the same for all rows tried. They may still
+    differ between microbatches, such as a random number."""
     doubtful: dict[Place, float] = field(default_factory=dict)
-    """Divisors at such places that may be counts for which the rows had nothing to count: a loss
-    that divides by ``max(n, 1)`` says 1 for 0 and for 1."""
+    """Divisors among ``constants`` that may be counts of something that the rows did not have: a
+    loss that divides by ``max(n, 1)`` has 1 for 0 and for 1."""
     off: set[Place] = field(default_factory=set)
-    """Where a term was multiplied by 0, which proves nothing of the term."""
+    """Places at which a term was multiplied by 0, which proves nothing about the term."""
     factors: dict[Place, list[Factor]] | None = None
-    """Factors in the losses that are read, while these are gathered."""
+    """Collects the factors of the losses that are read; None to collect none."""
 
 
 class OtherFormError(Exception):
-    """A loss does not have the form that it was to be read by."""
+    """A loss does not have the expected form."""
 
 
 @dataclass
 class _Position:
-    """A node on the way, and what was gathered before it.
+    """A node during reading, and the facts collected before it.
 
-    It moves on along a branch, for a loss is read in every microbatch; where branches part, each
-    further one gets a copy.
+    It moves along a branch, because losses are read in every microbatch; at a fork each further
+    branch gets a copy.
     """
 
     node: Node | None
@@ -234,12 +234,12 @@ class _Position:
     divisors: frozenset[Literal["number", "tensor"]] = frozenset()
     empty: tuple[Tensor | bool, ...] = ()
     is_mixed: bool = False
-    """Whether rows of several branches were added: none of them alone shows if there is nothing."""
+    """Whether rows of several branches were added: one branch's masks then prove nothing."""
     over_ranks: SumOverRanksNode | None = None
-    """The last sum over ranks on the way: behind it ranks have other values."""
+    """The last sum over ranks so far: behind it ranks have different values."""
 
     def move_behind_transparent(self) -> Node | None:
-        """Go on to the first node that says something about a count, and return it."""
+        """Move to the next node that is not transparent, and return it."""
         node = self.node
         while node is not None and is_transparent(node):
             over_ranks = sum_over_ranks(node)
@@ -251,7 +251,7 @@ class _Position:
         return node
 
     def add_empty(self, found: tuple[Tensor | bool, ...]) -> None:
-        """Take in whether masks let nothing through."""
+        """Add flags of masks that hide all elements, combined over ranks."""
         if found and self.over_ranks is not None:
             found = self.over_ranks.on_all_ranks(found)
         self.empty = (*self.empty, *found)
@@ -260,8 +260,12 @@ class _Position:
 def read(loss: Tensor, form: Form) -> list[Term]:
     """Return the terms of a loss whose form is known.
 
+    Args:
+        loss: Shape ``()``, with its graph.
+        form: The known form.
+
     Raises:
-        OtherFormError: When it has another form.
+        OtherFormError: The loss has another form.
     """
     return list(terms_of(loss.grad_fn, form))
 
@@ -270,12 +274,12 @@ def find_form(loss: Tensor, source_of: SourceOf) -> Form:
     """Return the form of a loss, without kinds.
 
     Args:
-        loss: Scalar, with its graph.
-        source_of: Returns the source of a branch.
+        loss: Shape ``()``, with its graph.
+        source_of: Returns the inputs of a branch.
 
     Raises:
-        ConfigError: When a scalar of the batch goes through a function that is not linear, after
-            which no weight makes the losses of microbatches the batch's.
+        ConfigError: A scalar of the batch goes through a function that is not linear, so that no
+            weights make the losses of microbatches add up to the batch's.
     """
     form = Form()
     for _ in terms_of(loss.grad_fn, form, source_of):
@@ -287,13 +291,13 @@ def terms_of(start: Node | None, form: Form, source_of: SourceOf | None = None) 
     """Yield the terms behind a node.
 
     Args:
-        start: Where to begin.
-        form: What is known of the graph; what is not is added.
-        source_of: Returns the source of a branch. Without it the form is all there is.
+        start: The first node.
+        form: The known form of the graph; new nodes are added to it.
+        source_of: Returns the inputs of a branch. None adds no nodes to the form.
 
     Raises:
-        OtherFormError: When the graph has another form.
-        ConfigError: As :func:`find_form`.
+        OtherFormError: The graph has another form.
+        ConfigError: See :func:`find_form`.
     """
     pending = [_Position(start)]
     while pending:
@@ -325,12 +329,12 @@ def terms_of(start: Node | None, form: Form, source_of: SourceOf | None = None) 
 
 
 def behind_transparent(node: Node | None) -> Node | None:
-    """Return the first node from here on that says something about a count."""
+    """Return the first node from here on that is not transparent."""
     return _Position(node).move_behind_transparent()
 
 
 def _visit(position: _Position, source_of: SourceOf, *, is_full: bool) -> Visit:
-    """Decide what is done at a node that is met for the first time."""
+    """Decide how a new node is read."""
     node = position.node
     assert node is not None
     name = node.name()
@@ -346,7 +350,7 @@ def _visit(position: _Position, source_of: SourceOf, *, is_full: bool) -> Visit:
     if factor is not None:
         return _visit_of_product(position, node, factor, source_of)
     if position.is_reduced:
-        # Beyond, it is about rows: each is worth what it is worth.
+        # Behind a reduction are values of rows, which are not read.
         return Visit(name, tuple(operands(node))) if masks_of(node) else end
     found = source_of(node)
     if found.rows or found.scalars:
@@ -358,7 +362,7 @@ def _visit_of_product(
     position: _Position, node: Node, factor: Factor, source_of: SourceOf
 ) -> Visit:
     name = node.name()
-    # Behind a reduction are rows, and what only one row was multiplied by says nothing of a count.
+    # Behind a reduction are rows, and a factor of a single row is no count.
     is_scalar = factor.is_scalar and not (position.is_reduced and factor.may_be_of_row)
     branches = operands(node)
     onward = []
@@ -388,7 +392,7 @@ def _not_linear(node: Node, what: str) -> str:
 
 
 def _gather(position: _Position, visit: Visit, form: Form) -> None:
-    """Take in what the position's node says about the count."""
+    """Update the position by its node's reduction, factor or mask."""
     node = position.node
     assert node is not None
     reduction = None if node.name() == _LEAF else reduction_of(node)
@@ -447,16 +451,16 @@ def _term(position: _Position) -> Term:
 
 
 def read_open(node: Node | None, rows: int) -> list[tuple[Term, Kind]]:
-    """Return terms and kinds of a loss by its graph alone.
+    """Return the terms and kinds of a loss from its graph alone.
 
-    For losses that a layer makes, of which no proof is at hand.
+    For losses that a layer computes, which are not proved.
 
     Args:
-        node: Where the graph begins.
-        rows: What a scalar that another stage made is worth.
+        node: First node of the graph.
+        rows: The count of a scalar that another stage made.
 
     Raises:
-        ConfigError: When the graph leaves a doubt.
+        ConfigError: The graph is ambiguous.
     """
     found = terms_of(node, Form(), lambda _: Source(rows=True))
     return [kind_alone(each.counting(), rows) for each in found]
@@ -466,7 +470,7 @@ def kind_alone(term: Term, rows: int) -> tuple[Term, Kind]:
     """Return a term and its kind, as far as the graph alone shows.
 
     Raises:
-        ConfigError: When the graph leaves a doubt.
+        ConfigError: The graph is ambiguous.
     """
     variable = getattr(term.end, "variable", None)
     if not term.is_reduced and variable is not None:

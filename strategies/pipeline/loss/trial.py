@@ -1,4 +1,4 @@
-"""Runs what a step does behind its last layer on a few rows of made-up values, without a trace."""
+"""Runs the end of a step, behind its last layer, on a few made-up rows without side effects."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,15 +27,16 @@ from boltmesh.strategies.torch_compat.tensors import DispatchMode, schema_of
 _PERMUTATION, _DROPOUT = "aten::randperm", "aten::native_dropout"
 
 Draw = Callable[[int, str, Tensor], Tensor | None]
-"""Takes which draw it is, the operator's name and what it made; returns what to use instead."""
+"""Takes number of the draw, operator and drawn tensor; returns a replacement of its shape or None.
+"""
 
 
 class SharedDraws:
-    """Lets parts of a batch draw, and the batch then draw what they drew, in their rows.
+    """Gives a batch the random numbers that its parts drew before, row by row.
 
-    A step that draws noise or a permutation for each row computes the same losses of rows with
-    other rows beside them, which a seed alone does not give. Numbers that belong to no row are
-    drawn by the first part alone.
+    A step that draws noise or a permutation for each row then computes the same loss of a row
+    whichever other rows there are, which a seed alone does not ensure. Numbers that belong to no
+    row are drawn by the first part only.
     """
 
     def __init__(self) -> None:
@@ -43,7 +44,7 @@ class SharedDraws:
 
     @contextmanager
     def of_part(self) -> Iterator[None]:
-        """Within, a part draws."""
+        """Return a context in which a part draws."""
         before = self._drawn[0] if self._drawn else []
         own: list[Tensor] = []
 
@@ -59,7 +60,7 @@ class SharedDraws:
 
     @contextmanager
     def of_whole(self) -> Iterator[None]:
-        """Within, all parts together draw."""
+        """Return a context in which the batch gets the draws of its parts."""
 
         def draw(number: int, name: str, made: Tensor) -> Tensor | None:
             parts = [each[number] for each in self._drawn if number < len(each)]
@@ -70,10 +71,10 @@ class SharedDraws:
 
 
 def _join(parts: Sequence[Tensor], name: str, made: Tensor) -> Tensor | None:
-    """Return the numbers for the whole; None where parts do not show them."""
+    """Return the numbers for the whole, of the shape of ``made``; None if parts do not fit."""
     if all(each.shape == made.shape for each in parts):
         return parts[0]
-    if name == _PERMUTATION:  # rows of a part change places among themselves
+    if name == _PERMUTATION:  # rows of a part are permuted within the part
         starts = torch.tensor([0, *map(len, parts)]).cumsum(0).tolist()
         parts = [each + start for each, start in zip(parts, starts, strict=False)]
     for dim in range(made.ndim):
@@ -85,7 +86,7 @@ def _join(parts: Sequence[Tensor], name: str, made: Tensor) -> Tensor | None:
 
 
 class _Drawing(DispatchMode):  # type: ignore[no-untyped-call]
-    """Puts others in the place of random numbers."""
+    """Replaces random numbers."""
 
     def __init__(self, draw: Draw) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -114,38 +115,41 @@ class _Drawing(DispatchMode):  # type: ignore[no-untyped-call]
         if name == _DROPOUT:
             given, rate = args[0], args[1]
             return given * drawn / (1 - rate), drawn
-        # In place, or a new tensor: either way it is this one.
+        # The operator was in place or made a new tensor: the result is this tensor.
         return made.copy_(drawn)
 
 
 SEED = 20_240_229
-"""Seed of made-up values: any one, but the same on every run."""
+"""Seed of made-up values, the same in every run."""
 
 
 @dataclass(frozen=True)
 class LiveValue:
-    """A value of a few rows."""
+    """A made-up value of a few rows, as it enters the end of a step."""
 
     tensor: Tensor
     dim: int | None
-    """Along which it holds rows, the same number of elements for each; None where it has none."""
+    """Dim of the rows, each with the same number of elements along it; None without rows."""
     needs_grad: bool
     depends_on_batch: bool
-    """Whether a layer may have made it of the batch's data."""
+    """Whether a layer may have computed it from the batch."""
 
 
 def narrowed(
     tensor: Tensor, dim: int | None, shape: Sequence[int], start: int, count: int, rows: int
 ) -> Tensor:
-    """Return the view of some rows.
+    """Return a view of some rows.
 
     Args:
-        tensor: Values of all rows.
-        dim: Along which it holds rows; None where it has none.
+        tensor: Values of all rows, a multiple of ``rows`` long along ``dim``.
+        dim: Dim of the rows; None returns the tensor.
         shape: Shape of the part, whose other dims may be shorter where rows are padded.
-        start: The first of the rows.
-        count: How many.
-        rows: How many all are.
+        start: The first row.
+        count: Number of rows of the part.
+        rows: Number of all rows.
+
+    Returns:
+        Shape ``shape``, if that is no larger than ``tensor``.
     """
     if dim is None:
         return tensor
@@ -157,10 +161,10 @@ def narrowed(
 
 
 def _sharpened(values: Sequence[LiveValue], gradients: Sequence[Tensor | None]) -> list[LiveValue]:
-    """Return values that lead to right predictions in about half of the places.
+    """Return values for which about half of the predictions are right.
 
-    Random values predict nothing right where there are many classes, and an accuracy of zero looks
-    like anything. Going down the loss's gradient helps whatever the prediction is.
+    With many classes random values predict nothing right, and an accuracy of zero fits any rule. A
+    step down the loss's gradient improves any kind of prediction.
     """
     generator = torch.Generator().manual_seed(SEED + 1)
     made = []
@@ -180,14 +184,14 @@ class TrialOutcome:
     """Results of one run."""
 
     loss: Tensor | None
-    """With its graph; None where the step gave none."""
+    """Shape ``()``, with its graph; None if the step gave none."""
     logged: dict[Key, Noted] = field(default_factory=dict)
     batch_sizes: dict[Key, int] = field(default_factory=dict)
-    """``batch_size`` of calls of ``self.log``, where the step gives one."""
+    """``batch_size`` of calls of ``self.log`` that have one."""
 
 
 class Trial(Protocol):
-    """The end of a step, to be run on any rows of one batch."""
+    """The end of a step, which can run on any rows of one batch."""
 
     @property
     def num_rows(self) -> int:
@@ -195,21 +199,27 @@ class Trial(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where it runs."""
+        """Device that it runs on."""
 
     def rows(self, numbers: Sequence[int]) -> Any:
-        """Return some rows of the batch, in any order and each as often as it is named."""
+        """Return a batch of the numbered rows, in any order and with repetitions."""
 
     def values_in(self, part: Any) -> tuple[tuple[ValueSpec, bool], ...]:
-        """Return the values that it needs, and whether each is made of the batch's data."""
+        """Return the specs of its inputs, and whether each is computed from the batch."""
 
     def run(
         self, part: Any, values: Sequence[Tensor], during: AbstractContextManager[None]
     ) -> TrialOutcome:
-        """Run it once."""
+        """Run it once.
+
+        Args:
+            part: Rows of the batch.
+            values: Inputs, of the shapes of ``values_in(part)``.
+            during: Context of the run.
+        """
 
     def largest(self, number: float, /) -> float:
-        """Return the largest one of ranks that have parts of the values."""
+        """Return the maximum over the ranks that have parts of the values. Collective."""
 
 
 class TailTrial:
@@ -227,17 +237,17 @@ class TailTrial:
         rows: Rows,
         device: torch.device,
     ) -> None:
-        """Take what is tried.
+        """Set the step and the batch.
 
         Args:
-            module: Whose ``training_step`` it is.
-            plans: How it is cut.
-            args: What the step is called with; the batch is the first.
-            kwargs: Also of it.
-            around: Precision.
-            seed: What its random numbers start from.
+            module: The LightningModule.
+            plans: Plans of its stages.
+            args: Positional arguments of ``training_step``; the first is the batch.
+            kwargs: Keyword arguments of ``training_step``.
+            around: The precision context.
+            seed: Seed of the step's random numbers.
             rows: Rows of the batch.
-            device: Where it runs.
+            device: Device that it runs on.
         """
         self.num_rows = rows.count
         self._rows = rows
@@ -255,7 +265,7 @@ class TailTrial:
         return pick(self._args[0], self._rows, numbers)
 
     def values_in(self, part: Any) -> tuple[tuple[ValueSpec, bool], ...]:
-        """Return the values that live behind the last unit, for some rows."""
+        """Return specs of the values that the end of the step uses, for some rows."""
         with self._untraced():
             plan = self._tail(part).plan
         return tuple(zip(plan.values_in, plan.row_values, strict=True))
@@ -289,14 +299,14 @@ class TailTrial:
 
 
 class _TrialLogs(StepLogs):
-    """Keeps what is logged to be read later."""
+    """Keeps logged values to be read later."""
 
     def __init__(self, module: LightningModule) -> None:
         super().__init__(module)
         self._unread: list[tuple[str, str | None, Any, dict[str, Any]]] = []
 
     def read(self) -> None:
-        """Read what was logged, when nothing watches operators any more."""
+        """Read the logged values. Called when no mode intercepts operators any more."""
         for each in self._unread:
             super()._keep(*each)
         self._unread = []
@@ -307,22 +317,22 @@ class _TrialLogs(StepLogs):
 
 
 MOST_ROWS = 5
-"""The fewest rows with two cuts into parts of at least two rows, as batch statistics need."""
+"""Rows tried together: the fewest with two cuts into parts of two rows, for batch statistics."""
 
 REPEATED = 3
-"""How often a row is run by itself, beside itself: what counts it says so."""
+"""Copies of a row that are run together, so that a divisor that counts it differs from 1."""
 
 MOST_BYTES = 2**28
-"""Limit for the values of :data:`MOST_ROWS` rows; three rows are tried above it."""
+"""Limit in bytes for the values of :data:`MOST_ROWS` rows; above it three rows are tried."""
 
 
 class Attempt(NamedTuple):
-    """Kind of values that are made up: a step may refuse some."""
+    """Kind of made-up values: a step may refuse some."""
 
     is_double: bool
-    """Whether they are fp64 instead of their own type."""
+    """Whether they are fp64 instead of their own dtype."""
     is_between_0_and_1: bool
-    """Whether they may be probabilities, and are positive."""
+    """Whether they are in (0, 1), as for probabilities."""
 
 
 ATTEMPTS = tuple(Attempt(double, between) for between in (False, True) for double in (True, False))
@@ -330,7 +340,7 @@ ATTEMPTS = tuple(Attempt(double, between) for between in (False, True) for doubl
 
 @dataclass
 class TrialPart:
-    """Some of the tried rows, and what the step gave for them."""
+    """Some of the tried rows, and the step's outcome for them."""
 
     start: int
     count: int
@@ -339,7 +349,7 @@ class TrialPart:
 
     @property
     def loss(self) -> Tensor:
-        """Loss of these rows."""
+        """Loss of these rows, shape ``()``."""
         assert self.outcome.loss is not None
         return self.outcome.loss
 
@@ -352,11 +362,11 @@ class TrialCut:
     whole: TrialPart
     parts: list[TrialPart]
     weights: dict[int, Tensor | float] = field(default_factory=dict)
-    """Weights of the parts' losses, by their number."""
+    """Weights of the parts' losses, by number of the part; shape ``()`` if tensors."""
 
 
 def num_tried(trial: Trial) -> int:
-    """Return how many rows are tried together."""
+    """Return the number of rows to try together."""
     count = min(MOST_ROWS, trial.num_rows)
     specs = trial.values_in(trial.rows(range(count)))
     numels = (math.prod(spec.shape) for spec, _ in specs)
@@ -364,14 +374,14 @@ def num_tried(trial: Trial) -> int:
 
 
 def run_row(trial: Trial, row: int, attempt: Attempt) -> TrialPart | None:
-    """Run the step on a row, several times over; None where it gives no loss."""
+    """Run the step on ``REPEATED`` copies of a row; None without a finite loss."""
     numbers = [row] * REPEATED
     whole = _run(trial, _made_up(trial, numbers, attempt), numbers, (0, len(numbers)))
     return whole if _has_loss(whole) else None
 
 
 def run_cuts(trial: Trial, numbers: Sequence[int], attempt: Attempt) -> list[TrialCut]:
-    """Run the step on some rows and on parts of them; nothing where it gives no loss."""
+    """Run the step on some rows and on parts of them; empty without a finite loss."""
     count, first = len(numbers), _first_part(numbers)
     live = _made_up(trial, numbers, attempt)
     whole = _run(trial, live, numbers, (0, count))
@@ -402,10 +412,10 @@ def _first_part(numbers: Sequence[int]) -> int:
 
 
 def _made_up(trial: Trial, numbers: Sequence[int], attempt: Attempt) -> list[LiveValue]:
-    """Return random values for some rows, of which each row is of another size.
+    """Return random values for some rows; rows differ in magnitude.
 
     Raises:
-        BatchLossError: When it is unknown which dim of a value holds rows.
+        BatchLossError: The dim of the rows of a value is unknown.
     """
     # A dim that grows with the number of rows holds rows.
     rows = len(numbers), _first_part(numbers)
@@ -441,7 +451,7 @@ def _dim_of_rows(spec: ValueSpec, less: ValueSpec, rows: tuple[int, int]) -> int
     for dim, (size, smaller) in enumerate(pairs):
         others = pairs[:dim] + pairs[dim + 1 :]
         is_rows = size != smaller and size * rows[1] == smaller * rows[0] and size % rows[0] == 0
-        # Others may be narrower where rows are padded to the longest.
+        # Other dims may be shorter if rows are padded to the longest.
         if is_rows and all(one <= other for other, one in others):
             return dim
     raise BatchLossError(

@@ -1,4 +1,4 @@
-"""Weights by which the losses of microbatches add up to the batch's."""
+"""Weights that make the losses of microbatches add up to the loss of the batch."""
 
 import math
 from collections.abc import Callable
@@ -23,53 +23,55 @@ from boltmesh.strategies.pipeline.loss.reduction import (
 )
 
 Read = Callable[[Tensor], tuple[Form, list[Term]] | None]
-"""Gives the form of a loss, of which its kinds are known, and its terms; None where the graph has
-to do."""
+"""Returns the form of a loss with known kinds, and its terms; None if only the graph is known."""
 
 Weighable = tuple[Term, Kind]
 
 
 @dataclass(frozen=True)
 class _Count:
-    """What a term of the first microbatch counts, see ``Term``."""
+    """Count and size of a term of the first microbatch, see ``Term``."""
 
     count: Tensor | float
     size: float
 
 
 class StepWeights:
-    """Weighs the microbatches of a step, one after the other, while the total is not known yet.
+    """Weights the microbatches of a step one after the other, before the total is known.
 
-    Each loss is scaled by what it counts, relative to the size of the step's first microbatch, so
-    that backward passes may begin at once; what was accumulated is divided by ``total`` in the
-    end. Made for each step.
+    Each loss is multiplied by its count, relative to the size of the step's first microbatch, so
+    that backward passes need not wait; accumulated losses and gradients are divided by ``total``
+    at the end. Made for each step.
     """
 
     def __init__(self, read: Read, *, is_single: bool = False) -> None:
-        """Take how losses are read.
+        """Set the reader of losses.
 
         Args:
             read: Reads a loss.
-            is_single: Whether the batch is one microbatch, whose loss may be anything.
+            is_single: Whether the batch is one microbatch, whose loss may have any form.
         """
         self.total: Tensor | float = 0.0
-        """What the weights add up to so far: the step's gradients and losses are divided by it.
-        fp32 where it is a tensor."""
+        """Sum of the weights so far, divisor of the step's gradients and losses; shape ``()`` and
+        fp32 if a tensor."""
         self._read = read
         self._is_single = is_single
         self._kind: Kind | None = None
         self._first: list[_Count] = []
 
     def weigh(self, loss: Tensor, rows: int) -> tuple[Tensor, Tensor | float]:
-        """Return a microbatch's loss scaled by its weight, at least fp32, and the weight.
+        """Return a microbatch's loss multiplied by its weight, and the weight.
 
         Args:
-            loss: Scalar, with its graph. One of nothing is worth nothing, see ``is_none``.
-            rows: Of the microbatch; what a scalar of a layer is worth.
+            loss: Shape ``()``, with its graph. The weight of a loss that ``is_none`` is 0.
+            rows: Rows of the microbatch, the count of a scalar that a layer made.
+
+        Returns:
+            The loss in fp32 or fp64, shape ``()``; and the weight, shape ``()`` if a tensor.
 
         Raises:
-            BatchLossError: When the loss has parts that count different things, which no one number
-                can weigh, or when it cannot be read.
+            BatchLossError: The loss has terms with different counts, for which there is no single
+                weight, or it cannot be read.
         """
         if loss.dtype in {torch.float16, torch.bfloat16}:
             loss = loss.float()
@@ -77,7 +79,7 @@ class StepWeights:
             self.total = 1.0
             return loss, 1.0
         if is_none(loss):
-            # Where it has a graph, an optimizer steps by gradients of zero, as in one process.
+            # With a graph, an optimizer steps by gradients of zero, as in one process.
             return torch.zeros_like(loss) if loss.grad_fn is None else loss * 0.0, 0.0
         found = _terms(loss, self._read(loss), rows)
         data = [each for each in found if each[1] != "penalty"]
@@ -113,7 +115,7 @@ class StepWeights:
     def _weigh_mean(
         self, loss: Tensor, found: list[Term], rows: int
     ) -> tuple[Tensor, Tensor | float]:
-        # Without the terms, which hold the graph and all that it keeps.
+        # Counts without their terms, which would keep the graph alive.
         self._first = self._first or [_Count(each.count, each.size) for each in found]
         if not found:  # penalties alone
             weight: Tensor | float = float(rows)
@@ -154,7 +156,7 @@ def _terms(loss: Tensor, known: tuple[Form, list[Term]] | None, rows: int) -> li
         term = raw.counting(None if per_row is None else per_row * rows)
         kind = form.kinds.get(term.place)
         if kind == "received":
-            # A layer made it: its graph is here if that layer is.
+            # A layer made it: its graph is on this rank if the layer is.
             inner = read_open(term.end, rows)
             terms += [(_behind(term, each), each_kind) for each, each_kind in inner]
         else:
@@ -163,15 +165,15 @@ def _terms(loss: Tensor, known: tuple[Form, list[Term]] | None, rows: int) -> li
 
 
 def _behind(term: Term, inner: Term) -> Term:
-    """The factors on both sides of a layer's end."""
+    """Return a layer's term, multiplied by the factors behind the layer."""
     return replace(inner, count=inner.count * term.count, size=inner.size * term.size)
 
 
 def _scaled(loss: Tensor, weight: Tensor | float) -> Tensor:
-    """Scale; a mean over nothing is not a number, and worth nothing.
+    """Multiply a loss by its weight; the mean of no elements is NaN with weight 0, and becomes 0.
 
-    What is a number and worth nothing keeps its graph: an optimizer steps by gradients of zero, as
-    in one process.
+    A finite loss with weight 0 keeps its graph: an optimizer steps by gradients of zero, as in one
+    process.
     """
     if not isinstance(weight, Tensor):
         if weight == 1.0:
@@ -179,7 +181,7 @@ def _scaled(loss: Tensor, weight: Tensor | float) -> Tensor:
         return loss * weight if weight or bool(loss.isfinite()) else torch.zeros_like(loss)
     node = behind_transparent(loss.grad_fn)
     if node is not None and node.name().startswith("NllLoss"):
-        # Its backward pass divides no zero by zero.
+        # Its backward pass does not divide 0 by 0.
         return _Weighed.apply(loss, weight)  # type: ignore[no-any-return, no-untyped-call]
     if _hook_divisions(node, weight):
         return _Weighed.apply(loss, weight)  # type: ignore[no-any-return, no-untyped-call]
@@ -188,10 +190,10 @@ def _scaled(loss: Tensor, weight: Tensor | float) -> Tensor:
 
 
 def _hook_divisions(node: Node | None, weight: Tensor) -> bool:
-    """Let the products and divisions that end a loss give gradients of 0 where its weight is 0.
+    """Make the last products and divisions of a loss give zero gradients if its weight is 0.
 
-    A division by zero gives gradients that are no numbers. Reading whether it is one would wait for
-    the device.
+    A division by zero gives NaN gradients. A check of the divisor would synchronize with the
+    device.
 
     Returns:
         Whether the loss ends in a division.
@@ -218,7 +220,7 @@ def _without_nan(
 
 
 class _Weighed(torch.autograd.Function):
-    """``loss * weight``, and 0 where the weight is, without asking a device for it."""
+    """``loss * weight``, and 0 if the weight is 0, without device synchronization."""
 
     @staticmethod
     @override

@@ -1,6 +1,6 @@
-"""How a model is cut into stages.
+"""Cuts a model into stages.
 
-``choose`` measures what each unit costs, and takes the user's split or the balanced one within the
-memory of the ranks; ``split`` balances the costs (plain arithmetic). ``placement`` says which rank
-holds what, ``materialize`` makes a deferred model as far as this rank holds it.
+``choose`` measures the cost of each unit, and takes the user's split or a balanced one within the
+memory of the ranks; ``split`` balances the costs (plain arithmetic). ``placement`` assigns units,
+parameters and buffers to ranks, ``materialize`` makes this rank's part of a deferred model.
 """

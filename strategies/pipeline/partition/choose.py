@@ -1,6 +1,6 @@
-"""Chooses the cut of a model: as the user says, or balanced within the memory of the ranks.
+"""Chooses the cut of a model: the user's, or a balanced one within the memory of the ranks.
 
-``measure_units`` times what each unit takes for one microbatch, on the device where it will run.
+``measure_units`` times each unit for one microbatch, on the device where it will run.
 """
 
 import math
@@ -37,27 +37,27 @@ from boltmesh.strategies.random_state import random_state_unchanged, seed_random
 
 @dataclass(frozen=True)
 class UnitUse:
-    """One unit of a model, as one step on one batch uses it."""
+    """Use of one unit of a model by one step on one batch."""
 
     name: str
     num_parameters: int
-    """Its own and those that it shares with other units."""
+    """Number of its own elements and of those that it shares with other units."""
     parameter_bytes: int
     flops: int
     """Floating point operations of its forward calls, as torch counts them."""
     is_called: bool
-    """Whether this step calls it at all; another batch may."""
+    """Whether this step calls it; a step on another batch may."""
     trained_bytes: int = 0
-    """Of its parameters that get a gradient."""
+    """Bytes of its parameters that get a gradient."""
     kept_bytes: int | None = None
-    """What autograd keeps of one call of the step, up to the next unit; None if not noted."""
+    """Bytes that autograd saves in a step from this unit up to the next; None if not recorded."""
 
 
 def units_in_call_order(trace: StepTrace, units: Mapping[str, Module]) -> tuple[UnitUse, ...]:
-    """Return all units, in the order in which the step first calls them.
+    """Return all units in the order of their first calls in the step.
 
-    Units that it does not call stand behind the one that precedes them in the model: layers that a
-    batch skips stay among their neighbours.
+    Units that it does not call follow the one that precedes them in the model: layers that a batch
+    skips stay with their neighbours.
 
     Args:
         trace: One run of the step, probed with ``counts_flops=True``.
@@ -88,15 +88,16 @@ def units_in_call_order(trace: StepTrace, units: Mapping[str, Module]) -> tuple[
 def kept_by_stage(
     trace: StepTrace, stage_of_unit: Mapping[str, int], weight_only: frozenset[str]
 ) -> tuple[int, ...] | None:
-    """Return the bytes that each stage keeps of one microbatch, from its forward to its backward.
+    """Return the bytes that each stage keeps of a microbatch between its forward and backward pass.
 
-    That is what autograd saves, without parameters and the batch, and what the stage received, also
-    where it only hands it on. None where it was not noted, or the step cannot be cut there.
+    They are the tensors saved by autograd, without parameters and the batch, and the values that
+    the stage received, also if it only sends them on. None if not recorded, or if the step cannot
+    be cut there.
 
     Args:
         trace: One run of the step, probed with ``notes_kept=True``.
         stage_of_unit: The stage of each unit, from 0 without gaps.
-        weight_only: As of ``plan_stages``.
+        weight_only: See ``plan_stages``.
     """
     if not trace.kept:
         return None
@@ -116,12 +117,12 @@ def kept_by_stage(
 
 
 def units_in_model_order(units: Mapping[str, Module]) -> tuple[UnitUse, ...]:
-    """Return all units as the model has them, where no step can tell how it calls them."""
+    """Return all units in the order of the model, without a trace of a step."""
     return tuple(_whole_use(name, unit) for name, unit in units.items())
 
 
 def _whole_use(name: str, unit: Module) -> UnitUse:
-    """Return what is known of a unit without a step."""
+    """Return the use of a unit as far as it is known without a step."""
     return UnitUse(
         name=name,
         num_parameters=sum(each.numel() for each in unit.parameters()),
@@ -132,7 +133,7 @@ def _whole_use(name: str, unit: Module) -> UnitUse:
 
 
 WARMED, TIMED = 2, 5
-"""How often each unit runs forward and backward before its times count, and how often they do."""
+"""Number of untimed and of timed forward and backward passes of each unit."""
 
 
 def measure_units(
@@ -145,24 +146,23 @@ def measure_units(
     device: torch.device,
     unmade: DeferredModel,
 ) -> dict[str, float]:
-    """Return the seconds of forward and backward pass by unit; of calls that differ, their sum.
+    """Return the seconds of forward and backward pass by unit, summed over its calls.
 
-    The step runs once on the values of a batch; each unit is made, brought to the device, timed and
-    brought back in its turn, so that no more than one is there at once. Units that are made alike
-    and get inputs of the same shapes count with the median of all of their times. Nothing
-    of the model or of the generators of random numbers has changed afterwards.
+    The step runs once on a batch; each unit in turn is made, moved to the device, timed and moved
+    back, so that the device holds one at a time. Units of one kind with inputs of the same shapes
+    get the median of all of their times. The model and the random states do not change.
 
     Args:
         root: The whole model, on the CPU.
-        units: What is timed, by name.
-        step: The method that runs them, such as ``training_step``.
-        args: What it is called with.
-        seed: What its random numbers start from.
-        device: Where the model will run.
-        unmade: What of it does not exist yet.
+        units: The units, by name.
+        step: The method that calls them, such as ``training_step``.
+        args: Positional arguments of the step.
+        seed: Seed of its random numbers.
+        device: Device that the model will run on.
+        unmade: Parts of the model that are not materialized yet.
 
     Raises:
-        ConfigError: When the step fails.
+        ConfigError: The step fails.
     """
     timer = _Timer(units, device, unmade)
     with ExitStack() as stack:
@@ -187,7 +187,7 @@ def measure_units(
 
 
 class _Timer:
-    """Runs units in the place of their calls, and remembers how long they take."""
+    """Replaces calls of units by timed ones."""
 
     def __init__(
         self, units: Mapping[str, Module], device: torch.device, unmade: DeferredModel
@@ -197,9 +197,9 @@ class _Timer:
         self._unmade = unmade
         self._is_inside = False
         self._calls: dict[str, list[Hashable]] = {name: [] for name in units}
-        """By unit the kind of each of its calls."""
+        """The kind of each call, by unit."""
         self._times: dict[Hashable, list[float]] = {}
-        """By kind of call, seconds."""
+        """Seconds, by kind of call."""
 
     def seconds(self) -> dict[str, float]:
         """Return the seconds of all calls of each unit."""
@@ -207,7 +207,7 @@ class _Timer:
         return {name: sum(medians[kind] for kind in kinds) for name, kinds in self._calls.items()}
 
     def call(self, name: str, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Time a call of a unit and return what it gives."""
+        """Time a call of a unit and return its result, on the CPU."""
         if self._is_inside:
             return forward(*args, **kwargs)
         unit = self._units[name]
@@ -254,7 +254,7 @@ class _Timer:
 
 
 def _kind(unit: Module) -> Hashable:
-    """Return what makes units one of a kind: class, shapes, and numbers that they were made by."""
+    """Return the kind of a unit: classes, constants and shapes of parameters of its modules."""
     return tuple(
         (
             type(each),
@@ -266,11 +266,11 @@ def _kind(unit: Module) -> Hashable:
 
 
 COPIES_OF_TRAINED = 3
-"""Beside a parameter that is trained: its gradient and Adam's two moments."""
+"""Copies of a trained parameter beside itself: its gradient and Adam's two moments."""
 
 SECONDS_PER_ELEMENT = 0.5
-"""A parameter that is only looked up (an embedding) costs about this part of one that is
-multiplied: reading it and adding to its gradient, in units of its floating point operations."""
+"""Work per element of a parameter for reads and gradient updates, in floating point operations. It
+dominates for parameters that are only looked up (embeddings)."""
 
 SHARE_OF_FREE = 0.92
 """A stage may take this share of the free memory of a GPU: libraries take some later, and
@@ -282,16 +282,16 @@ COMMUNICATOR_BYTES = 500_000_000
 
 @dataclass(frozen=True)
 class MemoryBudget:
-    """What memory the ranks have for their stages."""
+    """Memory of the ranks for their stages."""
 
     max_bytes: float
-    """Of the rank with the least."""
+    """Bytes of the rank with the least memory."""
     is_asked: bool
-    """Whether the user has said so; else it is what the device has."""
+    """Whether it is the user's limit, else the memory of the device."""
     live: tuple[int, ...]
-    """How many microbatches each stage keeps at once."""
+    """Most microbatches that each stage keeps at the same time."""
     num_versions: int = 1
-    """Of the weights and of their gradients, that the schedule keeps."""
+    """Versions of weights and gradients that the schedule keeps."""
 
 
 def find_budget(
@@ -303,17 +303,17 @@ def find_budget(
     group: ProcessGroup,
     device: torch.device,
 ) -> MemoryBudget:
-    """Return what the ranks of a pipeline have. Collective over the pipeline on GPUs.
+    """Return the memory of the ranks of a pipeline. Collective over the pipeline on GPUs.
 
     Args:
-        max_bytes: As the user gave it; None: what the GPU with the least has left
-            beside its context, libraries and other processes. On the CPU ranks share
-            memory with each other and everything else, so nobody can tell.
-        live: How many microbatches each stage keeps at once.
-        num_versions: Of the weights and of their gradients, that the schedule keeps.
-        num_communicators: Those that a step will use first.
+        max_bytes: The user's limit; None: the smallest free memory of the GPUs, beside contexts,
+            libraries and other processes. No limit on the CPU, whose ranks share memory with each
+            other and everything else.
+        live: Most microbatches that each stage keeps at the same time.
+        num_versions: Versions of weights and gradients that the schedule keeps.
+        num_communicators: Communicators that the first step will create.
         group: The ranks of the pipeline.
-        device: Of this rank.
+        device: Device of this rank.
     """
     if max_bytes is not None or device.type != "cuda":
         limit = math.inf if max_bytes is None else float(max_bytes)
@@ -325,7 +325,7 @@ def find_budget(
 
 
 def _available_bytes(device: torch.device, num_communicators: int) -> int:
-    """Return what a stage may take of a GPU, what torch's allocator holds already included."""
+    """Return the bytes of a GPU for stages, including memory that torch's allocator holds."""
     free, _ = torch.cuda.mem_get_info(device)
     whole = free + torch.cuda.memory_reserved(device) - num_communicators * COMMUNICATOR_BYTES
     return max(0, int(SHARE_OF_FREE * whole))
@@ -338,7 +338,14 @@ def unit_cost(
     is_recomputed: bool = False,
     num_versions: int = 1,
 ) -> UnitCost:
-    """Return what a unit costs: its measured seconds where there are any, else counted work."""
+    """Return the cost of a unit: its measured seconds if there are any, else counted work.
+
+    Args:
+        unit: The unit.
+        seconds: Measured seconds, by name of the unit.
+        is_recomputed: Its forward pass runs again in the backward pass.
+        num_versions: Versions of weights and gradients that the schedule keeps.
+    """
     # A backward pass computes two gradients: three times the forward in all.
     copies = COPIES_OF_TRAINED + 2 * (num_versions - 1)
     work = (4.0 if is_recomputed else 3.0) * unit.flops + SECONDS_PER_ELEMENT * unit.num_parameters
@@ -355,17 +362,17 @@ def cut_units(
 ) -> Sequence[Sequence[str]]:
     """Return the names of each stage's units.
 
-    A cut that is balanced without a look at memory is taken if it fits. Else every stage has to
-    keep within its part of what a rank may take.
+    The cut balanced by time alone is taken if it fits into memory. Otherwise every stage is limited
+    to its part of a rank's memory.
 
     Args:
-        split: As the user gave it.
-        costs: Of the units that are called, in the order of their calls.
+        split: The user's argument.
+        costs: Costs of the called units, in the order of their calls.
         rank_of_stage: The rank of each stage.
-        budget: What the ranks may take.
+        budget: Memory of the ranks.
 
     Raises:
-        ConfigError: When the user's cut is none, or none keeps within what the user allows.
+        ConfigError: The user's cut is invalid, or no cut keeps within the user's limit.
     """
     num_stages = len(rank_of_stage)
     if callable(split):
@@ -383,7 +390,7 @@ def cut_units(
     except ConfigError as error:
         if budget.is_asked:
             raise
-        # With another optimizer than Adam it may fit all the same.
+        # With an optimizer other than Adam it may still fit.
         warnings.warn(
             f"The stages may not fit into the GPUs. {error}", RuntimeWarning, stacklevel=2
         )
@@ -397,7 +404,7 @@ def _cut_within(
     num_stages: int,
     budget: MemoryBudget,
 ) -> Sequence[Sequence[str]]:
-    """Return a cut of which no rank needs more than it has, after one that needs so much."""
+    """Return a cut within the memory of the ranks, after one of ``needed`` bytes was too large."""
     if isinstance(split, str):
         share = budget.max_bytes * len(needed) / num_stages
         return balanced_split(costs, num_stages, max_bytes=share, live=budget.live)
@@ -415,7 +422,7 @@ def _needed_bytes(
     rank_of_stage: Sequence[int],
     live: Sequence[int],
 ) -> dict[int, float]:
-    """Return what each rank needs at most, as if all of its stages kept most at the same time."""
+    """Return an upper bound of each rank's bytes, with all of its stages at their peak at once."""
     known = {each.name: each for each in costs}
     needed = dict.fromkeys(rank_of_stage, 0.0)
     for members, rank, count in zip(names, rank_of_stage, live, strict=True):

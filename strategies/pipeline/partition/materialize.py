@@ -1,8 +1,8 @@
-"""Builds a model that is larger than one rank's memory: looked at whole, made as far as held.
+"""Builds a model larger than one rank's memory: analysed as a whole, made in parts.
 
-What ``deferred_init`` deferred, and what stands on plain ``meta``, gets stand-ins with shape and
-device and no memory, by which the model is cut. Then each rank makes the parameters of its own
-stages, and no others.
+Tensors that ``deferred_init`` deferred, and tensors on plain ``meta``, are replaced by stand-ins
+with shape and device and without memory, with which the model is cut. Then each rank makes the
+parameters of its own stages only.
 """
 
 from collections.abc import Container, Iterable, Iterator
@@ -29,31 +29,32 @@ from boltmesh.strategies.pipeline.stage.units import (
 )
 
 _CPU = torch.device("cpu")
-"""Where models are constructed, and looked at with a batch from the loader."""
+"""Device on which models are constructed, and analysed with a batch from the loader."""
 
 
 class DeferredModel:
-    """What of a model does not exist yet. One that exists has none of it, and stays as it is."""
+    """The parts of a model that are not materialized yet; a materialized model does not change."""
 
     @torch.no_grad()
     def __init__(self, root: Module) -> None:
-        """Put stand-ins in the place of what does not exist.
+        """Replace tensors that are not materialized by stand-ins.
 
-        Parameters become other objects here and stay these. What code between units may look at is
-        made at once: what no unit holds, and tensors that are neither parameters nor buffers.
+        This replaces parameters by other objects, which are final. Tensors that code between units
+        may read are made at once: those of no unit, and those that are neither parameters nor
+        buffers.
 
         Args:
             root: The whole model.
 
         Raises:
-            ConfigError: When a module on ``meta`` has no ``reset_parameters``.
+            ConfigError: A module on ``meta`` has no ``reset_parameters``.
         """
         self._units = find_stage_units(root)
         self._stand_ins: dict[Tensor, tuple[Tensor, str]] = {}
-        """By tensor that was put in: the deferred one and its name."""
+        """The deferred tensor and its name, by stand-in."""
         self._replaced: dict[int, tuple[Tensor, Tensor]] = {}
         self._stood_in: set[Tensor] = set()
-        """All that were put in, those among them that have been made."""
+        """All stand-ins, including those that were made since."""
         modules = own_modules([root], "")
         self._to_reset = {each for each, path in modules.items() if is_to_reset(each, path)}
         for module, path in modules.items():
@@ -70,12 +71,16 @@ class DeferredModel:
         self._reset(loose)
 
     def is_lost(self, parameter: Tensor) -> bool:
-        """Whether a rank of an earlier run has its values, and not this one."""
+        """Whether another rank of an earlier run has the values of a parameter, and not this one.
+
+        Args:
+            parameter: A parameter of any shape.
+        """
         return is_absent(parameter) and parameter not in self._stood_in
 
     @contextmanager
     def made_for_now(self, unit: Module) -> Iterator[None]:
-        """Within it, a unit exists on the CPU; parameters made for that are gone afterwards."""
+        """Return a context in which a unit is on the CPU; parameters made for it are then freed."""
         to_reset = [each for each in own_modules([unit], "") if each in self._to_reset]
         waiting = [*self._tensors(to_reset)]
         waiting += [each for each in unit.parameters() if each in self._stand_ins]
@@ -93,14 +98,14 @@ class DeferredModel:
 
     @torch.no_grad()
     def make(self, held: Container[Parameter], device: torch.device) -> None:
-        """Make what this rank holds, one tensor after the other; of the rest nothing is made.
+        """Make the tensors that this rank holds, one after the other, and no others.
 
-        Modules on plain ``meta`` are reset on every rank and dropped again where they are not held:
-        else ranks that begin with the same random numbers would give their layers the same values.
+        Modules on plain ``meta`` are reset on every rank and freed again unless held: otherwise
+        ranks with the same random state would give their layers the same values.
 
         Args:
             held: The parameters of this rank's stages.
-            device: Where they are made. Their modules' buffers come there too.
+            device: Device of the parameters and of their modules' buffers.
         """
         self._make_deferred((each for each in list(self._stand_ins) if each in held), device)
         self._stand_ins.clear()
@@ -119,7 +124,7 @@ class DeferredModel:
                 vars(made).update(vars(tensor))  # authors mark parameters with attributes
             if is_deferred(tensor):
                 self._stand_ins[made] = tensor, name
-            # The old one is kept too: its id must not become another tensor's.
+            # Keeps the old one too, whose id must not become that of another tensor.
             self._replaced[id(tensor)] = tensor, made
             self._stood_in.add(made)
         return self._replaced[id(tensor)][1]
@@ -134,11 +139,11 @@ class DeferredModel:
                 each.data = make_values(*self._stand_ins.pop(each), device)
 
     def _reset(self, modules: Iterable[Module], device: torch.device = _CPU) -> bool:
-        """Let modules set their own parameters and buffers; tell whether any had to."""
+        """Reset the parameters and buffers of modules on ``meta``; return whether any was reset."""
         to_reset = [each for each in modules if each in self._to_reset]
         for tensor in self._tensors(to_reset):
             tensor.data = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-        # Children first: a parent may set what its children have just reset.
+        # Children first: a parent may set parameters that its children have just reset.
         for module in reversed(to_reset):
             module.reset_parameters()  # type: ignore[operator]
             self._to_reset.remove(module)

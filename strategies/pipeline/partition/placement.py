@@ -1,8 +1,8 @@
-"""Decides which rank holds what of a model: units, parameters and buffers of every stage.
+"""Assigns the units, parameters and buffers of a model to pipeline ranks.
 
-The first rank of the job decides, by its sample of the data, and the others do as it says: a sample
-of other lengths could make another split, and parameters that nobody holds, or that are on another
-stage in the next pipeline, with whose gradients theirs are averaged.
+The first rank of the job decides with its sample of the data, and broadcasts the result. A sample
+with other lengths could give another split, with parameters that no rank holds, or that are on
+another stage in the next pipeline, with which their gradients are averaged.
 """
 
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -46,30 +46,30 @@ from boltmesh.strategies.pipeline.stage.units import find_stage_units
 
 @dataclass(frozen=True)
 class StageAssignment:
-    """What stands where, in names. The same on every rank."""
+    """Names of units, parameters and buffers by stage and rank. The same on every rank."""
 
     rank_of_stage: tuple[int, ...]
     stage_of_unit: Mapping[str, int]
     stages: tuple[tuple[UnitCost, ...], ...]
     """The units of each stage, in the order of their calls."""
     ranks_of_parameter: Mapping[str, tuple[int, ...]]
-    """By the parameter's first name, the pipeline ranks that hold it; the first one counts it."""
+    """Pipeline ranks that hold a parameter, by its first name; the first counts it in norms."""
     rank_of_buffer: Mapping[str, int]
-    """By the buffer's name, each of several, the pipeline rank whose value is the model's."""
+    """Pipeline rank that has the model's value of a buffer, by each of the buffer's names."""
     loose_buffers: tuple[str, ...]
     """Buffers outside of units."""
     kept_bytes: tuple[int, ...] | None
-    """What each stage keeps of a microbatch like the one it was cut by, from its forward to its
-    backward pass; None where that cannot be seen."""
+    """Bytes that each stage keeps of a microbatch of the sample batch, from its forward to its
+    backward pass; None if unknown."""
     sees_one_value: bool
-    """Whether norms have one value for each channel of a row, and so no moments of one row."""
+    """Whether a batch norm has one value per channel of a row, and so no moments of one row."""
     parameters: tuple[str, ...]
-    """All names of the module, by which ranks see that they have the same one."""
+    """Names of the module's parameters, to check that ranks have the same module."""
 
     def rank_of_state(self, name: str) -> int:
-        """Return the pipeline rank that has the model's value of what is no parameter.
+        """Return the pipeline rank that has the model's value of state other than parameters.
 
-        What belongs to no unit is what the step's end has made of it, on the last stage's rank.
+        State outside of units has the value from the end of the step, on the last stage's rank.
         """
         if name in self.rank_of_buffer:
             return self.rank_of_buffer[name]
@@ -80,12 +80,12 @@ class StageAssignment:
 
 
 _DIVISIONS: "WeakKeyDictionary[Module, StageAssignment]" = WeakKeyDictionary()
-"""Of modules that are divided already, of which this process has no more than its part."""
+"""Assignments of modules that are divided already: this process has its part of each only."""
 
 
 @dataclass(frozen=True)
 class StagePlacement:
-    """A division, and how steps run on it."""
+    """An assignment, and the plans of steps on it."""
 
     plans: StagePlans
     division: StageAssignment
@@ -102,22 +102,22 @@ def place(
     budget: MemoryBudget,
     unmade: DeferredModel,
 ) -> StagePlacement:
-    """Cut a model into stages, as the job's first rank says. Collective over all ranks.
+    """Cut a model into stages on the job's first rank, for all ranks. Collective over all ranks.
 
-    A model that another strategy has divided for as many ranks and stages stays divided so.
+    A model that another strategy has divided for as many ranks and stages keeps its division.
 
     Args:
-        module: The whole model; nothing of it is computed.
+        module: The whole model; its values do not change.
         step: The method that is run as a pipeline, such as ``training_step``.
-        args: What it is called with.
+        args: Positional arguments of the step.
         rank_of_stage: The rank of each stage of the pipeline.
-        split: As the user gave it.
-        context: Where the pipeline finds itself.
-        budget: What memory its ranks have for it.
-        unmade: What of the model does not exist yet.
+        split: The user's argument.
+        context: Context of the pipeline.
+        budget: Memory of its ranks.
+        unmade: Parts of the model that are not materialized yet.
 
     Raises:
-        ConfigError: When the model cannot be cut so, or is divided otherwise already.
+        ConfigError: The model cannot be cut so, or is divided otherwise already.
     """
     mine: StageAssignment | ConfigError | None = None
     plans: StagePlans | None = None
@@ -143,7 +143,7 @@ def place(
         except ConfigError as error:
             mine = error
         except Exception as error:
-            # Whoever ends without a word is waited for.
+            # The other ranks wait for an answer.
             reason = f"{type(error).__name__}: {error}"
             broadcast_from_rank0(ConfigError(f"The first rank could not look at {step}: {reason}"))
             raise
@@ -180,24 +180,24 @@ def divide(
     without_collectives: Callable[[], AbstractContextManager[None]] = nullcontext,
     boundaries: StageBoundaries | None = None,
 ) -> tuple[StageAssignment, StagePlans]:
-    """Cut a model into stages, by a look at what a step does with one microbatch.
+    """Cut a model into stages, from a trace of a step with one microbatch.
 
     Args:
-        module: The whole model; nothing of it is computed.
+        module: The whole model; its values do not change.
         step: The method that is run as a pipeline, such as ``training_step``.
-        args: What it is called with.
+        args: Positional arguments of the step.
         rank_of_stage: The rank of each stage.
-        split: As the user gave it.
-        seed: What the step's random numbers start from.
-        device: Where it will run.
-        budget: What memory its ranks have for it.
-        unmade: What of it does not exist yet.
-        recomputed: Units whose forward pass runs once more in the backward pass.
+        split: The user's argument.
+        seed: Seed of the step's random numbers.
+        device: Device that the model will run on.
+        budget: Memory of the ranks.
+        unmade: Parts of the model that are not materialized yet.
+        recomputed: Units whose forward pass runs again in the backward pass.
         without_collectives: See ``PipelineContext``.
-        boundaries: See there.
+        boundaries: See ``PipelineContext``.
 
     Raises:
-        ConfigError: When the model cannot be cut so.
+        ConfigError: The model cannot be cut so.
     """
     with without_collectives():
         units, trace, outputs = _probe_units(module, step, args, seed, len(rank_of_stage))
@@ -205,7 +205,7 @@ def divide(
     if not any(each.is_called for each in uses):
         _refuse_to_train_nothing(module, step)
     if step != TRAINING and sum(each.is_called for each in uses) < len(rank_of_stage):
-        uses = units_in_model_order(units)  # a test of an encoder alone: the others stand as well
+        uses = units_in_model_order(units)  # a test of an encoder alone: place the other units too
     seconds = None
     if split == "measured":
         refuse_writes(trace.events if trace else [], "with split='measured'")
@@ -223,7 +223,7 @@ def divide(
     names = cut_units(split, list(costs.values()), rank_of_stage, budget)
     stage_of_unit = {name: stage for stage, members in enumerate(names) for name in members}
     stage = 0
-    for each in uses:  # one that this step does not call stands with its neighbour
+    for each in uses:  # a unit that this step does not call goes to its neighbour's stage
         stage = stage_of_unit.setdefault(each.name, stage)
     plans = StagePlans(
         module, units, stage_of_unit, without_collectives=without_collectives, boundaries=boundaries
@@ -252,7 +252,7 @@ def divide(
 
 
 def _refuse_to_train_nothing(module: Module, step: str) -> None:
-    """Refuse training that no stage would have a part in; evaluation runs on every rank."""
+    """Refuse training without any unit; an evaluation without units runs on every rank."""
     if step == TRAINING:
         raise ConfigError(
             f"{type(module).__name__}.{step} calls none of the model's layers with the first "
@@ -269,7 +269,7 @@ def _used_parameters(
     trace: StepTrace | None,
     outputs: Mapping[Any, UnitOutput],
 ) -> list[frozenset[str]]:
-    """Return which parameters each stage uses in a step; nothing for one that cannot be cut."""
+    """Return the parameters that each stage uses in a step; empty if it cannot be cut."""
     try:
         if trace is not None:
             plans.learn(step, args, trace, outputs)
@@ -281,7 +281,7 @@ def _used_parameters(
 
 
 def _refuse_parts(module: Module, unmade: DeferredModel) -> None:
-    """Refuse a copy of a model that has been divided: most of its values are elsewhere."""
+    """Refuse a copy of a divided model: most of its values are on other ranks."""
     absent = [name for name, each in module.named_parameters() if unmade.is_lost(each)]
     if absent:
         raise ConfigError(
@@ -299,7 +299,7 @@ def _check_module(
     group: ProcessGroup,
     unmade: DeferredModel,
 ) -> None:
-    """Refuse a module that does not fit to what the first rank has decided."""
+    """Refuse a module that does not fit the first rank's assignment."""
     if division.rank_of_stage != tuple(rank_of_stage):
         before = division.rank_of_stage
         raise ConfigError(
@@ -332,10 +332,10 @@ def _check_module(
 def _probe_units(
     module: Module, step: str, args: tuple[Any, ...], seed: int, num_stages: int
 ) -> tuple[dict[str, Module], StepTrace | None, Mapping[Any, UnitOutput]]:
-    """Return what is given to stages, by name, and what :func:`_probe_costs` returns for it.
+    """Return the units to divide, by name, and the result of :func:`_probe_costs` for them.
 
-    A loss with parameters of its own (a temperature, proxies of classes) is no layer but code of
-    the step's end, where the loss of the batch is proved or computed for all of it at once.
+    A loss with parameters (a temperature, proxies of classes) is no layer but part of the end of
+    the step, for which the loss of the batch is proved, or computed on the whole batch.
     """
     units = find_stage_units(module)
     failure: UnitError | None = None
@@ -345,7 +345,7 @@ def _probe_units(
         try:
             trace, outputs = _probe_costs(module, units, step, args, seed)
         except UnitError as error:
-            # One that looks at the batch's labels, which are known at the end of a step.
+            # A loss that reads the batch's labels, which are available at the end of a step.
             losses = {error.unit} & _without_layers(units)
             if failure is not None or not losses:
                 raise failure or error from None
@@ -369,7 +369,7 @@ def _without_layers(units: Mapping[str, Module]) -> set[str]:
 
 
 def _scalar_units(trace: StepTrace) -> set[str]:
-    """Return the names of units that give nothing but scalars."""
+    """Return the names of units that return scalars only."""
     ranks: dict[str, set[int]] = {}
     for event, output in trace.outputs.items():
         shapes = [each.shape for each in output.leaves if isinstance(each, TensorSpec)]
@@ -380,9 +380,9 @@ def _scalar_units(trace: StepTrace) -> set[str]:
 def _probe_costs(
     module: Module, units: Mapping[str, Module], step: str, args: tuple[Any, ...], seed: int
 ) -> tuple[StepTrace | None, Mapping[Any, UnitOutput]]:
-    """Return what a step does, and what its units give.
+    """Return the trace of a step, and the outputs of its units.
 
-    There is no trace of a step of evaluation that cannot be cut into stages.
+    The trace is None for an evaluation step that cannot be cut into stages.
     """
     outputs: dict[Any, UnitOutput] = {}
     look = partial(
@@ -393,7 +393,7 @@ def _probe_costs(
     except (ConfigError, RuntimeError):
         pass
     try:
-        # What is saved cannot be seen under torch.func. Any other error comes once more.
+        # Under torch.func saved tensors cannot be recorded. Any other error is raised again.
         return look(), outputs
     except ConfigError:
         if step == TRAINING:
@@ -419,7 +419,7 @@ def _ranks_of_parameters(
 
 
 def _units_of_buffers(module: Module, units: Mapping[str, Module]) -> dict[str, str | None]:
-    """The unit that holds a buffer, by each of its names, that of a tensor outside too."""
+    """Return the unit that holds a buffer, by each of its names; None outside of units."""
     holding = {id(each): unit for unit, part in units.items() for each in part.buffers()}
     named = module.named_buffers(remove_duplicate=False)
     return {name: holding.get(id(each)) for name, each in named}

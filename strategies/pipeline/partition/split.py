@@ -1,8 +1,8 @@
-"""Cuts a model's units into stages of equal cost: planning arithmetic, without torch.
+"""Divides a model's units into stages of equal cost. Plain arithmetic, without torch.
 
-The slowest stage sets the pace of a pipeline, so its time is made as small as it can be; among the
-cuts that reach this, the stages are made as alike as they can be. Found exactly, by dynamic
-programming over the places where a stage may end.
+The slowest stage limits the speed of a pipeline, so the cut minimises its time; among the cuts that
+reach the minimum, it minimises the differences between stages. The solution is exact, by dynamic
+programming over the ends of stages.
 """
 
 import math
@@ -15,16 +15,16 @@ from boltmesh.errors import ConfigError
 
 @dataclass(frozen=True)
 class UnitCost:
-    """What one unit of the model costs, in the order in which a step calls them."""
+    """Cost of one unit of the model."""
 
     name: str
-    """Dotted, inside the LightningModule."""
+    """Dotted name in the LightningModule."""
     seconds: float
-    """Forward and backward of a microbatch; any unit will do, as long as it is one for all."""
+    """Time of forward and backward pass of a microbatch, in the same scale for all units."""
     num_bytes: float = 0.0
-    """Parameters, gradients, optimizer state: what its rank keeps for it."""
+    """Bytes of parameters, gradients and optimizer state."""
     kept_bytes: float = 0.0
-    """Of one microbatch, from its forward to its backward pass."""
+    """Bytes kept of one microbatch, from its forward to its backward pass."""
 
 
 def balanced_split(
@@ -37,13 +37,13 @@ def balanced_split(
     """Return the names of each stage's units.
 
     Args:
-        units: In the order of their calls.
-        num_stages: Each gets one unit at least.
-        max_bytes: What the units of one stage may need.
-        live: How many microbatches each stage keeps at once; None: their bytes do not count.
+        units: Units in the order of their calls.
+        num_stages: Number of stages; each gets at least one unit.
+        max_bytes: Limit for the units of one stage.
+        live: Most microbatches that each stage keeps at the same time; None ignores their bytes.
 
     Raises:
-        ConfigError: When there are fewer units than stages, or no cut keeps within the memory.
+        ConfigError: There are fewer units than stages, or no cut keeps within the limit.
     """
     if not units:
         raise ConfigError(
@@ -76,12 +76,12 @@ def balanced_split(
 def _best_ends(
     seconds: Sequence[float], memory: Sequence[Sequence[float]], max_bytes: float
 ) -> list[int] | None:
-    """Return where each stage ends; costs are compared by the slowest, then by the squares.
+    """Return the end of each stage; costs compare the slowest stage, then the sum of squares.
 
     Args:
-        seconds: Sums over the units before each.
-        memory: The same of bytes, for each stage.
-        max_bytes: Of one stage.
+        seconds: Cumulative seconds of the units.
+        memory: Cumulative bytes of the units, for each stage.
+        max_bytes: Limit for one stage.
     """
     count, num_stages = len(seconds) - 1, len(memory)
     worst = (math.inf, math.inf)
@@ -112,14 +112,14 @@ def _best_ends(
 
 
 def named_split(names: Sequence[str], units: Sequence[str]) -> list[list[str]]:
-    """Return each stage's units where the user named the first module of every later stage.
+    """Return each stage's units from the user's names of the first module of every later stage.
 
     Args:
         names: Modules at which a new stage begins, in the order of their calls.
         units: All units, in the order of their calls.
 
     Raises:
-        ConfigError: When a name is no unit, or names stand in another order.
+        ConfigError: A name is no unit, or names are in another order.
     """
     position: Mapping[str, int] = {name: index for index, name in enumerate(units)}
     for name in names:

@@ -1,4 +1,4 @@
-"""Runs one step of a schedule on one rank: computes, sends and receives, and fails together.
+"""Runs a step of a schedule on one rank: computation, messages, and failure on all ranks together.
 
 ``runtime`` runs the steps of a run; ``step`` runs one list of actions, with ``stage`` (the
 interface of a stage) to compute, ``p2p`` to send and receive, and ``backward`` to differentiate a

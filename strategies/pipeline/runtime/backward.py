@@ -3,23 +3,23 @@
 [Note: Two halves of a backward pass]
 The gradient of the inputs is on the critical path of a pipeline, that of the weights is not (Zero
 Bubble Pipeline Parallelism, Qi et al. 2024, https://arxiv.org/abs/2401.10241, section 2). The first
-half asks autograd for the inputs alone, so it runs only the operators on the path to them, and
-notes the gradients that arrive where something leaves that path towards a parameter. The second
-half starts there. An operator that is at such a place runs in both halves; each time it computes
-only what it was asked for.
+half differentiates the inputs alone, so it runs only the operators on the path to them, and keeps
+the gradients that arrive at operators with a branch off that path towards a parameter. The second
+half starts there. Such an operator runs in both halves; each time it computes only the gradients
+needed.
 
-Each call of autograd goes through the graph behind its roots, so few calls are made. Parameters of
-one dim, as of norms, get their gradients in the first half, unless a matrix is with them. Places
-of which none lies behind another are differentiated together: queries, keys and values. In a call
-with two of which one does lie behind the other, autograd would compute the path between them again.
+Each call of autograd traverses the graph behind its roots, so few calls are made. Parameters of
+one dim, as in norms, get their gradients in the first half, unless they share a branch with a
+matrix. Split points that are not behind one another are differentiated together: queries, keys and
+values. In a call with one behind another, autograd would compute the path between them again.
 
-Places that share what is off the path (a weight that is used twice, a cast of one) have to be
-differentiated together. One may then lie behind another, and autograd carries gradients on from the
-first to the second once more; the second is held to what it had received in the first half.
+Split points that share nodes off the path (a weight that is used twice, a cast of one) have to be
+differentiated together. One may then be behind another, and autograd propagates gradients from the
+first to the second again; a hook sets those of the second to the ones of the first half.
 
 The halves of ``torch.distributed.pipelining`` lose the gradients of parameters that reach an output
-without the inputs having a part in it, and fail on outputs that are views and on weights that are
-used around another one (torch 2.13).
+independently of the inputs, and fail on outputs that are views and on weights that are used before
+and after another one (torch 2.13).
 """
 
 from collections.abc import Iterable, Sequence
@@ -34,35 +34,35 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 Grads = tuple[Tensor | None, ...]
 
 _REENTRANT_CHECKPOINT = "CheckpointFunctionBackward"
-"""It differentiates its parameters by itself, and refuses to be asked for inputs alone."""
+"""A node that differentiates its parameters itself, and refuses ``autograd.grad`` of inputs."""
 
 
 @dataclass
 class StageGraph:
-    """What is left of a forward pass, to be differentiated once.
+    """The graph of a forward pass, to be differentiated once.
 
-    Outputs are known by their edges, so their memory goes as soon as nothing else needs it.
+    It keeps edges instead of outputs, whose memory is freed as soon as nothing else needs it.
     """
 
     inputs: tuple[Tensor, ...]
     edges: tuple[GradientEdge | None, ...]
-    """One for each output; None where it depends on nothing that is trained."""
+    """One for each output; None if it needs no gradient."""
 
     @classmethod
     def of(cls, inputs: tuple[Tensor, ...], outputs: Sequence[Tensor]) -> "StageGraph":
-        """Note what a stage made of its inputs, which are leaves."""
+        """Return the graph from a stage's inputs, which are leaves, to its outputs, of any shape."""
         edges = tuple(get_gradient_edge(each) if each.requires_grad else None for each in outputs)
         return cls(inputs, edges)
 
 
 @dataclass
 class _SplitPoint:
-    """Where the second half begins: an operator that parameters meet the path at, or an output."""
+    """A node at which the second half starts: on the path with a branch off it, or an output."""
 
     node: Node
     is_on_path: bool
     grads: list[Tensor | None] = field(default_factory=list)
-    """Arrived at each of the operator's outputs."""
+    """Gradients of the operator's outputs."""
 
     def hold(self, grads: Any) -> None:
         self.grads = list(grads)
@@ -70,15 +70,15 @@ class _SplitPoint:
 
 @dataclass
 class _SplitGroup:
-    """Places that are differentiated together, and the leaves that they lead to."""
+    """Split points that are differentiated together, and the leaves behind them."""
 
     places: list[_SplitPoint]
     leaves: list[Tensor]
     is_shared: bool = False
-    """Whether several places on the path share what is off it."""
+    """Whether several split points on the path share nodes off it."""
 
     def backward(self) -> None:
-        """Add to the leaves' gradients, with all of their hooks."""
+        """Accumulate the leaves' gradients, with all of their hooks."""
         edges = [
             (GradientEdge(place.node, index), grad)
             for place in self.places
@@ -101,14 +101,14 @@ class _SplitGroup:
 
 
 class WeightsHalf:
-    """The second half of a backward pass, still to be done."""
+    """The second half of a backward pass, not yet run."""
 
     def __init__(self, groups: list[_SplitGroup]) -> None:
-        # What is shared passes through the places of others, whose memory has to be there yet.
+        # Shared ones first: they pass through split points of others, whose buffers must exist.
         self._groups = sorted(groups, key=lambda group: group.is_shared, reverse=True)
 
     def run(self) -> None:
-        """Add to the parameters' gradients and let the graph go."""
+        """Accumulate the parameters' gradients and free the graph."""
         groups, self._groups = self._groups, []
         while groups:
             groups.pop(0).backward()
@@ -130,14 +130,14 @@ Later = WeightsHalf | _WholeLater
 
 
 def backward(graph: StageGraph, grads: Grads) -> Grads:
-    """Differentiate a stage as a whole: parameters' gradients are added to.
+    """Differentiate a stage as a whole, and accumulate the gradients of its parameters.
 
     Args:
-        graph: Of its forward pass; nothing of it is left.
-        grads: Of each output, in its shape and dtype.
+        graph: Graph of its forward pass, which is freed.
+        grads: Gradient of each output, with the output's shape and dtype; None for none.
 
     Returns:
-        The gradient of each input; None where it has none.
+        The gradient of each input, with the input's shape and dtype; None for none.
     """
     edges, known = _with_grads(graph.edges, grads)
     if edges:
@@ -146,12 +146,16 @@ def backward(graph: StageGraph, grads: Grads) -> Grads:
 
 
 def backward_inputs(graph: StageGraph, grads: Grads) -> tuple[Grads, Later]:
-    """Differentiate a stage's inputs, before its matrices.
+    """Differentiate a stage's inputs before its matrices.
 
     See [Note: Two halves of a backward pass].
 
+    Args:
+        graph: See ``backward``; the second half frees it.
+        grads: See ``backward``.
+
     Returns:
-        The gradient of each input, as of ``backward``, and what is left to be done.
+        The gradient of each input, see ``backward``, and the second half.
     """
     edges, known = _with_grads(graph.edges, grads)
     leaves = [each for each in graph.inputs if each.requires_grad]
@@ -190,7 +194,7 @@ def backward_inputs(graph: StageGraph, grads: Grads) -> tuple[Grads, Later]:
 
 
 def _take_gradients(inputs: Sequence[Tensor]) -> Grads:
-    """Return the gradients of a stage's inputs, which no longer hold them."""
+    """Return the gradients of a stage's inputs and clear their ``.grad``."""
     found = tuple(each.grad if each.requires_grad else None for each in inputs)
     for each in inputs:
         each.grad = None
@@ -209,9 +213,9 @@ def _with_grads(
 
 
 class _StageWalk:
-    """The operators behind some outputs, and which of them are on the path to the inputs.
+    """The nodes behind some outputs, and the set of them on the path to the inputs.
 
-    It keeps them all: the Python object of an operator that nobody holds is made anew each time.
+    It keeps all of them: autograd makes a new Python object of a node unless one is referenced.
     """
 
     def __init__(self, roots: Sequence[Node], inputs: Sequence[Node]) -> None:
@@ -236,15 +240,15 @@ class _StageWalk:
                 waiting += self._before[node]
 
     def off_path(self, node: Node) -> list[Node]:
-        """Return what follows an operator off the path."""
+        """Return the next nodes of a node that are off the path."""
         return [each for each in self.following[node] if each not in self.path]
 
     def places(self) -> list[Node]:
-        """Return the operators on the path that something off the path follows."""
+        """Return the nodes on the path with a next node off the path."""
         return [node for node in self._before if node in self.path and self.off_path(node)]
 
     def levels(self, places: set[Node]) -> dict[Node, int]:
-        """Return the most places that lie before each operator of the path, on one way to it."""
+        """Return the most split points before each node of the path, on one way to it."""
         level = dict.fromkeys(self.path, 0)
         left = {node: len(self._before[node]) for node in self.path}
         ready = [node for node, count in left.items() if not count]
@@ -261,7 +265,7 @@ class _StageWalk:
 
 
 def _group(walk: _StageWalk, apart: Sequence[_SplitPoint]) -> list[_SplitGroup]:
-    """Put places together that share anything off the path; ``apart`` are outputs that are."""
+    """Group split points that share nodes off the path; ``apart`` are outputs off the path."""
     on_path = [_SplitPoint(node, is_on_path=True) for node in walk.places()]
     group_of: dict[Node, _SplitGroup] = {}
     groups: list[_SplitGroup] = []
@@ -298,7 +302,7 @@ def _merge(into: _SplitGroup, other: _SplitGroup, group_of: dict[Node, _SplitGro
 
 
 def _in_halves(groups: Iterable[_SplitGroup]) -> tuple[list[_SplitGroup], list[_SplitGroup]]:
-    """Return which groups are differentiated with the inputs, and which later."""
+    """Return the groups to differentiate with the inputs, and those to differentiate later."""
     now: list[_SplitGroup] = []
     later: list[_SplitGroup] = []
     for group in groups:
@@ -309,7 +313,7 @@ def _in_halves(groups: Iterable[_SplitGroup]) -> tuple[list[_SplitGroup], list[_
 
 
 def _in_few_calls(walk: _StageWalk, groups: Sequence[_SplitGroup]) -> list[_SplitGroup]:
-    """Join groups of which no place lies behind one of another."""
+    """Join groups without split points behind those of another."""
     on_path = {place.node for group in groups for place in group.places if place.is_on_path}
     level = walk.levels(on_path)
     joined: dict[int, _SplitGroup] = {}

@@ -1,25 +1,27 @@
-"""How a pipeline fails on all ranks together, and the error that describes it.
+"""Failure of a pipeline on all ranks together, and the error that describes it.
 
 [Note: Failing together]
-A rank that waits for a message cannot be woken: gloo's receives neither time out without closing
-the connection nor can they be cancelled, and NCCL's wait on the device. So a rank that fails posts
+A rank that waits for a message cannot be interrupted: gloo's receives cannot time out without
+closing the connection nor be cancelled, and NCCL's wait on the device. So a rank that fails posts
 its cause on the ``FailureBoard`` and then goes through its remaining actions without computing: it
-sends zeros for the values or gradients that are due, and receives what arrives. The other ranks
-read the cause as soon as they are idle, and do the same. All messages arrive, no rank waits for one
-that never comes, and the groups can be used afterwards. Then all ranks raise the first cause.
+sends zeros for the values or gradients that are due, and receives messages that arrive. The other
+ranks read the cause as soon as they are idle, and do the same. All messages arrive, no rank waits
+for one that never comes, and the groups can be used afterwards. Then all ranks raise the first
+cause.
 
 [Note: Failing within a shared stage]
-Where ranks share each layer, a rank that fails leaves the others of its stage in the middle of a
-sum, which ends only with its process. So it does not wait for ranks that compute: it gives the idle
-ones time to read the cause, sends its zeros, and raises. A rank that receives zeros knows by then
-what they are, and does not enter a sum of its own, which the failing rank would never enter.
+If ranks compute each layer together, a rank that fails leaves the others of its stage in the middle
+of an all-reduce, which ends only with its process. So it does not wait for ranks that compute: it
+gives the idle ones time to read the cause, sends its zeros, and raises. A rank that receives the
+zeros knows the cause by then, and does not enter an all-reduce that the failing rank would never
+enter.
 
-``PeerPipelines`` are the pipelines of other data ranks, and those of the ranks that share each
-layer with this one. A pipeline that fails in a step raises on all of its ranks; the other pipelines
-find out when they wait for it at the end of a batch. The ranks of one pipeline share failures
-outside of steps in the same way: in a user's hook, or while an optimizer steps. A waiting rank
-cannot be woken there, but the wait ends with the process that is waited for, or after a grace
-period, and the cause is on the board by then.
+``PeerPipelines`` are the pipelines of other data ranks, and those of the ranks that compute each
+layer together with this one. A pipeline that fails in a step raises on all of its ranks; the other
+pipelines notice when they wait for it at the end of a batch. The ranks of one pipeline share
+failures outside of steps in the same way: in a user's hook, or while an optimizer steps. A waiting
+rank cannot be interrupted there, but the wait ends with the other process, or after a grace period,
+and the cause is on the board by then.
 """
 
 import itertools
@@ -55,7 +57,7 @@ def describe_failure(
     name_of: Callable[[Module], str | None],
     batch: str = "",
 ) -> str:
-    """Return one sentence: what failed, and where. Errors of the runtime keep their own text."""
+    """Return a sentence with the failure and its place. Errors of the runtime keep their text."""
     if isinstance(error, PipelineError):
         return f"{error} (found on rank {rank})" if action is not None else str(error)
     if action is None:
@@ -74,15 +76,15 @@ def describe_failure(
 
 
 _RUNS: Final = itertools.count()
-"""Of this process: a cause that was posted in one run is not read in another one."""
+"""Numbers the runs of this process, so that a cause of one run is not read in another."""
 
 
 class PeerPipelines:
-    """The other pipelines of the job. Collective to make, over all ranks.
+    """The other pipelines of the job. The constructor is collective over all ranks.
 
     Args:
         count: Pipelines of the job, this one among them.
-        num_ranks: Of the job.
+        num_ranks: Ranks of the job.
         on_stuck: See ``FailureBoard``.
     """
 
@@ -101,7 +103,7 @@ class PeerPipelines:
         """Run an action that is collective over the data axis.
 
         Raises:
-            PipelineError: Another pipeline has failed; with its cause.
+            PipelineError: Another pipeline failed; with its cause.
         """
         if self._board is None:
             action()
@@ -118,7 +120,7 @@ class PeerPipelines:
             raise PipelineError(f"{self._failed}: {cause}") from error
 
     def annotate(self, error: BaseException) -> None:
-        """Put the cause that another rank posted into an error that ends this rank."""
+        """Add the cause that another rank posted to an error that ends this rank."""
         if self._board is None or isinstance(error, BoltMeshError):
             return
         cause = self._board.peek()
@@ -127,7 +129,7 @@ class PeerPipelines:
             error.args = (f"{first} Here it shows as: {error}",)
 
     def post(self, error: BaseException) -> None:
-        """Post why this rank ends."""
+        """Post the error that ends this rank."""
         if self._board is not None:
             self._board.post(str(error) or type(error).__name__)
 

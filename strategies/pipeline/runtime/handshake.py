@@ -1,20 +1,19 @@
-"""The two handshakes of a pipeline step: at its beginning and at its end.
+"""The handshakes at the beginning and at the end of a pipeline step.
 
-At the beginning the ranks compare what both sides of each stage boundary expect: ranks with
-different batches would otherwise hang, or read bytes as something that they are not. They also
-compare a digest of their batch, which has to be the same on all, and exchange how long they
-computed in an earlier step. The rows are sent while the first stage computes already, and are
-waited for before the first message.
+At the beginning the ranks compare the values that both sides of each stage boundary expect: ranks
+with different batches would otherwise hang, or misread bytes. They also compare a digest of their
+batch, which has to be the same on all, and exchange the computation times of an earlier step. The
+rows are sent while the first stage computes, and are awaited before the first message.
 
 At the end they exchange whether a rank has failed. So no rank is a step ahead of one that fails,
 and all raise in the same step. See [Note: Failing together] in ``failure.py``. The rank that ends
-last, on which the next step waits, has the rows of all others by then. A report of each rank, such
-as its loss, is part of the row: every further message would be one more to wait for.
+last, for which the next step waits, has the rows of all others by then. A report of each rank, such
+as its loss, is part of the row, because every further message would add a wait.
 
 The rows go from each rank to each other rank (``RowExchange``). gloo's collectives pass a row
 around a ring, from thread to thread, and every rank waits for the last one and then for the way
-back. Here the last rank finds the rows of all others already there. Between two ranks on one host
-an ``all_reduce`` of 128 bytes takes 0.9 ms and this 0.1 ms (torch 2.13). The receives are posted
+back. Here the last rank has the rows of all others already. Between two ranks on one host an
+``all_reduce`` of 128 bytes takes 0.9 ms and this 0.1 ms (torch 2.13). The receives are posted
 beforehand, so that no sender waits for them.
 """
 
@@ -39,12 +38,12 @@ from boltmesh.strategies.pipeline.schedules.actions import RankProgram
 
 
 class RowExchange:
-    """Sends a row of each rank to all others, once. Every rank of the group has to make one.
+    """Sends a row of each rank to all others, once. Every rank of the group makes one.
 
     Args:
-        group: On the CPU. None for a single rank.
-        length: Of a row; equal on all ranks.
-        dtype: Of the row; equal on all ranks.
+        group: Group on the CPU; None for a single rank.
+        length: Length of a row; equal on all ranks.
+        dtype: Dtype of a row; equal on all ranks.
         tag: Distinguishes exchanges that are open at the same time.
     """
 
@@ -75,7 +74,7 @@ class RowExchange:
         """Wait for the other ranks, after ``send``.
 
         Returns:
-            The rows of all ranks, in their order, shape ``(num_ranks, length)``.
+            The rows of all ranks in order, shape ``(R, length)``.
         """
         assert self._own is not None
         deadline.wait((*self._receives, *self._sends))
@@ -85,12 +84,12 @@ class RowExchange:
 
 
 def exchange_size(length: int, dtype: torch.dtype, num_ranks: int) -> tuple[int, int]:
-    """Return the bytes and the messages that a rank sends; it receives as many."""
+    """Return the bytes and messages that a rank sends; it receives as many."""
     return length * dtype.itemsize * (num_ranks - 1), num_ranks - 1
 
 
 Specs = Mapping[tuple[int, int], tuple[ValueSpec, ...]]
-"""By stage and microbatch: what the stage sends, or what it expects."""
+"""The values that a stage sends, or that it expects, by stage and microbatch."""
 
 _UNKNOWN: Final = -1
 
@@ -100,7 +99,7 @@ _BEGIN, _END = 0, 1
 
 
 def handshake_size(num_stages: int, num_ranks: int, report_length: int) -> tuple[int, int]:
-    """Return the bytes and the messages that a rank sends for both handshakes of a step."""
+    """Return the bytes and messages that a rank sends for both handshakes of a step."""
     begin = exchange_size(_row_length(num_stages, num_ranks), _ROW, num_ranks)
     end = exchange_size(1 + report_length, _REPORT, num_ranks)
     return begin[0] + end[0], begin[1] + end[1]
@@ -111,21 +110,21 @@ def _row_length(num_stages: int, num_ranks: int) -> int:
 
 
 class DisagreementError(PipelineError):
-    """Stages expect different things. All ranks raise it, before anything is sent."""
+    """Stages expect different values. All ranks raise it before the first message."""
 
 
 class Handshake:
     """Both handshakes of one step.
 
     Args:
-        group: The ranks of the pipeline, on the CPU and of its own, so that a row is never paired
-            with anything else and waits for no kernel. None for a single rank.
+        group: The ranks of the pipeline in a separate group on the CPU, so that a row is never
+            matched with another message and waits for no kernel. None for a single rank.
         program: The actions of this rank.
-        specs: What this rank's stages send and what they expect; None if that is unknown.
+        specs: The values that this rank's stages send and expect; None if unknown.
         batch: Digest of this rank's batch.
         meter: Times of an earlier run, which are sent along.
-        deadline: For waiting for the other ranks.
-        report_length: Numbers that each rank reports at the end; equal on all ranks.
+        deadline: Deadline of waits for other ranks.
+        report_length: Length of a rank's report at the end, in numbers; equal on all ranks.
     """
 
     def __init__(
@@ -162,7 +161,7 @@ class Handshake:
             self._end = RowExchange(group, 1 + report_length, _REPORT, tag=_END)
 
     def _own_digests(self, program: RankProgram) -> list[list[int]]:
-        """Return a digest by side and stage: what each stage sends, and what it expects.
+        """Return digests by side and stage, of the values that a stage sends and expects.
 
         Zeros for the stages of other ranks.
         """
@@ -175,15 +174,15 @@ class Handshake:
         return table
 
     def _specs_of(self, side: int, stage: int) -> tuple[tuple[ValueSpec, ...], ...]:
-        """Return what a stage sends (0) or expects (1) in each microbatch."""
+        """Return the values that a stage sends (0) or expects (1) in each microbatch."""
         specs = self._specs[side] if self._specs is not None else {}
         return tuple(values for (owner, _), values in specs.items() if owner == stage)
 
     def wait(self) -> None:
-        """Wait for the handshake at the beginning. Collective at the first call, then nothing.
+        """Wait for the handshake at the beginning. Collective at the first call; then a no-op.
 
         Raises:
-            DisagreementError: Two stages expect different things, or one does not know what, or
+            DisagreementError: Two stages expect different values, a stage's values are unknown, or
                 ranks have different batches.
         """
         exchange, self._begin = self._begin, None
@@ -203,7 +202,7 @@ class Handshake:
         self._meter.take_figures(figures)
 
     def _explain_batches(self) -> str:
-        """Return how the batches of the ranks differ. Collective."""
+        """Return a description of differing batches. Collective."""
         assert self._group is not None
         digests = gather_objects(self._batch, self._group)
         ranks = dist.get_process_group_ranks(self._group)
@@ -211,7 +210,7 @@ class Handshake:
         return explain_difference({rank: batch for rank, batch in pairs if batch.number})
 
     def _explain_boundary(self, stage: int) -> str:
-        """Return what both sides of the boundary after a stage expect. Collective."""
+        """Return a description of both sides of the boundary after a stage. Collective."""
         assert self._group is not None
         own = [list(map(describe_specs, self._specs_of(side, stage + side))) for side in range(2)]
         gathered = gather_objects(own, self._group)
@@ -231,13 +230,13 @@ class Handshake:
         )
 
     def finish(self, report: Tensor | None) -> Tensor | None:
-        """Exchange the reports at the end of the step. Collective; the last thing in a step.
+        """Exchange the reports. Collective; called last in a step.
 
         Args:
-            report: Of this rank, shape ``(report_length,)``, fp64; None if it fails.
+            report: This rank's report, shape ``(report_length,)``, fp64; None if it fails.
 
         Returns:
-            The reports of all ranks, ``(num_ranks, report_length)``; None if any rank fails.
+            The reports of all ranks, shape ``(R, report_length)``, fp64; None if any rank fails.
         """
         row = torch.zeros(1 + self._report_length, dtype=_REPORT)
         if report is None:
@@ -251,7 +250,7 @@ class Handshake:
         return None if rows[:, 0].any() else rows[:, 1:]
 
     def wait_for_all(self) -> None:
-        """Wait until all ranks know why the step failed: with one of them its store may go."""
+        """Wait until all ranks know why the step failed, since the store ends with one of them."""
         if self._group is not None:
             with contextlib.suppress(Exception):  # a rank that is gone need not know
                 work = dist.all_reduce(torch.zeros(1), group=self._group, async_op=True)

@@ -1,4 +1,4 @@
-"""What the executor asks of a stage of the model, and what crosses a boundary between stages."""
+"""``PipelineStage``, the runtime's interface of a stage; ``ValueSpec``, a value between stages."""
 
 import math
 from dataclasses import dataclass
@@ -10,62 +10,62 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ValueSpec:
-    """One tensor that a boundary carries, as both of its sides know it without talking."""
+    """A tensor sent over a boundary, as both sides know it without communication."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     needs_grad: bool
-    """Whether its gradient travels back over the boundary."""
+    """Whether its gradient is sent back over the boundary."""
     origin: str
-    """Where the step makes it, for messages: "output of model.layers.3", "add after encoder"."""
+    """Operation that makes it, for messages: "output of model.layers.3", "add after encoder"."""
     cut_dim: int | None = None
-    """The dim of which this rank has some positions, as ranks of a context axis; None: whole."""
+    """Dim along which this rank has some positions, on a context axis; None: whole."""
     length: int = 0
-    """Positions of that dim on all ranks together."""
+    """Positions along that dim on all ranks together."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that it takes on the wire, one way."""
+        """Bytes of a message in one direction."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 class PipelineStage(Protocol):
-    """One stage, which computes microbatches of the current step by their number."""
+    """A stage, which computes microbatches of the current step by number."""
 
     @property
     def index(self) -> int:
-        """Which stage of the model it is, counted over all ranks."""
+        """Number of the stage, counted over all ranks."""
         ...
 
     @property
     def is_first(self) -> bool:
-        """Whether nothing comes before it, so that it receives nothing."""
+        """Whether it is the first stage, which receives nothing."""
         ...
 
     @property
     def is_last(self) -> bool:
-        """Whether the step ends in it, so that it hands nothing on."""
+        """Whether it is the last stage, which sends nothing on."""
         ...
 
     def values_in(self, microbatch: int) -> tuple[ValueSpec, ...]:
-        """What crosses the boundary before the stage; empty for the first."""
+        """Return the values sent over the boundary before the stage; empty for the first."""
         ...
 
     def values_out(self, microbatch: int) -> tuple[ValueSpec, ...]:
-        """What crosses the boundary behind the stage; empty for the last."""
+        """Return the values sent over the boundary behind the stage; empty for the last."""
         ...
 
     def forward(self, microbatch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Compute a microbatch from what the stage before gave.
+        """Compute a microbatch from the outputs of the stage before.
 
         Args:
-            microbatch: Of the step, from 0.
-            received: One tensor for each of ``values_in``. In training the ones that need a
-                gradient are leaves that require it, and are not to be written in place.
+            microbatch: Number in the step, from 0.
+            received: One tensor of the shape and dtype of each of ``values_in``. In training those
+                that need a gradient are leaves that require it, and must not be written in place.
 
         Returns:
-            One tensor for each of ``values_out``; of the last stage what is to be differentiated:
-            the weighted loss alone, or nothing where the step gave none. In a run without
-            backward passes the last stage may return what it likes.
+            One tensor of the shape and dtype of each of ``values_out``. The last stage returns the
+            losses to differentiate: the weighted loss of shape ``()``, or nothing if the step gave
+            none. In a run without backward passes it may return any tensors.
         """
         ...
