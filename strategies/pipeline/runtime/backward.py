@@ -34,7 +34,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 Grads = tuple[Tensor | None, ...]
 
 _REENTRANT_CHECKPOINT = "CheckpointFunctionBackward"
-"""A node that differentiates its parameters itself, and refuses ``autograd.grad`` of inputs."""
+"""A node that differentiates its parameters itself, and refuses a backward pass to inputs alone."""
 
 
 @dataclass
@@ -50,7 +50,7 @@ class StageGraph:
 
     @classmethod
     def of(cls, inputs: tuple[Tensor, ...], outputs: Sequence[Tensor]) -> "StageGraph":
-        """Return the graph from a stage's inputs, which are leaves, to its outputs, of any shape."""
+        """Return the graph from a stage's inputs, which are leaves, to its outputs."""
         edges = tuple(get_gradient_edge(each) if each.requires_grad else None for each in outputs)
         return cls(inputs, edges)
 

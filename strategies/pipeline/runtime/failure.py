@@ -11,9 +11,9 @@ cause.
 
 [Note: Failing within a shared stage]
 If ranks compute each layer together, a rank that fails leaves the others of its stage in the middle
-of an all-reduce, which ends only with its process. So it does not wait for ranks that compute: it
+of a collective, which ends only with its process. So it does not wait for ranks that compute: it
 gives the idle ones time to read the cause, sends its zeros, and raises. A rank that receives the
-zeros knows the cause by then, and does not enter an all-reduce that the failing rank would never
+zeros knows the cause by then, and does not enter a collective that the failing rank would never
 enter.
 
 ``PeerPipelines`` are the pipelines of other data ranks, and those of the ranks that compute each

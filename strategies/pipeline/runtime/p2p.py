@@ -1,15 +1,15 @@
 """Sends values and gradients between stages on different ranks.
 
 Messages are posted in the order of the schedule and matched in that order between any two ranks,
-by NCCL and by gloo alike. Over NCCL every tensor is sent as flat bytes, so that any dtype can be:
-it knows no complex numbers and no 16-bit integers. A tensor without elements is not sent.
+by NCCL as well as gloo. Over NCCL every tensor is sent as flat bytes, since it supports neither
+complex numbers nor 16-bit integers. A tensor without elements is not sent.
 
 A buffer is kept until its message has arrived. On a GPU the current stream waits; buffers that
-another stream allocated are marked for it.
+another stream allocated are recorded on it.
 
-Over gloo messages are posted at the backend of the group, not by torch's functions: these pass the
-dispatcher, where telemetry observes them in Python, which would take longer than all else that is
-recorded of a chunk. ``HostMessages`` reports them to telemetry itself.
+Over gloo messages are posted at the backend of the group, not by torch's functions: these go
+through the dispatcher, where telemetry observes them in Python, which would take longer than all
+other records of a chunk. ``HostMessages`` reports them to telemetry itself.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ class HostMessages:
     """Sends and receives between any two ranks of a group, matched by their order for each tag.
 
     Args:
-        group: With a backend for the CPU.
+        group: Group with a backend for the CPU.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -45,32 +45,38 @@ class HostMessages:
         self._backend = host_backend(group)
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> Work:
-        """Send a contiguous tensor, of whatever type; returns at once.
+        """Send a contiguous tensor of any shape and dtype; returns at once.
 
         Args:
-            tensor: Has to stay as it is until the work is waited for.
-            peer: Within the group.
+            tensor: The tensor, not to be written until the work is waited for.
+            peer: Rank within the group.
             tag: Distinguishes messages between the same ranks.
         """
         COLLECTIVES.note_message("send", self._group, tensor.nbytes, peer)
         return self._backend.send([tensor], peer, tag)
 
     def receive(self, tensor: Tensor, peer: int, tag: int) -> Work:
-        """Receive into a contiguous tensor; it is there once the work was waited for."""
+        """Receive into a contiguous tensor with the sender's shape and dtype; returns at once.
+
+        Args:
+            tensor: The buffer, valid after the work is waited for.
+            peer: Rank within the group.
+            tag: Distinguishes messages between the same ranks.
+        """
         COLLECTIVES.note_message("recv", self._group, tensor.nbytes, peer)
         return self._backend.recv([tensor], peer, tag)
 
 
 SENDS_IN_FLIGHT: Final = 8
-"""How many messages of a stage that nothing answers may be on their way before the oldest is
-waited for: buffers must not pile up, and no peer gains from a sender further ahead than this."""
+"""Limit of messages in flight of a stage and kind without an answer. Further sends wait for the
+oldest one: buffers must not pile up, and no peer gains from a sender further ahead."""
 
 
 class _Sent(NamedTuple):
     works: list[Work]
     wires: list[Tensor]
     borrowed: list[tuple[Tensor, int, str]]
-    """Values that are sent from where they lie: tensor, times written, origin."""
+    """Values that are sent without a copy: tensor, version counter, origin."""
 
 
 class _PendingReceive(NamedTuple):
@@ -79,14 +85,14 @@ class _PendingReceive(NamedTuple):
 
 
 class StageTransport:
-    """The messages of one rank.
+    """Sends and receives the messages of one rank.
 
     Args:
-        group: Ranks of the pipeline axis; None where one rank has all stages.
-        device: Where values arrive.
-        gradient_group: The same ranks, for gradients; None: ``group``. The messages of a
-            communicator of NCCL wait for each other: a value behind a gradient that is awaited
-            would be sent once that gradient is there.
+        group: Ranks of the pipeline axis; None if one rank has all stages.
+        device: Device of received values.
+        gradient_group: The same ranks, for gradients; None: ``group``. Messages of one NCCL
+            communicator are serialized: a value behind an awaited gradient would not be sent
+            before that gradient arrives.
 
     Raises:
         ConfigError: For gloo between GPUs.
@@ -114,7 +120,13 @@ class StageTransport:
         self._awaited: dict[Action, _PendingReceive] = {}
 
     def post_receive(self, action: Action, specs: Sequence[ValueSpec], peer: int) -> None:
-        """Make room for values and ask for them; ``receive`` gives them."""
+        """Allocate tensors of these shapes and dtypes and post their receives; see ``receive``.
+
+        Args:
+            action: The action that receives.
+            specs: The values to receive.
+            peer: Rank within the group.
+        """
         values = tuple(
             torch.empty(spec.shape, dtype=spec.dtype, device=self._device) for spec in specs
         )
@@ -122,11 +134,14 @@ class StageTransport:
         self._awaited[action] = _PendingReceive(self._post(dist.irecv, wires, peer, action), values)
 
     def awaits(self, action: Action) -> bool:
-        """Whether values were asked for and not taken yet."""
+        """Whether a receive is posted and not yet taken."""
         return action in self._awaited
 
     def receive(self, action: Action) -> tuple[Tensor, ...]:
-        """Wait for what ``post_receive`` asked for; the values are the caller's."""
+        """Wait for the values of ``post_receive``, with the shapes and dtypes of its specs.
+
+        The values belong to the caller. On a GPU the current stream waits for them.
+        """
         works, values = self._awaited.pop(action)
         for work in works:
             work.wait()
@@ -139,7 +154,14 @@ class StageTransport:
     def send(
         self, action: Action, values: Sequence[Tensor], origins: Sequence[str], peer: int
     ) -> None:
-        """Send values from where they lie, or from a copy where they have gaps."""
+        """Send values; those that are not contiguous are copied before.
+
+        Args:
+            action: The action that sends.
+            values: Values of any shape and dtype, not to be written until ``finish_send``.
+            origins: Their origins, for errors.
+            peer: Rank within the group.
+        """
         wires, borrowed = [], []
         for value, origin in zip(values, origins, strict=True):
             if not value.numel():
@@ -154,10 +176,10 @@ class StageTransport:
         self._sent[action] = _Sent(works, wires, borrowed)
 
     def finish_send(self, action: Action) -> None:
-        """Wait for a message to be through and let its buffers go; at once if that was done.
+        """Wait until a message is sent and free its buffers; no-op if that was done.
 
         Raises:
-            PipelineError: A value was written in place while it was on its way.
+            PipelineError: A value was written in place while it was sent.
         """
         sent = self._sent.pop(action, None)
         if sent is None:
@@ -173,20 +195,20 @@ class StageTransport:
                 )
 
     def limit(self, action: Action) -> None:
-        """Wait for the oldest messages of this kind and stage while too many are on their way."""
+        """Wait for the oldest sends of this kind and stage beyond ``SENDS_IN_FLIGHT``."""
         same = [each for each in self._sent if (each.stage, each.kind) == action[:2]]
         for each in same[: max(0, len(same) - SENDS_IN_FLIGHT)]:
             self.finish_send(each)
 
     def finish(self) -> None:
-        """Wait for everything that is on its way, received or not."""
+        """Wait for all messages in flight, sends and receives."""
         for action in list(self._sent):
             self.finish_send(action)
         for action in list(self._awaited):
             self.receive(action)
 
     def finish_after_failure(self, deadline: Deadline) -> None:
-        """The same, whatever becomes of each message; values are thrown away."""
+        """Wait for all messages in flight, failed or not, and drop their values."""
         waiting = [work for sent in self._sent.values() for work in sent.works]
         waiting += [work for awaited in self._awaited.values() for work in awaited.works]
         if self._is_on_host:
@@ -214,8 +236,8 @@ class StageTransport:
         )
 
     def _wire(self, tensor: Tensor) -> Tensor:
-        """Return what is handed to the backend for a contiguous tensor: its memory."""
-        # gloo asks for no dtype.
+        """Return the tensor for the backend, on a GPU as flat bytes; its memory is shared."""
+        # gloo does not use the dtype.
         return tensor if self._is_on_host else tensor.reshape(-1).view(torch.uint8)
 
 
@@ -225,7 +247,7 @@ def describe_tensor(shape: Sequence[int], dtype: torch.dtype) -> str:
 
 
 def describe_specs(specs: Sequence[ValueSpec]) -> str:
-    """Return what a boundary carries, in words."""
+    """Return a description of the values of a boundary."""
     if not specs:
         return "nothing"
     return ", ".join(
@@ -237,9 +259,9 @@ def describe_specs(specs: Sequence[ValueSpec]) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def digest(microbatches: tuple[tuple[ValueSpec, ...], ...]) -> int:
-    """Return a number, below 2**32, by which two sides of a boundary compare what they know of it.
+    """Return a hash below 2**32 of the values of a boundary, to compare its two sides.
 
-    Files are left out: packages lie elsewhere on other hosts, generated code in each process.
+    Paths of files are left out: they differ between hosts, and of generated code between processes.
     """
     without_files = [
         [replace(spec, origin=spec.origin.partition(" at ")[0]) for spec in each]
@@ -256,7 +278,14 @@ def check_outputs(
     microbatch: int,
     is_differentiated: bool,
 ) -> None:
-    """Refuse outputs that are not what the next stage awaits.
+    """Refuse outputs other than the next stage expects.
+
+    Args:
+        outputs: Outputs of the stage.
+        specs: The shapes, dtypes and gradients that the next stage expects.
+        stage: The stage.
+        microbatch: The microbatch.
+        is_differentiated: The outputs have a graph that is differentiated.
 
     Raises:
         PipelineError: Their number, a shape, a dtype or a gradient differs.

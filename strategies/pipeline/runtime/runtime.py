@@ -33,7 +33,7 @@ _COMMUNICATION = SENDS | RECEIVES
 OnPeak = Callable[[Mapping[int, int]], None]
 
 _ALONE: Final = itertools.count()
-"""Numbers the runs of single ranks: what one has posted is not read in the next."""
+"""Numbers the runtimes of single ranks, so that a cause of one is not read in the next."""
 
 
 def _no_report() -> Tensor:
@@ -41,26 +41,26 @@ def _no_report() -> Tensor:
 
 
 class PipelineRuntime:
-    """Performs one rank's part of a schedule, step after step. Collective to make, over the group.
+    """Executes one rank's part of a schedule, step after step. Made collectively over the group.
 
     Args:
-        group: The ranks of the pipeline axis; None where a single rank has all stages.
-        device: Where stages compute.
-        on_chunk: Told of each chunk when it was computed: stage, microbatch, kind (F, B, I, W),
-            start after what it waits for was received and end before anything is sent, in ns of
-            the monotonic clock. Of a GPU two steps late.
-        on_peak: Told after each run with backward passes, by stage, how many microbatches were
-            kept at once at most.
-        name_of: Gives a module the name that errors call it by.
-        timeout: How long ranks may wait for each other between steps; None: torch's default.
+        group: The ranks of the pipeline axis; None if a single rank has all stages.
+        device: Device of the stages.
+        on_chunk: Called after each chunk with stage, microbatch, kind (F, B, I, W), start (after
+            its inputs arrived) and end (before it sends), in ns of the monotonic clock. Two steps
+            late on a GPU.
+        on_peak: Called after each run with backward passes with the most microbatches that were
+            kept at the same time, by stage.
+        name_of: Returns a module's name for errors.
+        timeout: Limit of waits of ranks for each other between steps; None: torch's default.
         on_stuck: See ``FailureBoard``.
-        explain: Puts into an error by which a message was given up why it did not come.
-        waits_within: Whether a stage waits for ranks outside of the pipeline, which share it.
-        control_group: The same ranks on the CPU, of its own; by default made here, by all ranks of
-            the job together.
+        explain: Adds the cause of a lost message to its error.
+        waits_within: Whether a stage waits for ranks outside of the pipeline that compute it, too.
+        control_group: The same ranks in a separate group on the CPU; by default made here, by all
+            ranks of the job together.
         gradient_group: See ``StageTransport``.
-        report_length: Returns, at the beginning of each run, the numbers of a report; equal on all
-            ranks.
+        report_length: Called at the beginning of each run; returns the length of a report in
+            numbers, equal on all ranks.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class PipelineRuntime:
         self._on_peak = on_peak
         self.gradient_group = gradient_group
         self.control_group = control_group
-        """The ranks of the axis on the CPU, where they agree on whether a step is to be."""
+        """The ranks of the axis on the CPU, for handshakes."""
         if control_group is None and group is not None and dist.get_world_size(group) > 1:
             self.control_group = dist.new_group(
                 dist.get_process_group_ranks(group),
@@ -105,18 +105,18 @@ class PipelineRuntime:
             else self.control_group.group_name
         )
         self._carried: Carried | None = None
-        """What the newest step with backward passes has left to the next one."""
+        """Work that the newest step with backward passes left for the next one."""
         self._board = FailureBoard(
             self._global_rank, f"pipeline-{name}", error=PipelineError, on_stuck=on_stuck
         )
 
     @property
     def bubble(self) -> float | None:
-        """Return the mean bubble of the newest runs, the same on all ranks.
+        """Return the mean bubble ratio of the newest runs, equal on all ranks; None without any.
 
-        Of whole training runs: idle time over the common window, the mean over the ranks and
-        at most ``timing.MEAN_RUNS`` runs, 0 to 1. A run counts when the next one has begun; on a
-        GPU two runs later.
+        Idle time over the common window of whole training runs, a mean over the ranks and at most
+        ``timing.MEAN_RUNS`` runs, from 0 to 1. A run counts when the next one has begun; on a GPU
+        two runs later.
         """
         return self._meter.bubble
 
@@ -127,29 +127,33 @@ class PipelineRuntime:
         batch: BatchDigest = _NO_BATCH,
         report: Callable[[], Tensor] = _no_report,
     ) -> StepOutcome:
-        """Work off a list of actions. Collective over the group.
+        """Execute a list of actions. Collective over the group.
 
-        Gradients are added to those that parameters have. A run that fails on any rank fails on
-        all of them, within the time that a chunk takes, and the executor can be used again.
+        Accumulates into ``.grad`` of parameters. A run that fails on any rank fails on all of them
+        within the time of a chunk, and the runtime can be used again.
 
         Args:
-            program: The actions of this rank. What one leaves to the next step with backward
-                passes, that one has to do; runs without any may come between.
-            stages: Its stages, ready for the microbatches of this step; none are needed for
-                backward passes of the batch before.
-            batch: What this rank says of the batch that they compute with.
-            report: Returns this rank's row for the others, once the run is over.
+            program: The actions of this rank. Work that a program leaves for the next step has to
+                be in the next program with backward passes; runs without any may come between.
+            stages: This rank's stages, ready for the microbatches of this step; none are needed
+                for backward passes of the batch before.
+            batch: Digest of this rank's batch.
+            report: Called at the end of the run; returns this rank's report, shape
+                ``(report_length,)``, fp64.
+
+        Returns:
+            Outputs of the last stage, peaks and the reports of all ranks.
 
         Raises:
-            PipelineError: A stage or ``report`` raised, on whichever rank, or stages do not fit
-                together, or ranks have different batches.
+            PipelineError: A stage or ``report`` raised on any rank, stages do not fit together, or
+                ranks have different batches.
         """
         with self._board.monitoring():
             return self._run(program, {stage.index: stage for stage in stages}, batch, report)
 
     @contextlib.contextmanager
     def guarded(self, what: str) -> Iterator[None]:
-        """Within, an error of one rank ends the collective code of all ranks of the pipeline.
+        """Return a context in which an error of one rank ends collective code of the pipeline.
 
         Args:
             what: Name of that code, for the error of the other ranks.
@@ -163,17 +167,17 @@ class PipelineRuntime:
                 raise
 
     def refuse(self, program: RankProgram, error: Exception) -> NoReturn:
-        """Take part in a step that this rank cannot begin: the other ranks end it with its cause.
+        """Take part in a step that this rank cannot begin; the other ranks end it with its cause.
 
         Collective over the group, in the place of ``run``.
 
         Args:
-            program: Any of this rank.
-            error: Why it cannot.
+            program: Any program of this rank.
+            error: Why it cannot begin.
 
         Raises:
-            PipelineError: With the first cause of any rank; ``error`` itself where the user can
-                mend it.
+            PipelineError: With the first cause of any rank.
+            ConfigError: ``error`` itself, if it is one.
         """
         stages = ", ".join(map(str, program.stages))
         cause = (
@@ -192,7 +196,7 @@ class PipelineRuntime:
         raise error
 
     def close(self) -> None:
-        """End the thread that looks for failures."""
+        """Stop the thread that monitors failures."""
         self._board.close()
 
     def _handshake(
@@ -212,7 +216,7 @@ class PipelineRuntime:
         specs: tuple[Specs, Specs] | None = None
         try:
             specs = _ask_specs(program, stages)
-        except Exception as caught:  # noqa: BLE001 - told to all ranks and raised by _end
+        except Exception as caught:  # noqa: BLE001 - sent to all ranks and raised by _end
             error = self._post(caught, None)
         handshake = self._handshake(program, specs, batch)
         if specs is None:
@@ -225,7 +229,7 @@ class PipelineRuntime:
             program, stages, *specs, self._transport, self._spans, self._device, carried
         )
         step.known_failure = lambda: self._board.cause
-        del carried  # the step lets go of its graphs one by one
+        del carried  # the step frees its graphs one by one
         error = self._perform(step, program, handshake)
         self._spans.end_step(self._meter.number)
         if program.has_backward and error is None:
@@ -235,7 +239,7 @@ class PipelineRuntime:
     def _perform(
         self, step: PipelineStep, program: RankProgram, handshake: Handshake
     ) -> BaseException | None:
-        """Do all actions, or in their place what other ranks wait for; return what went wrong."""
+        """Perform all actions, or after a failure the messages that are due; return the error."""
         board = self._board
         actions = program.actions
         done = 0
@@ -263,7 +267,7 @@ class PipelineRuntime:
         except DisagreementError as caught:
             step.abandon()
             return caught
-        except Exception as caught:  # noqa: BLE001 - told to all ranks and raised by _end
+        except Exception as caught:  # noqa: BLE001 - sent to all ranks and raised by _end
             error = self._post(caught, action, program)
         except BaseException as caught:
             self._post(caught, action, program)
@@ -282,13 +286,13 @@ class PipelineRuntime:
         return error
 
     def drop_carried(self) -> None:
-        """Let go of what was left to a next step, which will not come."""
+        """Free the work that was left for the next step, which will not run."""
         self._carried = None
 
     def _post(
         self, error: BaseException, action: Action | None, program: RankProgram | None = None
     ) -> BaseException:
-        self._explain(error)  # while what is known of the wait is new
+        self._explain(error)  # at once, while the state of the wait is current
         batch = ""
         if action is not None and program is not None and action.microbatch < 0:
             action = action._replace(microbatch=program.number(action))
@@ -306,12 +310,12 @@ class PipelineRuntime:
         error: BaseException | None,
         report: Callable[[], Tensor] = _no_report,
     ) -> StepOutcome:
-        """Return the outcome if all ranks have one; else raise the first cause on all of them."""
+        """Return the outcome if no rank has failed; else raise the first cause on all ranks."""
         mine = None
         if error is None:
             try:
                 mine = report()
-            except Exception as caught:  # noqa: BLE001 - told to all ranks and raised below
+            except Exception as caught:  # noqa: BLE001 - sent to all ranks and raised below
                 error = self._post(caught, None)
         try:
             try:
@@ -323,7 +327,7 @@ class PipelineRuntime:
                 self._meter.note_sync_point()
                 outcome.reports = reports
                 return outcome
-        except Exception as caught:  # noqa: BLE001 - a rank is gone: told to all and raised below
+        except Exception as caught:  # noqa: BLE001 - a rank is gone: sent to all and raised below
             error = error or self._post(caught, None)
             handshake.deadline.begin(-math.inf)
         self.drop_carried()
@@ -331,12 +335,12 @@ class PipelineRuntime:
         cause = said or self._board.wait_first()
         handshake.wait_for_all()
         self._board.reset()
-        # Its own traceback ends in the stage; of other ranks there is none.
+        # The traceback of a failing rank ends in its stage; the other ranks have none.
         raise PipelineError(cause) from error
 
 
 def _ask_specs(program: RankProgram, stages: dict[int, PipelineStage]) -> tuple[Specs, Specs]:
-    """Return what each stage gives and awaits in each microbatch."""
+    """Return the values that each stage sends and expects, by stage and microbatch."""
     given, awaited = {}, {}
     for index in program.stages:
         for microbatch in program.microbatches:

@@ -1,10 +1,10 @@
-"""One run of a rank's actions: what is computed, kept and handed over.
+"""``PipelineStep``: one run of a rank's actions.
 
-Of a microbatch a stage keeps its inputs and the graph behind its outputs, from the forward pass to
-the end of the backward pass (of its second half, where it has two). The outputs themselves go as
-soon as they are sent, unless autograd needs them.
+A stage keeps the inputs of a microbatch and the graph behind its outputs from the forward pass to
+the end of the backward pass (of its second half, if it has two). The outputs themselves are freed
+as soon as they are sent, unless autograd needs them.
 
-Layers that run again in a backward pass of the batch before are refused: the weights are newer.
+Layers that run again in a backward pass of the batch before are refused: the weights have changed.
 """
 
 import contextlib
@@ -36,10 +36,10 @@ from boltmesh.strategies.pipeline.schedules.actions import RankProgram
 
 @contextmanager
 def no_module_runs() -> Iterator[None]:
-    """Within, no module may be called.
+    """Return a context in which no module may be called.
 
     Raises:
-        ConfigError: One was, which ``torch.utils.checkpoint`` does within a backward pass.
+        ConfigError: One was called, as by ``torch.utils.checkpoint`` in a backward pass.
     """
 
     def refuse(module: Module, arguments: Any) -> None:
@@ -63,42 +63,42 @@ Specs = Mapping[Chunk, tuple[ValueSpec, ...]]
 
 @dataclass
 class Carried:
-    """What a step leaves to the next one: microbatches that are to be differentiated there.
+    """Microbatches of a step whose backward passes run in the next one.
 
-    They count from the end of their batch, -1 being the last.
+    Their numbers count from the end of their batch; -1 is the last.
     """
 
     graphs: dict[Chunk, StageGraph] = field(default_factory=dict)
     grads: dict[Chunk, Grads] = field(default_factory=dict)
-    """Of their outputs, where these have come already."""
+    """Gradients of their outputs that have arrived already."""
     given: dict[Chunk, tuple[ValueSpec, ...]] = field(default_factory=dict)
     awaited: dict[Chunk, tuple[ValueSpec, ...]] = field(default_factory=dict)
 
 
 @dataclass
 class StepOutcome:
-    """What a run leaves on one rank."""
+    """Results of a run on one rank."""
 
     outputs: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
-    """By microbatch what the last stage gave, without its graph; empty on other ranks."""
+    """Outputs of the last stage by microbatch, without graph; empty on other ranks."""
     peak_live: dict[int, int] = field(default_factory=dict)
-    """By stage how many microbatches were kept at once at most."""
+    """Most microbatches that were kept at the same time, by stage."""
     reports: Tensor = field(default_factory=lambda: torch.empty(0, 0, dtype=torch.float64))
-    """Reports of all ranks at the end, ``(num_ranks, report_length)``."""
+    """Reports of all ranks at the end, shape ``(R, report_length)``, fp64."""
 
 
 class PipelineStep:
     """Performs the actions of one run.
 
     Args:
-        program: What this rank does.
-        stages: The ones of this rank, by index.
-        given: By stage and microbatch what it hands on.
-        awaited: The same of what it receives.
-        transport: To the other ranks.
+        program: The actions of this rank.
+        stages: The stages of this rank, by number.
+        given: The values that a stage sends, by stage and microbatch.
+        awaited: The values that a stage receives, by stage and microbatch.
+        transport: Messages to the other ranks.
         spans: Measures chunks.
-        device: Of values.
-        carried: What the step before has left to this one.
+        device: Device of values.
+        carried: Microbatches of the step before that end in this one.
     """
 
     def __init__(
@@ -122,24 +122,24 @@ class PipelineStep:
         for stage, _ in carried.graphs:
             self._live[stage] += 1
         self.known_failure: Callable[[], str | None] = lambda: None
-        """Tells why some rank has failed, once this one knows."""
+        """Returns the cause of a failure, if this rank knows of one."""
         self.outcome = StepOutcome(peak_live=dict(self._live))
         self._values: dict[Chunk, tuple[Tensor, ...]] = {}
-        """Inputs of a stage that a stage of the same rank gave."""
+        """Inputs of a stage from a stage of the same rank."""
         self._grads: dict[Chunk, Grads] = dict(carried.grads)
-        """Gradients of a stage's outputs that are there already."""
+        """Gradients of a stage's outputs that exist already."""
         self._to_send: dict[Action, tuple[Tensor, ...]] = {}
         self._graphs: dict[Chunk, StageGraph] = dict(carried.graphs)
         self._later: dict[Chunk, Later] = {}
 
     def perform(self, action: Action) -> None:
-        """Do what comes next."""
+        """Perform the next action."""
         self._METHODS[action.kind](self, action)
 
     def drain_after_failure(self, actions: Sequence[Action], deadline: Deadline) -> None:
-        """Send zeros and receive what other ranks send, and compute nothing: a rank has failed.
+        """Send zeros and receive the due messages without computing, after a rank has failed.
 
-        Returns once all messages have arrived or failed, or the deadline is over.
+        Returns when all messages have arrived or failed, or after the deadline.
         """
         self.abandon()
         for action in actions:
@@ -155,7 +155,7 @@ class PipelineStep:
             self._post_receive(action)
 
     def finish(self) -> Carried | None:
-        """Wait for what is on its way; return what is left to the next step."""
+        """Wait for messages in flight; return the work left for the next step."""
         left = self._leave() if self._program.carries else None
         self._transport.finish()
         return left
@@ -175,7 +175,7 @@ class PipelineStep:
         return left
 
     def abandon(self) -> None:
-        """Let everything go that is kept."""
+        """Free all values, gradients and graphs."""
         for kept in (self._values, self._grads, self._to_send, self._graphs, self._later):
             kept.clear()
 
@@ -210,7 +210,7 @@ class PipelineStep:
             self._to_send[Action(index, "SEND_F", microbatch)] = values
 
     def _inputs(self, chunk: Chunk) -> tuple[Tensor, ...]:
-        """Return what the stage computes with; leaves where a gradient goes back."""
+        """Return the inputs of a stage; leaves if their gradient is sent back."""
         index, microbatch = chunk
         if self._stages[index].is_first:
             return ()
@@ -253,23 +253,23 @@ class PipelineStep:
         self._spans.end(action, start)
 
     def _begin_backward(self, action: Action) -> tuple[StageGraph, Grads]:
-        """Take the graph and the gradients of its outputs, and let go of what has been sent."""
+        """Take the graph and the gradients of its outputs, and free the sent outputs."""
         index, microbatch = chunk = action.stage, action.microbatch
-        if chunk in self._grads:  # of a stage of this rank, or come in the step before
+        if chunk in self._grads:  # from a stage of this rank, or arrived in the step before
             return self._graphs.pop(chunk), self._grads.pop(chunk)
         grads = self._arrived_grads(Action(index, "RECV_B", microbatch))
-        # The next stage has differentiated what it was sent, so that has left here long ago.
+        # The next stage has sent the gradient, so the outputs have arrived there.
         self._transport.finish_send(Action(index, "SEND_F", microbatch))
         return self._graphs.pop(chunk), grads
 
     def _arrived_grads(self, arrival: Action) -> Grads:
-        """Wait for the gradients of what a stage gave; None for what needs none."""
+        """Wait for the gradients of a stage's outputs; None for outputs without one."""
         arrived = iter(self._receive(arrival))
         specs = self._given[arrival.stage, arrival.microbatch]
         return tuple(next(arrived) if spec.needs_grad else None for spec in specs)
 
     def _hand_back(self, action: Action, found: Grads) -> None:
-        """Give the stage before the gradients of what it gave, zeros where there are none."""
+        """Send the gradients of a stage's inputs to the stage before, zeros for missing ones."""
         index, microbatch = chunk = action.stage, action.microbatch
         if index == 0:
             return
@@ -305,12 +305,12 @@ class PipelineStep:
                 f"Stage {action.stage} waited for the {what} of microbatch {action.microbatch} "
                 f"from pipeline rank {peer}, which {where}: {error}"
             ) from error
-        if cause := self.known_failure():  # then these are no values
+        if cause := self.known_failure():  # then the values are zeros of a failed rank
             raise PipelineError(cause)
         return values
 
     def _crossing(self, action: Action) -> Sequence[ValueSpec]:
-        """Return what a message carries."""
+        """Return the values of a message."""
         is_behind = action.boundary > action.stage
         specs = (self._given if is_behind else self._awaited)[action.stage, action.microbatch]
         if action.kind.endswith("F"):
@@ -320,8 +320,8 @@ class PipelineStep:
     def _zeros(self, spec: ValueSpec) -> Tensor:
         return torch.zeros(spec.shape, dtype=spec.dtype, device=self._device)
 
-    # The class holds them: methods bound to a step would keep it, with its tensors, until Python
-    # collects garbage.
+    # On the class: methods bound to a step would keep it, with its tensors, until a garbage
+    # collection.
     _METHODS: ClassVar[Mapping[str, Callable[["PipelineStep", Action], None]]] = {
         "F": _forward,
         "B": _backward,

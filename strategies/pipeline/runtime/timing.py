@@ -1,15 +1,15 @@
-"""When each chunk was computed, and what share of a run the ranks of a pipeline are idle.
+"""Times of each chunk, and the bubble: the idle share of a run over the ranks of a pipeline.
 
-``HostChunkTimer`` reads the clock of the host. ``DeviceChunkTimer``, for CUDA, reads events: they
-are recorded on the current stream around each chunk, kept in a pool, and read two steps later, once
-the last of them has passed. Nothing synchronises.
+``HostChunkTimer`` reads the clock of the host. ``DeviceChunkTimer``, for CUDA, reads events that
+are recorded on the current stream around each chunk, kept in a pool, and read two steps later,
+once the last of them has completed. It does not synchronise.
 
 The bubble is idle time over the common window of all ranks, from the first start to the last end
-of a chunk on any of them, in the mean over the ranks. Each rank sends its own start, end and busy
-time with a message that the next run sends anyway, so all ranks know the bubble one run late.
+of a chunk on any of them, averaged over the ranks. Each rank sends its start, end and busy time
+with a message that the next run sends anyway, so all ranks know the bubble one run late.
 
-Ranks of one host share a clock. Ranks of several count from when the run before ended, which they
-all do together, so that clocks which run apart do not matter.
+Ranks of one host share a clock. Ranks of several hosts count from the end of the run before, which
+is the same moment on all, so that differences between clocks do not matter.
 """
 
 import socket
@@ -31,26 +31,26 @@ OnChunk = Callable[[int, int, str, int, int], None]
 """Called with stage, microbatch, kind, and start and end on the monotonic clock in ns."""
 
 OnStep = Callable[[int, int, int, int], None]
-"""Called with a step's number, its first start and last end, and how long it computed, in ns."""
+"""Called with a step's number, its first start, last end, and computation time, in ns."""
 
 DEVICE_STEPS_LATER: Final = 2
-"""How many steps later a device is asked."""
+"""Number of steps after which the events of a step are read."""
 
 _KEPT_OFFSETS: Final = 16
 
 
 def build_spans(device: torch.device, on_chunk: OnChunk, on_step: OnStep) -> "ChunkTimer":
-    """Return what measures on this device."""
+    """Return the timer for a device."""
     spans = DeviceChunkTimer if device.type == "cuda" else HostChunkTimer
     return spans(on_chunk, on_step)
 
 
 class ChunkTimer:
-    """What is common to both clocks.
+    """Interface of the timers.
 
     Args:
-        on_chunk: Told of each chunk.
-        on_step: Told of each step when all of its chunks were told; not of one without any.
+        on_chunk: Called for each chunk.
+        on_step: Called for each step with chunks, after all of its chunks.
     """
 
     def __init__(self, on_chunk: OnChunk, on_step: OnStep = lambda *_: None) -> None:
@@ -58,20 +58,20 @@ class ChunkTimer:
         self._on_step = on_step
 
     def begin(self) -> Any:
-        """Take the start of a chunk."""
+        """Return a mark of the start of a chunk."""
         raise NotImplementedError
 
     def end(self, action: Action, start: Any) -> None:
-        """Take its end."""
+        """Record the end of a chunk that began at the mark ``start``."""
         raise NotImplementedError
 
     def end_step(self, number: int = 0) -> None:
-        """Close the step of this number."""
+        """End the step of this number."""
         raise NotImplementedError
 
 
 class HostChunkTimer(ChunkTimer):
-    """Measures chunks that are computed by the host itself."""
+    """Measures chunks that the host computes."""
 
     def __init__(self, on_chunk: OnChunk, on_step: OnStep = lambda *_: None) -> None:
         super().__init__(on_chunk, on_step)
@@ -107,17 +107,17 @@ class _Chunk(NamedTuple):
 
 
 class DeviceChunkTimer(ChunkTimer):
-    """Measures chunks that run on a device behind the host.
+    """Measures chunks that run asynchronously on a device.
 
-    An event passes no earlier than the host records it. So the device's clock is behind the
-    host's by at least what lies between the two for any event, and by exactly that for one that
-    met an idle stream, of which a pipeline has some in every step: the largest of the last steps
-    is taken.
+    An event completes no earlier than the host records it. So the offset of the host's clock from
+    the device's is at least the difference of the two times of any event, and exactly that of an
+    event on an idle stream, of which a pipeline has some in every step. The offset is the largest
+    difference in the last steps.
 
     Args:
-        on_chunk: Told of each chunk, two steps late.
-        on_step: Told of each step, as late.
-        make_event: Makes what has ``record``, ``query`` and ``elapsed_time`` in ms.
+        on_chunk: Called for each chunk, two steps late.
+        on_step: Called for each step, two steps late.
+        make_event: Makes events with ``record``, ``query`` and ``elapsed_time`` in ms.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class DeviceChunkTimer(ChunkTimer):
         self._chunks: list[_Chunk] = []
         self._steps: deque[tuple[int, list[_Chunk]]] = deque()
         self._anchor: tuple[Any, int] | None = None
-        """An event, and when it passed on the device's clock, which begins with the first."""
+        """An event, and its time on the device's clock, which starts at the first event, in ns."""
         self._offsets: deque[int] = deque(maxlen=_KEPT_OFFSETS)
 
     @override
@@ -161,11 +161,11 @@ class DeviceChunkTimer(ChunkTimer):
         return all(chunk.end.event.query() for chunk in chunks[-1:])
 
     def _read(self, number: int, chunks: list[_Chunk]) -> None:
-        """Tell of a step that has passed, and use its events again."""
+        """Report a completed step, and return its events to the pool."""
         if not chunks:
             return
         first = chunks[0].start.event
-        # From step to step: the milliseconds between far events have too few digits.
+        # From step to step: the time between distant events, in ms as fp32, is too inexact.
         begin_ns = 0
         if self._anchor is not None:
             begin_ns = self._anchor[1] + elapsed_ns(self._anchor[0], first)
@@ -204,31 +204,31 @@ def _cuda_event() -> Any:
 
 
 MEAN_RUNS: Final = 256
-"""Runs whose mean is the bubble: as many as the dashboard's ring holds of 16 chunks each."""
+"""Number of runs in the mean: as many as the dashboard's ring holds with 16 chunks each."""
 
 FIGURES: Final = 3
-"""That each rank tells: first start, last end and busy time, in ns."""
+"""Number of figures that each rank sends: first start, last end and busy time, in ns."""
 
 
 class BubbleMeter:
-    """Finds the bubble of runs. Collective to make, over the group.
+    """Computes the bubble of runs. Made collectively over the group.
 
     Args:
         group: The ranks of the pipeline, on the CPU; None for a single rank.
-        device: Where chunks run.
+        device: Device of the chunks.
     """
 
     def __init__(self, group: ProcessGroup | None, device: torch.device) -> None:
         self._shares: deque[float] = deque(maxlen=MEAN_RUNS)
         self.number = 0
-        """Of the run, from 1."""
+        """Number of the current run, from 1."""
         self._rank, self._size = (0, 1) if group is None else (group.rank(), group.size())
-        # An event of a device is read when a later run ends, and told when the next one begins.
+        # Events of a device are read when a later run ends, and sent when the next one begins.
         self._delay = 1 + (DEVICE_STEPS_LATER if device.type == "cuda" else 0)
         self._shares_clock = group is None or _is_one_host(group)
         self._origin_ns: int | None = 0 if self._shares_clock else None
         self._origins: dict[int, int | None] = {}
-        """Of runs that are still to be told."""
+        """Origin of the clock of each run that is still to be sent."""
         self._own: dict[int, tuple[int, int, int]] = {}
         self._is_asked = False
 
@@ -238,11 +238,11 @@ class BubbleMeter:
         return sum(self._shares) / len(self._shares) if self._shares else None
 
     def begin(self, *, is_whole: bool) -> list[int]:
-        """Begin a run; return this rank's part of what is asked at its beginning.
+        """Begin a run; return this rank's figures of an earlier one.
 
         Returns:
-            ``FIGURES`` numbers for each rank, zeros for the others; zeros also where nothing is
-            known. To be added up over the ranks.
+            ``FIGURES`` numbers for each rank, to be summed over the ranks: zeros for other ranks,
+            and if unknown.
         """
         self.number += 1
         if is_whole:
@@ -256,21 +256,21 @@ class BubbleMeter:
         return figures
 
     def take_figures(self, figures: Sequence[int]) -> None:
-        """Add the run that all ranks have reported, from the sums of their figures."""
+        """Add a run that all ranks have reported, from the sums of their figures."""
         starts, ends, busy = (figures[at::FIGURES] for at in range(FIGURES))
-        # A device may be too far behind to be asked; then the run is left out.
+        # A device may be too far behind for its events to be read; then the run is left out.
         if self._is_asked and all(ends) and max(ends) > min(starts):
             window = max(ends) - min(starts)
             self._shares.append(max(0.0, 1 - sum(busy) / (len(busy) * window)))
 
     def measured(self, number: int, start_ns: int, end_ns: int, busy_ns: int) -> None:
-        """Take this rank's times of a run, on its own clock."""
+        """Take this rank's times of a run, in ns of its own clock."""
         origin = self._origins.get(number)
         if origin is not None:
             self._own[number] = (start_ns - origin, end_ns - origin, busy_ns)
 
     def note_sync_point(self) -> None:
-        """Note a moment at which all ranks are at the same point."""
+        """Set the origin of the clock, at a moment when all ranks are at the same point."""
         if not self._shares_clock:
             self._origin_ns = time.monotonic_ns()
 

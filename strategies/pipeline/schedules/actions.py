@@ -1,4 +1,4 @@
-"""What one rank does in a step, for any number of microbatches: computation, sends, receives."""
+"""Actions of one rank in a step, for any number of microbatches: computation, sends, receives."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -29,21 +29,21 @@ _OF_FORWARD: Final = frozenset({"F", "SEND_F", "RECV_F"})
 
 @dataclass(frozen=True)
 class RankProgram:
-    """The actions of one rank, and where the stages are.
+    """The actions of one rank, and the ranks of all stages.
 
-    Ranks count within the group of the pipeline axis. A rank posts its messages in the order of its
-    actions. The sends and receives of any two ranks come in matching orders, as torch places them,
-    so they cannot deadlock whether sends are buffered or not.
+    Ranks are numbered within the group of the pipeline axis. A rank posts its messages in the order
+    of its actions. torch places the sends and receives of any two ranks in matching orders, so they
+    cannot deadlock, whether sends are buffered or not.
     """
 
     rank: int
     rank_of_stage: tuple[int, ...]
     actions: tuple[Action, ...]
     num_before: int = 0
-    """Microbatches of the batch before, if backward passes of it run in this step; they count from
-    its end, -1 being the last."""
+    """Microbatches of the batch before, if backward passes of it run in this step. Their numbers
+    count from its end; -1 is the last."""
     carries: bool = False
-    """Whether backward passes of this step's batch are left to the next one, on some rank."""
+    """Whether backward passes of this step's batch run in the next step, on some rank."""
 
     @classmethod
     def parse(
@@ -52,7 +52,7 @@ class RankProgram:
         """Read the list of one rank.
 
         Raises:
-            ValueError: An action is unknown, or of a stage that another rank has.
+            ValueError: An action is unknown, or of a stage on another rank.
         """
         program = cls(rank, tuple(rank_of_stage), parse_actions(texts))
         for action in program.actions:
@@ -70,19 +70,19 @@ class RankProgram:
 
     @cached_property
     def microbatches(self) -> tuple[int, ...]:
-        """The numbers of the step's microbatches, without those of the batch before."""
+        """Numbers of the step's microbatches, without those of the batch before."""
         return tuple(
             sorted({action.microbatch for action in self.actions if action.microbatch >= 0})
         )
 
     @cached_property
     def has_backward(self) -> bool:
-        """Whether anything is differentiated, now or in the next step."""
+        """Whether there are backward passes, in this or the next step."""
         return self.carries or any(action.kind in BACKWARD for action in self.actions)
 
     @cached_property
     def is_whole(self) -> bool:
-        """Whether as many backward passes run as forward passes; the same on all ranks.
+        """Whether as many backward as forward passes run; the same on all ranks.
 
         An asynchronous schedule has fewer in its first step and only them in its last one.
         """
@@ -91,7 +91,7 @@ class RankProgram:
 
     @cached_property
     def forward_only(self) -> "RankProgram":
-        """The same without backward passes: for validation and prediction."""
+        """The program without backward passes, for validation and prediction."""
         kept = tuple(action for action in self.actions if action.kind in _OF_FORWARD)
         return RankProgram(self.rank, self.rank_of_stage, kept)
 
@@ -100,7 +100,7 @@ class RankProgram:
         return action.microbatch % self.num_before if action.microbatch < 0 else action.microbatch
 
     def is_local(self, stage: int) -> bool:
-        """Whether this rank has the stage, so that handing it a value takes no message."""
+        """Whether this rank has the stage, so that values need no message."""
         return 0 <= stage < len(self.rank_of_stage) and self.rank_of_stage[stage] == self.rank
 
     def peer(self, action: Action) -> int:
@@ -110,7 +110,7 @@ class RankProgram:
 
 
 class RankPrograms:
-    """The actions of one rank by number of microbatches: a last batch may have fewer rows.
+    """The programs of one rank by number of microbatches: a last batch may have fewer rows.
 
     Args:
         options: The user's choice of schedule and sizes.
@@ -126,7 +126,7 @@ class RankPrograms:
         self._programs: dict[int, RankProgram] = {}
         self._overlapped: dict[tuple[int, int], RankProgram] = {}
         self.schedule = options.first_schedule
-        """Its name."""
+        """Name of the schedule."""
         self._overlapped_step = schedule_kind(self.schedule).overlapped_step
         self.is_asynchronous = self._overlapped_step is not None
         full_batch = self._table(options.num_microbatches(num_ranks))
@@ -135,11 +135,11 @@ class RankPrograms:
 
     @property
     def has_forwards_first(self) -> bool:
-        """Whether backward passes begin when all forward passes are done."""
+        """Whether all forward passes of a batch come before its first backward pass."""
         return schedule_kind(self.schedule).has_forwards_first
 
     def change_schedule(self, name: str) -> None:
-        """Take another one, which places stages on ranks in the same way."""
+        """Change to a schedule with the same stages on each rank."""
         self.schedule = name
         self._tables.clear()
         self._programs.clear()
@@ -147,12 +147,12 @@ class RankPrograms:
         assert self._table(count).rank_of_stage == self.rank_of_stage
 
     def asynchronous(self, before: int, now: int) -> RankProgram:
-        """Return the actions in a step that overlaps with the one before. Asynchronous schedules.
+        """Return the actions of a step that overlaps with the one before, if asynchronous.
 
         Args:
-            before: Microbatches of the batch before, whose last backward passes are left; 0 if none
-                are.
-            now: Microbatches of the step's own batch; 0 does only what is left.
+            before: Microbatches of the batch before, whose last backward passes are left; 0 if
+                none are.
+            now: Microbatches of the step's own batch; 0 runs only what is left.
         """
         assert self._overlapped_step is not None
         if (before, now) not in self._overlapped:
@@ -174,9 +174,9 @@ class RankPrograms:
         return self._overlapped[before, now]
 
     def of(self, num_microbatches: int) -> RankProgram:
-        """Return the actions in a step with so many microbatches.
+        """Return the actions of a step with ``num_microbatches``.
 
-        Of an asynchronous schedule, in a step between two others of its size.
+        For an asynchronous schedule, of a step between two others of its size.
         """
         if self.is_asynchronous:
             return self.asynchronous(num_microbatches, num_microbatches)
@@ -190,7 +190,7 @@ class RankPrograms:
         return self._programs[num_microbatches]
 
     def live(self, num_microbatches: int) -> tuple[int, ...]:
-        """Return how many microbatches each stage keeps at once at most."""
+        """Return the most microbatches that each stage keeps at the same time."""
         order = self._table(num_microbatches).order
         return tuple(
             peak_live_bytes(order[rank], [int(other == stage) for other in range(self.num_stages)])
@@ -198,7 +198,7 @@ class RankPrograms:
         )
 
     def order(self, num_microbatches: int) -> Order:
-        """Return what all ranks compute, as telemetry shows it."""
+        """Return the order of computation on all ranks, for telemetry."""
         return self._table(num_microbatches).order
 
     def _table(self, num_microbatches: int) -> ScheduleTable:
@@ -217,14 +217,14 @@ class RankPrograms:
         except ConfigError:
             if not self._tables:
                 raise
-        # A small batch at the end of an epoch: the schedule has no order for so few microbatches.
+        # A small last batch of an epoch: the schedule has no order for so few microbatches.
         return all_forward_first(self.schedule, self.rank_of_stage, num_microbatches)
 
 
 def all_forward_first(
     name: str, rank_of_stage: tuple[int, ...], num_microbatches: int
 ) -> ScheduleTable:
-    """Return GPipe's order for stages in any place and number: all forwards, then all backwards."""
+    """Return GPipe's order for any assignment of stages: all forwards, then all backwards."""
     num_ranks = max(rank_of_stage) + 1
     rows: list[tuple[str, ...]] = []
     for rank in range(num_ranks):
@@ -244,7 +244,7 @@ def all_forward_first(
 
 
 def with_communication(table: ScheduleTable) -> tuple[tuple[str, ...], ...]:
-    """Return what each rank computes, sends and receives, in torch's order.
+    """Return each rank's actions with sends and receives, in torch's order.
 
     ``0SEND_F3`` sends the output of stage 0 for microbatch 3 to the rank of stage 1, which has
     ``1RECV_F3`` for it; ``1SEND_B3`` and ``0RECV_B3`` return the gradient. Nothing is sent between
@@ -261,9 +261,9 @@ def with_communication(table: ScheduleTable) -> tuple[tuple[str, ...], ...]:
 
 
 def with_messages(timetable: Timetable) -> tuple[tuple[Action, ...], ...]:
-    """Add sends and receives: of each pair both at once, when the value has been computed.
+    """Add sends and receives, both of a pair at the time when the value has been computed.
 
-    So all messages have one order, and no two ranks wait for each other. One stage a rank.
+    So all messages have one order, and no two ranks wait for each other. For one stage per rank.
     """
     last = len(timetable) - 1
     rows: list[list[tuple[float, bool, Action]]] = [[] for _ in timetable]
@@ -278,7 +278,7 @@ def with_messages(timetable: Timetable) -> tuple[tuple[Action, ...], ...]:
 
 
 def _by_time(row: Iterable[tuple[float, bool, Action]]) -> list[Action]:
-    # At one moment: messages in the order of stages and microbatches, then what needs them.
+    # At equal times: messages in the order of stages and microbatches, then what needs them.
     def key(entry: tuple[float, bool, Action]) -> tuple[float, bool, int, str, int]:
         time, is_computed, (stage, kind, microbatch) = entry
         sender = stage if "SEND" in kind else stage + (1 if kind.endswith("B") else -1)

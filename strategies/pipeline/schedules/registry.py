@@ -1,11 +1,11 @@
-"""The schedules by name: their sizes, orders and bubbles. Loads no torch by itself.
+"""The schedules by name: their sizes, orders and bubbles. Does not import torch itself.
 
-A schedule is one module in ``orders/``, which registers it; docs/pipeline_schedules.md has an
-example. :func:`schedule_table` gives the order of one in one size, checked.
+A module in ``orders/`` registers each schedule; docs/pipeline_schedules.md has an example.
+:func:`schedule_table` returns the checked order of a schedule for given sizes.
 
-``simulate_ideal`` and ``closed_form_bubble`` state what a schedule costs at best: simulated, and by
+``simulate_ideal`` and ``closed_form_bubble`` give the ideal cost of a schedule: simulated, and by
 the formula of its paper. A bubble is idle time over the common window of all ranks, from the first
-start to the last end, in the mean over the ranks ("of total"). Transfers take no time here.
+start to the last end, averaged over the ranks ("of total"). Transfers take no time here.
 """
 
 import difflib
@@ -40,7 +40,7 @@ from boltmesh.schedule_sim import (
 
 @dataclass(frozen=True)
 class MicrobatchRule:
-    """Numbers of microbatches that a schedule has; both functions get ranks and microbatches."""
+    """Supported numbers of microbatches; both functions get ranks and microbatches."""
 
     fits: Callable[[int, int], bool]
     why: Callable[[int, int], str]
@@ -62,7 +62,7 @@ IN_ROUNDS = MicrobatchRule(
 
 
 def _live_of_1f1b(num_ranks: int, num_microbatches: int, stages_per_rank: int) -> float:
-    """As many as there are ranks; in rounds over several stages some more.
+    """Return the number of ranks; more with several stages per rank.
 
     Source: Narayanan et al. 2021, https://arxiv.org/abs/2104.04473, section 2.2.2.
     """
@@ -72,56 +72,56 @@ def _live_of_1f1b(num_ranks: int, num_microbatches: int, stages_per_rank: int) -
 
 @dataclass(frozen=True)
 class ScheduleKind:
-    """What is true of a schedule in every size."""
+    """Properties of a schedule in all sizes."""
 
     name: str
     summary: str
     source: str
-    """The paper, or who describes it."""
+    """Its paper or other description."""
     order: Callable[[int, int, int], Order]
-    """What each rank computes, by number of ranks, of microbatches and of stages on a rank."""
+    """Takes numbers of ranks, microbatches and stages per rank; returns the order of each rank."""
     default_stages_per_rank: int = 1
     least_stages_per_rank: int = 1
     most_stages_per_rank: int | None = 1
-    """None: no limit."""
+    """None for no limit."""
     instead: str = ""
-    """What to use for a number of stages that this one does not have."""
+    """The schedule to suggest for a number of stages that this one does not support."""
     microbatch_rule: MicrobatchRule | None = None
     """None: any number, from 1 on."""
     has_forwards_first: bool = False
-    """All forward passes of a batch come before its first backward pass, so the loss may be of the
-    whole batch."""
+    """Whether all forward passes of a batch come before its first backward pass, so that the loss
+    may be of the whole batch."""
     splits_backward: bool = False
-    """The gradients of inputs and weights are computed apart (I and W in place of B)."""
+    """Whether gradients of inputs and weights are computed separately (I and W in place of B)."""
     overlapped_step: Callable[[int, int, int], Timetable] | None = None
-    """For a schedule that does backward passes of the batch before, so that its gradient comes a
-    step late: what ranks compute in a step, by number of ranks, of microbatches of the batch before
-    and of microbatches of the step's own. One stage a rank."""
+    """Timetable of a step that also runs backward passes of the batch before, whose gradient is a
+    step late. Takes numbers of ranks, of microbatches of the batch before, and of the step's own.
+    One stage per rank. None for synchronous schedules."""
     wait_per_rank: Callable[[int, int, StageTimes], float | None] | None = None
-    """Published idle time that each rank after the first adds to the window, by number of ranks and
-    of microbatches, for equal stages; None where there is no closed form."""
+    """Published idle time that each rank after the first adds to the window, from the numbers of
+    ranks and microbatches, for equal stages; None without a closed form."""
     is_searched: bool = False
-    """Whether planners try it, with its default number of stages on a rank."""
+    """Whether planners try it, with its default number of stages per rank."""
     bubble_over_1f1b: float | None = None
-    """Its bubble over that of 1F1B, about, by which planners choose layouts to look at closer.
-    None: one over the stages of a rank."""
+    """Its bubble relative to that of 1F1B, approximately, with which planners preselect layouts.
+    None: one over the stages per rank."""
     live_microbatches: Callable[[int, int, int], float] = _live_of_1f1b
-    """How many microbatches the first rank keeps at once in all of its stages, by number of ranks,
-    of microbatches and of stages on a rank."""
+    """Takes numbers of ranks, microbatches and stages per rank; returns the most microbatches that
+    the first rank keeps at the same time in all of its stages."""
     smaller: str = ""
-    """A schedule that waits as long and keeps fewer activations."""
+    """A schedule with the same bubble and fewer live activations."""
     faster: str = ""
-    """A schedule that waits less, by computing gradients of weights in the gaps."""
+    """A schedule with a smaller bubble, which computes gradients of weights in the gaps."""
     note: str = ""
-    """What a picture of one step does not show."""
+    """A remark beside the picture of a step."""
 
     @property
     def is_asynchronous(self) -> bool:
-        """Gradients are applied a step late."""
+        """Whether gradients are applied a step late."""
         return self.overlapped_step is not None
 
     def has_stages_per_rank(self, size: int) -> bool:
-        """Whether it exists with so many stages on a rank."""
+        """Whether it supports ``size`` stages per rank."""
         most = self.most_stages_per_rank
         return self.least_stages_per_rank <= size and (most is None or size <= most)
 
@@ -139,7 +139,7 @@ class ScheduleTable:
 
     @property
     def stages_per_rank(self) -> int:
-        """The same on every rank."""
+        """Number of stages of each rank."""
         return self.num_stages // self.num_ranks
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
@@ -190,10 +190,10 @@ def _import_orders() -> None:
 
 
 def schedule_kind(name: str) -> ScheduleKind:
-    """Return what is known of a schedule.
+    """Return a schedule by name.
 
     Raises:
-        ConfigError: There is none of that name; the nearest is named.
+        ConfigError: There is none of that name; with the nearest name.
     """
     known = schedules()
     if name in known:
@@ -208,7 +208,7 @@ def schedule_kind(name: str) -> ScheduleKind:
 def check_schedule(
     name: str, *, num_ranks: int, num_microbatches: int, stages_per_rank: int | None = None
 ) -> int:
-    """Return the stages of a rank, and refuse sizes that the schedule does not have.
+    """Return the stages per rank, and refuse sizes that the schedule does not support.
 
     Args:
         name: One of :func:`schedules`.
@@ -217,7 +217,7 @@ def check_schedule(
         stages_per_rank: None for the schedule's default.
 
     Raises:
-        ConfigError: The schedule does not have this size; names the nearest numbers that it has.
+        ConfigError: The schedule does not support this size; with the nearest ones.
     """
     kind = schedule_kind(name)
     if num_ranks < 1:
@@ -255,7 +255,7 @@ def _wrong_stages(kind: ScheduleKind, size: int) -> str:
 
 
 def _nearest_fits(rule: MicrobatchRule, num_ranks: int, asked: int) -> list[int]:
-    """Return the next number below and the next above that fit, where there is one."""
+    """Return the nearest fitting numbers below and above, if there are any."""
     below = range(asked - 1, 0, -1)
     above = range(asked + 1, asked + 2 * num_ranks + 1)
     found = [
@@ -268,7 +268,7 @@ def _nearest_fits(rule: MicrobatchRule, num_ranks: int, asked: int) -> list[int]
 def schedule_table(
     name: str, *, num_ranks: int, num_microbatches: int, stages_per_rank: int | None = None
 ) -> ScheduleTable:
-    """Return the order of a schedule in one size.
+    """Return the checked order of a schedule for given sizes.
 
     Args:
         name: One of :func:`schedules`.
@@ -277,7 +277,7 @@ def schedule_table(
         stages_per_rank: None for the schedule's default.
 
     Raises:
-        ConfigError: The schedule does not have this size, or its order cannot be run.
+        ConfigError: The schedule does not support this size, or its order cannot be run.
     """
     size = check_schedule(
         name,
@@ -306,7 +306,7 @@ def schedule_table(
 
 
 def check_order(table: ScheduleTable) -> None:
-    """Check that every microbatch goes forward and backward once through every stage.
+    """Check that every stage runs each microbatch once forward and once backward.
 
     Raises:
         ValueError: Work is missing, done twice, or done by the wrong rank.
@@ -341,24 +341,24 @@ def check_order(table: ScheduleTable) -> None:
 
 @dataclass(frozen=True)
 class Ideal:
-    """One step of a schedule in which nothing but the schedule costs time."""
+    """One simulated step of a schedule without transfers."""
 
     table: ScheduleTable
     timetable: Timetable
 
     @cached_property
     def window(self) -> float:
-        """From the first start to the last end on any rank."""
+        """Time from the first start to the last end on any rank."""
         return window_of(self.timetable)
 
     @cached_property
     def idle_shares(self) -> tuple[float, ...]:
-        """Of each rank, over the common window."""
+        """Idle time of each rank over the common window."""
         return tuple(idle_shares(self.timetable))
 
     @property
     def bubble(self) -> float:
-        """Idle over total time, in the mean over the ranks."""
+        """Idle over total time, averaged over the ranks."""
         return statistics.fmean(self.idle_shares)
 
     @property
@@ -368,7 +368,7 @@ class Ideal:
 
     @cached_property
     def peak_live_activations(self) -> tuple[int, ...]:
-        """Of each rank: microbatches of one stage that it keeps at once for their backward."""
+        """Most microbatches of one stage that each rank keeps for their backward passes."""
         return tuple(peak_live_activations(self.table.order))
 
 
@@ -387,7 +387,7 @@ def closed_form_bubble(
     stages_per_rank: int,
     times: StageTimes = NOMINAL,
 ) -> float | None:
-    """Return the published bubble of a schedule whose stages are equal; None without a formula.
+    """Return the published bubble of a schedule with equal stages; None without a formula.
 
     Sources: GPipe, 1F1B and interleaved: Narayanan et al. 2021, https://arxiv.org/abs/2104.04473,
     section 2.2. ZB-H1 and ZB-V: Qi et al. 2023, https://arxiv.org/abs/2401.10241, sections 2 and

@@ -1,4 +1,4 @@
-"""Cuts a trace into stages: which values cross each boundary, what a stage does at each event."""
+"""Cuts a trace into stages: values sent over each boundary, and a stage's handling of events."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
@@ -28,105 +28,105 @@ ANY_STAGE = -1
 
 
 class StageBoundaries:
-    """How values cross from one stage to the next: whole, as stages compute with them."""
+    """How values are sent from one stage to the next; by default whole, as stages use them."""
 
     def running(self) -> AbstractContextManager[None]:
-        """Around a stage's run of a step."""
+        """Return a context for a stage's run of a step."""
         return nullcontext()
 
     def dividing(self, trace: StepTrace) -> Callable[[ValueSpec], ValueSpec]:
-        """Return what gives, for a whole value of a trace, what of it this rank hands on."""
+        """Return a function from the spec of a whole value to that of the part this rank sends."""
         return lambda spec: spec
 
     def sent(self, value: Tensor, spec: ValueSpec) -> Tensor:
-        """Return the plain tensor that crosses for a value."""
+        """Return the plain tensor to send for a value, with the shape of ``spec``."""
         return value
 
     def received(self, tensor: Tensor, spec: ValueSpec) -> Tensor:
-        """Return the value for a plain tensor that has crossed."""
+        """Return the value of a received plain tensor, which has the shape of ``spec``."""
         return tensor
 
     def whole(self, result: Any) -> Any:
-        """Return what a step returns with every tensor whole."""
+        """Return a step's result with every tensor whole."""
         return result
 
     def largest(self, number: float) -> float:
-        """Return the largest of the numbers of those ranks that have parts of one value."""
+        """Return the maximum of a number over the ranks that have parts of one value."""
         return number
 
 
 @dataclass
 class EventPlan:
-    """What happens to the tensors of one event's result."""
+    """Handling of the tensors in one event's result."""
 
     receive: dict[int, int] = field(default_factory=dict)
-    """A leaf is this received value."""
+    """Received values that replace leaves, by leaf."""
     keep: dict[int, int] = field(default_factory=dict)
-    """A leaf is remembered under this number: it is filled or sent later."""
+    """Numbers under which leaves are kept, to be filled or sent later, by leaf."""
     fill: list[tuple[int, int]] = field(default_factory=list)
-    """Remembered tensors into which received values are written."""
+    """Kept tensors into which received values are written: number, received value."""
     ends: bool = False
-    """The stage's run is over when this event is."""
+    """Whether the stage's run ends with this event."""
     writes: tuple[str, int] | None = None
-    """The parameter that it writes to, and which of the step's writes to it this is."""
+    """The parameter that it writes to, and the number of this write to it in the step."""
     is_late: bool = False
-    """Whether it writes when all microbatches have run: earlier events use the parameter."""
+    """Whether it writes after all microbatches, because earlier events use the parameter."""
 
 
 @dataclass(frozen=True)
 class StagePlan:
-    """How one stage runs the step for batches of one signature."""
+    """Plan of one stage of a step for batches of one signature."""
 
     stage: int
     num_stages: int
     begin: int
-    """The first event that is the stage's own; the end of the step where it is not in order."""
+    """First event of the stage; the end of the step if the step is not in order."""
     is_in_order: bool
-    """Whether the step calls no unit of a stage behind one of a later stage."""
+    """Whether the step calls no unit after one of a later stage."""
     events: tuple[TraceEvent, ...]
     unit_events: tuple[int, ...]
     """The events that are calls of units, in order."""
     stage_of_call: tuple[int, ...]
-    """Which stage runs each of them."""
+    """The stage of each of these calls."""
     outputs: dict[int, UnitOutput]
     written_outputs: frozenset[tuple[int, int]]
-    """Event and leaf of what units give and the step changes in place."""
+    """Event and leaf of unit outputs that the step changes in place."""
     grad_queries: frozenset[tuple[int, int]]
-    """Event and leaf of what units give and the step reads ``requires_grad`` of."""
+    """Event and leaf of unit outputs whose ``requires_grad`` the step reads."""
     handling: dict[int, EventPlan]
     last_watched: int
-    """The last event between units that has to be found by its number; -1 where there is none."""
+    """The last event between units that has to be matched by number; -1 if there is none."""
     copies: frozenset[int]
     """Received values that the step changes in place later."""
     received_numbers: tuple[int, ...]
-    """What the values that the stage receives are remembered under."""
+    """Numbers under which received values are kept."""
     values_in: tuple[ValueSpec, ...]
     sent_numbers: tuple[int, ...]
-    """What the values that the stage sends are remembered under."""
+    """Numbers under which the values to send are kept."""
     values_out: tuple[ValueSpec, ...]
     row_values: tuple[bool, ...]
-    """Of each received value whether it was made of the batch's data, or may have been."""
+    """Whether each received value is, or may be, computed from the batch's data."""
     parameters: frozenset[str]
     """The parameters that this stage uses, by their first names."""
     metrics: tuple[MetricTrace, ...]
-    """What metrics the whole step calls."""
+    """Calls of metrics in the whole step."""
     draws_random: bool
-    """Whether random numbers between units have to be apart from those inside of them."""
+    """Whether random numbers between units need a stream apart from that of units."""
     draws_host_random: bool
-    """The same of those that numpy and Python draw."""
+    """The same for random numbers of numpy and Python."""
     changed_buffers: Mapping[str, int] = field(default_factory=dict)
-    """Buffers outside of units that the step changes, with the stage that has what it puts into
-    them; ANY_STAGE where that depends on no unit."""
+    """Buffers outside of units that the step changes, with the stage that has their new values;
+    ANY_STAGE if these depend on no unit."""
     written_arguments: frozenset[int] = frozenset()
-    """Leaves of what the step is called with that it writes to."""
+    """Leaves of the step's arguments that it writes to."""
     changed_attributes: frozenset[tuple[str, str]] = frozenset()
     """Attributes that the step changes on modules outside of units: module and name."""
     attributes_of_last: frozenset[tuple[str, str]] = frozenset()
-    """Those of them that only the last stage keeps: this one has not all that is put into them."""
+    """Those of them that only the last stage keeps, because this one lacks some of their values."""
 
     @property
     def is_last(self) -> bool:
-        """Whether the step ends here."""
+        """Whether the stage runs to the end of the step."""
         return self.stage == self.num_stages - 1
 
 
@@ -139,20 +139,20 @@ def plan_stages(
     *,
     trains: bool = False,
 ) -> tuple[StagePlan, ...]:
-    """Return what every stage does, first to last.
+    """Return the plans of all stages, first to last.
 
     Args:
         trace: One run of the step.
         stage_of_unit: The stage of each unit, from 0 without gaps.
         parameters_of_unit: The parameters that each unit holds, by their first names.
-        weight_only: Units that are nothing but weights, such as an embedding: a later stage may
-            call them again, with weights that it then shares.
-        boundaries: How values cross from one stage to the next.
+        weight_only: Units that consist of weights only, such as an embedding: a later stage may
+            call them again, and then shares the weights.
+        boundaries: How values are sent from one stage to the next.
         trains: Whether the last stage uses the parameters that the step logs or returns; the tail
             of other steps borrows them.
 
     Raises:
-        ConfigError: When the step cannot be cut there.
+        ConfigError: The step cannot be cut there.
     """
     cut = _StageCut(trace, stage_of_unit, weight_only, boundaries=boundaries)
     cut.has_parameters_out = trains
@@ -172,19 +172,19 @@ def plan_tail(
     recomputed: frozenset[int] = frozenset(),
     boundaries: StageBoundaries | None = None,
 ) -> tuple[StagePlan, StagePlan]:
-    """Return the last stage without what follows its last unit, and that as a stage of its own.
+    """Return the last stage up to its last unit, and the tail behind it as a stage of its own.
 
     Args:
-        trace: As of :func:`plan_stages`.
-        stage_of_unit: As there.
-        parameters_of_unit: As there.
-        weight_only: As there.
-        recomputed: Values, by their number in the trace, that the second of them computes again
-            from those that they were made of, where code between units made them.
-        boundaries: As there.
+        trace: See :func:`plan_stages`.
+        stage_of_unit: See :func:`plan_stages`.
+        parameters_of_unit: See :func:`plan_stages`.
+        weight_only: See :func:`plan_stages`.
+        recomputed: Values of code between units, by their number in the trace, that the tail
+            computes again from their sources.
+        boundaries: See :func:`plan_stages`.
 
     Raises:
-        ConfigError: When the step cannot be cut there.
+        ConfigError: The step cannot be cut there.
     """
     begin = trace.unit_events()[-1] + 1
     cut = _StageCut(trace, stage_of_unit, weight_only, tail=begin, boundaries=boundaries)
@@ -196,7 +196,7 @@ def plan_tail(
 
 
 class _StageCut:
-    """Which event belongs to which stage, and what is alive at each boundary."""
+    """The stage of each event, and the live values at each boundary."""
 
     def __init__(
         self,
@@ -221,7 +221,7 @@ class _StageCut:
         self.begins = [self._begin_of(stage) for stage in range(self.count)]
         self._refuse_early_readings()
         self.has_parameters_out = self.has_tail = tail is not None
-        """Whether the last stage uses the parameters that the step hands out."""
+        """Whether the last stage uses the parameters that the step returns or logs."""
         if tail is not None:  # one more stage, without units
             self.stages.append()
             self.count += 1
@@ -232,7 +232,7 @@ class _StageCut:
             refuse_changes_between_calls(trace, self.stages)
 
     def stage_of_event(self, event: int) -> int:
-        """Return the stage that runs an event; what precedes the first unit runs on the first."""
+        """Return the stage of an event; events before the first unit run on the first stage."""
         return self.stages.of(event)
 
     def _begin_of(self, stage: int) -> int:
@@ -245,7 +245,7 @@ class _StageCut:
     def _last_event_of(self, stage: int) -> int:
         """Return the last event that a stage has to run.
 
-        That is a unit, or makes what it sends or puts into a buffer, or writes to what it received.
+        It is a unit, makes a value to send or to put into a buffer, or writes to a received value.
         """
         calls = zip(self.calls, self.stage_of_call, strict=True)
         own = [event for event, at in calls if at == stage]
@@ -258,7 +258,7 @@ class _StageCut:
         return max(own, default=NO_EVENT)
 
     def _alive_at(self, stage: int) -> list[Value]:
-        """Return what earlier stages make and this or a later one uses."""
+        """Return the values that earlier stages make and this or a later one uses."""
         if stage == 0:
             return []
         alive = [
@@ -277,7 +277,7 @@ class _StageCut:
         return sorted(alive, key=lambda each: (each.made_at, each.leaf))
 
     def recompute(self, chosen: Collection[int]) -> None:
-        """Give the tail what values were made of in their place, by identity of the values."""
+        """Replace live values of the tail by their sources, by identity of the values."""
         waiting = self.alive[-1]
         kept: list[Value] = []
         on_last_stage = {id(each) for each in self.alive[-2]}
@@ -306,7 +306,7 @@ class _StageCut:
         self.alive[-1] = sorted(kept, key=lambda each: (each.made_at, each.leaf))
 
     def _reads(self, stage: int, value: Value) -> bool:
-        """Whether a stage looks at a value before its own part of the step, as only a tail may."""
+        """Whether a stage reads a value before its own part of the step, as only a tail may."""
         if not self.has_tail or stage < self.count - 1:
             return False
         return any(value is each for reading in self.trace.readings for each in reading.values)
@@ -347,7 +347,7 @@ class _StageCut:
                 )
 
     def reaches(self, stage: int, position: int) -> bool:
-        """Return whether a stage runs the code behind so many events."""
+        """Return whether a stage runs the code behind the first ``position`` events."""
         if self.is_in_order:
             return self.stage_of_event(position - 1) <= stage
         return stage == self.count - 1 or position <= self.ends[stage] + 1
@@ -452,7 +452,7 @@ class _StagePlanner:
         """Plan the step's writes to parameters.
 
         Raises:
-            ConfigError: When one lies between uses of its parameter.
+            ConfigError: A write is between uses of its parameter.
         """
         counts: Counter[str] = Counter()
         for number, event in enumerate(self.trace.events[: self.end]):

@@ -1,7 +1,7 @@
-"""Knows which functions of torch tell Python what is in a tensor, and what to say instead.
+"""Lists the functions of torch that read values of tensors in Python, and gives their results.
 
-A probe has no data for what layers compute. Where the step looks at such a value all the same, it
-is told a guess, once all zeros or False and once all ones or True, and what both agree on is true.
+A trace has no data of layers' outputs. If the step reads such a value, it gets a guess, once all
+zeros or False and once all ones or True; facts that both runs agree on are used.
 """
 
 import re
@@ -20,29 +20,29 @@ SCALARS = frozenset({"item", "__bool__", "__complex__", "__float__", "__index__"
 ARRAYS = frozenset({"__array__", "numpy", "tolist"})
 VERDICTS = frozenset({"__contains__", "allclose", "equal", "is_nonzero"})
 READS = SCALARS | ARRAYS | VERDICTS
-"""Functions whose result is data, as Python sees it."""
+"""Functions that return data to Python."""
 
 SELECTIONS = frozenset({"__getitem__", "argwhere", "masked_select", "nonzero", "unique", "where"})
-"""Functions whose result may have as many elements as some tensor has that are true."""
+"""Functions whose result may have as many elements as a tensor has true ones."""
 
 SIZES_ALONE = frozenset({"arange", "eye", "ones", "tril_indices", "triu_indices", "zeros"})
-"""Functions that make the same tensor each time when they are called with sizes alone."""
+"""Functions that make the same tensor in each call if all arguments are sizes."""
 
 DERIVATIVES = frozenset({"backward", "grad"})
-"""Functions that go back through what was computed."""
+"""Functions that differentiate."""
 
 GRADIENT_HOOKS = frozenset({"register_hook", "retain_grad"})
-"""Functions that put something on the gradient of a tensor."""
+"""Functions that register a hook on the gradient of a tensor."""
 
 RANDOM = re.compile(
     r"rand|.*dropout|bernoulli|(log_)?normal_?$|multinomial|uniform_|exponential_|poisson|rrelu"
     r"|geometric_|cauchy_|scaled_dot_product_attention"
 )
-"""Functions that may draw random numbers; one too many costs little."""
+"""Functions that may draw random numbers; a false positive costs little."""
 
 
 def draws(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call of a function of torch draws random numbers, as it was called."""
+    """Whether a call of a function of torch draws random numbers with these arguments."""
     if not RANDOM.match(name):
         return False
     given = dict(enumerate(args))
@@ -60,16 +60,16 @@ def is_event(result: Any) -> bool:
 
 
 def answer_of(result: Any) -> Hashable:
-    """Return what was read, so that two readings can be compared."""
+    """Return the value of a read in a form that can be compared."""
     return repr(result.tolist() if hasattr(result, "tolist") else result)
 
 
 def guess(name: str, args: tuple[Any, ...], *, answer: bool) -> Any:
-    """Return what a reading function of that name could have told.
+    """Return a possible result of a function that reads a tensor without data.
 
     Args:
         name: One of :data:`READS`.
-        args: What it was called with; some tensor of it has no data.
+        args: Its arguments; the first tensor, of any shape, determines shape and dtype.
         answer: Which of the two guesses.
     """
     if name in VERDICTS or name == "__bool__":
@@ -85,7 +85,13 @@ def guess(name: str, args: tuple[Any, ...], *, answer: bool) -> Any:
 
 
 def select(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, answer: bool) -> Any:
-    """Return what a selection of nothing, or of everything, would give; without data.
+    """Return the result of a selection of no elements, or of all, as a tensor without data.
+
+    Args:
+        name: One of :data:`SELECTIONS`.
+        args: Its positional arguments; the first is the tensor, of shape ``(*)``.
+        kwargs: Its keyword arguments.
+        answer: Whether all elements are selected, else none.
 
     Raises:
         NotImplementedError: For a function whose result cannot be guessed this way.
@@ -105,14 +111,22 @@ def select(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, answer: 
 
 
 def scores_of_ctc(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-    """Return what ``ctc_loss`` would give, whatever the lengths are; without data."""
+    """Return a result of ``ctc_loss`` without data, which does not depend on the lengths.
+
+    Args:
+        args: Its positional arguments; ``log_probs`` has the shape ``(S, B, V)`` or ``(S, V)``.
+        kwargs: Its keyword arguments.
+
+    Returns:
+        Shape ``(B,)`` or ``()``; ``()`` with a reduction.
+    """
     given = dict(zip(("log_probs", "", "", "", "", "reduction"), args, strict=False)) | dict(kwargs)
     scores: Tensor = given["log_probs"]
     return scores.sum((0, -1)) if given.get("reduction") == "none" else scores.sum()
 
 
 def _positions(index: Any, *, answer: bool) -> Any:
-    """Replace masks without data in an index by the positions that they might pick."""
+    """Replace masks without data in an index by positions that they might select."""
     parts = []
     for each in index if isinstance(index, tuple) else (index,):
         if isinstance(each, Tensor) and each.dtype in {torch.bool, torch.uint8}:
@@ -124,14 +138,14 @@ def _positions(index: Any, *, answer: bool) -> Any:
 
 
 def has_mask(index: Any) -> bool:
-    """Whether an index picks as many elements as some mask has that are true."""
+    """Whether an index has a mask, so that the size of the result depends on data."""
     return any(each.dtype in {torch.bool, torch.uint8} for each in tensors_in(index))
 
 
 def resolve_masks(args: tuple[Any, ...], has_data: Callable[[Tensor], bool]) -> tuple[Any, ...]:
-    """Replace masks that have data in an index by the positions that they pick.
+    """Replace masks that have data in an index by the positions that they select.
 
-    The result's shape is known then, also where what is indexed has no data.
+    The shape of the result is then known, also if the indexed tensor has no data.
     """
 
     def positions(index: Any) -> tuple[Any, ...]:
@@ -145,16 +159,24 @@ def resolve_masks(args: tuple[Any, ...], has_data: Callable[[Tensor], bool]) -> 
 
 
 def is_expert_product(name: str, args: tuple[Any, ...]) -> bool:
-    """Whether a call multiplies groups of rows with a matrix for each group, as experts do.
+    """Whether a call is a grouped product of rows with a matrix for each group, as of experts.
 
-    Without data torch takes bf16 on CUDA alone; kernels of the CPU take other types.
+    On fake tensors torch supports it for bf16 on CUDA only; kernels of the CPU support others.
     """
     shapes = tensors_in(args[:2])
     return name in {"grouped_mm", "_grouped_mm"} and [each.ndim for each in shapes] == [2, 3]
 
 
 def expert_product(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-    """Return what such a call would give, whatever rows each group has; without data."""
+    """Return the result of such a call without data, which does not depend on the groups.
+
+    Args:
+        args: Rows ``(N, E)`` and matrices ``(X, E, width)``.
+        kwargs: Keyword arguments; ``out_dtype`` is the dtype of the result.
+
+    Returns:
+        Shape ``(N, width)``.
+    """
     rows, matrices = args[:2]
     made: Tensor = rows @ matrices[0]
     kind = kwargs.get("out_dtype")
@@ -162,19 +184,27 @@ def expert_product(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
 
 
 def is_packing(name: str, args: tuple[Any, ...]) -> bool:
-    """Whether a call packs rows without data by lengths that have some."""
+    """Whether a call packs sequences without data by lengths with data."""
     return name == "_pack_padded_sequence" and is_fake(args[0]) and not is_fake(args[1])
 
 
 def packed(args: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
-    """Return what such a call would give: elements without data, and how many of each step."""
+    """Return the result of such a call.
+
+    Args:
+        args: Sequences ``(B, S, *)`` or ``(S, B, *)``, lengths ``(B,)``, and whether B is first.
+
+    Returns:
+        Elements ``(sum of lengths, *)`` without data, and the batch size of each position up to
+        the longest length.
+    """
     source, lengths, batch_first = args
     sizes = pack_padded_sequence(torch.zeros(*source.shape[:2], 1), lengths, batch_first)[1]
     return source.flatten(0, 1)[: int(lengths.sum())], sizes
 
 
 def sees_one_value(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> bool:
-    """Whether a call takes moments of one value for each channel, which torch refuses."""
+    """Whether a call is a batch norm with one value per channel, which torch refuses."""
     if function is not functional.batch_norm:
         return False
     given: Tensor = args[0]
@@ -183,7 +213,7 @@ def sees_one_value(function: Callable[..., Any], args: tuple[Any, ...], kwargs: 
 
 
 def norm_of_one_value(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Tensor:
-    """Return what such a call would give if it was not refused; without data."""
+    """Return the result of such a call, of shape ``(1, *)``, as if torch did not refuse it."""
     rows = torch.cat([args[0], args[0]])
     made: Tensor = function(rows, *args[1:], **kwargs)
     return made[:1]

@@ -1,4 +1,4 @@
-"""Which stage runs each event of a step: calls of units, and the code between them."""
+"""Assigns each event of a step to a stage: calls of units, and the code between them."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -8,21 +8,21 @@ from boltmesh.strategies.pipeline.stage.trace import NO_EVENT, StepTrace, Value,
 
 
 class EventStages:
-    """Which stage runs each event of a step.
+    """The stage of each event of a step.
 
-    A step is in order if it calls no unit behind one of a later stage. The code behind a unit, up
-    to the next one, then runs on that unit's stage. In other steps (several views of a batch
-    through one encoder) each event runs on the first stage that has all of its inputs, at any
-    position in the step: what a stage computes of one view does not wait for what later stages
-    compute of another. The code behind the last unit is the last stage's in every step.
+    A step is in order if it calls no unit after one of a later stage. The code behind a unit, up to
+    the next one, then runs on that unit's stage. In other steps (several views of a batch through
+    one encoder) each event runs on the first stage that has all of its inputs, at any position in
+    the step: a stage's work on one view does not wait for later stages' work on another. The code
+    behind the last unit runs on the last stage in every step.
 
     Args:
         trace: One run of the step.
         stage_of_unit: The stage of each unit, from 0 without gaps.
-        weight_only: As of :func:`plan_stages`.
+        weight_only: See :func:`plan_stages`.
 
     Raises:
-        ConfigError: A unit is not on any stage, or computes with what a later stage gives.
+        ConfigError: A unit is not on any stage, or computes with a value of a later stage.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class EventStages:
         return self.of(value.made_at)
 
     def append(self) -> None:
-        """Give the events behind the last unit to one more stage."""
+        """Assign the events behind the last unit to one more stage."""
         begin = self.calls[-1] + 1
         self._last += 1
         self._by_event[begin:] = [self._last] * (len(self._by_event) - begin)
@@ -99,7 +99,7 @@ class EventStages:
         inputs = _inputs(trace)
         stages: list[int] = []
         last_units: list[str] = []
-        """By event, a unit of its stage on whose result it depends."""
+        """A unit of the event's stage on whose result it depends, by event."""
         for number, event in enumerate(trace.events[: self.calls[-1] + 1]):
             stage, unit = 0, ""
             for value in inputs.get(number, ()):
@@ -123,7 +123,7 @@ class EventStages:
 
 
 def _inputs(trace: StepTrace) -> dict[int, list[Value]]:
-    """Return what each event is computed of, which no look of Python at a value is."""
+    """Return the inputs of each event; reads of values by Python are no inputs."""
     looks = Counter(
         (id(value), reading.event - 1) for reading in trace.readings for value in reading.values
     )
@@ -138,9 +138,9 @@ def _inputs(trace: StepTrace) -> dict[int, list[Value]]:
 
 
 def refuse_changes_between_calls(trace: StepTrace, stages: EventStages) -> None:
-    """Refuse writes that need the order of a step that stages do not run in its order.
+    """Refuse writes that depend on the order of a step, which stages do not keep.
 
-    One stage may write to what it made, before others use it.
+    A stage may write to a value that it made, before others use it.
 
     Raises:
         ConfigError: Naming the line.

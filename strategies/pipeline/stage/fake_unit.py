@@ -1,4 +1,4 @@
-"""Finds what a unit would give, without its parameters' values and without computing."""
+"""Finds the output of a unit without its parameters' values and without computation."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -47,29 +47,29 @@ from boltmesh.strategies.torch_compat.tensors import (
 )
 
 MOST_READS = 10_000
-"""A loop inside a unit that runs until its data say so would never end on a guess."""
+"""Limit of reads of data within a unit: a loop until its data end it would not end on a guess."""
 
 
 @dataclass
 class FakeCall:
-    """What a call of a unit gave on tensors without data."""
+    """Result of a call of a unit on fake tensors."""
 
     result: Any
     output: UnitOutput
     answers: list[Any]
-    """What the unit read out of arguments that have data."""
+    """Values that the unit read from arguments with data."""
     flops: int
     sees_one_value: bool = False
-    """Whether a norm in it had one value for each channel."""
+    """Whether a batch norm in it had one value per channel."""
     borrowed: list[Parameter] = field(default_factory=list)
-    """Parameters that it used and that are not its own, such as those of a module that it got."""
+    """Parameters of other modules that it used, such as those of a module among its arguments."""
 
 
 class UnitError(ConfigError):
-    """A unit cannot be run on tensors without data."""
+    """A unit cannot be run on fake tensors."""
 
     unit: str
-    """Its name."""
+    """Name of the unit."""
 
 
 def run_on_fakes(
@@ -81,20 +81,20 @@ def run_on_fakes(
     *,
     counts_flops: bool,
 ) -> FakeCall:
-    """Run a unit on tensors with shape and type and no data.
+    """Run a unit on fake tensors, which have shape and dtype and no data.
 
     Args:
         name: The unit's name, for messages.
         unit: The module; its parameters and buffers may have no values here.
-        call: Its own forward.
-        mode: Whose tensors stand for data.
+        call: The unit's own forward.
+        mode: Mode of the fake tensors.
         arguments: The positional and keyword arguments of the call. Tensors that do not come from
-            units have data, and the unit may look at it.
+            units have data, which the unit may read.
         counts_flops: Whether to count floating point operations as well.
 
     Raises:
-        UnitError: When it fails so.
-        ConfigError: When its output's shapes depend on its data.
+        UnitError: The unit fails on fake tensors.
+        ConfigError: Shapes of its output depend on its data.
     """
     found: list[FakeCall] = []
     errors: list[Exception] = []
@@ -143,7 +143,7 @@ def run_on_fakes(
 
 
 def _fake_state(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
-    """Return a parameter or buffer without data; one that another stage holds is contiguous."""
+    """Return a fake parameter or buffer of the same shape and dtype, contiguous if absent."""
     if not is_absent(tensor):
         return make_fake(tensor, mode)
     with mode:
@@ -152,7 +152,7 @@ def _fake_state(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
 
 
 class _Watch(TorchFunctionMode):
-    """Answers what a unit asks of tensors without data, and notes what it asks of others."""
+    """Gives guesses for a unit's reads of fake tensors, and records its reads of others."""
 
     def __init__(self, unit: str, *, answer: bool) -> None:
         super().__init__()
@@ -164,7 +164,7 @@ class _Watch(TorchFunctionMode):
         self.borrowed: list[Parameter] = []
         self.reads = 0
         self.written: set[int] = set()
-        """Memory that was written to."""
+        """Storages that were written to."""
 
     @override
     def __torch_function__(
@@ -177,7 +177,7 @@ class _Watch(TorchFunctionMode):
         self.borrowed += [one for one in given if isinstance(one, Parameter) and not is_fake(one)]
         name = name_of(func)
         if writes_to_first(name) and args and isinstance(args[0], Tensor):
-            self.written.add(storage_key(args[0]))  # also by ``.data``, which counts no write
+            self.written.add(storage_key(args[0]))  # also through ``.data``, which is not counted
         if name in READS:
             return self._read(name, func, args, kwargs)
         if sees_one_value(func, args, kwargs):

@@ -1,6 +1,6 @@
-"""Remembers how to run a step, for every signature of a batch that came by.
+"""Caches the plans of a step by signature of the batch.
 
-A signature has what must be equal for two batches to be run the same way.
+Two batches with equal signatures are run the same way.
 """
 
 from collections import OrderedDict
@@ -33,10 +33,10 @@ from boltmesh.strategies.pytree import hidden_members, is_constant, nesting, tak
 from boltmesh.strategies.torch_compat.modules import ParametersInPlace
 
 TRAINING: Final = "training_step"
-"""The step that has to be cut into stages; the others run layer by layer where they cannot."""
+"""The step that has to be cut into stages; others run layer by layer if they cannot be cut."""
 
 EPOCH: Final = "current_epoch"
-"""By which steps add a term from some epoch on, or leave a layer out."""
+"""Attribute by which a step may add a term or leave a layer out from some epoch on."""
 
 _FRAMEWORKS: Final = ROOTS | {"torch"}
 
@@ -44,10 +44,10 @@ _PLAIN: Final = frozenset({int, float, bool, str, type(None)})
 
 
 def step_signature(root: Module, parameters: Iterable[Parameter], step: str) -> Hashable:
-    """Return the state that a step may depend on, for all microbatches of a batch.
+    """Return the state that a step may depend on, equal for all microbatches of a batch.
 
-    That is: train or eval mode, grad mode, autocast, which parameters are frozen, and the epoch
-    where the module's own code names it.
+    It is: train or eval mode, grad mode, autocast, the frozen parameters, and the epoch if the
+    module's own code names it.
     """
     device_type = next((each.device.type for each in parameters), "cpu")
     kind: Any = type(root)
@@ -63,7 +63,7 @@ def step_signature(root: Module, parameters: Iterable[Parameter], step: str) -> 
 
 @cache
 def _names_epoch(kind: type) -> bool:
-    """Whether the code of a class, less that of its frameworks, names the epoch."""
+    """Whether the code of a class, without that of frameworks, names the epoch."""
     own = [each for each in kind.__mro__ if each.__module__.partition(".")[0] not in _FRAMEWORKS]
     codes = [getattr(each, "__code__", None) for one in own for each in vars(one).values()]
     written = [one for each in codes if isinstance(each, CodeType) for one in with_inner(each)]
@@ -71,9 +71,9 @@ def _names_epoch(kind: type) -> bool:
 
 
 def batch_signature(value: Any) -> Hashable:
-    """Return the nesting of a batch, shapes and types in it, and its numbers and strings."""
+    """Return the nesting of a batch, shapes and dtypes of its tensors, and its constants."""
     kind = type(value)
-    if kind is Tensor:  # first what nearly all batches are made of: this runs for each microbatch
+    if kind is Tensor:  # the most frequent kinds first: this runs for each microbatch
         return value.shape, value.dtype, value.device, value.requires_grad
     if kind is tuple or kind is list:
         return kind, tuple(map(batch_signature, value))
@@ -95,32 +95,32 @@ def _leaf(leaf: Any) -> Hashable:
 
 
 def _member(value: Any) -> Hashable:
-    """Describe a member of an object, such as a batch of graphs, by which a step may branch."""
+    """Describe a member of an object, such as a batch of graphs, on which a step may branch."""
     if isinstance(value, (Tensor, int)):
         return _leaf(value)
     return type(value).__qualname__
 
 
 MOST_SIGNATURES = 256
-"""The least recently used one is forgotten: sequence lengths may all differ."""
+"""Limit of signatures, beyond which the least recently used is dropped: lengths may all differ."""
 
 WEIGHTS_ONLY = (nn.Embedding, nn.Linear)
-"""Layers that a later stage may call again: nothing but their weights is shared."""
+"""Layers that a later stage may call again, because only their weights are shared."""
 
 
 @dataclass
 class _KnownSignature:
-    """What is known of batches of one signature."""
+    """Traces and plans of batches of one signature."""
 
     traces: dict[tuple[Any, ...], StepTrace] = field(default_factory=dict)
-    """By what the step read out of a batch."""
+    """Traces by the values that the step read from a batch."""
     outputs: dict[Any, UnitOutput] = field(default_factory=dict)
-    """What units gave."""
+    """Outputs of units."""
     runs: dict[tuple[Any, ...], tuple[StageRun, ...]] = field(default_factory=dict)
     tails: dict[tuple[Any, ...], dict[frozenset[int], Tail]] = field(default_factory=dict)
 
     def forget_oldest(self) -> None:
-        """Keep so many runs: what is read, such as lengths, may differ from batch to batch."""
+        """Drop the oldest run beyond the limit: values read, such as lengths, may all differ."""
         if len(self.runs) > MOST_SIGNATURES:
             oldest = next(iter(self.runs))
             for known in (self.traces, self.runs, self.tails):
@@ -128,7 +128,7 @@ class _KnownSignature:
 
 
 class StagePlans:
-    """Gives the stages of a step for any batch; every rank finds the same without talking."""
+    """Gives the stages of a step for any batch; the same on every rank, without communication."""
 
     def __init__(
         self,
@@ -139,14 +139,14 @@ class StagePlans:
         without_collectives: Callable[[], AbstractContextManager[None]] = nullcontext,
         boundaries: StageBoundaries | None = None,
     ) -> None:
-        """Take how a model is cut.
+        """Set the cut of a model.
 
         Args:
             root: The whole model.
             units: All of its units by name, of :func:`find_stage_units`.
             stage_of_unit: The stage of each unit that steps call.
-            without_collectives: Enters what a step is probed in: units communicate nothing there.
-            boundaries: How values cross from one stage to the next.
+            without_collectives: Returns the context of traces, in which units do not communicate.
+            boundaries: How values are sent from one stage to the next.
         """
         self.boundaries = boundaries or StageBoundaries()
         self._without_collectives = without_collectives
@@ -159,9 +159,9 @@ class StagePlans:
             name for name, unit in self.units.items() if type(unit) in WEIGHTS_ONLY
         )
         self.writes = ParameterWrites()
-        """Does the step's writes to parameters."""
+        """Executes the step's writes to parameters."""
         self.check: Callable[[tuple[StagePlan, ...]], None] | None = None
-        """Called with every new cut of a step; raises where this rank cannot run it."""
+        """Called with every new cut of a step; raises if this rank cannot run it."""
         self._known: OrderedDict[Hashable, _KnownSignature] = OrderedDict()
 
     def stages(
@@ -174,19 +174,19 @@ class StagePlans:
     ) -> tuple[StageRun, ...]:
         """Return the stages that run ``step`` on a batch like this one, first to last.
 
-        The step is probed where it has to be: for the first batch of a signature, and up to the
-        last look of Python at the batch's data where there is any.
+        The step is traced if necessary: for the first batch of a signature, and otherwise up to the
+        last read of the batch's data, if there is any.
 
         Args:
             step: The name of the method, such as ``training_step``.
             batch: Its first argument.
-            rest: Its other positional arguments; the first one, the number of the batch, must not
-                decide what it does.
+            rest: Its other positional arguments; it must not depend on the first one, the number
+                of the batch.
             kwargs: Its keyword arguments.
-            seed: What its random numbers start from, as for :meth:`StageRun.forward`.
+            seed: Seed of its random numbers, see :meth:`StageRun.forward`.
 
         Raises:
-            ConfigError: When the step cannot be cut so.
+            ConfigError: The step cannot be cut so.
         """
         known, answers = self._known_of(self._state(step), step, batch, rest, kwargs, seed)
         return known.runs[answers]
@@ -199,7 +199,7 @@ class StagePlans:
         kwargs: Mapping[str, Any],
         seeds: Sequence[int],
     ) -> list[tuple[StageRun, ...]]:
-        """Return the stages of all microbatches of a batch; arguments as of :meth:`stages`."""
+        """Return the stages of all microbatches of a batch; arguments as for :meth:`stages`."""
         state = self._state(step)
         found = []
         for part, seed in zip(parts, seeds, strict=True):
@@ -216,12 +216,12 @@ class StagePlans:
         seed: int | None = None,
         recomputed: frozenset[int] = frozenset(),
     ) -> Tail:
-        """Return what ``step`` does with a batch like this one behind its last unit.
+        """Return the tail of ``step``, the code behind its last unit, for a batch like this one.
 
-        The arguments are those of :meth:`stages`, and ``recomputed`` of :func:`plan_tail`.
+        Arguments as for :meth:`stages`; ``recomputed`` as for :func:`plan_tail`.
 
         Raises:
-            ConfigError: When the step cannot be cut so.
+            ConfigError: The step cannot be cut so.
         """
         known, answers = self._known_of(self._state(step), step, batch, rest, kwargs, seed)
         tails = known.tails.setdefault(answers, {})
@@ -250,16 +250,16 @@ class StagePlans:
         trace: StepTrace,
         outputs: Mapping[Any, UnitOutput],
     ) -> None:
-        """Take a trace of a batch, so that the step is not probed again for it.
+        """Add a trace of a batch, so that the step is not traced again for it.
 
         Args:
             step: The name of the method.
-            args: What it was called with.
-            trace: What it did, probed in the modes that the model is in.
-            outputs: What units gave meanwhile.
+            args: Its positional arguments.
+            trace: The trace, made in the current modes of the model.
+            outputs: Outputs of units in the trace.
 
         Raises:
-            ConfigError: When the step cannot be cut so.
+            ConfigError: The step cannot be cut so.
         """
         known = self._of_signature(self._state(step), args[0], args[1:], None)
         known.outputs.update(outputs)
@@ -277,7 +277,8 @@ class StagePlans:
         kwargs: Mapping[str, Any] | None,
         seed: int | None,
     ) -> tuple[_KnownSignature, tuple[Any, ...]]:
-        """Return what is known of batches like this one, and what the step reads out of it."""
+        """Return the plans for batches like this one, and the values that the step reads from it.
+        """
         known = self._of_signature(state, batch, rest, kwargs)
         if () in known.traces:
             return known, ()
@@ -317,7 +318,7 @@ class StagePlans:
         return known
 
     def _note(self, known: _KnownSignature, step: str, trace: StepTrace) -> tuple[Any, ...]:
-        """Cut a step by a trace of it, and return what it read out of the batch."""
+        """Cut a step by its trace, and return the values that it read from the batch."""
         answers = tuple(trace.answers)
         if answers not in known.runs:
             runs = self._cut(step, trace)

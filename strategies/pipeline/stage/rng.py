@@ -1,4 +1,4 @@
-"""Two streams of random numbers: code between units draws the same ones on every stage."""
+"""Two streams of random numbers: units' own, and one that is the same on every stage."""
 
 import random
 from collections.abc import Iterator
@@ -11,18 +11,18 @@ import torch
 from boltmesh.strategies.random_state import seed_torch
 
 STAGE_STRIDE = 0x9E3779B97F4A7C15
-"""Far apart seeds for neighbouring stages: 2**64 over the golden ratio, as SplitMix64 steps."""
+"""Distance of the seeds of adjacent stages: 2**64 over the golden ratio, as in SplitMix64."""
 
 
 class RandomStreams:
-    """Seeds one run of the step on one stage, which lies within it.
+    """Seeds one run of the step on one stage; the run is within this context.
 
-    What all stages compute, such as a random mask of the batch, has to come out the same on all of
-    them, however many numbers the units in between draw on the stage that runs them. Units of
-    different stages in turn must not draw the same numbers.
+    Values that all stages compute, such as a random mask of the batch, have to be the same on all
+    of them, however many numbers the units draw on the stage that runs them. Units of different
+    stages, however, must not draw the same numbers.
 
-    Torch's generators are put back afterwards. Those of numpy and Python are seeded too and stay:
-    putting them back costs more than a small chunk, so who runs a step does it once
+    torch's generators are restored afterwards. Those of numpy and Python are seeded too and not
+    restored: that costs more than a small chunk, so the caller of a step does it once
     (:func:`host_random_kept`).
     """
 
@@ -35,12 +35,12 @@ class RandomStreams:
         is_mixed: bool,
         is_mixed_on_host: bool = False,
     ) -> None:
-        """Take what the streams start from.
+        """Set the seeds of the streams.
 
         Args:
-            seed: Equal on all stages, and another one for every microbatch.
-            stage: Whose units run.
-            device: Where they draw.
+            seed: Seed of code between units, equal on all stages, different for every microbatch.
+            stage: The stage of the units that run.
+            device: Device of their generator.
             is_mixed: Whether code between units draws after the first unit.
             is_mixed_on_host: Whether numpy or Python draw after the first unit begins, in or
                 between units.
@@ -50,7 +50,7 @@ class RandomStreams:
         self.device = device
         self.is_mixed = is_mixed
         self.before: list[torch.Tensor] = []
-        """Where torch's generators stood before the run."""
+        """States of torch's generators before the run, uint8 of shape ``(N,)`` each."""
         self.unit_state: list[torch.Tensor] | None = None
         self.host = _HostStream(self.unit_seed) if is_mixed_on_host else None
 
@@ -65,11 +65,11 @@ class RandomStreams:
 
     @property
     def goes_on(self) -> bool:
-        """Whether the next unit draws on where the last one ended, with nothing to be switched."""
+        """Whether the next unit continues the stream of the last one without a switch."""
         return self.unit_state is not None and not self.is_mixed and self.host is None
 
     def around_unit(self) -> AbstractContextManager[None]:
-        """Within, draw from the stream of units."""
+        """Return a context that draws from the stream of units."""
         return self._around_unit() if self.host is None else self._around_unit_on_host(self.host)
 
     @contextmanager
@@ -107,20 +107,20 @@ class RandomStreams:
 
 
 def seed_host(seed: int) -> None:
-    """Start the generators of numpy and Python."""
+    """Seed the generators of numpy and Python."""
     np.random.seed(seed % 2**32)
     random.seed(seed)
 
 
 def host_random_state() -> tuple[Any, Any]:
-    """Return where the generators of numpy and Python stand, to be compared."""
+    """Return the states of the generators of numpy and Python, for comparison."""
     _, keys, position, *_ = np.random.get_state(legacy=True)
     return random.getstate(), (keys.tobytes(), position)  # type: ignore[union-attr]
 
 
 @contextmanager
 def host_random_kept() -> Iterator[None]:
-    """Put the generators of numpy and Python back at the end."""
+    """Restore the generators of numpy and Python at the end."""
     before = random.getstate(), np.random.get_state()
     try:
         yield
@@ -130,7 +130,7 @@ def host_random_kept() -> Iterator[None]:
 
 
 class _HostStream:
-    """What numpy and Python draw inside of units, apart from what they draw between them."""
+    """The stream of numpy and Python inside of units."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -138,7 +138,7 @@ class _HostStream:
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """Draw from the stream of units."""
+        """Return a context that draws from the stream of units."""
         with host_random_kept():
             if self.state is None:
                 seed_host(self.seed)

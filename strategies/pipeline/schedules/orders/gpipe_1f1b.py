@@ -1,7 +1,7 @@
-"""GPipe and 1F1B, and their forms over several stages of a rank.
+"""GPipe and 1F1B, and their forms with several stages per rank.
 
-torch runs GPipe and 1F1B by loops and describes them apart from that; its description of 1F1B
-counts the last rank's forwards from 1 (torch 2.11 to 2.13). So these two orders are made here.
+torch runs GPipe and 1F1B by loops and has a separate description of each; that of 1F1B counts the
+last rank's forwards from 1 (torch 2.11 to 2.13). So these two orders are made here.
 """
 
 from boltmesh.schedule_sim import Order, StageTimes, one_forward_one_backward
@@ -10,7 +10,7 @@ from boltmesh.strategies.torch_compat.schedules import torch_schedule_order
 
 
 def gpipe(num_ranks: int, num_microbatches: int, stages_per_rank: int = 1) -> Order:
-    """Return the order of GPipe, one stage a rank.
+    """Return the order of GPipe, with one stage per rank.
 
     Source: Huang et al. 2019, https://arxiv.org/abs/1811.06965, section 2.3.
     """

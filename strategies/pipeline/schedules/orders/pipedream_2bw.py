@@ -1,14 +1,14 @@
-"""The order of PipeDream-2BW as it runs here: consecutive steps overlap.
+"""The order of PipeDream-2BW: consecutive steps overlap.
 
 PipeDream-2BW (Narayanan et al. 2021, https://arxiv.org/abs/2006.09503, section 3.1) never drains
 the pipeline: the last backward passes of a batch run in the step of the next one, beside its
 forward passes, and the gradient that they complete is applied one step later. The paper's ranks do
-not synchronise between steps. Here they do at the end of each, for the loss, the norm of the
-gradients and failures, so each rank keeps backward passes back and begins the next step with them,
-while the first microbatch is on its way to it. The first rank keeps most; the last one keeps half
-as many as there are boundaries between stages, because a backward takes as long as two forwards.
+not synchronise between steps. Here they do at the end of each step, for the loss, the norm of the
+gradients and failures, so each rank leaves some backward passes and begins the next step with them,
+until the first microbatch arrives. The first rank leaves the most; the last one leaves half as many
+as there are ranks, because a backward takes as long as two forwards.
 
-A microbatch of the batch before counts from its end: -1 is its last.
+Numbers of microbatches of the batch before count from its end: -1 is its last.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from boltmesh.strategies.pipeline.schedules.registry import MicrobatchRule, Sche
 
 
 def num_carried(num_ranks: int, num_microbatches: int) -> tuple[int, ...]:
-    """Return for each rank how many backward passes of a batch it does in the next step."""
+    """Return the number of backward passes of a batch in the next step, by rank."""
     last = num_ranks // 2
     return tuple(
         min(num_microbatches - 1, last + num_ranks - 1 - rank) if num_microbatches else 0
@@ -27,13 +27,13 @@ def num_carried(num_ranks: int, num_microbatches: int) -> tuple[int, ...]:
 
 
 def overlapped_step(num_ranks: int, before: int, now: int) -> Timetable:
-    """Return what ranks compute in a step, and when.
+    """Return the timetable of all ranks for a step.
 
     Args:
         num_ranks: Ranks of the pipeline, one stage each.
         before: Microbatches of the batch before, whose last backward passes are left; 0 in a first
             step.
-        now: Microbatches of the step's own batch; 0 does only what is left.
+        now: Microbatches of the step's own batch; 0 runs only what is left.
     """
     ranks = [
         _RankClock(rank, old, new, now)
@@ -45,17 +45,17 @@ def overlapped_step(num_ranks: int, before: int, now: int) -> Timetable:
         ready = [found for rank in ranks if (found := rank.next(ranks)) is not None]
         if not ready:
             return tuple(tuple(rank.slots) for rank in ranks)
-        # The action that can begin first; of several, a forward, for which all later ranks wait.
+        # The action that can begin first; among several, a forward, which all later ranks need.
         start, is_backward, number = min(ready)
         ranks[number].do("B" if is_backward else "F", start)
 
 
 class _RankClock:
-    """The progress of one rank.
+    """Progress of one rank.
 
     Args:
         number: The rank, and its stage.
-        old: Backward passes that it does for the batch before.
+        old: Backward passes of the batch before.
         new: Backward passes that it leaves to the next step.
         now: Microbatches of the step's own batch.
     """
@@ -66,7 +66,7 @@ class _RankClock:
         self.old = old
         self._forward, self._end_of_forward = 0, now
         self._backward, self._end_of_backward = -old, now - new
-        # In a first step a later rank would otherwise keep one more than in the steps after it.
+        # Otherwise a later rank would keep one more in a first step than in those after it.
         is_filling = number > 0 and old == 0 < new
         self._most = new if is_filling else max(old, new) + 1
         self.ends: dict[tuple[str, int], float] = {}
@@ -108,12 +108,12 @@ class _RankClock:
             return 0.0
         next_rank = ranks[self.number + 1]
         if self._backward < -next_rank.old:
-            return 0.0  # its gradient came in the step before
+            return 0.0  # its gradient arrived in the step before
         return next_rank.ends.get(("B", self._backward))
 
 
 def pipedream_2bw(num_ranks: int, num_microbatches: int, stages_per_rank: int = 1) -> Order:
-    """Return what ranks compute in a step between two others of its size, one stage a rank.
+    """Return the order of a step between two others of its size, with one stage per rank.
 
     A backward pass before the forward pass of its number belongs to the batch before.
     """
@@ -127,9 +127,9 @@ def pipedream_2bw(num_ranks: int, num_microbatches: int, stages_per_rank: int = 
 
 
 def _wait_per_rank(num_ranks: int, num_microbatches: int, times: StageTimes) -> float | None:
-    """As it runs here, where a backward takes two forwards.
+    """Return the wait of this implementation, if a backward takes as long as two forwards.
 
-    All ranks synchronise after a step and begin the next one with what they have left.
+    All ranks synchronise after a step and begin the next one with the passes they left.
     """
     is_filled = num_microbatches >= num_ranks + num_ranks // 2
     if num_ranks == 1 or not is_filled or times.backward != 2 * times.forward:

@@ -1,4 +1,4 @@
-"""Schedules that compute the gradients of inputs and of weights apart: torch's orders of them."""
+"""Schedules that compute gradients of inputs and of weights separately, in torch's orders."""
 
 from boltmesh.schedule_sim import StageTimes
 from boltmesh.strategies.pipeline.schedules.registry import (
@@ -11,7 +11,7 @@ from boltmesh.strategies.torch_compat.schedules import torch_schedule_order
 
 
 def _wait_of_h1(num_ranks: int, num_microbatches: int, times: StageTimes) -> float | None:
-    """ZB-H1, where a weight gradient fits into the gap that it fills."""
+    """Return the wait of ZB-H1, if a weight gradient fits into its gap."""
     weight = times.weight_gradient
     if num_microbatches < num_ranks or weight > min(times.forward, times.input_gradient):
         return None
@@ -19,7 +19,7 @@ def _wait_of_h1(num_ranks: int, num_microbatches: int, times: StageTimes) -> flo
 
 
 def _wait_of_v(num_ranks: int, num_microbatches: int, times: StageTimes) -> float | None:
-    """ZB-V with equal times.
+    """Return the wait of ZB-V with equal times.
 
     Its ranks have no gap of their own; over the common window the last one begins ``p - 1``
     forwards late.
