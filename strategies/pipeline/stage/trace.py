@@ -1,13 +1,14 @@
 """What one run of a step does: which layers it calls, and which values it makes, uses and keeps.
 
 ``SavedTensorWatch`` notes, as a step is probed, what autograd would keep of it for the backward
-pass. ``place_of`` says which line of the user's code is running, for messages.
+pass. ``place_of`` says which line of the user's code is running, for messages. ``StateWatch``
+finds what a step leaves behind on modules.
 """
 
 import math
 import os
 import traceback
-from collections.abc import Hashable, Iterable, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,10 +20,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Module
 
 from boltmesh.errors import ConfigError
+from boltmesh.strategies.dry_run.no_side_effects import CONTAINERS, holds
 from boltmesh.strategies.pytree import Build, tensors_in
 from boltmesh.strategies.source_line import OF_TORCH, line_outside
 from boltmesh.strategies.torch_compat.tensors import (
     FakeTensorMode,
+    is_equal,
     is_fake,
     make_fake,
     storage_key,
@@ -311,3 +314,84 @@ def _is_weight_cast(tensor: Tensor) -> bool:
 def version_of(value: Any) -> int:
     """Return how often a tensor was written to, 0 where torch does not count."""
     return times_written(value) if isinstance(value, Tensor) and not value.is_inference() else 0
+
+
+_OWN = frozenset(vars(Module()))
+"""What torch itself keeps on a module."""
+
+
+class StateWatch:
+    """Remembers modules as they are; compares them with what they are later.
+
+    Args:
+        modules: By name; their children are not looked at.
+    """
+
+    def __init__(self, modules: Mapping[str, Module]) -> None:
+        self._modules = modules
+        self._buffers = {
+            (name, key): (each, 0 if each.is_inference() else times_written(each), _copy(each))
+            for name, module in modules.items()
+            for key, each in _buffers_of(module)
+        }
+        self._attributes = {name: _attributes(each) for name, each in modules.items()}
+
+    def changed_buffers(self, is_written: Callable[[Tensor], bool]) -> dict[str, Tensor]:
+        """Return the buffers that were written or replaced, by dotted name, as they are now.
+
+        They are compared by value too: no version counts what is written through ``.data``.
+
+        Args:
+            is_written: Whether a value without data was written into a tensor.
+        """
+        changed: dict[str, Tensor] = {}
+        for (name, key), (before, written, value) in self._buffers.items():
+            now = dict(_buffers_of(self._modules[name])).get(key)
+            if now is None:
+                continue
+            is_counted = not now.is_inference() and times_written(now) != written
+            if now is not before or is_counted or is_written(now) or not _has_value(now, value):
+                changed[f"{name}.{key}" if name else key] = now
+        return changed
+
+    def changed_attributes(self) -> frozenset[tuple[str, str]]:
+        """Return the attributes that are others or hold others, by module and name."""
+        return frozenset(
+            (name, key)
+            for name, before in self._attributes.items()
+            for key in _different(before, _attributes(self._modules[name]))
+        )
+
+
+def _buffers_of(module: Module) -> Iterator[tuple[str, Tensor]]:
+    return module.named_buffers(recurse=False, remove_duplicate=False)
+
+
+def _copy(tensor: Tensor) -> Tensor | None:
+    return None if tensor.is_meta or is_fake(tensor) else tensor.detach().clone()
+
+
+def _has_value(tensor: Tensor, value: Tensor | None) -> bool:
+    if value is None or tensor.is_meta or is_fake(tensor):
+        return True
+    return tensor.shape == value.shape and is_equal(tensor, value)
+
+
+def _attributes(module: Module) -> dict[str, tuple[Any, Any]]:
+    return {
+        key: (value, value.copy() if type(value) in CONTAINERS else None)
+        for key, value in vars(module).items()
+        if key not in _OWN
+    }
+
+
+def _different(before: dict[str, tuple[Any, Any]], now: dict[str, tuple[Any, Any]]) -> set[str]:
+    shared = before.keys() & now.keys()
+    return {
+        *(before.keys() ^ now.keys()),
+        *(key for key in shared if not _is_same(before[key], now[key])),
+    }
+
+
+def _is_same(one: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
+    return one[0] is other[0] and (one[1] is None or holds(other[1], one[1]))

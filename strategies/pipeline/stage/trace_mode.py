@@ -325,7 +325,7 @@ class BetweenUnitsTracer(OwnFunctionMode):
         """Note a write that stages do once for a batch; nothing is written here."""
         trace, place = self.trace, line_of_step()
         is_own = self._parameters_of(given) <= {parameter} and not any(map(is_fake, given))
-        if not is_own or self._follows_batch(given) or trace.draws or RANDOM.match(name):
+        if not is_own or self.follows_batch(given) or trace.draws or RANDOM.match(name):
             raise write_refused(parameter, place, "with other values than its own")
         if trace.answers or trace.readings:
             raise write_refused(parameter, place, "after it has read numbers out of tensors")
@@ -414,7 +414,7 @@ class BetweenUnitsTracer(OwnFunctionMode):
             if is_fake(tensor):
                 self._value_of(tensor).uses.append(index)
         has_values = event.is_unit or any(map(is_fake, given))
-        follows_batch = self._follows_batch(given)
+        follows_batch = self.follows_batch(given)
         for tensor, version in before:
             if version_of(tensor) == version:
                 continue
@@ -432,7 +432,8 @@ class BetweenUnitsTracer(OwnFunctionMode):
                 self.from_parameters[id(tensor)] = parameters
         return index
 
-    def _follows_batch(self, given: list[Tensor]) -> bool:
+    def follows_batch(self, given: list[Tensor]) -> bool:
+        """Whether some of the tensors were made of those of ``follow``."""
         return any(self._storage_of(tensor) in self.from_batch for tensor in given)
 
     def _follows_sizes(self, given: list[Tensor]) -> bool:
@@ -457,7 +458,7 @@ class BetweenUnitsTracer(OwnFunctionMode):
         parameters: frozenset[str],
     ) -> None:
         made = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        if self._follows_batch(given):
+        if self.follows_batch(given):
             self.from_batch.update(map(self._storage_of, made))
         elif (origin in SIZES_ALONE and not given) or (
             self._follows_sizes(given) and not RANDOM.match(origin)

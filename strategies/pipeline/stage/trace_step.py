@@ -6,8 +6,8 @@ give is found once: ``unit_outputs.py``.
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,15 +16,16 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from boltmesh.errors import BoltMeshError, ConfigError
+from boltmesh.errors import BoltMeshError, ConfigError, UnsupportedError
 from boltmesh.strategies.dry_run.metrics import MetricCall, answer, find_metrics, metrics_replaced
-from boltmesh.strategies.dry_run.no_side_effects import CONTAINERS, holds, modules_unchanged
+from boltmesh.strategies.dry_run.no_side_effects import modules_unchanged
 from boltmesh.strategies.pipeline.stage.fake_unit import FakeCall, run_on_fakes
 from boltmesh.strategies.pipeline.stage.rng import host_random_state
 from boltmesh.strategies.pipeline.stage.trace import (
     NO_EVENT,
     MetricTrace,
     SavedTensorWatch,
+    StateWatch,
     StepTrace,
     UnitOutput,
     version_of,
@@ -38,7 +39,7 @@ from boltmesh.strategies.pipeline.stage.unit_outputs import (
     recall,
     versions,
 )
-from boltmesh.strategies.pipeline.stage.units import ReplacedForwards, with_records
+from boltmesh.strategies.pipeline.stage.units import ReplacedForwards, outside_of, with_records
 from boltmesh.strategies.pytree import own_arguments, replace_tensors, take_apart, tensors_in
 from boltmesh.strategies.random_state import (
     generator_states,
@@ -53,57 +54,9 @@ from boltmesh.strategies.torch_compat.modules import (
 )
 from boltmesh.strategies.torch_compat.tensors import (
     fake_tensors,
-    is_equal,
     is_fake,
     make_fake,
-    times_written,
 )
-
-_OWN = frozenset(vars(Module()))
-"""What torch itself keeps on a module."""
-
-
-class StateWatch:
-    """Remembers modules as they are; compares them with what they are later.
-
-    Args:
-        modules: By name; their children are not looked at.
-    """
-
-    def __init__(self, modules: Mapping[str, Module]) -> None:
-        self._modules = modules
-        self._buffers = {
-            (name, key): (each, 0 if each.is_inference() else times_written(each), _copy(each))
-            for name, module in modules.items()
-            for key, each in _buffers_of(module)
-        }
-        self._attributes = {name: _attributes(each) for name, each in modules.items()}
-
-    def changed_buffers(self, is_written: Callable[[Tensor], bool]) -> dict[str, Tensor]:
-        """Return the buffers that were written or replaced, by dotted name, as they are now.
-
-        They are compared by value too: no version counts what is written through ``.data``.
-
-        Args:
-            is_written: Whether a value without data was written into a tensor.
-        """
-        changed: dict[str, Tensor] = {}
-        for (name, key), (before, written, value) in self._buffers.items():
-            now = dict(_buffers_of(self._modules[name])).get(key)
-            if now is None:
-                continue
-            is_counted = not now.is_inference() and times_written(now) != written
-            if now is not before or is_counted or is_written(now) or not _has_value(now, value):
-                changed[f"{name}.{key}" if name else key] = now
-        return changed
-
-    def changed_attributes(self) -> frozenset[tuple[str, str]]:
-        """Return the attributes that are others or hold others, by module and name."""
-        return frozenset(
-            (name, key)
-            for name, before in self._attributes.items()
-            for key in _different(before, _attributes(self._modules[name]))
-        )
 
 
 def _called(root: Module, step: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -116,46 +69,6 @@ def _called(root: Module, step: str, args: tuple[Any, ...], kwargs: Mapping[str,
             f"{error}. {step} is looked at before the hooks of training run, to find out how the "
             f"model can be divided. Set the attribute in __init__ or setup."
         ) from error
-
-
-def outside_of(root: Module, units: Iterable[Module]) -> dict[str, Module]:
-    """Return the modules that lie in no unit, by dotted name."""
-    inside = {part for unit in units for part in unit.modules()}
-    return {name: each for name, each in root.named_modules() if each not in inside}
-
-
-def _buffers_of(module: Module) -> Iterator[tuple[str, Tensor]]:
-    return module.named_buffers(recurse=False, remove_duplicate=False)
-
-
-def _copy(tensor: Tensor) -> Tensor | None:
-    return None if tensor.is_meta or is_fake(tensor) else tensor.detach().clone()
-
-
-def _has_value(tensor: Tensor, value: Tensor | None) -> bool:
-    if value is None or tensor.is_meta or is_fake(tensor):
-        return True
-    return tensor.shape == value.shape and is_equal(tensor, value)
-
-
-def _attributes(module: Module) -> dict[str, tuple[Any, Any]]:
-    return {
-        key: (value, value.copy() if type(value) in CONTAINERS else None)
-        for key, value in vars(module).items()
-        if key not in _OWN
-    }
-
-
-def _different(before: dict[str, tuple[Any, Any]], now: dict[str, tuple[Any, Any]]) -> set[str]:
-    shared = before.keys() & now.keys()
-    return {
-        *(before.keys() ^ now.keys()),
-        *(key for key in shared if not _is_same(before[key], now[key])),
-    }
-
-
-def _is_same(one: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
-    return one[0] is other[0] and (one[1] is None or holds(other[1], one[1]))
 
 
 LOGGING = ("log", "log_dict")
@@ -253,7 +166,29 @@ def probe(
             remembered.update(learned)
     except _KnownReads as found:
         return found.trace
+    if left := next(each.left for each in tried if each.trace is trace):
+        again = _StepTracer(root, units, seed=seed, repeats=True)
+        again.carried = left
+        with suppress(Exception):  # with a state the step may do what no probe can follow
+            again.run(step, args, kwargs or {}, answer=False)
+        _refuse_carried(again, step)
     return trace
+
+
+def _refuse_carried(tracer: "_StepTracer", step: str) -> None:
+    """Refuse a step that gives a layer what it has kept of the batch before.
+
+    Raises:
+        UnsupportedError: Naming the layer and where it is kept.
+    """
+    if tracer.carried_to is not None:
+        kept = ", ".join(f"{module}.{name}".lstrip(".") for module, name in tracer.carried)
+        raise UnsupportedError(
+            f"{step} gives {tracer.carried_to!r} a state of the batch before, kept in {kept!r}. A "
+            f"pipeline cuts batches into microbatches, and an earlier stage does not have what a "
+            f"later one keeps. Begin each batch with a new state, or use bolt_zero1 to 3 or "
+            f"bolt_tensor."
+        )
 
 
 MOST_CALLS = 64
@@ -291,6 +226,12 @@ class _StepTracer:
         self.is_inside = False
         self.host_random: tuple[Any, Any] | None = None
         """Where numpy and Python stood when the first unit was called."""
+        self.left: dict[tuple[str, str], Any] = {}
+        """Values of units that the step leaves in attributes, by module and name."""
+        self.carried: dict[tuple[str, str], Any] = {}
+        """Those that a step before has left."""
+        self.carried_to: str | None = None
+        """The first unit that is called with some of them."""
         self.trace = StepTrace()
         self.mode = fake_tensors()
         self.keeping = SavedTensorWatch(root, self.trace, self.mode) if notes_kept else None
@@ -331,7 +272,7 @@ class _StepTracer:
             args, kwargs = own_arguments((args, dict(kwargs)))
             given = [(each, version_of(each)) for each in take_apart((args, kwargs))[0]]
             before = host_random_state(), generator_states(held)
-            self.between.follow((args, kwargs))
+            self.between.follow(self._set_carried(around) if self.carried else (args, kwargs))
             if self.keeping is not None:
                 stack.enter_context(self.keeping.watching())
             stack.enter_context(self.between)
@@ -346,17 +287,35 @@ class _StepTracer:
             )
             with self.between.paused():
                 self.trace.changed_attributes = state.changed_attributes()
-                self.trace.attributes_of_units = frozenset(
-                    (module, name)
+                attributes = {
+                    (module, name): vars(around[module]).get(name)
                     for module, name in self.trace.changed_attributes
-                    if any(map(is_fake, tensors_in(vars(around[module]).get(name))))
-                )
+                }
+                self.left = {
+                    key: value
+                    for key, value in attributes.items()
+                    if any(map(is_fake, tensors_in(value)))
+                }
+                self.trace.attributes_of_units = frozenset(self.left)
                 self.trace.changed_buffers = {
                     name: self.between.last_change(each)
                     for name, each in state.changed_buffers(self.between.is_written).items()
                 }
         self.between.finish()
         return self.trace
+
+    def _set_carried(self, modules: Mapping[str, Module]) -> list[Tensor]:
+        """Set the attributes that a step before has left; return their tensors."""
+
+        def make(tensor: Tensor) -> Tensor:
+            shape, stride = tensor.shape, tensor.stride()
+            with self.mode:
+                made = torch.empty_strided(shape, stride, dtype=tensor.dtype, device=tensor.device)
+            return made.requires_grad_(tensor.requires_grad)
+
+        for (module, name), value in self.carried.items():
+            vars(modules[module])[name] = replace_tensors(value, make)
+        return tensors_in([vars(modules[module])[name] for module, name in self.carried])
 
     def _call(self, name: str, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if self.is_inside:
@@ -373,6 +332,8 @@ class _StepTracer:
             self.is_inside = True
             try:
                 arguments = self.between.begin_unit(name, (args, kwargs))
+                if self.carried and self.between.follows_batch(tensors_in(arguments)):
+                    self.carried_to = self.carried_to or name
                 if self.keeping is not None:
                     self.keeping.begin_unit(name, arguments)
                 called = self._run_unit(name, forward, arguments)

@@ -271,3 +271,9 @@ def is_absent(parameter: torch.Tensor) -> bool:
     if parameter.untyped_storage().nbytes() != parameter.element_size():
         return False
     return parameter.numel() > 1 or bool(parameter.isnan().all())
+
+
+def outside_of(root: Module, units: Iterable[Module]) -> dict[str, Module]:
+    """Return the modules that lie in no unit, by dotted name."""
+    inside = {part for unit in units for part in unit.modules()}
+    return {name: each for name, each in root.named_modules() if each not in inside}

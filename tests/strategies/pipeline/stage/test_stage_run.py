@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
-from boltmesh.errors import ConfigError, DivergenceError
+from boltmesh.errors import ConfigError, DivergenceError, UnsupportedError
 from boltmesh.strategies.pipeline.partition.choose import units_in_call_order
 from boltmesh.strategies.pipeline.stage.plan_cache import StagePlans
 from boltmesh.strategies.pipeline.stage.trace_step import probe
@@ -250,6 +250,43 @@ def test_a_number_that_a_layer_returns_may_change_where_no_later_stage_has_it(
     else:
         with pytest.raises(DivergenceError, match=r"'blocks\.0' returns 0\.5, and returned 1\.0"):
             staged.train(TOKENS)
+
+
+class KeepsState(Words):
+    """Gives its first block what the last one gave in the batch before, as in truncated BPTT."""
+
+    state: tuple[Tensor, ...] | None = None
+
+    def body(self, x: Tensor, batch: Any) -> Tensor:
+        x = x if self.state is None else x + self.state[0].mean(0)
+        x = super().body(x, batch)
+        self.state = (x.detach(),)
+        return x
+
+
+class KeepsMean(Words):
+    """Keeps a moving average of the loss."""
+
+    mean: Tensor | None = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss: Tensor = super().training_step(batch, batch_idx)
+        self.mean = loss.detach() if self.mean is None else 0.9 * self.mean + 0.1 * loss.detach()
+        return loss / self.mean
+
+
+def test_a_layer_that_gets_a_state_of_the_batch_before_is_refused() -> None:
+    module = KeepsState()
+    with pytest.raises(UnsupportedError, match=r"gives 'blocks\.0' a state .* kept in 'state'"):
+        probe(module, find_stage_units(module), "training_step", (TOKENS, 0))
+    assert module.state is None
+
+
+def test_a_moving_average_of_the_loss_is_that_of_the_step() -> None:
+    module: Any = _seeded(KeepsMean)
+    staged = Staged(module, [TOKENS], split_evenly(module, "training_step", (TOKENS, 0), 2))
+    for _ in range(3):
+        torch.testing.assert_close(staged.train(TOKENS), module.training_step(TOKENS, 0))
 
 
 class ReadBetween(Words):
