@@ -1,4 +1,4 @@
-"""A step of Muon whose matrices are dealt out over the ranks, beside one that each rank repeats.
+"""A step of Muon with one owner for each matrix, beside one that every rank repeats.
 
     python tests/benchmarks/muon_step.py [--ranks 2] [--rounds 8] [--steps 8] [--width 256]
 
