@@ -20,10 +20,10 @@ class CausalLM(LightningModule):
     Args:
         architecture: Such as ``llama``, ``qwen2``, ``mistral`` or ``gpt2``; not used when
             ``pretrained`` is given.
-        config: What differs from the architecture's own configuration: its sizes, for example.
+        config: Changes to the architecture's own configuration: its sizes, for example.
         pretrained: A model of the hub or a folder, to begin with its weights.
-        learning_rate: Of AdamW.
-        weight_decay: Of AdamW.
+        learning_rate: Learning rate of AdamW.
+        weight_decay: Weight decay of AdamW.
     """
 
     def __init__(

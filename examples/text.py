@@ -58,7 +58,7 @@ class TextData(LightningDataModule):
         limit_mb: Stop reading after so many million bytes. By default everything is read, but of
             the standard library 8.
         validation_fraction: The share of the bytes that is kept from training.
-        seed: Of the order of the documents.
+        seed: Seed of the order of the documents.
     """
 
     def __init__(

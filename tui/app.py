@@ -40,7 +40,7 @@ class DashboardApp(App[None]):
         is_ascii: Draw with ASCII characters only.
         palette: A name from :data:`~boltmesh.tui.theme.PALETTES`. None: what is remembered, else
             what the terminal can show.
-        interval_s: Time between two looks. None: only when a test asks for one.
+        interval_s: Time between two looks. None: no timer; a test requests each look.
         settings_path: Where choices are remembered. None: nothing is read or written.
         on_alert: Command for ``/bin/sh``, run for each alert.
         other: A run that ``source`` is compared with.
@@ -79,7 +79,7 @@ class DashboardApp(App[None]):
         self.animation_level = "none"
         self.clock = time.monotonic
         self.is_focused = True
-        """Whether this terminal has the keyboard; one that never tells has it."""
+        """Whether this terminal has the keyboard; True where the terminal does not report it."""
         self._source = source
         self._other = other
         self._first_page = first_page
@@ -139,10 +139,10 @@ class DashboardApp(App[None]):
             self.settings_note = settings.save(self._settings_path, chosen)
 
     settings_note: str | None = None
-    """Why the choices could not be remembered, for whoever started the app."""
+    """Why the choices could not be stored; read by the command that started the app."""
 
     def on_app_blur(self) -> None:
-        """Look less often while nobody types here."""
+        """Look less often while the terminal does not have the keyboard."""
         self.is_focused = False
 
     def on_app_focus(self) -> None:

@@ -31,7 +31,7 @@ class Watch(Protocol):
 
 
 class Hook(Protocol):
-    """What is done about alerts besides showing them."""
+    """Sends alerts elsewhere, besides showing them."""
 
     def send(self, alerts: Iterable[Alert]) -> None:
         """Take new alerts; returns at once."""
@@ -54,7 +54,7 @@ class Recording(Source, Protocol):
         """The moment that is shown, seconds since 1970."""
 
     def play(self) -> None:
-        """Let the clock run; from the beginning, if it stands at the end."""
+        """Let the clock run; from the beginning, if it is at the end."""
 
     def pause(self) -> None:
         """Stop the clock."""
@@ -87,7 +87,7 @@ class Session:
         source: Where the job is read. It belongs to the session, which closes it.
         view: What was chosen before, as remembered settings have it.
         watch: Raises alerts; None: there are none.
-        hook: Is sent the alerts too, and tells what went wrong with it as alerts.
+        hook: Receives the alerts too, and reports its own failures as alerts.
         other: A run that this one is compared with; it belongs to the session too.
     """
 
@@ -116,7 +116,7 @@ class Session:
 
     @property
     def state(self) -> State | None:
-        """What is on the screen, not the newest while it is paused. None before the first look."""
+        """The state on the screen, frozen while paused. None before the first look."""
         return self._shown
 
     @property
@@ -207,7 +207,7 @@ class Session:
             word = "alert is over" if alert.is_resolved else "alert"
             event = Event(alert.time, rank, "warning", f"{word}: {alert.message}")
             self._alerts.append(event)
-        # What a recording tells happened long ago.
+        # The alerts of a recording happened long ago.
         is_now = self.recording is None
         return sum(not alert.is_resolved for alert in alerts) if is_now else 0
 

@@ -1,4 +1,4 @@
-"""What the dashboard remembers from one time to the next, in one small JSON file.
+"""The dashboard's settings that are kept between runs, in one small JSON file.
 
 Only what a person chose: the theme, the screen, how tables were sorted. Nothing of a job is kept.
 A file that cannot be read is no reason not to start, so :func:`load` never raises; a value that

@@ -1,7 +1,7 @@
 """Everything the dashboard knows, as one immutable value folded from what a source saw.
 
-The rings of a job forget; the state remembers each metric for as long as somebody watches, thinned
-so that its size stays bounded however long that is.
+The rings of a job forget; the state remembers each metric for as long as the job is watched,
+thinned so that its size stays bounded however long that is.
 """
 
 import math
@@ -25,7 +25,7 @@ class Series(msgspec.Struct, frozen=True):
 
 
 class State(msgspec.Struct, frozen=True):
-    """What the screens show."""
+    """Contents of the screens."""
 
     time: float
     """When the job was last seen, by the watcher's wall clock."""

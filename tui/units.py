@@ -52,7 +52,7 @@ def _scaled(value: float | None, base: int, units: Sequence[str]) -> str:
     scaled = float(value)
     last = len(units) - 1
     for place, unit in enumerate(units):
-        # What would round up to four digits belongs to the next unit.
+        # A value that would round up to four digits belongs to the next unit.
         if scaled < base - 0.5 or place == last:
             digits = 0 if place == 0 or scaled >= 99.95 else 1 if scaled >= 9.995 else 2
             return f"{scaled:.{digits}f} {unit}"

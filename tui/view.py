@@ -1,4 +1,4 @@
-"""What the person at the keys has chosen: shared by all screens, and apart from what is true.
+"""Choices of the user: shared by all screens, and separate from the observed state.
 
 A table is filtered, then sorted, then scrolled; each of its drawings does so with the functions
 here, so that one rule holds everywhere.
@@ -47,11 +47,11 @@ class View(msgspec.Struct, frozen=True):
     """Everything that was chosen while one job is watched."""
 
     metric: str | None = None
-    """Of the chart; None: the first."""
+    """Metric of the chart; None: the first."""
     heat_figure: str | None = None
-    """What the heat map of the ranks shows; None: the first of its figures."""
+    """Figure of the ranks' heat map; None: the first of its figures."""
     is_log: bool = False
-    """Whether the chart's values stand on a logarithmic axis."""
+    """Whether the chart has a logarithmic axis of values."""
     zoom: int = 0
     """Charts show 1 / 2**zoom of the steps."""
     pan: float | None = None
@@ -82,7 +82,7 @@ def filter_rows(rows: Sequence[Row], cells_of: Callable[[Row], Cells], words: st
 
     A word is looked for in all cells, in either case. A word of letters that no row has as it is
     fits the rows that have its letters in this order within one word of a cell: ``alrd`` fits
-    ``all_reduce``. ``column=value`` asks for a whole cell and ``column!=value`` for any other;
+    ``all_reduce``. ``column=value`` matches a whole cell and ``column!=value`` any other;
     ``<``, ``<=``, ``>``, ``>=`` compare numbers. A column may be shortened, and its blanks are left
     out: ``bytes>1e6`` fits a column ``bytes per step``.
     """

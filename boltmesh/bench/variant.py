@@ -49,7 +49,7 @@ class Variant:
         Args:
             config: As it is loaded with ``given``.
             given: ``key=value`` of the user, for the config's own strategy.
-            devices: Devices of the ranks that the config asks for.
+            devices: Devices of the ranks in the config.
         """
         if self.is_whole:
             return [*self.settings, "strategy.telemetry=true"]

@@ -275,7 +275,7 @@ def configure(module: LightningModule) -> list[str]:
     """Make the layers that a module makes in ``configure_model``; say what is missing."""
     try:
         module.configure_model()
-    except Exception as error:  # noqa: BLE001 - whatever it asks a Trainer for
+    except Exception as error:  # noqa: BLE001 - it may read anything from a missing Trainer
         return [f"what configure_model makes is not counted: {short_error(error)}"]
     return []
 
@@ -284,7 +284,7 @@ def own_optimizer(module: LightningModule) -> Optimizer | None:
     """Return the optimizer that a module makes without a Trainer."""
     try:
         made = module.configure_optimizers()
-    except Exception:  # noqa: BLE001 - most often it asks a Trainer for the number of steps
+    except Exception:  # noqa: BLE001 - most often it reads the Trainer's number of steps
         return None
     return next((each for each in tree_leaves(made) if isinstance(each, Optimizer)), None)
 

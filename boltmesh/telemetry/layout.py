@@ -115,7 +115,7 @@ MEMORY: Final = Record("24q")
 """Bytes measured of each of MEMORY_KINDS on the device, on the host and on disk."""
 
 GROUP: Final = Record("QHHIQQ")
-"""Of a group's newest collective: its sequence within the group (in the place of the sequence
+"""Newest collective of a group: its sequence within the group (in the place of the sequence
 number), that of its record in ``traffic``, operator, flags, 0, nanoseconds on the monotonic clock
 at the enqueue and at the completion. Behind ``traffic`` like COUNTER."""
 
@@ -139,7 +139,7 @@ TRAFFIC: Final = Record("qHHBBHQQQQQQ")
 phase, flags, peer, sequence within the group, payload bytes, calls and payload bytes of the
 operator on the group up to and with this one, nanoseconds on the monotonic clock at the enqueue and
 at the completion (0: not complete, or not known). The peer is its global rank plus one: 0 for a
-collective, UNKNOWN_PEER where it is not known (yet: a receive from anybody learns it when it is
+UNKNOWN_PEER where it is not known (yet: an any-source receive learns it when it is
 waited for)."""
 
 UNKNOWN_PEER: Final = 0xFFFF

@@ -112,7 +112,7 @@ class HookRun:
 
     Args:
         command: For ``/bin/sh``.
-        alert: What it is told of.
+        alert: Passed to the command in its environment and, as JSON, on its standard input.
     """
 
     def __init__(self, command: str, alert: Alert) -> None:
@@ -195,11 +195,11 @@ def _failure(alert: Alert, message: str) -> Alert:
 
 
 class HeadlessAlerts:
-    """Tells of alerts without a screen, and runs the command for them.
+    """Prints alerts as lines, without a screen, and runs the command for each.
 
     Args:
         command: Run for each alert, for ``/bin/sh``.
-        say: Takes one line for people.
+        say: Prints one line.
     """
 
     def __init__(self, command: str, *, say: Callable[[str], None]) -> None:

@@ -34,11 +34,11 @@ RuleKind = Literal["loss", "throughput", "memory", "temperature", "stall", "fail
 
 
 class Key(NamedTuple):
-    """What tells one alert from another."""
+    """Identity of an alert: two alerts with the same key are one."""
 
     kind: RuleKind
     about: str = ""
-    """Which device, where several can raise the same."""
+    """The device, for kinds that several devices can raise."""
 
 
 class Condition(msgspec.Struct, frozen=True):
@@ -99,7 +99,7 @@ class LossRule:
 
 
 class FailureRule:
-    """The job failed or crashed while somebody watched; one that was dead before is no news."""
+    """The job failed or crashed while it was watched; one that was dead before raises nothing."""
 
     def __init__(self) -> None:
         self._was_running = False
@@ -190,8 +190,8 @@ class ThroughputRule:
     """The rate of the newest batches has lost a share of the median so far.
 
     Taken from the batches of one rank: in synchronous training all keep the same pace. Time spent
-    in validation and checkpoints does not count. While the alert is raised the median stands
-    still, so that a slow stretch does not become what is normal.
+    in validation and checkpoints does not count. The median is frozen while the alert is raised,
+    so that a slow stretch does not become the norm.
     """
 
     def __init__(self) -> None:
@@ -242,7 +242,7 @@ class ThroughputRule:
     def _add(self, step: StepRecord, *, is_raised: bool) -> None:
         self._unit = self._unit or _unit_of(step)
         if len(self._recent) == WINDOW and not is_raised:
-            # What leaves the newest window becomes part of the past that it is compared with.
+            # A step that leaves the newest window joins the past that the window is compared with.
             self._waiting.append(self._recent[0])
             if len(self._waiting) == WINDOW:
                 rate = _rate(self._waiting, self._unit)
@@ -329,7 +329,7 @@ class Alert(msgspec.Struct, frozen=True):
 
 
 class AlertWatch:
-    """Looks at one job again and again, and tells what is new.
+    """Evaluates the alert rules on each new state of one job, and returns what changed.
 
     Another job, another run under the same id, or a state from before the last one (a recording
     that was rewound) starts afresh.

@@ -1,4 +1,4 @@
-"""What a command says, and how it ends."""
+"""Output of a command, and its exit code."""
 
 import contextlib
 import os
@@ -14,7 +14,7 @@ OK = 0
 INTERRUPTED = 130
 
 DEFAULT_WIDTH = 100
-"""Of a summary that goes to a file or a pipe, unless COLUMNS says otherwise."""
+"""Columns of a summary that goes to a file or a pipe, unless COLUMNS says otherwise."""
 
 
 @contextlib.contextmanager

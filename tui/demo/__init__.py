@@ -1,4 +1,4 @@
-"""A synthetic job for who has none: seeded, without files, a pure function of the time.
+"""A synthetic job for a demonstration: seeded, without files, a pure function of the time.
 
 Eight ranks train a GPT of three billion parameters, pipeline 2 x data 2 x tensor 2. The same seed
 and the same moment give the same observation, so tests and the screenshot are made from it too.

@@ -122,7 +122,7 @@ def events(setup: Setup, timeline: Timeline, step: int, started: float) -> tuple
 
 
 MAX_STEP_RECORDS = 32_768
-"""Of all ranks together: a large job's rings are as long as its readers can afford."""
+"""Step records of all ranks together: a large job's rings hold what its readers can afford."""
 _MOST_STEPS = 256
 
 
@@ -214,7 +214,7 @@ def step_records(setup: Setup, timeline: Timeline, rank: int, started: float) ->
     data = setup.place(rank)["data"]
 
     def build(number: int) -> StepRecord:
-        # The ranks of one pipeline share a loss: its last stage tells the others.
+        # The ranks of one pipeline share a loss: its last stage sends it to the others.
         noise = 1 + 0.018 * normal(setup.seed, 10, number, data)
         return StepRecord(
             index=number - 1,

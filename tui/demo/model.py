@@ -32,7 +32,7 @@ BUCKET_BYTES = 25 * 2**20
 _ON_HOST, _ON_DISK = 3 / 8, 1 / 8
 """Shares of the parameters whose optimizer state is kept there; the rest stays on the device."""
 _STATE_BYTES = 12
-"""Of a parameter that is stepped elsewhere: itself and two moments, in float32."""
+"""Per parameter that is stepped elsewhere: itself and two moments, in float32."""
 _STEPS_BEFORE_A_MEDIAN = 4
 
 
@@ -145,8 +145,8 @@ def memory_kinds(setup: Setup, rank: int) -> tuple[MemoryKind, ...]:
 def offload(setup: Setup, rank: int, step: int) -> tuple[OffloadTotal, ...]:
     """Return what went to and came from the host and the disk, by the formulas of ZeRO-Offload.
 
-    Of what is stepped on the host gradients come and parameters go, in float32; of what is on the
-    disk all state is read and written; the ranks of a host share its disks.
+    Gradients of the parameters that are stepped on the host come, parameters go, in float32. All
+    state on the disk is read and written; the ranks of a host share its disks.
     """
     stage = setup.place(rank)["pipeline"]
     size = parameters(setup, stage)

@@ -30,9 +30,9 @@ from boltmesh.schedule_sim import (
 from boltmesh.telemetry.snapshot import Chunk, PhaseTime
 
 Scenario = Literal["healthy", "straggler", "input_bound", "hang", "crashed", "experts"]
-"""What goes wrong: nothing; rank 5 is too hot and computes slowly; the loader cannot keep up; rank
-5 never enters a collective; the kernel kills rank 5. A smaller job has its last rank in trouble.
-With experts nothing goes wrong, but all ranks share the experts of each layer."""
+"""The fault that is simulated: none; rank 5 is too hot and computes slowly; the loader cannot keep
+up; rank 5 never enters a collective; the kernel kills rank 5. In a smaller job it is the last rank.
+``experts`` has no fault: all ranks share the experts of each layer."""
 
 DEFAULT_MESH = {"pipeline": 2, "data": 2, "tensor": 2}
 EXPERTS_MESH = {"data": 4, "context": 2}
@@ -59,7 +59,7 @@ class Setup(msgspec.Struct, frozen=True):
     seed: int
     scenario: Scenario
     sizes: tuple[int, ...]
-    """Of the axes, in the order of ``AXES``."""
+    """Sizes of the axes, in the order of ``AXES``."""
 
     @classmethod
     def create(cls, seed: int, scenario: Scenario, mesh: Mapping[str, int]) -> "Setup":
@@ -103,7 +103,7 @@ class Setup(msgspec.Struct, frozen=True):
 
     @property
     def num_layers(self) -> int:
-        """Of the whole model."""
+        """Layers of the whole model."""
         return LAYERS_PER_STAGE * self.pipeline - HEAD_IN_LAYERS
 
     @property
@@ -118,12 +118,12 @@ class Setup(msgspec.Struct, frozen=True):
 
     @property
     def samples_per_step(self) -> int:
-        """Of one rank of the data axis."""
+        """Samples of one data rank in an optimizer step."""
         return self.microbatch_size * self.num_microbatches
 
     @property
     def tokens_per_step(self) -> int:
-        """Of one rank of the data axis."""
+        """Tokens of one data rank in an optimizer step."""
         return self.samples_per_step * TOKENS_PER_SAMPLE
 
     def layers(self, stage: int) -> int:

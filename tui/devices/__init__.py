@@ -1,6 +1,6 @@
-"""What this host says of a job's devices and processes, read by whoever watches.
+"""Readings of a job's devices and processes on this host, taken by the viewer.
 
-The job itself is not asked: NVML and psutil look from outside, so a reading costs training nothing.
+The job takes no part: NVML and psutil look from outside, so a reading costs training nothing.
 Only what belongs to the job is reported: GPUs by the UUID that a rank recorded, processes by pid.
 """
 

@@ -70,7 +70,7 @@ class RankProcess:
     process needs to allocate.
 
     Args:
-        pid: Of a process that lives.
+        pid: Process id; the process must be running.
         clock: Monotonic, in seconds.
 
     Raises:

@@ -33,17 +33,17 @@ class DeviceReading(msgspec.Struct, frozen=True):
     uuid: str | None = None
     pid: int | None = None
     utilization_percent: float | None = None
-    """Of a GPU: share of the last sampling period in which any kernel ran. Of a process: CPU time
-    since the last reading, where 100 is one core. Of a host: the mean over its cores."""
+    """GPU: share of the last sampling period in which any kernel ran. Process: CPU time since the
+    last reading, where 100 is one core. Host: the mean over its cores."""
     memory_used_bytes: int | None = None
-    """Of a GPU: by all processes on it. Of a process: its resident set. Of a host: what cannot be
-    given to another process."""
+    """GPU: by all processes on it. Process: its resident set. Host: what cannot be given to
+    another process."""
     memory_total_bytes: int | None = None
     power_watts: float | None = None
     temperature_celsius: float | None = None
 
     memory_utilization_percent: float | None = None
-    """Of a GPU: share of the last sampling period in which its memory was read or written."""
+    """GPU: share of the last sampling period in which its memory was read or written."""
     sm_active_percent: float | None = None
     """GPU with profiling counters (Hopper and later): mean share of its SMs that were busy since
     the last reading."""
@@ -75,19 +75,19 @@ class DeviceReading(msgspec.Struct, frozen=True):
     """Processes that compute on the GPU."""
 
     shared_memory_bytes: int | None = None
-    """Of a process: the part of its resident set that others may share."""
+    """Process: the part of its resident set that others may share."""
     num_threads: int | None = None
     disk_read_bytes_per_second: float | None = None
-    """Of a process: what really came from a disk, not from a cache, since the last reading."""
+    """Process: bytes that came from a disk, not from a cache, since the last reading."""
     disk_written_bytes_per_second: float | None = None
 
     swap_used_bytes: int | None = None
     swap_total_bytes: int | None = None
     num_cores: int | None = None
-    """Of a host: as its scheduler counts them, hyper-threads included."""
+    """Host: as its scheduler counts them, hyper-threads included."""
     disk_folder: str | None = None
-    """Of a host: the run directory; its disk is the one that is measured."""
+    """Host: the run directory; its disk is the one that is measured."""
     disk_free_bytes: int | None = None
     disk_total_bytes: int | None = None
     note: str | None = None
-    """Of a host: why its GPUs are not read, where the job has some."""
+    """Host: why its GPUs are not read, if the job has any."""

@@ -29,8 +29,8 @@ class ExportTable(msgspec.Struct, frozen=True):
     columns: tuple[str, ...]
     rows: Callable[[Observation], Iterable[Row]]
     order: int | None = None
-    """The column that grows among the rows with the same columns before it, where rows are records
-    of the past; None where each look has all of its rows anew."""
+    """Index of the column that grows among the rows with equal columns before it, in a table of
+    past records; None if each observation has all rows of the table."""
 
 
 def _steps(seen: Observation) -> Iterator[Row]:
@@ -186,8 +186,8 @@ def csv_text(name: str, looks: Iterable[Observation]) -> Iterator[str]:
 
     Args:
         name: One of ``TABLES``.
-        looks: The observations, in their order. Of records each is written once, though many
-            looks have it; of a table that each look has anew, the last look is written.
+        looks: The observations, in their order. A record is written once, though many observations
+            have it; a table whose rows are in every observation is written from the last one.
     """
     table = TABLES[name]
     yield _line(table.columns)

@@ -15,7 +15,7 @@ from boltmesh.tui.session import Recording, Session
 
 
 class FrameOptions(msgspec.Struct, frozen=True):
-    """What only the screen knows."""
+    """Options that only the screen knows."""
 
     page: Page
     note: str = ""
@@ -30,7 +30,7 @@ class FrameOptions(msgspec.Struct, frozen=True):
 def frame_panels(
     session: Session, front: FrameOptions, width: int, height: int, look: Style
 ) -> list[Panel]:
-    """Return everything that stands on the screen of a job."""
+    """Return all panels of the screen of a job."""
     state, recording = session.state, session.recording
     if state is None:
         return _waiting(session, width, height)

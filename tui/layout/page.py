@@ -1,4 +1,4 @@
-"""What a page is made of: its tab, its panels in their regions, its tables, its help."""
+"""Definition of a page: its tab, its panels in their regions, its tables, its help."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -147,7 +147,7 @@ def with_trends(
         scene: What is shown.
         body: All of the room.
         needed: Lines of the other panels.
-        names: Of the trends.
+        names: Names of the trends.
     """
     if not has_trends(scene.state, names):
         return body, []

@@ -55,7 +55,7 @@ class Item(NamedTuple):
     priority: int = 1
     """The lowest is served first."""
     grows: bool = False
-    """Takes what nobody else wants."""
+    """Takes the room that no other item wants."""
 
 
 LEAST_SPARE = 7
@@ -76,7 +76,7 @@ def has_headings(height: int) -> bool:
 
 
 def stack(region: Region, items: Sequence[Item]) -> Plan:
-    """Place ``items`` below each other in their order, with heights dealt out by priority."""
+    """Place ``items`` below each other in their order; heights are given by priority."""
     if region.width < 1:
         return {}
     heights: dict[str, int] = {}

@@ -20,7 +20,7 @@ class Hang(msgspec.Struct, frozen=True, kw_only=True):
 
     row: GroupRow
     is_first: bool
-    """Nobody that it waits for waits in another such group: here it began."""
+    """Began here: a rank that it waits for waits in no other such group, or is gone."""
     since: float | None
     """Wall clock of the last advance in the group."""
     text: str
@@ -63,8 +63,8 @@ def _describe(state: State, status: Status) -> tuple[Hang, ...]:
 def first_to_go(job: JobSnapshot) -> RankSnapshot | None:
     """Return the rank that took a failed or crashed job down, as far as the ranks tell.
 
-    Of the dead and of those whose error is not about another rank's end, the first that fell
-    silent; the same order as in the job's own sentence, ``JobSnapshot.cause``.
+    The first to fall silent among the dead ranks and those whose error is not a consequence of
+    another rank's end. ``JobSnapshot.cause`` uses the same order.
     """
     if job.state not in {"failed", "crashed"}:
         return None

@@ -31,7 +31,7 @@ class HeatValue(msgspec.Struct, frozen=True):
     level: float | None
     """From 0, the low end of the scale, to 1; None where there is no figure."""
     mark: Mark | None
-    """Stands instead of the level."""
+    """Shown instead of the level."""
     value: float | None = None
     """The figure itself, where it is finite."""
 
@@ -59,7 +59,7 @@ class _Figure(msgspec.Struct, frozen=True):
     """Value of a rank; None where it needs the whole state."""
     text: Callable[[float | None], str]
     ends: tuple[float, float] | None = None
-    """Of the scale; None: from the least to the most of the ranks."""
+    """Ends of the scale; None: from the least to the most of the ranks."""
     least_span: float = 0.0
     """The scale's least width, as a share of its high end."""
     is_bad_high: bool = True
@@ -99,7 +99,7 @@ def _steps(value: float | None) -> str:
 
 
 _TIMES: Final = 0.2
-"""Of rates and times: a fifth is worth a look, less is what machines differ by."""
+"""``least_span`` of rates and times: a fifth is worth a look, less is what machines differ by."""
 
 _FIGURES: Final[Mapping[str, _Figure]] = MappingProxyType(
     {
@@ -146,7 +146,7 @@ _TITLES: Final[Mapping[str, str]] = MappingProxyType(
 
 STATE: Final = "state"
 HEAT_FIGURES: Final = (*_FIGURES, STATE)
-"""What the map can show; the last one is no number."""
+"""The figures that the map can show; the last one is no number."""
 
 
 def _percent(value: float | None) -> float | None:
@@ -168,7 +168,7 @@ def heat(state: State, figure: str) -> Heat:
 
 @remember_last
 def _known(state: State) -> dict[str, Heat]:
-    """Return what was figured out of this state, to be added to: drawing asks again and again."""
+    """Return the heats of this state by figure; ``heat`` adds to them."""
     del state
     return {}
 

@@ -1,4 +1,4 @@
-"""Keeps what was figured out of one state for everybody who draws that state."""
+"""Caches a function's result for one state, for all panels that draw that state."""
 
 import functools
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Where each rank stands when the mesh is drawn: stages below each other, data x tensor across.
+"""Positions of the ranks in a drawing of the mesh: stages are rows, data x tensor goes across.
 
 The innermost axis stays together, so that ranks which talk the most are neighbours. Where the
 ranks of a stage do not fit into one line they are broken at round numbers, and where not even one
@@ -19,7 +19,7 @@ _LEAST_ROOM_BESIDE_LABELS = 16
 
 
 class Cell(NamedTuple):
-    """One cell and whom it stands for."""
+    """One cell and the ranks that it stands for."""
 
     ranks: tuple[int, ...]
     x: int
@@ -53,7 +53,7 @@ class MeshGrid(CellGrid, frozen=True):
     """Lines without the column labels."""
     ranks_per_cell: int
     axes: str
-    """What is down and what is across, in words; empty on a mesh of one axis."""
+    """Names of the axes down and across; empty on a mesh of one axis."""
 
 
 class Layout(NamedTuple):
@@ -62,10 +62,10 @@ class Layout(NamedTuple):
     stages: tuple[tuple[tuple[int, ...], ...], ...]
     """Stages of groups of ranks."""
     group_axis: str
-    """What the index of a group counts."""
+    """The axis that the index of a group counts; empty if it is not a single one."""
     axes: str
     num_groups: int
-    """Of the stage that has the most."""
+    """Groups of the stage that has the most."""
     group_size: int
     """Ranks of the largest group."""
 

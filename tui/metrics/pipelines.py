@@ -295,8 +295,8 @@ class BubbleRow(msgspec.Struct, frozen=True):
     seconds: Mapping[str, float] = {}
     """Mean time of each kind of chunk in a batch."""
     kept: tuple[int, ...] = ()
-    """By stage, how many microbatches it has kept at once at most for their backward; empty where
-    nobody has counted."""
+    """By stage, how many microbatches it has kept at once at most for their backward; empty if that
+    was not counted."""
     planned: tuple[int, ...] = ()
     """The same of the schedule; empty where that is not known."""
 

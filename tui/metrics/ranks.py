@@ -42,18 +42,18 @@ class RankRow(msgspec.Struct, frozen=True):
     samples_per_second: float | None
     tokens_per_second: float | None
     utilization_percent: float | None
-    """Of the GPU, or of one core by the rank's process."""
+    """Utilization of the GPU, or of one core by the rank's process."""
     memory_used_bytes: int | None
-    """Of the GPU, or resident in the host's memory."""
+    """In use on the GPU, or resident in the host's memory."""
     memory_total_bytes: int | None
-    """Of the GPU; None on a CPU, where the host's memory is no limit of the rank's own."""
+    """Size of the GPU's memory; None on a CPU: the host's memory is no limit of the rank's own."""
     temperature_celsius: float | None
     power_watts: float | None
     error: str | None
 
     @property
     def memory_share(self) -> float | None:
-        """What is used of the memory that there is."""
+        """Used memory as a share of the total; None if either is not known."""
         if self.memory_used_bytes is None or not self.memory_total_bytes:
             return None
         return self.memory_used_bytes / self.memory_total_bytes

@@ -1,8 +1,8 @@
 """How far every rank has come in the collectives of each process group.
 
 The members of a group enter the same collectives in the same order, so the sequence numbers alone
-tell who has not entered the one that others wait in. For a moment they differ in every job: only a
-group in which nobody has advanced for long is called stuck.
+show which ranks have not entered the one that others wait in. For a moment they differ in every
+job: only a group in which no member has advanced for long is called stuck.
 
 Calls from rank to rank are numbered too where they run on a group. Ranks then count differently by
 nature, and their numbers are shown without being compared.
@@ -54,8 +54,8 @@ class GroupRow(msgspec.Struct, frozen=True, kw_only=True):
     unseen: tuple[int, ...]
     """Members of which nothing is known."""
     operators: tuple[str, ...]
-    """What the members entered under the blocked number, the most common first. More than one:
-    they do not do the same."""
+    """Operators that the members entered under the blocked number, the most common first. More than
+    one: they issued different collectives."""
     silent_s: float | None
     """Since a member entered or completed a collective of the group; None before the first."""
     is_paired: bool
@@ -241,7 +241,7 @@ def _status(
     if not progress:
         return "unknown"
     quiet: Status = "paired" if is_paired else "apart" if missing else "even"
-    # Where all have entered it, only a backend that tells knows that it is not complete.
+    # If all have entered it, only some backends report whether it is complete.
     is_waited_in = bool(waiting) and (
         bool(missing) or any(progress[rank].is_done is False for rank in waiting)
     )

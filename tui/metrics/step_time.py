@@ -316,8 +316,8 @@ class RankProfile(msgspec.Struct, frozen=True):
     own_s: float
     """Compute time: typical time of a step without exposed communication and the bubble.
 
-    Ranks that work together all take as long as the slowest: only this tells them apart, for the
-    late rank waits the shortest.
+    Ranks that work together all take as long as the slowest, so only this differs between them:
+    the late rank waits the shortest.
     """
     own_error_s: float
     """Standard error of ``own_s``, by the median deviation of the batches."""

@@ -27,16 +27,16 @@ from boltmesh.tui.metrics.step_time import (
 )
 
 LATE_SHARE = 0.1
-"""Of a step. Below a tenth, moving the work would gain less than the search for the reason costs;
-ranks on equal machines stay within a few percent of each other."""
+"""Share of a step. Below a tenth, moving the work would gain less than the search for the reason
+costs; ranks on equal machines stay within a few percent of each other."""
 
 LATE_DEVIATIONS = 5.0
-"""Scaled median deviations of the other ranks, or standard errors of a rank's own time. Where ranks
-differ much by nature, as with texts of unequal length, only what stands out far is one rank's
-fault; of a normal spread, five leave one in a million."""
+"""Scaled median deviations of the other ranks, or standard errors of a rank's own time. Ranks may
+differ much by nature, as with texts of unequal length: then only an outlier is one rank's fault.
+In a normal distribution less than one value in a million is beyond five."""
 
 LATE_AT_LEAST_S = 0.001
-"""What a busy host adds to any step."""
+"""Delay that a busy host adds to any step."""
 
 PHASE_SHARE = 0.3
 """Share of the excess. A slow device loses time in each phase, most in the backward pass; a
@@ -66,7 +66,7 @@ class Lateness(msgspec.Struct, frozen=True):
     phase_s: float
     phase_peers_s: float
     wait_s: float
-    """What it waits for the others in a step."""
+    """Time in a step that it waits for the others."""
     peers_wait_s: float
     is_late: bool
     stage: int | None = None
@@ -190,7 +190,7 @@ class Balance(msgspec.Struct, frozen=True):
     transfer_s: float
     """Exposed communication that even the last rank to arrive pays, a step."""
     uneven_s: float
-    """What the ranks wait beyond that, on average: for whoever comes last in a step."""
+    """Mean time that the ranks wait beyond that: for the last rank of a step."""
 
     def share(self, *names: str) -> float:
         """Return the share of the step that these phases take."""

@@ -158,15 +158,15 @@ class TrafficRow(msgspec.Struct, frozen=True, kw_only=True):
     wire_bytes_per_second: float | None
     """Bytes on the wire while the operator runs; None where its end is not known."""
     byte_share: float | None
-    """Of all payload of all ranks."""
+    """Share of the payload of all ranks."""
     time_share: float | None
-    """Of the step; more than 1 where calls run beside each other."""
+    """Share of the step; more than 1 if calls run beside each other."""
     expected_bytes: float | None
     why: str | None
     """The formula behind ``expected_bytes``."""
     verdict: Verdict
     reason: str | None
-    """What a difference most likely comes from."""
+    """The most likely cause of a difference."""
 
     @property
     def ratio(self) -> float | None:
@@ -200,7 +200,7 @@ class AxisTotal(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _RankTotals:
-    """What the ranks say of one operator on one axis, an entry a rank."""
+    """Counts of one operator on one axis: in each list an entry per rank."""
 
     __slots__ = ("bytes", "calls", "groups", "ranks", "seconds")
 
@@ -261,8 +261,8 @@ def axis_totals(rows: Sequence[TrafficRow], *, num_ranks: int) -> list[AxisTotal
     rank of the job. What is not known of one operator is not known of the axis.
 
     Args:
-        rows: Of the job.
-        num_ranks: The ranks that tell what they move: those of other hosts do not.
+        rows: Rows of the job.
+        num_ranks: Number of ranks whose traffic is known: those of other hosts are not counted.
     """
     counted = [row for row in rows if row.num_ranks]
     axes = list(dict.fromkeys(row.axis for row in counted))

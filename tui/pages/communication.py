@@ -21,7 +21,7 @@ TRAFFIC = Table(
 
 
 class CommunicationPage(Page):
-    """Groups and operators above, who sends to whom below or beside."""
+    """Groups and operators above, the matrix of senders and receivers below or beside."""
 
     tab = Tab("communication", "Communication", key="3")
     help = PageHelp(

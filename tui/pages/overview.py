@@ -108,7 +108,7 @@ def _traffic_lines(contents: Contents, title: int) -> tuple[int, int]:
 
 
 def _wide(body: Region, contents: Contents, title: int, *, is_very_wide: bool) -> Plan:
-    """What the job achieves above, what its parts do below."""
+    """Figures of the job above, those of its parts below."""
     beside = 2 * title + 1 + contents.phases + contents.units
     heat = title + contents.heat + contents.spread
     ranks = title + 1 + contents.ranks
@@ -121,7 +121,7 @@ def _wide(body: Region, contents: Contents, title: int, *, is_very_wide: bool) -
     else:
         below = max(heat, few_events) + traffic + ranks
         below_least = max(heat, few_events) + least_traffic
-    # What stands beside the chart is shown whole if the lists below can make room for it.
+    # The panels beside the chart are shown whole if the lists below can make room for them.
     upper = max(body.height - below, min(beside, body.height - below_least))
     upper = min(max(upper, min(beside, 9, body.height // 2)), body.height)
     above, lower = body.split_off_top(upper)
@@ -138,7 +138,7 @@ def _wide(body: Region, contents: Contents, title: int, *, is_very_wide: bool) -
         return plan
     pair, rest = lower.split_off_top(max(heat, few_events))
     rows = stack(rest, (traffic_item, ranks_item))
-    # What the tables leave is the events' to fill, beside the ranks.
+    # The events, beside the ranks, take the room that the tables leave.
     spare = rest.height - sum(region.height for region in rows.values())
     pair, rest = lower.split_off_top(pair.height + spare)
     left, right = pair.split(50)

@@ -16,7 +16,7 @@ from boltmesh.tui.render.tabs import Tab
 from boltmesh.tui.state import State
 
 LINES_BESIDE_RANKS = 7
-"""Of the bubble: summary, head of the table, mean, what the signs mean, definitions."""
+"""Lines of the bubble panel: summary, head of the table, mean, key of the signs, definitions."""
 
 
 class PipelinePage(Page):

@@ -116,7 +116,7 @@ def _schedule(found: Bubble) -> str:
 
 def _table(found: Bubble, width: int, look: Style, *, has_kept: bool = True) -> list[Line]:
     names = row_names([(row.rank, row.stages) for row in found.rows], width)
-    # The mean stands first, for it is what stays where there are more ranks than lines.
+    # The mean comes first: it remains when there are more ranks than lines.
     rows = [("mean", found.mean), *zip(names, (row.parts for row in found.rows), strict=True)]
     columns = [
         Column(""),

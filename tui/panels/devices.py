@@ -49,7 +49,7 @@ def gpu_rows(state: State) -> list[GpuRow]:
         if reading.kind != "gpu":
             continue
         pids = [process.pid for process in reading.processes or ()]
-        # In a container NVML gives the host's numbers; if none is known, none can be told apart.
+        # In a container NVML gives the host's numbers; if none is known, none can be attributed.
         is_known = any(pid in own for pid in pids)
         rows.append(
             GpuRow(

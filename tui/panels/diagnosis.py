@@ -1,6 +1,6 @@
-"""What is wrong, in words: the worst finding with its evidence and what to try, others in short.
+"""Findings in words: the worst one with its evidence and advice, the others in short.
 
-It speaks only when something is to be said, and also says what the status does: that a job has
+Empty if there is no finding and the status is unremarkable. The status is shown if the job has
 ended, can no longer be read, or has not begun.
 """
 
@@ -121,7 +121,7 @@ def _status_lines(
 def _draw_finding(
     finding: Finding, width: int, most: int, look: Style, *, num_hidden: int = 0
 ) -> list[Line]:
-    """What is wrong and the evidence, then what to try from a line of its own on."""
+    """The headline and the evidence, then the advice on a line of its own."""
     mark = look.sign(look.glyphs.failed if finding.severity == "bad" else "!")
     words: list[tuple[str, Role]] = [(word, finding.severity) for word in _words(finding.headline)]
     if num_hidden:

@@ -61,9 +61,9 @@ class SlowStep(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     median_s: float
     rank: int | None
-    """The rank that the others waited for; None where no single one stands out."""
+    """The rank that the others waited for; None if no single one is clearly later."""
     phase: str | None
-    """What took longer than usual; None where no phase stands out."""
+    """The phase that took longer than usual; None if no phase did."""
     excess_s: float
     """How much longer that phase took than its median."""
 
@@ -178,10 +178,10 @@ STARTS_WITHIN_S = 60.0
 """A running job's rank that nothing is known of is no event before: its file comes with it."""
 
 MAX_HANGS = 8
-"""Groups that stand among the events; in a large mesh one missing rank holds up most of them."""
+"""Groups that are listed among the events; in a large mesh one missing rank blocks most of them."""
 
 _ALERTS = ("alert: ", "alert is over: ")
-"""What the messages of the watcher's alerts begin with."""
+"""Beginnings of the messages of the watcher's alerts."""
 
 
 class EventRow(msgspec.Struct, frozen=True):

@@ -25,7 +25,7 @@ from boltmesh.tui.render.table import Cell, Column, draw_table
 from boltmesh.tui.state import State
 
 PLACE_FROM_WIDTH = 64
-"""From here on the selected rank's place in the mesh is told."""
+"""Width from which on the selected rank's place in the mesh is shown."""
 
 LEAST_SHARE = 0.005
 """A smaller difference from the mean of all ranks is none."""
@@ -42,7 +42,7 @@ def cell_widths(shown: Heat) -> tuple[int, int, int]:
 def cell_shades(
     shown: Heat, rank: int, width: int, look: Style, *, is_selected: bool
 ) -> tuple[str, Role]:
-    """Return the shade of a rank as it stands in a cell, and its role."""
+    """Return the shade that a rank has in a cell, and its role."""
     glyph, role = _shade(shown.values[rank], shown, look)
     if not is_selected:
         return glyph * min(width, _SHADES), role
@@ -104,7 +104,7 @@ def _even_share(shown: Heat, look: Style) -> float | None:
 
 
 def draw_legend(shown: Heat, look: Style, *, ranks_per_cell: int = 1) -> list[Line]:
-    """The ends of the scale, what other signs mean, and whom a cell stands for."""
+    """The ends of the scale, the meaning of other signs, and how many ranks a cell stands for."""
     parts: list[Line] = []
     if (share := _even_share(shown, look)) is not None:
         parts.append(Line(f"even within {max(1, math.ceil(100 * share))}%", "muted"))
@@ -128,7 +128,7 @@ def draw_legend(shown: Heat, look: Style, *, ranks_per_cell: int = 1) -> list[Li
 
 
 def about_rank(state: State, shown: Heat, selected: int | None, width: int) -> Line:
-    """Say which rank is selected, where it stands, and its figure."""
+    """Say which rank is selected, its place in the mesh, and its figure."""
     rank = next((rank for rank in state.job.ranks if rank.rank == selected), None)
     if rank is None:
         return Line()
@@ -154,7 +154,7 @@ def draw_heatmap(
     figure: str = HEAT_FIGURES[0],
     selected: int | None = None,
 ) -> list[Line]:
-    """The map, under a heading that tells of the selected rank, and the scale below it."""
+    """The map, under a heading that names the selected rank, and the scale below it."""
     shown = heat(state, figure)
     grid, labels = _plan(state, shown, width, height, look)
     about = about_rank(state, shown, selected, width)

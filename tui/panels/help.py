@@ -10,7 +10,7 @@ Entries = tuple[tuple[str, str], ...]
 
 
 class PageHelp(msgspec.Struct, frozen=True):
-    """What the help page says about one screen; lines of at most 78 columns."""
+    """The help page about one screen; lines of at most 78 columns."""
 
     about: str
     """The heading: the screen's name and what it shows."""

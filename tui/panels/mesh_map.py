@@ -44,7 +44,7 @@ class MeshMap(CellGrid, frozen=True):
     height: int
     ranks_per_cell: int
     axes: str
-    """What goes down and what across, in words; empty on a mesh of one axis."""
+    """Names of the axes down and across; empty on a mesh of one axis."""
 
     @property
     def width(self) -> int:

@@ -30,9 +30,9 @@ class OffloadRow(msgspec.Struct, frozen=True, kw_only=True):
     """The rank with the least bandwidth."""
     slowest_bandwidth: float | None
     busy_share: float | None
-    """Of a step's time, of the rank where it is most; hidden behind computation or not."""
+    """Share of a step's time, of the rank where it is most; hidden behind computation or not."""
     moved_bytes: int
-    """Of all ranks since the start."""
+    """Bytes of all ranks since the start."""
 
 
 @remember_last

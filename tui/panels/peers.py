@@ -29,10 +29,10 @@ class PeerMatrix(msgspec.Struct, frozen=True):
     """Rows send, columns receive."""
 
     unit: Unit
-    """What a row is: a rank or several, the ranks of a pipeline stage, or those of several."""
+    """Meaning of a row: a rank, several ranks, a pipeline stage, or several stages."""
     labels: tuple[str, ...]
     cells: Pairs
-    """By the places of sender and receiver in ``labels``; who does not talk is left out."""
+    """By the places of sender and receiver in ``labels``; pairs that do not talk are left out."""
 
     @property
     def total_bytes(self) -> float | None:
@@ -72,10 +72,10 @@ def rank_pairs(job: JobSnapshot) -> Pairs:
 
 
 def peer_matrix(job: JobSnapshot, *, max_rows: int) -> PeerMatrix | None:
-    """Return the matrix of at most ``max_rows`` rows, or None where nobody talks to one other.
+    """Return the matrix of at most ``max_rows`` rows, or None if no rank sends to a single one.
 
-    Ranks where they fit, else the stages of the pipeline; of either, neighbours together where
-    there are still too many.
+    A row is a rank if that fits, else a pipeline stage. If there are still too many, neighbours
+    share a row.
     """
     pairs = rank_pairs(job)
     if not pairs or max_rows < 1:
@@ -128,9 +128,9 @@ _SHADE_WIDTH = 2
 
 
 def draw_peers(state: State, width: int, height: int, look: Style) -> list[Line]:
-    """The matrix with a figure and a shade in each cell; nothing where nobody talks to one other.
+    """The matrix with a figure and a shade in each cell; empty if no rank sends to a single one.
 
-    Where there are too many ranks for that, the stages of the pipeline stand for them.
+    Rows are pipeline stages if there are too many ranks.
     """
     top = int(look.has_headings)
     # A line for the title and one for the receivers; the rest is one line a sender.
@@ -207,9 +207,9 @@ class AxisRow(msgspec.Struct, frozen=True, kw_only=True):
     expected_bytes: float | None
     """None where the strategy states nothing of it."""
     time_share: float | None
-    """Of the step; None where ends of operators are not known."""
+    """Share of the step; None if the ends of operators are not known."""
     byte_share: float | None
-    """Of all payload of all ranks."""
+    """Share of the payload of all ranks."""
     rows: tuple[TrafficRow, ...]
     """By operator."""
 

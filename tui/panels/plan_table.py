@@ -27,7 +27,7 @@ ROWS_BEFORE_WORDS = 4
 """Where fewer lines are left for the table, notes give way."""
 
 _TITLE = 24
-"""Cells that the heading takes beside what stands at its right end."""
+"""Cells that the heading takes beside the text at its right end."""
 
 _BACKENDS = {
     "local": "on plain shards (local)",

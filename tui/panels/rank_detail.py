@@ -102,8 +102,8 @@ def draw_groups(state: State, rank: RankSnapshot, width: int, look: Style) -> li
 
 
 def draw_rank_traffic(rank: RankSnapshot, width: int, look: Style) -> list[Line]:
-    """What this rank moves in a step: by operator, and by peer where it talks to single ones."""
-    # What ran only outside of steps, to set up or to save, is no part of a step.
+    """Traffic of this rank in a step, by operator, and by peer for calls between two ranks."""
+    # A collective that ran only outside of steps, to set up or to save, is no part of a step.
     moved = [total for total in rank.collectives if total.calls_per_step != 0]
     if not moved and not rank.peers:
         return []

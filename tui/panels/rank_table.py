@@ -109,7 +109,7 @@ def cells_of(row: RankRow) -> Cells:
 
 
 def cause_words(row: RankRow) -> str | None:
-    """Return why a rank is in trouble: what it says itself, else the phase that makes it late."""
+    """Return why a rank is in trouble: its own error, else the phase that makes it late."""
     if row.error:
         return row.error
     late = row.lateness
@@ -229,7 +229,7 @@ def late_share(late: Lateness | None, look: Style) -> Line:
     if late is None:
         return Line(units.UNKNOWN, "muted")
     percent = 100 * late.share
-    # Of peers that take next to no time any share can be, beyond what a float holds.
+    # Beside peers that take next to no time the share is unbounded, beyond a float's range.
     text = "0%" if abs(percent) <= 0.5 else f"{percent:+.0f}%"
     return Line(look.sign("!") + text, "warn") if late.is_late else Line(text, "muted")
 

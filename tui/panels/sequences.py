@@ -43,7 +43,7 @@ STATE_WORDS: dict[Status, str] = {
 def draw_sequences(
     state: State, width: int, height: int, look: Style, *, table: TableView = AS_IT_COMES
 ) -> list[Line]:
-    """What is stuck in words, a line for each group, and the ranks of the selected one."""
+    """The stuck groups in words, a line for each group, and the ranks of the selected one."""
     every, rows = group_rows(state), shown_groups(state, table)
     top = [heading("collectives by group", width, look)] if look.has_headings else []
     words = _words(state, width, look)
@@ -69,7 +69,7 @@ def draw_sequences(
 
 def shown_groups(state: State, table: TableView) -> list[GroupRow]:
     """Return the filtered and sorted rows."""
-    # Where a hang began stands before what it holds up.
+    # The group in which a hang began precedes those that it blocks.
     stuck = {id(hang.row): place for place, hang in enumerate(hangs(state))}
     rows = sorted(group_rows(state), key=lambda row: stuck.get(id(row), len(stuck)))
     return arrange_rows(rows, cells_of, table)
@@ -96,7 +96,7 @@ def _columns(rows: Sequence[GroupRow]) -> list[Column]:
         Column("size", is_number=True, rank=6),
         Column("number", is_number=True, rank=1),
         Column("operator", rank=4, shrinks_to=10),
-        # Only where somebody waits: for a moment ranks are missing in every job.
+        # Only while a rank waits: for a moment ranks are missing in every job.
         *([Column("missing", rank=3, shrinks_to=9)] if _has_missing(rows) else []),
         Column("advanced", is_number=True, rank=5, steady_width=8),
         Column("state"),
@@ -151,7 +151,7 @@ def _state(status: Status, look: Style) -> Line:
 
 
 def _words(state: State, width: int, look: Style) -> list[Line]:
-    """Who went first, and what is stuck; or that nothing is."""
+    """The rank that failed first, and the stuck groups; or that there are none."""
     lines = _first_words(state, width, look)
     note = uncounted_note(state, width, look)
     found = hangs(state)

@@ -47,7 +47,7 @@ Role = Literal[
     "heat4",
     "heat5",
 ]
-"""What a span means. The names of phases stand for the colour of that phase, the heats from the
+"""Meaning of a span. The names of phases stand for the colour of that phase, the heats from the
 least to the most for the shades of a map."""
 
 SELECTED: Final[Mapping[Role, Role]] = {

@@ -122,7 +122,7 @@ _HEAT_ROLES: tuple[Role, ...] = ("heat1", "heat2", "heat3", "heat4", "heat5")
 
 
 class Style(msgspec.Struct, frozen=True):
-    """What a drawing must know besides its figures and its size."""
+    """Options of a drawing besides its data and its size."""
 
     glyphs: Glyphs
     has_headings: bool = True
@@ -138,7 +138,7 @@ class Style(msgspec.Struct, frozen=True):
         return sign, _HEAT_ROLES[place if is_bad_high else -1 - place]
 
     def sign(self, glyph: str) -> str:
-        """Return what stands before a word that has a sign."""
+        """Return the prefix of a word that has a sign."""
         return f"{glyph} " if self.has_signs else ""
 
 
@@ -226,7 +226,7 @@ def sentence(
     words = Line(text).plain.split()
     for word in in_pieces(words, room) if max_lines is None else words:
         joined = f"{rows[-1]} {word}" if rows[-1] else word
-        # What is left over for the last line is cut there.
+        # Text that does not fit into the last line is cut there.
         if Line(joined).width <= room or len(rows) == max_lines:
             rows[-1] = joined
         else:

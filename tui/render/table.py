@@ -109,7 +109,7 @@ _ARROW = re.compile(rf" [{re.escape(''.join((g.up + g.down) for g in (UNICODE, A
 
 
 class Browsed(NamedTuple):
-    """What is seen of a table."""
+    """The visible part of a table."""
 
     header: Line
     lines: list[Line]

@@ -198,7 +198,7 @@ class PanelScreen(Screen[None]):
 
     @property
     def canvas(self) -> Canvas:
-        """What the screen is painted on."""
+        """The canvas that the screen is painted on."""
         return self.query_one(Canvas)
 
     def panels(self) -> Sequence[Panel]:

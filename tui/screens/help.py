@@ -17,7 +17,7 @@ class HelpScreen(PanelScreen):
     """Explains the screen that was left, and lists all keys; scrolls where the terminal is short.
 
     Args:
-        about: What it says about the screen that it was opened from.
+        about: Help about the screen that it was opened from.
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [

@@ -35,7 +35,7 @@ KEYS = (
 
 
 class JobsScreen(PanelScreen):
-    """Lists the jobs anew every second; the cursor stays on the job, not on the line."""
+    """Lists the jobs again every second; the cursor stays on the job, not on the line."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("down,j", "move(1)", "down"),

@@ -17,9 +17,9 @@ from boltmesh.tui.session import Lost, Session
 from boltmesh.tui.sources.live import Observation
 
 MAX_SHARE = 1 / 8
-"""Of a core that watching may take: a job of very many ranks is looked at less often."""
+"""Share of a core that the viewer may take: a job of very many ranks is looked at less often."""
 UNFOCUSED_INTERVAL_S = 10.0
-"""Nobody types here, but somebody may be looking, and alerts have to ring."""
+"""Interval while the terminal lacks the keyboard: it may be visible, and alerts have to ring."""
 FIRST_LOOK_S = 0.3
 """How long the first paint waits for the first look."""
 
@@ -30,7 +30,7 @@ class LiveScreen(PanelScreen):
     Args:
         session: What is shown.
         page: The name of the page to begin with.
-        interval_s: Time between two looks. None: only when a test asks for one.
+        interval_s: Time between two looks. None: no timer; a test requests each look.
     """
 
     @dataclass
@@ -60,7 +60,7 @@ class LiveScreen(PanelScreen):
 
     @property
     def scene(self) -> Scene | None:
-        """What the page is drawn from, once something is known of the job."""
+        """Input of the page's drawings, once something is known of the job."""
         state = self.session.state
         if state is None:
             return None

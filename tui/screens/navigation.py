@@ -24,7 +24,7 @@ CURSOR_STEPS = 50
 
 
 class NavigationScreen(LiveScreen):
-    """What a key does depends on the page; where it means nothing, nothing happens."""
+    """Keys whose meaning depends on the page; one without a meaning there does nothing."""
 
     def show_page(self, name: str) -> None:
         """Go to another page; from one that has no place in the line of tabs, esc goes back.

@@ -12,8 +12,8 @@ after the frame before it, an error says why there is nothing to show, a list of
 ``boltmesh jobs`` shows, and a hello says which job follows. What a frame holds of an observation is
 in ``patches.py``.
 
-Whoever wrote the frames, nothing in them is trusted: lengths are capped, every frame has a
-checksum, every value is checked against the type of its field, and a job's id can be no path.
+Nothing in a frame is trusted, from any writer: lengths are capped, every frame has a checksum,
+every value is checked against the type of its field, and a job's id can be no path.
 """
 
 import struct
@@ -48,7 +48,7 @@ _PATCH: Final = msgspec.msgpack.Decoder(list[msgspec.Raw])
 
 
 class RemoteError(TelemetryError):
-    """What the other side says instead of a frame: it can be shown as it is."""
+    """An error that the other side sent instead of a frame; its text can be shown as it is."""
 
 
 class VersionError(TelemetryError):
@@ -56,7 +56,7 @@ class VersionError(TelemetryError):
 
 
 class Hello(msgspec.Struct, frozen=True):
-    """What a stream says of itself before its first observation."""
+    """Header of a stream, sent before its first observation."""
 
     job: str
     """Id of the job that follows."""
@@ -131,7 +131,7 @@ class FrameDecoder:
 
 
 class FrameScanner:
-    """Tells when the frames of one stream were made, in their order, and decodes nothing else."""
+    """Returns when each frame of one stream was made, in their order; decodes nothing else."""
 
     def __init__(self) -> None:
         self._place: int | None = None
@@ -150,7 +150,7 @@ class FrameScanner:
                 self._place = names[Observation.__name__].index("time")
             elif kind != _DELTA or self._place is None:
                 raise TelemetryError(f"a frame of kind {kind} does not belong here.")
-            # What is left out of a delta stays as it was.
+            # A field that a delta leaves out is unchanged.
             fields = _PATCH.decode(patch)
             for number, value in zip(fields[::2], fields[1::2], strict=True):
                 if msgspec.msgpack.decode(number, type=int) == self._place:

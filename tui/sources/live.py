@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Observation(msgspec.Struct, frozen=True):
-    """What one look at a job saw."""
+    """Result of one look at a job."""
 
     time: float
     """Wall clock of the look, seconds since 1970."""

@@ -39,7 +39,7 @@ class PatchError(ValueError):
 
 
 class _Reading:
-    """What holds while one patch is applied."""
+    """State of one patch while it is applied."""
 
     def __init__(self, places: Mapping[type, list[int | None]]) -> None:
         self.places = places

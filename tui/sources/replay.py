@@ -43,8 +43,8 @@ class _RecordedFrame(NamedTuple):
 class ReplaySource:
     """Plays a file that ``boltmesh record`` wrote.
 
-    It has a clock of its own, which stands while it is paused and stays at the last frame when it
-    gets there. The methods may be called from another thread than the one that reads.
+    Its clock is its own: it does not advance while paused, and stops at the last frame. The methods
+    may be called from another thread than the one that reads.
 
     Args:
         path: The recording.
@@ -137,7 +137,7 @@ class ReplaySource:
             self._speed = min(max(speed, SPEEDS[0]), SPEEDS[-1])
 
     def play(self) -> None:
-        """Let the clock run; from the beginning, if it stands at the end."""
+        """Let the clock run; from the beginning, if it is at the end."""
         with self._lock:
             self._advance()
             if self._place >= self._times[-1]:

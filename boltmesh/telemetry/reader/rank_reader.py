@@ -249,8 +249,8 @@ class RankReader:
         """Read all that is new.
 
         Args:
-            is_quick: Of a rank that lives, only where it is, its steps and its events; the rest
-                when it is looked at next.
+            is_quick: For a living rank, read only its position, its steps and its events; the rest
+                at the next look.
 
         Raises:
             TelemetryError: There is no file that can be trusted; the text says why.

@@ -87,8 +87,8 @@ class Ring(Generic[T]):
 
         Args:
             read: Reads the file.
-            is_enough: Of a ring that is searched from its newest record backwards: whether this
-                record and all before it can be left.
+            is_enough: Whether this record and all before it can be left. For a ring that is
+                searched backwards from its newest record.
         """
         self._changes = []
         if self._is_searched:

@@ -49,8 +49,8 @@ class TrafficReader:
     Args:
         ring: Its records.
         num_recent: How many optimizer steps the means are over.
-        most_behind: How many records may be read one after the other to catch up. Of more, only
-            what the recent steps need is read. None: all are read.
+        most_behind: How many records may be read one after the other to catch up. If there are
+            more, only those that the recent steps need are read. None: all are read.
     """
 
     def __init__(

@@ -29,7 +29,7 @@ _IN_STEADY_STATE: tuple[Callable[[State, Balance], Finding | None], ...] = (
 
 
 _URGENT: tuple[Kind, ...] = ("crashed", "loss", "stalled", "memory", "traffic")
-"""What comes before anything that merely costs time, in this order."""
+"""Kinds that come before any that merely costs time, in this order."""
 
 
 @remember_last

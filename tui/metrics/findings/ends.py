@@ -13,10 +13,10 @@ HANG = "hang: "
 """Begins what a rank of the job has recorded about a standstill."""
 
 STOPPED_PROCESS = "is stopped by a signal"
-"""Says so there of a rank whose process is stopped (``hang_detection/inspect.py``)."""
+"""Part of that message about a rank whose process is stopped (``hang_detection/inspect.py``)."""
 
 MAX_GROUPS = 2
-"""Stuck groups that are told of; the events screen has all of them."""
+"""Stuck groups that the finding names; the events screen has all of them."""
 
 
 def find_crash(state: State) -> Finding | None:
@@ -125,7 +125,7 @@ def _norms(job: JobSnapshot) -> list[str]:
 
 
 def find_standstill(state: State) -> Finding | None:
-    """Say that no rank makes steps, where all of them are, and for whom they wait."""
+    """Say that no rank makes steps, where all of them are, and which ranks they wait for."""
     stall = find_stall(state)
     if stall is None or stall.is_expected:
         return None
@@ -133,7 +133,7 @@ def find_standstill(state: State) -> Finding | None:
     suspects = tuple(sorted({rank for hang in stuck for rank in hang.row.missing}))
     if not suspects and len(stall.phases) > 1:
         fewest, others, *_ = sorted(stall.phases.values(), key=len)
-        if len(fewest) < len(others):  # of as many here as there nobody can tell who is at fault
+        if len(fewest) < len(others):  # equal numbers do not show which side is at fault
             suspects = fewest
     explained = _explained(state, stall)
     return Finding(
@@ -147,7 +147,7 @@ def find_standstill(state: State) -> Finding | None:
 
 
 def _explained(state: State, stall: Stall) -> tuple[str, ...]:
-    """What a rank of the job has found out itself: that names lines of code as well."""
+    """The newest explanation that a rank of the job recorded; it names lines of code as well."""
     since = state.time - stall.silent_s
     told = [
         event.message.removeprefix(HANG)

@@ -29,7 +29,7 @@ KEPT = 0.75
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """What is wrong, what shows it, and what to try."""
+    """A problem, the evidence for it, and advice."""
 
     kind: Kind
     severity: Severity

@@ -1,4 +1,4 @@
-"""What runs into a limit or against a promise: memory that is nearly full, bytes that differ."""
+"""Findings about limits and predictions: memory that is nearly full, bytes that differ."""
 
 import math
 from collections import defaultdict
@@ -13,16 +13,16 @@ from boltmesh.tui.metrics.traffic import TrafficRow, traffic_rows
 from boltmesh.tui.state import State
 
 DEVICE_NEARLY_FULL = 0.95
-"""Of a GPU. The rest is what one more workspace or a longer batch takes at once."""
+"""Share of a GPU's memory. One more workspace or a longer batch takes the rest at once."""
 
 HOST_NEARLY_FULL = 0.9
-"""Of a host's memory, by the job alone: the kernel needs some, and kills when it has none."""
+"""Share of a host's memory that the job alone uses: the kernel needs some, and kills at none."""
 
 
 HOST_BUSY = 0.95
 OTHERS_BUSY = 0.2
-"""Share of a host's CPUs in use, and of that by other processes than the ranks, from which on the
-times of ranks on CPUs tell more of the others than of the job."""
+"""Shares of a host's CPUs: in use in all, and in use by other processes than the ranks. Above both,
+the times of ranks on CPUs depend more on the other processes than on the job."""
 
 
 def find_busy_host(state: State) -> Finding | None:

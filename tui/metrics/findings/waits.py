@@ -12,15 +12,15 @@ from boltmesh.tui.metrics.traffic import traffic_rows
 from boltmesh.tui.state import State
 
 INPUT_SHARE = 0.15
-"""Of a step. A loader that keeps up costs under a percent, so a sixth is no accident; less is not
-worth more workers, which cost memory."""
+"""Share of a step. A loader that keeps up costs under a percent, so a sixth is no accident; less is
+not worth more workers, which cost memory."""
 
 OFFLOAD_SHARE = 0.3
-"""Of a step, for the optimizer and the copies together. An optimizer on the device takes about a
-twentieth; offload is chosen for memory, and up to a third is its known price."""
+"""Share of a step, for the optimizer and the copies together. An optimizer on the device takes
+about a twentieth; offload is chosen for memory, and up to a third is its known price."""
 
 COMMUNICATION_SHARE = 0.2
-"""Of a step, exposed. What hides behind the backward pass is free; up to a fifth is common where
+"""Share of a step, exposed. What hides behind the backward pass is free; up to a fifth is common if
 the last bucket is large, and the cures cost accuracy or memory."""
 
 COMPRESSION = {"DDPStrategy": ', or send less: gradient_compression="bf16"'}
@@ -246,7 +246,7 @@ def find_uneven(state: State, typical: Balance) -> Finding | None:
     """Say that ranks wait for the last one, which changes from step to step."""
     job = state.job
     share = typical.uneven_s / typical.step_s
-    # What stages of a pipeline wait for each other is its bubble, and a late rank has its own line.
+    # Waits between pipeline stages are the bubble; a late rank has a finding of its own.
     least = limit_of(UNEVEN_SHARE, "uneven", state)
     if share < least or job.mesh.get("pipeline", 1) > 1 or stragglers(job):
         return None

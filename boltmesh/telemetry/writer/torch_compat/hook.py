@@ -74,8 +74,8 @@ class CollectiveObserver(Protocol):
 
         With ``is_wait_told`` only ``waited`` follows. Otherwise exactly one of ``returned`` (not
         timed) and ``completed`` or ``lost`` (timed) does, unless a timed call fails. ``peer`` is
-        the other side of a point-to-point call, as a rank within the group, or ANYBODY; of such a
-        call ``found_peer`` may follow.
+        the other side of a point-to-point call, as a rank within the group, or ``ANYBODY``;
+        ``found_peer`` may follow then.
         """
 
     def returned(self, ticket: Ticket) -> None:
@@ -302,8 +302,8 @@ class CollectiveHook:
             if type(value) is list and len(value) == 1:
                 value = value[0]
             if type(value) is plain and value.layout is strided:
-                # What FSDP2 gathers, DDP reduces and Lightning broadcasts, many times a step:
-                # no call is made for it, for each costs several times what it costs in a loop.
+                # The case of FSDP2's gathers, DDP's reductions and Lightning's broadcasts, many
+                # times a step: no call is made here, for each costs several times this branch.
                 size, is_on_host = value.nbytes, value.is_cpu
             else:
                 size = 0 if value is None else payload_bytes(value)
