@@ -1,8 +1,8 @@
 """python examples/01_ddp.py [--devices 2] [--max-steps 200] [--compression bf16]
 
-Data parallel training on two CPU processes, in about a minute. Every process has the whole model
-and its own share of the windows; gradients are averaged bucket by bucket while the backward pass
-is still running. From another terminal, ``boltmesh top`` shows it.
+Data parallelism on two CPU processes, in about a minute. Each process holds the whole model and
+trains on its own part of the data; gradients are averaged in buckets during the backward pass.
+``boltmesh top`` in another terminal shows the run.
 """
 
 from argparse import ArgumentParser
@@ -21,8 +21,8 @@ def main() -> None:
     parser.add_argument("--compression", choices=("bf16", "powersgd"))
     options = parser.parse_args()
 
-    strategy: str | DDPStrategy = "bolt_ddp"  # by name, all arguments at their defaults
-    if options.compression:  # an object takes arguments
+    strategy: str | DDPStrategy = "bolt_ddp"  # by name, with default arguments
+    if options.compression:  # as an object, with arguments
         strategy = DDPStrategy(gradient_compression=options.compression)
 
     seed_everything(0, verbose=False)  # the same initial weights in every process
@@ -33,7 +33,7 @@ def main() -> None:
         max_steps=options.max_steps,
         limit_val_batches=20,
     )
-    trainer.fit(GPT(), TextData(batch_size=16))  # 16 windows for each process
+    trainer.fit(GPT(), TextData(batch_size=16))  # 16 windows per process
 
 
 if __name__ == "__main__":

@@ -1,14 +1,12 @@
 """python examples/02_zero_nvme.py [--devices 2] [--max-steps 100] [--folder .] [--layers 4]
 
-ZeRO stage 3 with a disk, on two CPU processes, in about a minute. Between two uses nothing of the
-model is in a process's memory: parameters and optimizer state are in one file per process, shards
-are read ahead of each block, and the optimizer steps chunk by chunk while the backward pass is
-still running. With the same number of steps and the same clipping, the numbers are those of plain
-data parallelism. From another terminal, ``boltmesh top`` shows what went to the disk and came from
-it.
+ZeRO stage 3 with offload to a disk, on two CPU processes, in about a minute. Parameters and
+optimizer state are in one file per process. Shards are read ahead of each block, and the optimizer
+steps chunk by chunk during the backward pass. Results equal those of data parallelism.
+``boltmesh top`` in another terminal shows the bytes to and from the disk.
 
-With ``--layers 48 --width 1024`` it is a model of 600 million parameters, whose training takes
-10 GB in plain data parallelism on each process.
+``--layers 48 --width 1024`` is a model of 600 million parameters, which needs 10 GB on each process
+with data parallelism.
 """
 
 from argparse import ArgumentParser
@@ -30,23 +28,23 @@ def main() -> None:
     options = parser.parse_args()
 
     strategy = ZeROStrategy(
-        stage=3,  # each process keeps its share of parameters, gradients and optimizer state
-        offload_optimizer="nvme",  # "cpu": in host memory; None: with the model
+        stage=3,  # shards parameters, gradients and optimizer state
+        offload_optimizer="nvme",  # "cpu": in host memory; None: on the device
         offload_parameters="nvme",
         offload_path=options.folder,
     )
     seed_everything(0, verbose=False)  # the same initial weights in every process
-    with deferred_init():  # no memory yet: each process will make its own share only
+    with deferred_init():  # no memory yet: each process will materialize its shards only
         model = GPT(n_layer=options.layers, n_embd=options.width)
     trainer = Trainer(
         strategy=strategy,
         accelerator="cpu",
         devices=options.devices,
         max_steps=options.max_steps,
-        gradient_clip_val=1.0,  # the optimizer steps ahead of the norm all the same
+        gradient_clip_val=1.0,  # the optimizer still steps before the norm is known
         limit_val_batches=20,
     )
-    trainer.fit(model, TextData(batch_size=16))  # 16 windows for each process
+    trainer.fit(model, TextData(batch_size=16))  # 16 windows per process
 
 
 if __name__ == "__main__":

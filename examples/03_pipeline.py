@@ -1,10 +1,9 @@
 """python examples/03_pipeline.py [--devices 2] [--max-steps 200] [--schedule 1f1b]
 
-Pipeline parallelism on two CPU processes, in about a minute. Each process holds half of the layers;
-every batch is cut into eight parts, which pass from one process to the other, forward and then
-backward. The module is that of the other examples, and its ``training_step`` is as it was: the
-strategy is the only change. ``boltmesh schedule 1f1b --stages 2 --microbatches 8`` draws one step,
-and ``boltmesh top`` shows from another terminal how long each process waits.
+Pipeline parallelism on two CPU processes, in about a minute. Each process holds half of the layers.
+Every batch is split into eight microbatches, which pass through the processes forward and backward.
+The model is unmodified. ``boltmesh schedule 1f1b --stages 2 --microbatches 8`` draws one step;
+``boltmesh top`` in another terminal shows how long each process waits.
 """
 
 from argparse import ArgumentParser

@@ -1,10 +1,9 @@
 """python examples/04_tensor.py [--devices 2] [--max-steps 200] [--sequence-parallel]
 
 Tensor parallelism on two CPU processes, in about a minute. Each process holds half of every layer:
-half of the heads, half of the channels between two matrices. What can be divided is found from the
-model itself and proven on a batch before the first step; ``boltmesh fit tensor --dry-run`` prints
-it. The module is that of the other examples, and its ``training_step`` is as it was: the strategy
-is the only change.
+half of the attention heads, half of the hidden channels of each MLP. The plan is found from the
+unmodified model and verified on a batch before the first step; ``boltmesh fit tensor --dry-run``
+prints it.
 """
 
 from argparse import ArgumentParser

@@ -1,9 +1,9 @@
 """python examples/05_threed.py [--data 2] [--pipeline 2] [--tensor 2] [--max-steps 50]
 
-All axes at once on eight CPU processes, in about two minutes: two pipelines with batches of their
-own, two stages in each, and two ranks that share every layer of a stage. The optimizer's state is
-sharded over the pipelines. The module is that of the other examples, and its ``training_step`` is
-as it was: the strategy is the only change. ``--data 1`` runs on four processes.
+Pipeline, data and tensor parallelism on eight CPU processes, in about two minutes: two pipelines
+with batches of their own, each of two stages, each stage on two ranks that share its layers. The
+optimizer state is sharded over the pipelines. The model is unmodified. ``--data 1`` runs on four
+processes.
 """
 
 from argparse import ArgumentParser
@@ -36,7 +36,7 @@ def main() -> None:
         accelerator="cpu",
         devices=options.data * options.pipeline * options.tensor,
         max_steps=options.max_steps,
-        gradient_clip_val=1.0,  # by the one norm over all ranks
+        gradient_clip_val=1.0,  # by the norm over all ranks
         limit_val_batches=20,
     )
     trainer.fit(GPT(), TextData(batch_size=32 // options.data))  # 32 windows in all

@@ -2,8 +2,8 @@
 
 Context parallelism on two CPU processes, in about a minute. Each process gets the whole batch and
 keeps half of the positions of its sequence, from the embedding to the logits; attention fetches the
-keys of earlier positions. Before the first step one batch is run whole and divided and compared.
-The module is that of the other examples: the strategy is the only change.
+keys of earlier positions. Before the first step one batch runs whole and divided, to compare the
+results. The model is unmodified.
 """
 
 from argparse import ArgumentParser

@@ -1,9 +1,9 @@
 """python examples/07_expert.py [--devices 2] [--max-steps 100]
 
-Expert parallelism on two CPU processes, in about a minute: each has half of the experts of a small
-Mixtral of Hugging Face, and rows travel to the experts that they want. Experts are found by
-running one step, and the division is verified before the first training step; ``boltmesh plan
-expert_hf`` prints them. The module is that of causal_lm.py, unchanged. Needs transformers:
+Expert parallelism on two CPU processes, in about a minute. Each process holds half of the experts
+of a small Mixtral of Hugging Face; tokens are sent to the processes of their experts. Experts are
+found by running one step, and the division is verified before the first training step;
+``boltmesh plan expert_hf`` prints them. The model is unmodified. Needs transformers:
 ``pip install -c constraints.txt -e ".[transformers]"``.
 """
 
@@ -25,7 +25,7 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
     "num_local_experts": 8,
     "num_experts_per_tok": 2,
-    "output_router_logits": True,  # the auxiliary loss, which keeps the load of experts even
+    "output_router_logits": True,  # adds the loss that balances the experts
 }
 
 
@@ -41,10 +41,10 @@ def main() -> None:
         accelerator="cpu",
         devices=options.devices,
         max_steps=options.max_steps,
-        gradient_clip_val=1.0,  # by one norm over all experts
+        gradient_clip_val=1.0,  # by the norm over all experts
         limit_val_batches=20,
     )
-    trainer.fit(CausalLM("mixtral", SIZES), TextData(batch_size=16))  # windows of each process
+    trainer.fit(CausalLM("mixtral", SIZES), TextData(batch_size=16))  # per process
 
 
 if __name__ == "__main__":

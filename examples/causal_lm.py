@@ -18,10 +18,10 @@ class CausalLM(LightningModule):
     """Any architecture that ``AutoModelForCausalLM`` knows, pretrained or with random weights.
 
     Args:
-        architecture: Such as ``llama``, ``qwen2``, ``mistral`` or ``gpt2``; not used when
+        architecture: Such as ``llama``, ``qwen2``, ``mistral`` or ``gpt2``; not used if
             ``pretrained`` is given.
         config: Changes to the architecture's own configuration: its sizes, for example.
-        pretrained: A model of the hub or a folder, to begin with its weights.
+        pretrained: A model of the Hub, or a folder, whose weights are loaded.
         learning_rate: Learning rate of AdamW.
         weight_decay: Weight decay of AdamW.
     """

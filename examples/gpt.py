@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-Batch = tuple[Tensor, Tensor]  # tokens and what follows each, both (B, T)
+Batch = tuple[Tensor, Tensor]  # tokens and their targets, the next tokens; both (B, T)
 
 
 class Attention(nn.Module):

@@ -47,17 +47,17 @@ class Windows(Dataset[Batch]):
 class TextData(LightningDataModule):
     """Documents as bytes, shuffled once, laid end to end and cut into training and validation.
 
-    No window crosses the cut. Every rank reads the same text; the Trainer deals out the windows.
+    No window crosses the cut. Every rank reads the same text; the Trainer distributes the windows.
 
     Args:
         path: A file, or a folder: its files that end in one of ``suffixes`` are the documents.
         dataset: Instead of ``path``, the name of a dataset for ``datasets.load_dataset``, or a
             folder that ``save_to_disk`` wrote. Needs the package ``datasets``.
-        dataset_args: What else ``load_dataset`` gets: ``name``, ``data_files``, ``split`` [train].
+        dataset_args: Other arguments of ``load_dataset``: ``name``, ``data_files``, ``split`` [train].
         column: The column of ``dataset`` that holds the text.
-        limit_mb: Stop reading after so many million bytes. By default everything is read, but of
-            the standard library 8.
-        validation_fraction: The share of the bytes that is kept from training.
+        limit_mb: Stop reading after so many million bytes. By default everything is read, of the
+            standard library 8 million bytes.
+        validation_fraction: Share of the bytes that is kept for validation.
         seed: Seed of the order of the documents.
     """
 
