@@ -53,7 +53,7 @@ class TextData(LightningDataModule):
         path: A file, or a folder: its files that end in one of ``suffixes`` are the documents.
         dataset: Instead of ``path``, the name of a dataset for ``datasets.load_dataset``, or a
             folder that ``save_to_disk`` wrote. Needs the package ``datasets``.
-        dataset_args: Further ``load_dataset`` arguments: ``name``, ``data_files``, ``split`` [train].
+        dataset_args: Arguments of ``load_dataset``: ``name``, ``data_files``, ``split`` [train].
         column: The column of ``dataset`` that holds the text.
         limit_mb: Stop reading after so many million bytes. By default everything is read, of the
             standard library 8 million bytes.
