@@ -78,7 +78,7 @@ class PipelineError(BoltMeshError, RuntimeError):
 
 
 class LossError(BoltMeshError):
-    """A training run whose last losses are infinite or not numbers."""
+    """A training run whose last losses are infinite or NaN."""
 
     is_restarted = False
 

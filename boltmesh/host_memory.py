@@ -1,4 +1,4 @@
-"""The memory of this host: what is in it, and what the cgroups of this process may take."""
+"""Memory of this host: its size and use, and the limits of this process's cgroups."""
 
 import os
 from pathlib import Path

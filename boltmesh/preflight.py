@@ -18,7 +18,7 @@ from boltmesh.strategy_arguments import check_strategy_name
 
 
 def check_config(config: DictConfig, *, source: str, is_fit: bool, for_show: bool) -> Placement:
-    """Check what does not need the config's classes, and decide where the ranks run.
+    """Run the checks that need no class of the config, and decide where the ranks run.
 
     Raises:
         ConfigError: For a name, a file or a combination that cannot work.

@@ -1,4 +1,4 @@
-"""Deletes what killed runs have left: ``boltmesh prune``, and a run's own folder when it starts.
+"""Deletes the remains of killed runs: ``boltmesh prune``, and a run's own folder at its start.
 
 Nothing of a run that a process writes, and never its newest whole checkpoint.
 
@@ -98,7 +98,7 @@ def names_in_states(callbacks: Mapping[str, Any], folder: Path) -> set[str]:
 
 
 def killed_saves(folder: Path) -> list[Path]:
-    """Return what killed processes have left in a folder of checkpoints that they were writing."""
+    """Return unfinished saves and removals of killed processes in a folder of checkpoints."""
     return sorted(
         path
         for path in (*folder.glob(f"*{PARTIAL}"), *folder.glob(f"*{REMOVED}"))

@@ -253,7 +253,7 @@ class RunFolder(Callback):
 
 
 class Summary(Callback):
-    """Says what a training run has come to, on rank 0, in a few lines.
+    """Prints the result of a training run, on rank 0, in a few lines.
 
     The losses are means over all ranks; the throughput leaves out the first batch, validation
     and checkpoints. The caller of ``fit`` prints the lines, once the progress bar is gone.

@@ -414,7 +414,7 @@ def store_config(config: DictConfig, folder: Path) -> Path:
 
 
 def next_log_number(folder: Path) -> int:
-    """Each start of a run logs to a folder of its own; a resumed one keeps what was logged."""
+    """Each start of a run logs to a folder of its own; a resumed one keeps the earlier logs."""
     return max(_numbers(folder / "logs"), default=-1) + 1
 
 

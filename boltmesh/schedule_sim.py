@@ -65,7 +65,7 @@ class Slot(NamedTuple):
 
 
 Timetable = tuple[tuple[Slot, ...], ...]
-"""For each pipeline rank what it does, in order."""
+"""For each pipeline rank its actions, in order."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def parse_actions(texts: Sequence[str]) -> tuple[Action, ...]:
 
 @functools.lru_cache(maxsize=16)
 def actions(order: Order) -> tuple[tuple[Action, ...], ...]:
-    """Return what each rank computes; an overlapped pair becomes its parts in order.
+    """Return the computations of each rank; an overlapped pair becomes its parts in order.
 
     Communication, and whatever else torch notes in an order or a file contains, is left out.
     """
@@ -168,7 +168,7 @@ def stage_owners(order: Order) -> dict[int, int]:
 
 @functools.lru_cache(maxsize=16)
 def carried(order: Order) -> frozenset[tuple[int, int]]:
-    """Return the stages and microbatches whose backward belongs to the batch before."""
+    """Return the stages and microbatches whose backward belongs to the previous batch."""
     return _carried(actions(order))
 
 

@@ -1,4 +1,4 @@
-"""Compares the strategy section of a config with what the strategy of that name takes."""
+"""Compares the strategy section of a config with the arguments of the strategy of that name."""
 
 import inspect
 import re
@@ -129,7 +129,7 @@ def named_error(error: BoltMeshError, source: str) -> BoltMeshError:
 
 
 def accepted_arguments(cls: type[Any]) -> dict[str, Any]:
-    """Names and defaults of what a config may give."""
+    """Names and defaults of the arguments that a config may give."""
     accepted: dict[str, Any] = {}
     for base in cls.__mro__:
         is_ours = base is cls or base.__module__.startswith("boltmesh.")

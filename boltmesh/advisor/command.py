@@ -56,7 +56,7 @@ def advice_lines(found: ConfigSearch) -> Iterator[str]:
 
 
 def rule(found: ConfigSearch) -> str:
-    """Return what the usual decision flow says of the case."""
+    """Return the layout that the usual decision flow proposes, in words."""
     hardware = found.hardware
     replicas_fit = _fits_replicated(found)
     if hardware.num_ranks == 1:

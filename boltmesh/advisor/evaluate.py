@@ -50,7 +50,7 @@ def plan_replicas(
     experts: "DividedExperts | None" = None,
     recomputed: StepWork = NO_WORK,
 ) -> PlannedLayout:
-    """Return what a layout of whole models needs.
+    """Return the memory and the time of a layout of whole models.
 
     Args:
         model: With the work of one batch.
@@ -116,7 +116,7 @@ def plan_divided(
     scale: float,
     recomputed: StepWork,
 ) -> PlannedLayout:
-    """Return what a layout that divides layers needs.
+    """Return the memory and the time of a layout that divides layers.
 
     Args:
         plan: Its memory and traffic.
@@ -219,7 +219,7 @@ def judged(
 
 
 def described(layout: ConfigLayout, step: RankStep, time: Mapping[str, float]) -> PredictedLayout:
-    """Return what the error of a layout's predicted time depends on."""
+    """Return the properties on which the error of a layout's predicted time depends."""
     axes, work = layout.axes, step.work
     sizes = (
         max(1, work.flops), max(1, work.operators), axes.data, axes.tensor, axes.pipeline,

@@ -1,4 +1,4 @@
-"""Layouts of a config: strategies, what is written to start them, and which were found."""
+"""Layouts of a config: strategies, commands that start them, and the layouts that were found."""
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -150,7 +150,7 @@ def sizes_text(sizes: Mapping[str, int]) -> str:
 
 @dataclass(frozen=True)
 class PlannedLayout:
-    """A layout with what it is predicted to need."""
+    """A layout with its predicted memory and time."""
 
     layout: ConfigLayout
     time: Mapping[str, float]

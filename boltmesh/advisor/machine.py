@@ -66,7 +66,7 @@ class MeasuredStep:
 
     @classmethod
     def of(cls, given: Any, *, source: str) -> "MeasuredStep":
-        """Read what ``remember_steps`` has written.
+        """Read the steps that ``remember_steps`` has written.
 
         Raises:
             ConfigError: For anything else, such as a file of an earlier version.
@@ -89,7 +89,7 @@ class MeasuredStep:
 
 @dataclass(frozen=True)
 class Hardware:
-    """The devices that a plan is for, and what is known of them."""
+    """The devices that a plan is for, with their rates."""
 
     machine: Machine
     ranks_per_node: int
@@ -171,7 +171,7 @@ class Hardware:
 
 
 def of_cluster(cluster: Cluster, precision: str, matmul_precision: str) -> Hardware:
-    """Return what data sheets and published runs say of a cluster.
+    """Return the rates of a cluster from data sheets and published runs.
 
     Args:
         cluster: Nodes of accelerators from the table.
@@ -363,7 +363,7 @@ def _read(path: Path) -> Mapping[str, Any] | None:
 
 
 def steps_file(path: Path) -> Path:
-    """Return where the steps that were measured beside the rates in ``path`` are remembered."""
+    """Return the path of the steps that were measured beside the rates in ``path``."""
     return path.with_suffix(".steps.yaml")
 
 

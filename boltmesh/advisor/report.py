@@ -1,4 +1,4 @@
-"""Prints the best layouts of a config, with what they need and what is behind."""
+"""Prints the best layouts of a config, with their memory and time, and why others are slower."""
 
 import shlex
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ CALIBRATED = "not known; boltmesh tune has measured steps, and prints both times
 
 
 def command_line(found: ConfigSearch, candidate: PlannedLayout) -> str:
-    """Return what starts a layout."""
+    """Return the command and the ``Trainer`` that start a layout."""
     return shlex.join(["boltmesh", "fit", found.name, *overrides_of(found, candidate)])
 
 
@@ -98,7 +98,7 @@ def room_text(hardware: Hardware) -> str:
 
 
 def nothing_lines(found: ConfigSearch) -> Iterator[str]:
-    """Yield why nothing fits, and what needs least."""
+    """Yield why nothing fits, and the layouts that need least."""
     if not found.candidates:
         ranks = found.hardware.num_ranks
         if found.rows is None or found.rows >= ranks:
@@ -149,7 +149,7 @@ def _first_reason(found: ConfigSearch, first: PlannedLayout) -> str:
 
 
 def _behind(first: PlannedLayout, other: PlannedLayout) -> str:
-    """Return why a layout comes behind another one."""
+    """Return why a layout is slower than another one."""
     text = behind_text(first.time, other.time, digits=3)
     return f"{text}, with more mechanisms" if text.startswith("equal") else text
 

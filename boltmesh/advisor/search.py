@@ -395,7 +395,7 @@ class ConfigSearcher:
         )
 
     def _experts(self, layout: ConfigLayout) -> DividedExperts:
-        """Return the experts of a layout of whole models, and what moves for them."""
+        """Return the experts of a layout of whole models, and the bytes that are moved for them."""
         from boltmesh.plan.expert_plan import plan_expert, watch_experts
 
         config, size = self._config(), layout.axes.expert

@@ -1,4 +1,4 @@
-"""The command: checks what is asked, runs the jobs, writes the table, as Markdown and CSV too.
+"""The command: checks its arguments, runs the jobs, writes the table, as Markdown and CSV too.
 
 A row of the table puts together the jobs of a strategy; losses are compared between rows.
 """
@@ -34,7 +34,7 @@ LOSS_TOLERANCE = 1e-3
 """Relative, of the loss of the last step. Layouts add in another order, by which a few dozen steps
 of Adam come apart by some 1e-5; a share of the data that is not the same shows as 1e-2 and more."""
 COARSE_LOSS_TOLERANCE = 2e-2
-"""In 16-bit precision, whose rounding is a thousand times larger."""
+"""Tolerance in 16-bit precision, whose rounding is a thousand times larger."""
 
 PERCENT = 100
 
@@ -46,7 +46,7 @@ class BenchRow:
     label: str
     runs: list[BenchRun] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    """Notes for the reader: why there are no figures, or what is odd about them."""
+    """Notes for the reader: why there are no figures, or why they are unusual."""
     is_refused: bool = False
 
     def add(self, ended: Ended) -> None:
@@ -363,7 +363,7 @@ def bench(
     was_stopped = False
     try:
         for number in range(rounds):
-            # Back and forth, so that what drifts, such as heat, is shared by all.
+            # Back and forth, so that a drift, such as heat, affects all of them.
             order = variants if number % 2 == 0 else variants[::-1]
             for variant in order:
                 shown = f", round {number + 1} of {rounds}" if rounds > 1 else ""

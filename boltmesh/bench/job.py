@@ -40,7 +40,7 @@ SHORT_RUN = (
     "run.checkpoint.enabled=false",
     "run.resume=null",
 )
-"""Training steps and nothing beside them, in every job."""
+"""Settings of every job: training steps alone."""
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ class Variant:
     def overrides(
         self, config: Any, given: Sequence[str], devices: Sequence[int] = (0,)
     ) -> list[str]:
-        """Return what is added to the command line of ``boltmesh fit``.
+        """Return the arguments that are added to the command line of ``boltmesh fit``.
 
         Args:
             config: As it is loaded with ``given``.

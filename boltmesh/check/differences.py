@@ -17,7 +17,7 @@ class Trace:
     gradient_norms: list[list[float]] = field(default_factory=list)
     """Per call of an optimizer, before clipping: the norm on every rank."""
     metrics: list[dict[str, float]] = field(default_factory=list)
-    """Per optimizer step: what was logged, the mean over its batches and ranks."""
+    """Per optimizer step: the logged values, each the mean over its batches and ranks."""
     parameters: dict[str, Tensor] = field(default_factory=dict)
     optimizer_state: dict[str, Tensor] = field(default_factory=dict)
     validation: dict[str, float] = field(default_factory=dict)
@@ -30,7 +30,7 @@ class Trace:
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How far apart two runs may be. The defaults are what the order of fp32 sums explains."""
+    """Tolerances between two runs. The order of fp32 sums explains the defaults."""
 
     relative: float = 2e-5
     """For losses, gradient norms, metrics and predictions."""
@@ -61,7 +61,7 @@ class Difference:
 def find_differences(
     reference: Trace, layout: Trace, tolerance: Tolerance | None = None
 ) -> list[Difference]:
-    """Everything that differs, what came first in time at the front; empty when all is equal."""
+    """All differences, the earliest first; empty if the runs are equal."""
     tolerance = tolerance or Tolerance()
     return list(_differences(reference, layout, tolerance))
 

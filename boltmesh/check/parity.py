@@ -1,4 +1,4 @@
-"""Does this layout compute what one process computes? The comparison behind ``boltmesh check``.
+"""Compares a layout with one process: the comparison behind ``boltmesh check``.
 
 The same module is trained twice for a few optimizer steps, from the same seed: in one process with
 plain Lightning, and in the layout. The process sees the batches of all data ranks, in turn and
@@ -53,7 +53,7 @@ def ranks_of_data(strategy: MeshStrategy) -> list[int] | None:
 
 
 def merge_over_ranks(trace: Trace, chosen: Sequence[int] | None) -> Trace:
-    """Average what each rank saw and compare what all should hold. Collective over all ranks.
+    """Average values that differ by rank, compare those that should be equal. Collective: all ranks.
 
     Args:
         trace: The trace of this rank.
@@ -104,7 +104,7 @@ def _find_stray(all_ranks: Sequence[Any], chosen: Sequence[int]) -> str | None:
 
 
 def merge_over_stages(trace: Trace, strategy: MeshStrategy) -> Trace:
-    """Put together what each stage holds, and what the pipelines saw of different batches.
+    """Join the values of the stages, and those of pipelines with different batches.
 
     Collective over all ranks.
     """
@@ -328,7 +328,7 @@ def _trace(
         arguments["accumulate_grad_batches"] = problem.accumulate * factor
     limit = problem.evaluation_batches * (data_size if is_reference else 1)
     with warnings.catch_warnings(), full_float32():
-        # Advice on workers, loggers and samplers is not what a comparison is run for.
+        # Advice on workers, loggers and samplers does not matter in a comparison.
         warnings.filterwarnings("ignore", module="lightning")
         trainer = Trainer(
             strategy=strategy,
@@ -386,7 +386,7 @@ def module_steps(module: LightningModule) -> int:
 
 
 class _TraceRecorder(Callback):
-    """Collects what this rank computes."""
+    """Collects the results of this rank."""
 
     reads_gradients = False  # the strategy computes the norm, also where ``.grad`` is empty
 
@@ -445,7 +445,7 @@ def _gradient_norm(trainer: Trainer, optimizer: Optimizer) -> float:
 
 
 def _flatten(predictions: Any) -> list[Tensor]:
-    """One tensor per batch: what a module predicts may be nested."""
+    """One tensor per batch: predictions of a module may be nested."""
     batches = []
     for batch in predictions:
         leaves = [leaf for leaf in tensors_of(batch) if leaf.is_floating_point()]
@@ -455,10 +455,10 @@ def _flatten(predictions: Any) -> list[Tensor]:
 
 
 def _copy(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """Return the whole of what a parameter has on the host. Collective where it is divided."""
+    """Return the full parameter on the host. Collective if the parameter is divided."""
     return whole_value(tensor.detach(), parameter).cpu().clone()
 
 
 def _numbers(metrics: dict[str, Any]) -> dict[str, float]:
-    """Return what the module logged; what a strategy logs of itself, one process does not have."""
+    """Return the module's own logged values; one process has none of the strategy's."""
     return {name: float(each) for name, each in metrics.items() if not name.startswith(OWN)}

@@ -1,4 +1,4 @@
-"""Commands that train nothing: what a config or a schedule would do, and what this host has."""
+"""Commands that train nothing: predictions of a config or a schedule, and facts of this host."""
 
 from pathlib import Path
 from typing import Any

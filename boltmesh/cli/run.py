@@ -97,7 +97,7 @@ def _print_config(config: str, overrides: Sequence[str]) -> int:
 def _prepare(
     verb: Verb, config: str, overrides: Sequence[str], *, for_show: bool
 ) -> tuple["DictConfig", "Placement", str]:
-    """The config, where its ranks run, and what errors call it."""
+    """The config, the placement of its ranks, and its name in errors."""
     from boltmesh.configs.load import load, source_named
     from boltmesh.preflight import check_config
 

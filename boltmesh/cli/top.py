@@ -1,4 +1,4 @@
-"""Commands that show, record and export what jobs tell of themselves."""
+"""Commands that show, record and export the telemetry of jobs."""
 
 from pathlib import Path
 

@@ -127,7 +127,7 @@ class _TensorPickler(pickle.Pickler):
         key = self._keys.setdefault(identity(obj), str(len(self._keys)))
         if int(key) == len(self.tensors):
             self.tensors.append(obj)
-        # torch says how a tensor of this type is made again; arguments say what differs.
+        # torch describes how a tensor of this type is rebuilt; arguments hold the differences.
         example: Any = torch.empty((), dtype=obj.dtype)
         function, arguments = example.__reduce_ex__(2)
         elements = _Elements(storage_class(arguments[0]), key, _storage_length(obj, arguments[0]))

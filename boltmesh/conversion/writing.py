@@ -18,7 +18,7 @@ from boltmesh.strategies.checkpoint.storage.folder import folder_at
 
 
 def check_target(target: str | Path, source: str | Path, *, force: bool) -> None:
-    """Look whether what is read from ``source`` may be written there.
+    """Check that output made from ``source`` may be written there.
 
     Raises:
         ConfigError: When the name is taken, and is not to be replaced, or cannot be: it is the

@@ -1,4 +1,4 @@
-"""The command: reads the facts of a host, and prints them with what will and will not work."""
+"""The command: reads the facts of a host, and prints what will and will not work."""
 
 import json
 from collections.abc import Iterator

@@ -99,7 +99,7 @@ class HostFacts:
     open_files: int
     disks: tuple[Disk, ...]
     optional: Mapping[str, str | None]
-    """Version or path of what is there, None of what is not."""
+    """Version or path of a package that is installed; None if it is not."""
     environment: Mapping[str, str]
     probe: Mapping[str, Mapping[str, Any]]
     """By part, as :mod:`boltmesh.doctor.torch_probe` prints it."""
@@ -182,7 +182,7 @@ def installed_version(package: str) -> str | None:
 
 
 def read_gpus(nvml: ModuleType | None = None) -> Gpus:
-    """Return what NVML shows. Loads the driver's library."""
+    """Return the GPUs that NVML reports. Loads the driver's library."""
     try:
         import pynvml
 

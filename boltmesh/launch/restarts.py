@@ -51,7 +51,7 @@ class Restarts:
         self._started_s = 0.0
         self._next_wait_s = FIRST_WAIT_S
         self._wait_s: float | None = None
-        """Seconds until the next start; None: there is none."""
+        """Seconds until the next start; None if there is none."""
         self._progress: tuple[int, int] | None = None
         """At the failure before: the furthest step, and when the newest checkpoint was written."""
 
@@ -83,7 +83,7 @@ class Restarts:
         return supervisor
 
     def _decide(self, supervisor: Supervisor) -> str:
-        """Return what happens after a failure, in words."""
+        """Say whether and when the ranks are started again after a failure."""
         self.run_folder = supervisor.run_folder or self.run_folder
         found = None if self.run_folder is None else self._find_checkpoint(self.run_folder)
         if self._num_restarts == self._most:

@@ -61,7 +61,7 @@ TENSOR = "bolt_tensor"
 CONTEXT = "bolt_context"
 EXPERT = "bolt_expert"
 FIND_UNUSED = "bolt_ddp_find_unused_parameters_true"
-"""Needs what ``bolt_ddp`` needs, so a table has one of them."""
+"""Needs the same as ``bolt_ddp``, so a table has only one of the two."""
 DIVIDING = (PIPELINE, TENSOR, CONTEXT, SEVERAL_AXES, EXPERT)
 """Strategies with plans of their own: ``stage_plan.py``, ``tensor_plan.py``, ``context_plan.py``,
 ``mesh_plan.py`` and ``expert_plan.py``."""
@@ -78,7 +78,7 @@ REPLICATED = "bolt_replicated"
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that one command is about."""
+    """The inputs of one command."""
 
     model: ModelShape
     job: JobShape
@@ -220,7 +220,7 @@ def _job_of(
     state_copies: int,
     source: str,
 ) -> JobShape:
-    """Return what the config says of a job, which holds for every strategy."""
+    """Return the facts of a config that hold for every strategy."""
     trainer = config.trainer
     job = JobShape(
         num_ranks=per_node * trainer.num_nodes,
@@ -250,7 +250,7 @@ def plan_divided(
     *,
     as_json: bool,
 ) -> str:
-    """Return what is printed of a strategy of ``DIVIDING``."""
+    """Return the plan of a strategy of ``DIVIDING`` as it is printed."""
     if name == PIPELINE:
         stages = plan_stages(config, per_node * config.trainer.num_nodes, given, source=source)
         return json.dumps(stages.as_data()) if as_json else write_stages(stages)
@@ -331,7 +331,7 @@ def _find_strategy(name: str, made: Plan) -> str:
 
 
 def ranks_per_node(config: "DictConfig", devices: int | None, source: str) -> int:
-    """Return the ranks of a node that a plan is for: ``--devices``, or what the config says."""
+    """Return the ranks of a node that a plan is for: ``--devices``, or those of the config."""
     if devices is not None:
         return devices
     asked = config.trainer.devices
@@ -349,7 +349,7 @@ def ranks_per_node(config: "DictConfig", devices: int | None, source: str) -> in
 
 
 def _read_machine(path: Path | None) -> Machine:
-    """Return what a file says of a machine; of none nothing is known."""
+    """Return the machine that a file describes; all values are unknown if there is no file."""
     if path is None:
         return Machine()
     try:
@@ -363,7 +363,7 @@ def _read_machine(path: Path | None) -> Machine:
 
 
 def _as_data(made: Plan, rows: Sequence[StrategyRow]) -> dict[str, Any]:
-    """The plan as JSON has it: bytes and seconds, None for what is not known."""
+    """The plan as JSON has it: bytes and seconds, None if unknown."""
     return {
         "schema": 1,
         "model": {

@@ -1,4 +1,4 @@
-"""Plan of context parallelism before a rank is started: where the sequence is cut, what it sends.
+"""Plan of context parallelism before a rank is started: cut of the sequence, bytes sent.
 
 The model is built from fake tensors. One batch of the data runs through it for each rank of a
 context group, with a process group that only counts.
@@ -118,7 +118,7 @@ class FoundSequence:
 
     entries: tuple[SequenceEntry, ...] = ()
     tokenwise: Mapping[str, TokenwiseModule] = field(default_factory=dict)
-    """Modules that run on plain tensors; what they keep differs only where something is tiled."""
+    """Modules that run on plain tensors; their saved tensors differ only if something is tiled."""
 
 
 def find_sequence(run: DryRun, options: ContextOptions, *, source: str) -> FoundSequence:

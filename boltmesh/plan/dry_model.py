@@ -256,7 +256,7 @@ def _shape(
 def build_fake(
     config: DictConfig, types: NumberTypes, source: str
 ) -> tuple[LightningModule, list[str]]:
-    """Build the model, and return what is missing of it. Called among fake tensors."""
+    """Build the model, and return notes on parts that are missing. Called among fake tensors."""
     with default_dtype(types.stored):  # as Lightning converts a module: fake ones cannot be
         module: LightningModule = build(config.model, "model", source=source)
         return module, configure(module)
@@ -272,7 +272,7 @@ def _built_in_mode(
 
 
 def configure(module: LightningModule) -> list[str]:
-    """Make the layers that a module makes in ``configure_model``; say what is missing."""
+    """Make the layers that a module makes in ``configure_model``; return notes on failures."""
     try:
         module.configure_model()
     except Exception as error:  # noqa: BLE001 - it may read anything from a missing Trainer
@@ -322,7 +322,7 @@ def first_batch(config: DictConfig, source: str) -> tuple[Any, str | None]:
 
 
 def kept(key: Hashable, make: Callable[[], T]) -> T:
-    """Return what was made under a key within ``keeping_models``, made now if it was not."""
+    """Return the value for a key within ``keeping_models``; make it if there is none."""
     found = _kept.get()
     if found is None:
         return make()
@@ -333,7 +333,7 @@ def kept(key: Hashable, make: Callable[[], T]) -> T:
 
 
 def is_keeping() -> bool:
-    """Whether others get what was made, so that it may not be changed."""
+    """Whether ``kept`` shares its values, which then must not be changed."""
     return _kept.get() is not None
 
 

@@ -1,4 +1,4 @@
-"""One training step of a module without data: what it keeps, what it computes, what it casts.
+"""One training step of a module without data: saved tensors, operators, casts.
 
 Fake tensors of the model are replaced by real ones of almost no memory: ``put_stand_ins``.
 """
@@ -41,7 +41,7 @@ PRODUCTS = (
     torch.ops.aten.bmm,
     torch.ops.aten.baddbmm,
 )
-"""Operators whose last two tensors are multiplied."""
+"""Operators that multiply their last two tensors."""
 STEP = "training_step"
 """The method that plans are made of."""
 
@@ -68,7 +68,7 @@ class StepCounts:
     """Kept beside ``saved_bytes`` in other memory than the device's."""
 
     def added(self) -> dict[Any, Any]:
-        """Return what grows with the number of equal blocks."""
+        """Return the part that grows with the number of equal blocks."""
         counts: dict[Any, Any] = dict(self.work.products)
         counts |= {name: each for name, each in vars(self.work).items() if name != "products"}
         return counts | {"saved_bytes": self.saved_bytes, "forward": self.flops}
@@ -110,7 +110,7 @@ class DryStep:
 
     @contextlib.contextmanager
     def attributing(self, modules: Mapping[str, Module]) -> Iterator[None]:
-        """Within, note which of these modules saves what; none holds another one."""
+        """Within, attribute saved bytes to these modules; none of them contains another one."""
         self._attributed = modules
         with contextlib.ExitStack() as stack:
             for name, module in modules.items():
@@ -250,7 +250,7 @@ class _Temporaries(DispatchMode):  # type: ignore[no-untyped-call]
         self._alive: list[Tensor] = []
 
     def begin_backward(self, saved: Mapping[int, Tensor]) -> None:
-        """From here on temporaries count; what is saved, or a parameter, is none."""
+        """Count temporaries from here on: tensors that are neither saved nor parameters."""
         self._saved = set(saved) | self.known
 
     @override

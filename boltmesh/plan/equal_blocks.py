@@ -58,7 +58,7 @@ class EqualBlocks:
 
 
 def equal_blocks(root: Module) -> EqualBlocks | None:
-    """Return the longest list of many equal blocks; None where there is none."""
+    """Return the longest list of many equal blocks; None if there is none."""
     lists = [
         EqualBlocks(name, each, len(each))
         for name, each in root.named_modules()

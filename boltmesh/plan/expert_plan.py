@@ -51,7 +51,7 @@ class ExpertSummary:
     """Ranks that have all experts together."""
     num_ranks: int
     stage: int
-    """ZeRO stage of all that is no expert."""
+    """ZeRO stage of all parameters but those of experts."""
     experts: tuple[ExpertModule, ...]
     other_bytes: int
     """Bytes of all other parameters, whole."""
@@ -113,7 +113,7 @@ def _watch(config: DictConfig, source: str) -> WatchedExperts:
 def plan_expert(
     config: DictConfig, ranks_per_node: int, given: Mapping[str, Any], *, source: str
 ) -> ExpertSummary:
-    """Find what a config's model gives each rank.
+    """Find the experts of each rank in a config's model.
 
     Args:
         config: The whole.

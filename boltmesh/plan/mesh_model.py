@@ -1,4 +1,4 @@
-"""Puts a config's model on a mesh without its memory, and counts what a rank would hold and move.
+"""Puts a config's model on a mesh without its memory; counts memory and traffic of a rank.
 
 The model is built from fake tensors and divided as a run divides it: layers over the tensor axis,
 what is left into stages, what a stage has over the data axis. Traffic is counted by the code that
@@ -139,7 +139,7 @@ class _Divided:
     pipeline: PipelineModel | None
     tensor: TensorSummary | None
     job: MeshJob
-    """With what the model and its data say."""
+    """The job, with the facts of its model and its data."""
     places: Sequence[RankWork | StageWork]
     times: int | None
     """How many blocks more each stage has; None where it has all."""

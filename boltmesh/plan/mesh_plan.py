@@ -148,7 +148,7 @@ def plan_mesh(
     source: str,
     is_brief: bool = False,
 ) -> MeshPlan:
-    """Put a config's model on its mesh, and work out what that costs.
+    """Put a config's model on its mesh, and compute its cost.
 
     Args:
         config: The whole.

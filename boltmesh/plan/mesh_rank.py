@@ -166,7 +166,7 @@ class RankForecast:
     traffic: tuple[ExpectedTraffic, ...]
     """In an optimizer step."""
     has_unknown_traffic: bool
-    """Whether it is not known what a tensor or context axis moves."""
+    """Whether the traffic of a tensor or context axis is unknown."""
     extra: ExtraTraffic | None = None
     """More traffic of ZeRO-2 and 3 beside a pipeline."""
 
@@ -184,7 +184,7 @@ class RankWork:
     has_unknown_traffic: bool
 
     def forecast(self, job: MeshJob) -> RankForecast:
-        """Return what a rank holds and moves."""
+        """Return memory and traffic of a rank."""
         counts, module = self.counts, self.module
         units = shapes_of_units(
             module,
@@ -355,7 +355,7 @@ def held_numel(named: Iterable[tuple[str, Parameter]], job: MeshJob) -> int:
 
 
 def over_experts(job: MeshJob, held: Mapping[str, ExpertExchange]) -> list[ExpectedTraffic]:
-    """Return what exchanges of rows move in an optimizer step.
+    """Return the bytes that exchanges of rows move in an optimizer step.
 
     Args:
         job: What is asked.
@@ -381,7 +381,7 @@ def over_experts(job: MeshJob, held: Mapping[str, ExpertExchange]) -> list[Expec
 
 
 def over_copies(owned: ModelShape, job: MeshJob) -> list[ExpectedTraffic]:
-    """Return what the gradients of a rank's experts move between the ranks that have them too."""
+    """Return the bytes of gradients of a rank's experts between the ranks with the same ones."""
     if job.owned is None or job.owned.num_copies == 1:
         return []
     copies = replace(job.data_job, num_ranks=job.owned.num_copies, shard_size=None)

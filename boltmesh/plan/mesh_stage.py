@@ -80,7 +80,7 @@ class StageWork:
     shapes: dict[object, ModelShape] = field(default_factory=dict, repr=False, compare=False)
 
     def forecast(self, job: MeshJob) -> RankForecast:
-        """Return what a rank holds and moves."""
+        """Return memory and traffic of a rank."""
         known = _Stages(self, job)
         return RankForecast(
             parameters=held_numel(known.named.items(), job),

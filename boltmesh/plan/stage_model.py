@@ -63,7 +63,7 @@ class RankModel:
 
 @dataclass(frozen=True)
 class CutModel:
-    """Where a model is cut, and what runs on its parts."""
+    """A model that was cut: the cut, and the results of running its parts."""
 
     division: StageAssignment
     plans: StagePlans

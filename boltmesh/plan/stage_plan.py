@@ -45,7 +45,7 @@ class RankRow:
     kept_bytes: int
     """Parameters, gradients and optimizer state, between steps."""
     activation_bytes: int | None
-    """At most; None where it is not known what a microbatch keeps."""
+    """At most; None if the bytes of a microbatch are unknown."""
     idle: float
     """Share of the common window."""
 
@@ -74,7 +74,7 @@ class StagePlanSummary:
 def plan_stages(
     config: "DictConfig", num_ranks: int, given: Mapping[str, Any], *, source: str
 ) -> StagePlanSummary:
-    """Cut a config's model, and work out what that costs.
+    """Cut a config's model, and compute its cost.
 
     Args:
         config: The whole.
@@ -109,7 +109,7 @@ def plan_stages(
 
 
 def plan_of(made: "PipelineModel", copies: int, notes: tuple[str, ...]) -> StagePlanSummary:
-    """Simulate the schedule of a model that was cut, with what its stages cost."""
+    """Simulate the schedule of a model that was cut, with the costs of its stages."""
     table = made.table
     mean = sum(each.cost for each in made.stages) / len(made.stages)
     even = simulate_ideal(table)
@@ -204,7 +204,7 @@ def stage_table(stages: Sequence[StageRow]) -> list[str]:
 
 
 def bubble_text(plan: StagePlanSummary) -> str:
-    """Return what is expected of the bubble, in a sentence."""
+    """Return the expected bubble in a sentence."""
     return (
         f"expected bubble {100 * plan.bubble:.1f}% of the time, and "
         f"{100 * plan.even_bubble:.1f}% were all stages equal; transfers take no time in it."

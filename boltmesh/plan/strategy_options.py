@@ -40,7 +40,7 @@ DDP_KEYS = (
 
 
 def float8_note(given: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return what ``float8`` changes of bytes and times, as a note below a plan."""
+    """Return the changes of bytes and times by ``float8``, as a note below a plan."""
     if given.get("float8") is None:
         return ()
     note = (
@@ -57,7 +57,7 @@ def copies_note(
     *,
     is_replica: bool = False,
 ) -> list[str]:
-    """Return what ``checkpoint_in_memory_every`` takes, as a note below a plan."""
+    """Return the memory of ``checkpoint_in_memory_every``, as a note below a plan."""
     every = given.get("checkpoint_in_memory_every")
     if every is None:
         return []

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TensorSummary:
-    """A plan before it runs, and what a rank keeps by it."""
+    """A plan before it runs, and the bytes that a rank keeps by it."""
 
     model: str
     plan: TensorPlan
@@ -98,7 +98,7 @@ def find_division(
 def summarise(
     module: "LightningModule", plan: TensorPlan, element_bytes: int, notes: Sequence[str]
 ) -> TensorSummary:
-    """Return what ranks keep by a plan.
+    """Return the bytes that ranks keep by a plan.
 
     Args:
         module: The whole model.
@@ -138,7 +138,7 @@ _PROOF = (
 def plan_tensor(
     config: "DictConfig", ranks_per_host: int, given: Mapping[str, Any], *, source: str
 ) -> "TensorSummary":
-    """Find what a config's model gives each rank.
+    """Find the part of each rank in a config's model.
 
     Args:
         config: The whole.

@@ -60,7 +60,7 @@ def strategy_text(name: str, arguments: Mapping[str, Any]) -> str:
 
 
 def flow_sentence(found: Search, fastest: Candidate) -> str:
-    """Return what the usual decision flow says of the case, and whether the numbers agree."""
+    """Return the proposal of the usual decision flow, and whether the numbers agree."""
     cluster, budget = found.cluster, found.cluster.accelerator.memory_bytes
     state = 16.0 * found.model.numel
     layout = fastest.layout
@@ -216,7 +216,7 @@ def behind_text(first: Mapping[str, float], other: Mapping[str, float], *, digit
 
 
 def changes(found: Search, first: Candidate) -> Iterator[tuple[str, str]]:
-    """Yield what another cluster or batch would give, each as the change and the outcome."""
+    """Yield the effect of another cluster or batch, each as the change and the outcome."""
     cluster = found.cluster
     if cluster.num_nodes > 1:
         faster = on_network(found, 2 * cluster.network_rate)

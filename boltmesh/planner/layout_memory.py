@@ -1,4 +1,4 @@
-"""Predicts what the fullest rank needs under a layout, by kind.
+"""Predicts the memory of the fullest rank under a layout, by kind.
 
 Source: Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198, for the bytes of activations.
 """
@@ -50,7 +50,7 @@ class LayoutMemory:
 
 
 def estimate_layout_memory(model: Transformer, layout: Layout) -> LayoutMemory:
-    """Return what the fullest rank needs."""
+    """Return the memory of the fullest rank."""
     numel = parameters_of_rank(model, layout)
     shards = layout.num_shards
     of_parameter, of_gradient, of_optimizer = layout.state_bytes

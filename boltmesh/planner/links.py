@@ -36,7 +36,7 @@ class ClusterLinks:
         )
         across = 0.0
         if group.num_nodes > 1:
-            # Each rank of a node moves its part of what the node exchanges.
+            # Each rank of a node moves its part of the node's bytes.
             share = num_bytes / group.in_node * (group.num_nodes - 1) / group.num_nodes
             across = share / (self.network_rate)
         moving = max(inside, across)

@@ -47,7 +47,7 @@ class Accelerator:
     host_rate: float
 
     def matmul_rate(self, dtype: str) -> float:
-        """Return what large matrix products reach, in floating point operations per second."""
+        """Return the rate of large matrix products, floating point operations per second."""
         known = dtype if dtype in self.flops else min(self.flops, key=self.flops.__getitem__)
         return self.flops[known] * self.matmul[known]
 
@@ -149,7 +149,7 @@ def build_cluster(
     num_nodes: int | None = None,
     network_rate: float | None = None,
 ) -> Cluster:
-    """Return a cluster; what is not given is as usual for the accelerator.
+    """Return a cluster; values that are not given are the usual ones of the accelerator.
 
     Args:
         accelerator: What every rank has.

@@ -43,13 +43,13 @@ TILE_BYTES = 64 * 2**20
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout with what it is predicted to take."""
+    """A layout with its predicted time and memory."""
 
     layout: Layout
     time: PredictedStepTime
     memory: LayoutMemory
     is_tight: bool
-    """Its memory is within the error of the prediction of what a device has."""
+    """Its memory differs from that of a device by less than the error of the prediction."""
 
     @property
     def seconds(self) -> float:

@@ -414,7 +414,7 @@ class StepTimeModel:
 
 
 def factor_of(cluster: Cluster, rates: Rates) -> float:
-    """Return what a step takes longer on several nodes."""
+    """Return the additional time of a step on several nodes."""
     return 1.0 + rates.straggler * log2(max(1, cluster.num_nodes))
 
 
@@ -487,6 +487,6 @@ def parameters_of_rank(model: Transformer, layout: Layout) -> float:
 def model_flops_utilization(
     model: Transformer, device: Accelerator, layout: Layout, seconds: float
 ) -> float:
-    """Return MFU: model FLOPs (without recomputation) over what the devices could do at most."""
+    """Return MFU: model FLOPs (without recomputation) over the peak of the devices."""
     peak = device.flops.get(layout.dtype, device.flops["bf16"])
     return model.step_flops(layout.sequences) / (seconds * layout.num_devices * peak)

@@ -47,7 +47,7 @@ class Transformer:
 
     @property
     def query_width(self) -> int:
-        """Width of all queries, and of what attention returns."""
+        """Width of all queries, and of the output of attention."""
         return self.heads * self.head_dim or self.hidden
 
     @property
