@@ -99,7 +99,7 @@ def make_strategy(section: Any, *, source: str, **more: Any) -> Any:
     Raises:
         BoltMeshError: One line, for arguments that the strategy does not take.
     """
-    # As plain mappings and lists: what a strategy keeps of them may be pickled for other ranks.
+    # As plain mappings and lists: a strategy may keep them, and is pickled for other ranks.
     plain = cast("dict[str, Any]", OmegaConf.to_container(section, resolve=True))
     entry = STRATEGIES[plain["name"]]
     arguments = {str(key): each for key, each in plain.items() if key != "name"}

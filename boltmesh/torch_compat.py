@@ -1,4 +1,4 @@
-"""Private names of torch below the telemetry: the job's store, and what NCCL has completed."""
+"""Private names of torch below the telemetry: the job's store, and completed calls of NCCL."""
 
 import json
 
@@ -8,7 +8,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 
 def job_store(prefix: str, *, in_memory: bool = False) -> Store | None:
-    """Return the store through which the ranks of this job have met; None if there is none.
+    """Return the store by which the ranks of this job rendezvous; None if there is none.
 
     Call it for each use: a store that is kept keeps its server's port.
 

@@ -48,7 +48,7 @@ class Verified(NamedTuple):
 
 
 def verify(places: Iterable[str | Path]) -> Iterator[Verified]:
-    """Read what is at some paths or addresses; of a folder, all that is in it."""
+    """Verify some paths or addresses; of a folder, everything in it."""
     for place in places:
         if _is_folder(place):
             yield from _verify_folder(place)

@@ -53,7 +53,7 @@ def ranks_of_data(strategy: MeshStrategy) -> list[int] | None:
 
 
 def merge_over_ranks(trace: Trace, chosen: Sequence[int] | None) -> Trace:
-    """Average values that differ by rank, compare those that should be equal. Collective: all ranks.
+    """Average values that differ by rank, compare the others. Collective: all ranks call it.
 
     Args:
         trace: The trace of this rank.

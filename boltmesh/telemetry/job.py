@@ -248,7 +248,7 @@ def record_end(path: Path, *, rank: int, exit_code: int | None) -> None:
 
 
 def read_end(path: Path) -> RankEnd | None:
-    """Return what a supervisor noted, if one did."""
+    """Return the supervisor's record, if there is one."""
     try:
         return msgspec.json.decode(read_private(path / END_FILE), type=RankEnd)
     except (OSError, *UNREADABLE):
@@ -256,7 +256,7 @@ def read_end(path: Path) -> RankEnd | None:
 
 
 def pid_namespace() -> int:
-    """Return the number of this process's pid namespace; 0 where there is none."""
+    """Return the number of this process's pid namespace; 0 if there is none."""
     try:
         return Path("/proc/self/ns/pid").stat().st_ino
     except OSError:
@@ -264,7 +264,7 @@ def pid_namespace() -> int:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a private file in the place of another, whole or not at all."""
+    """Replace a private file atomically."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     descriptor = os.open(temporary, flags, 0o600)
@@ -301,7 +301,7 @@ def _check_private(path: Path, found: os.stat_result) -> None:
 
 
 def read_private(path: Path) -> bytes:
-    """Return what a small file of this user holds."""
+    """Return the content of a small file of this user."""
     with open(open_private(path), "rb") as file:
         return file.read(MAX_JSON_BYTES)
 
@@ -310,7 +310,7 @@ Stamp = tuple[int, int, int]
 
 
 def stamp_of(path: Path) -> Stamp | None:
-    """Return what changes with a file's content, for files that are only ever replaced."""
+    """Return a stamp that changes with a file's content, for files that are only ever replaced."""
     try:
         found = os.lstat(path)
     except OSError:

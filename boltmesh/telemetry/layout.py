@@ -172,7 +172,7 @@ class Section(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The first byte behind it."""
+        """Offset of its end."""
         return self.offset + self.record_bytes * self.capacity
 
 
@@ -309,7 +309,7 @@ def sequence_at(buffer: bytes, offset: int) -> int:
 
 
 def newest_sequence(buffer: bytes, section: Section, record: Record) -> int:
-    """Return the highest sequence number of a whole record in a ring; 0 when there is none."""
+    """Return the highest sequence number of a whole record in a ring; 0 if there is none."""
     claims = sorted(
         (
             (sequence_at(buffer, section.offset + slot * section.record_bytes), slot)

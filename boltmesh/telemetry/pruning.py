@@ -50,7 +50,7 @@ def ended_jobs(folder: Path | None = None) -> list[EndedJob]:
 
 
 def _ended_job(path: Path) -> EndedJob | None:
-    """Return what a folder holds; None if it is none of a job, or its ranks live."""
+    """Return the job of a folder; None if the folder is not a job's, or its ranks live."""
     if path.is_symlink() or not path.is_dir():
         return None
     if not any((path / name).exists() for name in (JOB_FILE, END_FILE, rank_file(path, 0).name)):

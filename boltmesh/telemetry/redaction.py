@@ -1,4 +1,4 @@
-"""Keeps secrets out of what a job shows of itself.
+"""Keeps secrets out of the telemetry of a job.
 
 Command lines and hyperparameters are shown on screens, recorded and pasted into reports. Values
 that look like a secret, by their name or by their shape, are replaced before they are written.
@@ -24,7 +24,7 @@ _SECRET_ENDINGS = ("apikey", "passphrase", "passwd", "password", "secret")
 _COUNTS = frozenset(
     {"dim", "dims", "head", "heads", "id", "ids", "index", "layers", "length", "size"}
 )
-"""Last words of names whose whole number is a size or a place, such as ``num_key_value_heads``."""
+"""Last words of names whose whole numbers are sizes or places: ``num_key_value_heads``."""
 _WHOLE = re.compile(r"-?[0-9]{1,9}")
 _SHAPES = re.compile(
     r"\b(?:hf_[A-Za-z0-9]{8,}|sk-[A-Za-z0-9_-]{8,}|[rsp]k_(?:live|test)_[A-Za-z0-9]{8,}"
@@ -62,7 +62,7 @@ def is_secret_name(name: str) -> bool:
 
 
 def _is_hidden(name: str, value: object) -> bool:
-    """Tell whether a name and a value are a secret: ``pad_token_id: 0`` is none."""
+    """Return whether a name and a value are a secret: ``pad_token_id: 0`` is none."""
     if not is_secret_name(name):
         return False
     is_count = [word.lower() for word in _WORD.findall(name)][-1] in _COUNTS

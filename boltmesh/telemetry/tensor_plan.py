@@ -29,7 +29,7 @@ class PlannedBlocks(msgspec.Struct, frozen=True, gc=False):
     """Repeated blocks of one kind."""
 
     first: str
-    """The name of the first of them; empty for what lies in no block."""
+    """The name of the first of them; empty for parameters outside of blocks."""
     count: int
     backend: str
     """How their code is run: ``local`` on plain shards, ``region`` as DTensors, ``replicated``
@@ -46,7 +46,7 @@ class TensorPlanTable(msgspec.Struct, frozen=True):
     blocks: tuple[PlannedBlocks, ...] = ()
     """Empty before the plan was proven."""
     notes: tuple[str, ...] = ()
-    """Disagreements, and what fell back and why."""
+    """Disagreements, and the blocks that fell back with their reasons."""
 
     @property
     def rank_bytes(self) -> int:

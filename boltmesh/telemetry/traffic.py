@@ -1,4 +1,4 @@
-"""The bytes that a strategy says one step should move, to be shown beside the measured ones."""
+"""The bytes that a strategy expects of one step, shown beside the measured ones."""
 
 from collections.abc import Iterable
 from typing import Final
@@ -6,7 +6,7 @@ from typing import Final
 import msgspec
 
 CONTROL: Final = "control"
-"""The axis of what ranks agree on in small messages, beside the tensors of a model."""
+"""The axis of small messages by which ranks agree, beside the tensors of a model."""
 
 
 CHECKPOINTS: Final = "checkpoint"

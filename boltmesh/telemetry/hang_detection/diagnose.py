@@ -96,7 +96,7 @@ class Explanation(NamedTuple):
     stacks: tuple[str, ...]
     """Lines with the stacks of the missing."""
     takes_long: bool
-    """The missing ranks do what may take long: a validation, a checkpoint, loading."""
+    """The missing ranks validate, write a checkpoint or load, which may take long."""
 
 
 def explain(
@@ -157,7 +157,7 @@ def find_root(
 
 
 def find_wait(progress: Mapping[int, RankProgress], rank: int, world_size: int) -> Wait | None:
-    """Return what a rank waits in: the collective that it has waited in for longest."""
+    """Return the collective that a rank has waited in for longest."""
     own = progress.get(rank)
     if own is None:
         return None
@@ -255,7 +255,7 @@ def _who_waits(wait: Wait) -> str:
 
 
 def _where(rank: int, progress: Mapping[int, RankProgress], world_size: int) -> str:
-    """Return what a rank does: one sentence without its full stop."""
+    """Describe the activity of a rank in one sentence without its full stop."""
     own = progress.get(rank)
     if own is None:
         return f"Rank {rank} does not answer, and this host has no telemetry file of it"

@@ -72,7 +72,7 @@ def is_consequence(error: str) -> bool:
 
 
 def stop_reason(events: Sequence[Event], failures: Sequence[Failure]) -> str | None:
-    """Return what ended a job early that ended well, or None."""
+    """Return the reason if a job ended early and well, else None."""
     reasons = [
         event.message
         for event in events

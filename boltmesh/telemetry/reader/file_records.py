@@ -135,7 +135,7 @@ def make_span(fields: tuple[Any, ...]) -> Span | None:
 
 
 def make_moved(fields: tuple[Any, ...]) -> OffloadRow | None:
-    """Return what was offloaded up to a step from the fields of its record."""
+    """Return the offload totals up to a step from the fields of its record."""
     _, step, *totals = fields
     if not 0 <= step <= MAX_NUMBER or max(totals) > MAX_NUMBER:
         return None

@@ -91,7 +91,7 @@ class Peek(NamedTuple):
 
 
 class _Verdict(NamedTuple):
-    """State of a job, and what it follows from."""
+    """State of a job, and the evidence for it."""
 
     ranks: tuple[RankSnapshot, ...]
     failures: list[Failure]
@@ -136,7 +136,7 @@ class JobReader:
         self._ranks.clear()
 
     def snapshot(self) -> JobSnapshot:
-        """Return what the job's files say now.
+        """Return a snapshot of the job's files as they are now.
 
         A rank whose file is absent or cannot be trusted is shown as missing, with the reason.
 
@@ -338,7 +338,7 @@ class JobReader:
 
 
 def check_folder(path: Path) -> None:
-    """Refuse what is no folder of this user's own.
+    """Refuse a path that is no folder of this user's own.
 
     Raises:
         TelemetryError: It cannot be read, is a link or a file, or belongs to another user.

@@ -1,4 +1,4 @@
-"""Turns what a job says of itself into the part of a snapshot that stays.
+"""Turns a job's own description into the constant part of a snapshot.
 
 ``PlansView`` has the plans of a job, read again only when their files change; ``mean_expected``
 what a step is expected to move on a rank, from what the ranks state.
@@ -37,7 +37,7 @@ def num_ranks(info: JobInfo) -> int:
 
 
 def started_at(info: JobInfo) -> float:
-    """Return when the job started; 0 where that is no time."""
+    """Return when the job started; 0 if the value is no time."""
     return info.started if is_time(info.started) else 0.0
 
 
@@ -178,7 +178,7 @@ def _is_possible(row: PlannedParameters) -> bool:
 def mean_expected(
     views: Sequence[RankView], ranks: Sequence[RankSnapshot]
 ) -> tuple[ExpectedTraffic, ...]:
-    """Return what a rank is expected to move: the mean over the parts of the model that state it.
+    """Return the expected traffic of a rank: the mean over the parts of the model that state it.
 
     Stages of a pipeline differ, and so do tensor ranks, of which one may have a word more. Each
     part has as many ranks as the others.

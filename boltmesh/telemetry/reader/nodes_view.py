@@ -1,4 +1,4 @@
-"""Fills in the ranks of other hosts from what this host heard of them.
+"""Fills in the ranks of other hosts from the summaries that this host received.
 
 [Note: When a host is not heard of]
 Silence means something only while this host listens. It listens at the end of its steps, so when
@@ -119,7 +119,7 @@ class NodesView:
         return None
 
     def _read(self, world_size: int) -> None:
-        """Read the file again when it is another one; keep what is known when it is none."""
+        """Read the file again if it was replaced; keep the last content if it is missing."""
         try:
             found = os.lstat(self._path)
             stamp = (found.st_ino, found.st_mtime_ns, found.st_size)

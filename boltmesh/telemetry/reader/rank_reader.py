@@ -47,7 +47,7 @@ from boltmesh.telemetry.reader.traffic_reader import TrafficReader
 from boltmesh.telemetry.stall import RECENT_STEPS
 
 CHECK_PID_EVERY_S: Final = 3.0
-"""How often a pid is looked up whose process exists: it may be a zombie, or another process."""
+"""Interval at which the pid of a living process is checked: it may be a zombie, or reused."""
 
 
 class Liveness:
@@ -119,7 +119,7 @@ _MEMORY: Final = SECTIONS["memory"]
 _NAMES: Final = SECTIONS["names"]
 
 _NUM_KEPT_TRAFFIC: Final = 256
-"""Records of collectives that are kept beside the sums, for those that are still in flight."""
+"""Records of collectives that are kept beside the sums, for those in flight."""
 
 
 class GroupRecord(msgspec.Struct, frozen=True):
@@ -131,7 +131,7 @@ class GroupRecord(msgspec.Struct, frozen=True):
 
 
 class Facts(msgspec.Struct, frozen=True):
-    """The JSON block: names behind the numbers, and what is constant."""
+    """The JSON block: names of the numbers, and constants."""
 
     groups: list[GroupRecord] = []
     operators: list[str] = []
@@ -238,7 +238,7 @@ class RankReader:
                 RankReader.num_open -= 1
 
     def peek(self) -> None:
-        """Read only who wrote the file, where it is, and whether it lives."""
+        """Read only the identity of the writer, the rank's position, and whether it lives."""
         try:
             self._open()
             self._read_first_page()
@@ -290,7 +290,7 @@ class RankReader:
 
     @property
     def num_damaged(self) -> int:
-        """Records that are not whole, or say what cannot be, among those that were read."""
+        """Records among those read that are not whole, or hold impossible values."""
         rings = (self.steps, self.spans, self.events, self.offload, self.traffic.ring)
         in_tables = len(self.traffic.damaged) + len(self.series.damaged) + len(self.damaged)
         return sum(len(each.damaged) for each in rings) + in_tables
@@ -305,7 +305,7 @@ class RankReader:
             self._let_go()
 
     def read_series(self) -> bool:
-        """Read what is new in the series of the metrics; return whether anything is."""
+        """Read new points of the metrics' series; return whether there are any."""
         try:
             self._open()
             return self.series.update(self.read_at, self.facts.metrics[: layout.MAX_METRICS])
@@ -352,7 +352,7 @@ class RankReader:
         return is_new
 
     def _let_go(self) -> None:
-        """Close a file that there is no room to keep open."""
+        """Close a file to stay within the limit of open files."""
         if not self._is_kept:
             self.close()
 
@@ -437,6 +437,6 @@ def _newest(slots: bytes, section: layout.Section, record: layout.Record) -> tup
 
 
 def most_open() -> int:
-    """Return how many files may stay open: half of what the process may have."""
+    """Return how many files may stay open: half of the process's limit."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return soft // 2 if soft > 0 else 1 << 16

@@ -1,4 +1,4 @@
-"""Turns one rank's file into what a snapshot says of that rank.
+"""Turns one rank's file into that rank's part of a snapshot.
 
 ``memory_kinds`` says what a rank's memory is for. Parameters, gradients, optimizer state and
 buffers are measured. Activations cannot be walked: on CUDA they are what the allocator has given
@@ -55,7 +55,7 @@ def memory_totals(status: Status | None) -> Memory:
 def memory_kinds(
     walked: Sequence[int] | None, totals: Memory, predicted: Sequence[Mapping[str, Any]]
 ) -> tuple[MemoryKind, ...]:
-    """Return each kind in each place of which anything is known."""
+    """Return each kind in each place with a known value."""
     measured = _measured(walked, totals)
     expected = _predicted(predicted)
     return tuple(
@@ -197,7 +197,7 @@ class RankView:
         return self._said
 
     def _why_missing(self, error: Exception) -> str | None:
-        """Return why a file that is there cannot be read; None where there is none."""
+        """Return why an existing file cannot be read; None if there is no file."""
         if not os.path.lexists(self.reader.path):
             return None
         return clean(f"{self.reader.path.name}: {error}")
@@ -297,7 +297,7 @@ class RankView:
             self._steps.popleft()
 
     def metrics(self) -> dict[str, float]:
-        """Return the newest value of every metric, of a rank whose series were read."""
+        """Return the newest value of every metric of a rank whose series were read."""
         newest = {
             clean(name, layout.MAX_NAME): points[-1][2]
             for name, points in self.reader.series.points().items()

@@ -1,4 +1,4 @@
-"""Follows one ring of a rank's file as it grows, so that a look costs what is new.
+"""Follows one ring of a rank's file as it grows, so that the cost of a look is that of new records.
 
 [Note: Damage]
 A record that is not whole may be being written just now, so it is read once more at once. One
@@ -20,7 +20,7 @@ _LOOK_AHEAD: Final = 64
 
 _FIRST_BLOCK: Final = 8
 _BLOCK: Final = 256
-"""Records that are read at once: few at first, for few is what most looks find."""
+"""Records that are read at once: few at first, because most looks find few."""
 
 _MAX_AGAIN: Final = 64
 _SEQUENCE: Final = struct.Struct("<Q")
@@ -61,9 +61,9 @@ class Ring(Generic[T]):
     ) -> None:
         self.records: dict[int, T] = {}
         self.damaged: set[int] = set()
-        """Slots with something that is no record. See [Note: Damage]."""
+        """Slots whose content is no record. See [Note: Damage]."""
         self.first = 0
-        """The oldest record since which none is known to be missing; 0: there is none yet."""
+        """The oldest record after which none is known to be missing; 0: there is none yet."""
         self._section = SECTIONS[name]
         self._record = record
         self._make = make
@@ -83,7 +83,7 @@ class Ring(Generic[T]):
     def update(
         self, read: Read, is_enough: Callable[[T], bool] = lambda _: False
     ) -> list[Change[T]]:
-        """Add what the writer added since the last call, and return it.
+        """Add the records written since the last call, and return them.
 
         Args:
             read: Reads the file.
@@ -173,11 +173,11 @@ class Ring(Generic[T]):
         self._retry_all(read, missing)
 
     def _retry_all(self, read: Read, missing: list[int]) -> list[int]:
-        """Read once more what is not whole; return what stays so."""
+        """Read incomplete records once more; return those that are still incomplete."""
         return [each for each in missing if not self._retry(read, each)]
 
     def _retry(self, read: Read, sequence: int) -> bool:
-        """Read once more what is not whole, and count what stays so. See [Note: Damage]."""
+        """Read incomplete records once more, and count those that remain so. See [Note: Damage]."""
         is_whole = self._read_again(read, sequence)
         if not is_whole:
             self.damaged.add(self._slot(sequence))
@@ -258,7 +258,7 @@ class Ring(Generic[T]):
         self._keep_made(fields[0], self._make(fields))
 
     def _keep_made(self, sequence: int, made: T | None) -> None:
-        """Keep what a whole record says; None: it makes no sense."""
+        """Keep the content of a whole record; None: it makes no sense."""
         is_newest = sequence > self._newest
         self._newest = max(self._newest, sequence)
         if made is None:

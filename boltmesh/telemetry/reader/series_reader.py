@@ -1,4 +1,4 @@
-"""Follows the series of one rank's metrics: what is logged, and what each step costs.
+"""Follows the series of one rank's metrics: the logged ones, and the costs of each step.
 
 The first look reads all slots of a series. Later ones read only the values that came since, from
 the ring of the newest values, and ``MetricHistory`` adds only these to what snapshots have.
@@ -36,7 +36,7 @@ class SeriesReader:
 
     def __init__(self) -> None:
         self.damaged: set[tuple[int, int]] = set()
-        """Metric and slot of what is no point."""
+        """Metric and slot of invalid points."""
         self._series: dict[str, _Series] = {}
         self._new: list[tuple[str, Point]] | None = None
 
@@ -50,7 +50,7 @@ class SeriesReader:
         return new
 
     def update(self, read: Callable[[int, int], bytes], names: Sequence[str]) -> bool:
-        """Read what is new; return whether anything is."""
+        """Read new points; return whether there are any."""
         is_new = False
         for number, name in enumerate(names):
             series = self._series.setdefault(name, _Series())

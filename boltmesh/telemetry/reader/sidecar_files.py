@@ -1,4 +1,4 @@
-"""Reads what a rank writes beside its telemetry file, again only when there is something new.
+"""Reads the files beside a rank's telemetry file, each again only when it has changed.
 
 ``OutputTail`` has the newest lines that the rank has printed, ``ExpertLoads`` the rows that it has
 sent to each expert.

@@ -23,7 +23,7 @@ WARM_UP_STEPS: Final = 2
 """The first optimizer steps of a run move more: DDP rebuilds its buckets and broadcasts them."""
 
 MAX_KEPT_STEPS: Final = 4096
-"""Batches whose traffic is kept apart; optimizer steps of more batches than this have no mean."""
+"""Batches with traffic sums of their own; longer optimizer steps have no mean."""
 
 Key = tuple[int, int, int]
 """Group, operator and peer as in ``layout.TRAFFIC``."""
@@ -102,7 +102,7 @@ class TrafficSums:
         self.num_steps = 0
         """Optimizer steps that the sums are over."""
         self.sums: dict[Key, list[int]] = {}
-        """Calls, payload bytes, nanoseconds, and calls whose time is not known."""
+        """Calls, payload bytes, nanoseconds, and calls whose time is unknown."""
         self._ends: deque[int] = deque(maxlen=num_recent + 1)
         self._num_skipped = 0
         self._global_step: int | None = None
@@ -148,11 +148,11 @@ class TrafficSums:
         self._global_step = step.global_step
 
     def break_before(self, step: int) -> None:
-        """Forget what was before: of this batch, the beginning may be missing."""
+        """Forget all earlier batches: the beginning of this one may be missing."""
         self._complete_from = step
 
     def add(self, record: Traffic, sign: int = 1) -> None:
-        """Add a collective, or take one out with what it said before."""
+        """Add a collective, or remove one with its earlier values."""
         if record.phase in {VALIDATION, CHECKPOINT}:
             return
         is_timed = record.done_ns and record.flags & layout.TRAFFIC_IS_TIMED
@@ -245,7 +245,7 @@ def offload_totals(records: Iterable[OffloadRow]) -> tuple[OffloadTotal, ...]:
 
 
 def _first_of_each_step(records: list[OffloadRow]) -> list[OffloadRow]:
-    """Leave out what was written at the end of the run, behind the last step."""
+    """Leave out records written at the end of the run, after the last step."""
     found = records[:1]
     for record in records[1:]:
         if record.global_step > found[-1].global_step:

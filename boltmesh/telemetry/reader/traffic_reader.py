@@ -1,4 +1,4 @@
-"""Reads what a rank counted of its collectives, and gives the part of a snapshot about them.
+"""Reads the collectives that a rank counted, and returns their part of a snapshot.
 
 ``TrafficReader`` has totals, the newest collective of each group and the rank's peers. The ring has
 each collective with its operator's totals; the tables have what the ring has forgotten. So the
@@ -65,7 +65,7 @@ class TrafficReader:
         self.progress: dict[int, Progress] = {}
         """By group."""
         self.damaged: set[tuple[str, int]] = set()
-        """Table and slot of what is no record."""
+        """Table and slot of invalid records."""
         self._known_from = -1
         self._peer_table: dict[tuple[int, int, int], tuple[int, int, int]] = {}
         self._to_peers: dict[int, Traffic] = {}
@@ -81,7 +81,7 @@ class TrafficReader:
     def update(
         self, read: Read, counted: int, *, num_named: tuple[int, int], is_fresh: bool
     ) -> bool:
-        """Read what is new; return whether anything is.
+        """Read new records; return whether there are any.
 
         Args:
             read: Reads the file.
@@ -142,7 +142,7 @@ class TrafficReader:
                 self._to_peers[after.sequence] = after
 
     def _has_late(self) -> bool:
-        """Tell whether a group's newest collective may have been done behind the ring."""
+        """Whether a group's newest collective may have completed after its record left the ring."""
         return any(
             not each.done_ns
             and each.flags & layout.TRAFFIC_IS_TIMED
@@ -302,7 +302,7 @@ class TrafficView:
         return tuple(result)
 
     def peers(self, traffic: TrafficReader) -> tuple[PeerTotal, ...]:
-        """Return what went to and came from each peer, whichever call asked for it."""
+        """Return the traffic with each peer, by direction."""
         steps = traffic.sums.num_steps
         found: dict[tuple[str, str, int], list[int]] = {}
         for (group, operator, peer), (calls, payload_bytes) in traffic.peers().items():

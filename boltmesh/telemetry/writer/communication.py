@@ -1,4 +1,4 @@
-"""Counts what this rank sends: to other ranks, to its host or disk, and to each expert.
+"""Counts the bytes of this rank: to other ranks, to its host or disk, and to each expert.
 
 ``CommunicationCounter`` writes every collective that ``torch_compat`` shows into the rank's file,
 gives groups the name of their axis, and reports to the phase clock which waits are exposed.

@@ -104,7 +104,7 @@ class CudaTimeline:
             self._tails.append(_Tail(start, self._record()))
 
     def end_step(self, phase: int) -> StepMarks:
-        """Close the step; ``phase`` is what comes after it."""
+        """Close the step; ``phase`` is the next one."""
         marks = StepMarks(self._boundaries, self._tails, self._record())
         self._boundaries, self._tails = [(phase, self._record())], []
         self._num_waits = 0
@@ -123,7 +123,7 @@ class CudaTimeline:
         return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
     def _is_marked(self) -> bool:
-        """Whether what is enqueued now is part of the timeline."""
+        """Whether work that is enqueued now is part of the timeline."""
         return bool(
             torch.cuda.current_stream() == self._stream
             and not torch.cuda.is_current_stream_capturing()
@@ -143,14 +143,14 @@ class ScalarMailbox:
         self._next = 0
 
     def send(self, value: Tensor) -> int:
-        """Copy a scalar behind what the stream is doing; return its slot."""
+        """Copy a scalar after the work that the stream has; return its slot."""
         slot = self._next % PINNED_SCALARS
         self._next += 1
         self._slots[slot].copy_(value.detach().float().mean(), non_blocking=True)
         return slot
 
     def read(self, slot: int) -> float:
-        """Return a scalar whose copy is known to have passed."""
+        """Return a scalar whose copy is known to be complete."""
         return float(self._slots[slot])
 
 
@@ -182,7 +182,7 @@ class DeviceMemory(NamedTuple):
 
 
 def memory(device: torch.device) -> DeviceMemory:
-    """Return what the allocator has given out, holds, and has given out at most."""
+    """Return the bytes that the allocator has allocated, reserved, and allocated at most."""
     if device.type != "cuda":
         return DeviceMemory()
     stats = torch.cuda.memory_stats_as_nested_dict(device)

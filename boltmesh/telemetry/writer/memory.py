@@ -1,4 +1,4 @@
-"""Samples the memory of this rank: totals twice a second, and every few seconds what it is for.
+"""Samples the memory of this rank: totals twice a second, by kind every few seconds.
 
 The latter is measured by walking the tensors that a strategy names. A storage is counted once,
 under the first kind that has it, however many tensors share it; of a tensor that is sharded over
@@ -36,7 +36,7 @@ TensorsByKind = Callable[[], Mapping[str, Iterable[Tensor | StoredBytes]]]
 
 
 class MemoryWalk:
-    """Says when to walk, and what the walk finds.
+    """Says when to walk the tensors, and sums them by kind.
 
     Args:
         tensors: What to walk.
@@ -154,7 +154,7 @@ class MemorySampler:
             self.walk()
 
     def walk(self) -> None:
-        """Write the bytes by kind; what cannot be walked is said once and left."""
+        """Write the bytes by kind. An error ends these walks, with one warning."""
         if self._walk is None:
             return
         try:

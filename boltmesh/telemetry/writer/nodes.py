@@ -84,7 +84,7 @@ class RankSummary(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     memory: Memory | None = None
     in_flight: CollectiveInFlight | None = None
     groups: tuple[GroupProgress, ...] = ()
-    """Without their members, of which any host knows."""
+    """Without their members, which every host knows."""
     error: str | None = None
 
 
@@ -276,6 +276,6 @@ def _summarise(rank: RankSnapshot) -> RankSummary:
 
 
 def remove_nodes(path: Path) -> None:
-    """Forget what an earlier run under the same id heard."""
+    """Forget the summaries that an earlier run under the same id received."""
     with contextlib.suppress(OSError):
         os.unlink(path / NODES_FILE)

@@ -54,7 +54,7 @@ def guarded(method: Method) -> Method:
 
 
 class NullRecorder:
-    """Takes what a ``Recorder`` takes, and does nothing."""
+    """Has the methods of a ``Recorder``, and does nothing."""
 
     is_on = False
     path: Path | None = None

@@ -1,4 +1,4 @@
-"""Keeps what a rank prints beside its telemetry: the newest lines, without secrets.
+"""Keeps the output of a rank beside its telemetry: the newest lines, without secrets.
 
 The ``write`` of ``sys.stdout`` and ``sys.stderr`` is wrapped, so the streams stay what they are: a
 terminal remains a terminal, and each line is on the disk before the next one is printed, whatever
@@ -28,7 +28,7 @@ _keepers: "list[OutputKeeper]" = []
 
 
 def keep_output(path: Path) -> None:
-    """Keep, from now to the end of the process, what this rank prints; one file at a time.
+    """Keep the output of this rank from now to the end of the process; one file at a time.
 
     A file of this process is continued, as by fit and then test under one job id.
 
@@ -80,7 +80,7 @@ class OutputKeeper:
         self._is_open = True
 
     def wrap(self, stream: Any) -> None:
-        """Keep what is written to a stream; one that takes no attribute is left alone."""
+        """Copy writes to a stream; a stream that takes no attribute is left alone."""
         write = stream.write
 
         def write_and_keep(text: str) -> int:
@@ -139,7 +139,7 @@ class OutputKeeper:
         self._size += len(data)
 
     def close(self) -> None:
-        """Write what has no end yet, and give the streams back."""
+        """Write the unfinished line, and restore the streams."""
         with self._lock:
             if os.getpid() == self._pid:
                 with contextlib.suppress(OSError):

@@ -160,7 +160,7 @@ class PhaseClock:
             self._timeline.mark(current)
 
     def rebase(self, phase: int) -> None:
-        """Make ``phase`` what time belongs to while no other phase is entered."""
+        """Count time as ``phase`` while no other phase is entered."""
         self._charge()
         self._stack[0] = phase
         self.phase = self._stack[-1]

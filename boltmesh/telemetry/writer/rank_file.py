@@ -225,7 +225,7 @@ class RankFile(TrafficRecords):
 
     @property
     def is_open(self) -> bool:
-        """Whether what is recorded still goes into the file."""
+        """Whether records still go into the file."""
         return self._map is not None
 
     @property
@@ -234,7 +234,7 @@ class RankFile(TrafficRecords):
         return self._sequences["steps"]
 
     def close(self) -> None:
-        """Unmap the file and let go of its lock; what was written stays."""
+        """Unmap the file and release its lock; its content stays."""
         with self._lock:
             self._drop()
 
@@ -248,7 +248,7 @@ class RankFile(TrafficRecords):
     # Names
 
     def write_facts(self, facts: Mapping[str, object]) -> None:
-        """Keep what is constant, or rarely changes: coordinates, device, expected traffic."""
+        """Store values that rarely change: coordinates, device, expected traffic."""
         with self._lock:
             self._names.update(facts)
             self._write_names()
@@ -281,7 +281,7 @@ class RankFile(TrafficRecords):
             return number
 
     def _members(self, ranks: Sequence[int]) -> list[tuple[int, int, int]]:
-        """Return the members as runs, or nothing when there is no room for them."""
+        """Return the members as runs; empty if there is no room for them."""
         runs = pack_ranks(ranks)
         if self._num_runs + len(runs) > MAX_RUNS:
             return []
@@ -321,7 +321,7 @@ class RankFile(TrafficRecords):
         return number
 
     def _metric_number(self, name: str) -> int | None:
-        """Return the number of a series; None where there is no room for another of the user's."""
+        """Return the number of a series; None if there is no room for another one of the user's."""
         known = self._numbers["metrics"]
         if name not in known and not _is_own(name):
             most = layout.MAX_METRICS - layout.OWN_METRICS
@@ -360,7 +360,7 @@ class RankFile(TrafficRecords):
             )
 
     def memory(self, bytes_by_kind: Sequence[int]) -> None:
-        """Write what memory is for; the fields are those of ``layout.MEMORY``."""
+        """Write the memory by kind; the fields are those of ``layout.MEMORY``."""
         with self._lock:
             if self._map is None:
                 return
@@ -391,12 +391,12 @@ class RankFile(TrafficRecords):
         return self._append("spans", layout.SPAN, *fields)
 
     def offload(self, global_step: int, totals: Sequence[int]) -> None:
-        """Append what was moved since the start; the totals are those of ``layout.OFFLOAD``."""
+        """Append the bytes moved since the start; the totals are those of ``layout.OFFLOAD``."""
         self.offloaded = tuple(totals)
         self._append("offload", layout.OFFLOAD, global_step, *totals)
 
     def event(self, kind: str, message: str) -> None:
-        """Append a line for a human, without secrets, cut to what fits."""
+        """Append a line of text, without secrets, cut to the size of its field."""
         text = redact_text(message).encode(errors="replace")[: layout.MAX_MESSAGE]
         number = layout.EVENT_KINDS.index(kind)
         self._append("events", layout.EVENT, time.time(), number, 0, len(text), text)
@@ -432,7 +432,7 @@ class RankFile(TrafficRecords):
             self._map[at : at + size] = sealed
 
     def _halve(self, base: int, size: int) -> None:
-        """Keep every second point; what lies behind them stays until it is written over."""
+        """Keep every second point; later slots are overwritten in time."""
         assert self._map is not None
         for position in range(1, (layout.THINNED_POINTS + 1) // 2):
             source, target = base + 2 * position * size, base + position * size

@@ -74,7 +74,7 @@ def open_recorder(
     coordinates: dict[str, int],
     is_fit: bool = False,
 ) -> "Recorder | NullRecorder":
-    """Open this rank's recorder. Never raises: what prevents it is said in one warning."""
+    """Open this rank's recorder. Never raises: a problem is one warning."""
     if is_switched_off():
         return NullRecorder()
     try:
@@ -92,7 +92,7 @@ def open_recorder(
 
 
 class Recorder:
-    """Writes what one rank does, from the start of its process group to the end of the run.
+    """Records one rank, from the start of its process group to the end of the run.
 
     Not for direct construction: ``open_recorder`` or ``Recorder.open``. All methods but
     ``rank_died``, ``offload`` and ``event`` belong to the thread that trains.
@@ -200,7 +200,7 @@ class Recorder:
 
     @guarded
     def _leave_phase(self, error: BaseException | None) -> None:
-        """Leave the innermost phase; ``error`` is what passes through it."""
+        """Leave the innermost phase; ``error`` is the exception that passes through it."""
         if get_ident() == self._clock.thread:
             if error is not None and (self._failing is None or self._failing[0] != id(error)):
                 self._failing = (id(error), self._clock.phase)
@@ -236,17 +236,17 @@ class Recorder:
 
     @guarded
     def expect(self, traffic: Sequence[ExpectedTraffic]) -> None:
-        """Say what one optimizer step should move on this rank."""
+        """Set the expected traffic of one optimizer step on this rank."""
         self._file.write_facts({"expected": msgspec.to_builtins(list(traffic))})
 
     @guarded
     def expect_memory(self, kinds: Sequence[MemoryKind]) -> None:
-        """Say what memory this rank should need, by kind and place."""
+        """Set the predicted memory of this rank, by kind and place."""
         self._file.write_facts({"expected_memory": msgspec.to_builtins(list(kinds))})
 
     @guarded
     def watch_memory(self, tensors: TensorsByKind) -> None:
-        """Say which tensors are of which of MEMORY_KINDS; asked every few seconds."""
+        """Set the function that returns the tensors by kind; called every few seconds."""
         self._memory.watch(tensors)
 
     @guarded
@@ -257,7 +257,7 @@ class Recorder:
         recomputed_flops_per_batch: float | None = None,
         peak_flops_per_second: float | None,
     ) -> None:
-        """Say what one batch on this rank takes, and what its device can do at most."""
+        """Set the FLOPs of one batch on this rank, and the peak of its device."""
         compute = {
             "flops_per_batch": flops_per_batch,
             "recomputed_flops_per_batch": recomputed_flops_per_batch,
@@ -273,7 +273,7 @@ class Recorder:
         self._flops = FlopCounter(self._clock)
 
     def counted_flops(self) -> BatchFlops | None:
-        """Stop counting; return what was counted, None if nothing was."""
+        """Stop counting; return the count, None if nothing was counted."""
         counter, self._flops = self._flops, None
         return None if counter is None else counter.stop()
 
@@ -370,7 +370,7 @@ class Recorder:
 
     @guarded
     def begin_loop(self, *, epoch: int, global_step: int) -> None:
-        """Say that batches follow: what was before is no part of the first step."""
+        """Mark the start of the batches: earlier time is no part of the first step."""
         self._clock.restart(DATA)
         if self._timeline is not None:
             self._timeline.recycle(self._timeline.end_step(DATA))
@@ -385,7 +385,7 @@ class Recorder:
 
     @guarded
     def begin_batch(self, *, index: int, epoch: int) -> None:
-        """Say that the batch is there; what passed since ``end_batch`` was waiting for data."""
+        """Mark the arrival of a batch; the time since ``end_batch`` was waiting for data."""
         status = self._status
         status.state = "running"
         status.batch_index = index
@@ -403,7 +403,7 @@ class Recorder:
         samples: int | None,
         tokens: int | None,
     ) -> None:
-        """Close the step: its time is what passed since the step before was closed.
+        """Close the step: its time is that since the previous step was closed.
 
         Args:
             global_step: Lightning's counter of optimizer steps, after this batch.

@@ -39,7 +39,7 @@ def open_file(job: JobInfo, rank: int, *, is_fit: bool) -> RankFile:
 
 
 def open_host(job: JobInfo, file: RankFile) -> NodeExchange:
-    """Write what the ranks of this host share, and return its exchange with other hosts.
+    """Write the facts that the ranks of this host share, and return the exchange with other hosts.
 
     For local rank 0 only.
     """
@@ -65,7 +65,7 @@ def introduce(
     coordinates: Mapping[str, int],
     note: str | None,
 ) -> None:
-    """Write what a reader has to know of a rank before its first step.
+    """Write the facts of a rank that a reader needs before its first step.
 
     Args:
         job: That it is one rank of.

@@ -36,7 +36,7 @@ class StatusLine:
         self.state = "starting"
         """One of ``layout.STATES``."""
         self.has_ended = False
-        """The phase stays as it is."""
+        """The phase does not change."""
         self.epoch = 0
         self.global_step = 0
         self.batch_index = 0
@@ -72,7 +72,7 @@ class StatusLine:
                 self.write()
 
     def write(self) -> None:
-        """Write the line, and with it what may wait for as long."""
+        """Write the line, and other fields that may wait for as long."""
         self._written_ns = self._clock.since_ns
         COLLECTIVES.find_sources()
         self._file.write_counters()

@@ -73,7 +73,7 @@ class _Accumulation:
             self._num_batches = 0
 
     def batches_per_step(self) -> float | None:
-        """Return the mean, or what it was where no step has ended since; None before the first."""
+        """Return the mean; the last one if no step has ended since; None before the first."""
         batches, steps = self._whole
         if steps:
             assert self._num_batches is not None
@@ -232,7 +232,7 @@ class StepQueue:
 
 
 def _number(value: float | Tensor | None) -> float | None:
-    """Return a value on the host, the mean of what is no scalar; None for other devices."""
+    """Return a value on the host, the mean of a tensor; None for other devices."""
     if not isinstance(value, Tensor):
         return None if value is None else float(value)
     if not value.is_cpu:

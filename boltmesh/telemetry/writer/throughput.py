@@ -1,4 +1,4 @@
-"""Counts what is in a batch without touching its values, and its floating point operations.
+"""Counts the samples and tokens of a batch without touching its values, and its FLOPs.
 
 ``flops_per_batch`` is the attribute that Lightning's ThroughputMonitor reads. Lightning's table of
 devices is not used: some of its peaks are those with sparsity.
@@ -85,7 +85,7 @@ def flops_per_batch(module: LightningModule) -> float | None:
 
 
 def peak_flops(trainer: Trainer) -> float | None:
-    """Return what this rank's device can do a second at the run's precision, by its data sheet.
+    """Return the peak of this rank's device at the run's precision, by its data sheet.
 
     None on a CPU, and for devices and precisions that ``peaks.yaml`` does not have.
     """
@@ -156,7 +156,7 @@ class FlopCounter:
                 self._calls.__exit__(None, None, None)
 
     def stop(self) -> BatchFlops | None:
-        """Return what was counted, None if there was nothing; also in the middle of a phase."""
+        """Return the count, None if there is nothing; also in the middle of a phase."""
         if self._depth:
             self._depth = 0
             self._calls.__exit__(None, None, None)

@@ -1,4 +1,4 @@
-"""Counts collectives in a rank's file: a record each, and tables of what they come to.
+"""Counts collectives in a rank's file: a record each, and tables of totals.
 
 A record is written at once, the tables ten times a second: the record has its operator's totals,
 so nothing is lost between. What the ring forgets before that is written into the tables first.
@@ -30,7 +30,7 @@ Key = tuple[int, int]
 
 
 class TrafficRecords:
-    """The part of a rank's file that is about collectives; ``RankFile`` is the whole.
+    """The part of a rank's file for collectives; ``RankFile`` is the whole.
 
     Args:
         mapping: The file.
@@ -62,7 +62,7 @@ class TrafficRecords:
         payload_bytes: int,
         peer: int = 0,
     ) -> tuple[int, ...]:
-        """Count a collective and append its record; return what ``complete`` needs.
+        """Count a collective and append its record; return the argument of ``complete``.
 
         ``peer`` is as in ``layout.TRAFFIC``.
         """
@@ -94,7 +94,7 @@ class TrafficRecords:
                 at = _TRAFFIC_AT + (sequence - 1) % _TRAFFIC_CAPACITY * _TRAFFIC_BYTES
                 self._map[at : at + _TRAFFIC_BYTES] = _pack(*ticket, 0)
                 if sequence % (_TRAFFIC_CAPACITY // 2) == 0:
-                    # Before the ring has forgotten what the tables lack.
+                    # Before the ring overwrites records that the tables lack.
                     self._write_counters()
                     self._write_groups(range(layout.MAX_GROUPS))
             if peer:

@@ -70,7 +70,7 @@ class CollectiveObserver(Protocol):
         *,
         is_wait_told: bool = False,
     ) -> Ticket | None:
-        """Take note of a call before it runs; return what the other methods are to be given.
+        """Take note of a call before it runs; return the ticket for the other methods.
 
         With ``is_wait_told`` only ``waited`` follows. Otherwise exactly one of ``returned`` (not
         timed) and ``completed`` or ``lost`` (timed) does, unless a timed call fails. ``peer`` is
@@ -95,11 +95,11 @@ class CollectiveObserver(Protocol):
 
 
 Noted = list[tuple[CollectiveObserver, Ticket]]
-"""Observers of a call, and the token that each gets with what follows."""
+"""Observers of a call, and the ticket that each gets with later events."""
 
 
 class CollectiveHook:
-    """The one set of kernels of this process, shared by all who observe.
+    """The one set of kernels of this process, shared by all observers.
 
     A second registration at the same operator and key would replace the first and silence it, so
     observers come and go while the kernels are installed once.

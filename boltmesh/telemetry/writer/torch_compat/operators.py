@@ -1,4 +1,4 @@
-"""The operators of torch that move data between ranks, and what their arguments say."""
+"""The operators of torch that move data between ranks, and the meaning of their arguments."""
 
 from typing import Any, Final
 
@@ -48,7 +48,7 @@ UNTIMED: Final = frozenset({*PEER_ARGUMENTS, "monitored_barrier_"})
 """Operators whose work has no future, on any backend."""
 
 ANYBODY: Final = -1
-"""The peer of a receive that takes what comes first."""
+"""The peer of a receive from any source."""
 
 
 def payload_bytes(value: Any) -> int:
