@@ -1,4 +1,4 @@
-"""The terminal dashboard: what ``boltmesh top`` and ``boltmesh jobs`` show.
+"""The terminal dashboard: screens of ``boltmesh top`` and ``boltmesh jobs``.
 
 Data flows one way. A source (:mod:`~boltmesh.tui.sources`) reads a job; :mod:`~boltmesh.tui.state`
 folds what it read into one immutable value; :mod:`~boltmesh.tui.metrics` compute from it, functions

@@ -124,7 +124,7 @@ class DashboardApp(App[None]):
             self.action_show_jobs()
 
     def on_unmount(self) -> None:
-        """Let the commands for alerts end, and remember what was chosen."""
+        """Let the commands for alerts end, and store the choices."""
         if self._hook is not None:
             self._hook.close()
         if self._settings_path is None or self._job_screen is None:
@@ -146,7 +146,7 @@ class DashboardApp(App[None]):
         self.is_focused = False
 
     def on_app_focus(self) -> None:
-        """Show what is true now, at once."""
+        """Look at once."""
         self.is_focused = True
         if self._job_screen is not None and self._interval_s is not None:
             self._job_screen.start_look()

@@ -30,7 +30,7 @@ def _printable(character: str) -> str:
 
 
 def clean_json(encoded: bytes) -> str:
-    r"""Return JSON text in which what a terminal would obey is written as ``\u`` escapes.
+    r"""Return JSON text in which control characters are written as ``\u`` escapes.
 
     JSON escapes the characters below U+0020 by itself, but passes on U+009B, which many terminals
     take for the start of a control sequence. Such characters occur only inside strings, so the

@@ -1,4 +1,4 @@
-"""One job on the screen: its source, what is known of it, and what the person has chosen.
+"""One job on the screen: its source, its state, and the choices of the user.
 
 All screens of a job share one session. :meth:`Session.look` does all of the I/O and may run in a
 thread; everything else belongs to the thread of the screen.
@@ -20,7 +20,7 @@ from boltmesh.tui.view import TableView, View
 
 MAX_ALERTS = 256
 WHOLE_JOB = -1
-"""The rank of an event that is about no rank in particular."""
+"""The rank of an event that concerns no rank in particular."""
 
 
 class Watch(Protocol):
@@ -37,11 +37,11 @@ class Hook(Protocol):
         """Take new alerts; returns at once."""
 
     def failures(self) -> tuple[Alert, ...]:
-        """Return what went wrong since the last call."""
+        """Return the failures since the last call."""
 
 
 class Recording(Source, Protocol):
-    """A source that can go to any moment of what it holds."""
+    """A source that can go to any moment of its recording."""
 
     speed: float
 
@@ -81,7 +81,7 @@ def is_recording(source: Source) -> TypeGuard[Recording]:
 
 
 class Session:
-    """Folds what its source sees, and keeps what is shown while the screen is paused.
+    """Folds the observations of its source, and keeps the view while the screen is paused.
 
     Args:
         source: Where the job is read. It belongs to the session, which closes it.
@@ -125,7 +125,7 @@ class Session:
         return self.source if is_recording(self.source) else None
 
     def look(self) -> Observation | Lost:
-        """Read the source; what goes wrong is part of the answer."""
+        """Read the source; an error is part of the result."""
         self._look_at_other()
         try:
             return self.source.read()
@@ -134,7 +134,7 @@ class Session:
             return Lost(str(error) or type(error).__name__)
 
     def _look_at_other(self) -> None:
-        """Read the other run, one that has ended once; what cannot be read stays as it was."""
+        """Read the other run, once if it has ended; an unreadable one stays as it was."""
         known = self._other_seen
         if self._other is None or (known is not None and known.job.is_over):
             return
@@ -197,7 +197,7 @@ class Session:
                 self._other.close()
 
     def _raise_alerts(self, state: State) -> int:
-        """Note what is new, and return how many alerts want to be heard."""
+        """Record new alerts as events, and return how many should ring."""
         alerts = () if self._watch is None else self._watch.update(state)
         if self._hook is not None:
             self._hook.send(alerts)

@@ -48,7 +48,7 @@ def settings_path() -> Path:
 
 
 def load(path: Path) -> tuple[Settings, str | None]:
-    """Return what the file says, and why it was ignored where it was."""
+    """Return the settings of the file, and why it was ignored if it was."""
     try:
         with path.open("rb") as file:
             data = file.read(_MAX_BYTES + 1)
@@ -94,7 +94,7 @@ def view_of(settings: Settings) -> View:
 
 
 def settings_of(view: View, *, theme: str | None, screen: str | None) -> Settings:
-    """Return what is worth remembering of a view."""
+    """Return the choices of a view that are worth remembering."""
     return Settings(
         theme=theme,
         screen=screen,

@@ -1,4 +1,4 @@
-"""Everything the dashboard knows, as one immutable value folded from what a source saw.
+"""Everything the dashboard knows, as one immutable value folded from a source's observations.
 
 The rings of a job forget; the state remembers each metric for as long as the job is watched,
 thinned so that its size stays bounded however long that is.
@@ -33,7 +33,7 @@ class State(msgspec.Struct, frozen=True):
     devices: tuple[DeviceReading, ...]
     series: Mapping[str, Series]
     trends: Mapping[str, Series] = {}
-    """The same of what the job costs, as ``JobSnapshot.trends`` names it."""
+    """The same for the costs of the job, as ``JobSnapshot.trends`` names them."""
     standing: frozenset[str] = frozenset()
     """Kinds of the findings at the look before."""
     other: "State | None" = None

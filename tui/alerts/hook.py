@@ -27,7 +27,7 @@ TIMEOUT_S = 30.0
 """A command that takes longer is ended, with all that it started."""
 MAX_RUNS = 10
 WINDOW_S = 60.0
-"""At most ``MAX_RUNS`` begin within any such time; what comes beyond is dropped and counted."""
+"""At most ``MAX_RUNS`` begin within any such time; further runs are dropped and counted."""
 MAX_WAITING = 64
 CLOSE_S = 5.0
 
@@ -77,7 +77,7 @@ class AlertHook:
             self._waiting.put(alert)
 
     def failures(self) -> tuple[Alert, ...]:
-        """Return what went wrong since the last call, as alerts of the kind ``hook``."""
+        """Return the failures since the last call, as alerts of the kind ``hook``."""
         found = []
         with contextlib.suppress(IndexError):
             while True:
@@ -160,7 +160,7 @@ class HookRun:
         return f"the command ended with {how}" + (f": {last}" if last else "")
 
     def kill(self) -> None:
-        """Kill the command and what it started."""
+        """Kill the command and its child processes."""
         if self._process is not None:
             # The group outlives its leader while a child of the command still runs.
             with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -50,7 +50,7 @@ class Condition(msgspec.Struct, frozen=True):
 
 
 Rule = Callable[[State, Collection[Key]], Mapping[Key, Condition]]
-"""Given the state and the alerts that are raised; what it leaves out is not known."""
+"""From the state and the raised alerts, conditions by alert; a missing alert is unknown."""
 
 
 class LossRule:
@@ -323,7 +323,7 @@ class Alert(msgspec.Struct, frozen=True):
     kind: AlertKind
     message: str
     rank: int | None = None
-    """The rank that it is about, the lowest of several; None where it is the whole job's."""
+    """The rank concerned, the lowest of several; None for the whole job."""
     is_resolved: bool = False
     """The condition no longer holds."""
 

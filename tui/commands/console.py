@@ -19,7 +19,7 @@ DEFAULT_WIDTH = 100
 
 @contextlib.contextmanager
 def as_exit_code() -> Iterator[Callable[[], int]]:
-    """Turn what a viewer may raise into one line on stderr and an exit code."""
+    """Turn the errors of a viewer into one line on stderr and an exit code."""
     code = OK
     try:
         yield lambda: code
@@ -43,7 +43,7 @@ def terminal_look(*, ascii_only: bool) -> Style:
 
 
 def _is_c_locale() -> bool:
-    """Say whether the user has set the C locale, in which Python uses UTF-8 all the same.
+    """Say whether the user has set the C locale, in which Python still uses UTF-8.
 
     Source: https://peps.python.org/pep-0538/, https://peps.python.org/pep-0540/.
     """
@@ -72,5 +72,5 @@ def write(text: str) -> None:
 
 
 def narrate(text: str) -> None:
-    """Say a line that is no data."""
+    """Print a line that is no data, on stderr."""
     sys.stderr.write(f"boltmesh: {clean(text)}\n")

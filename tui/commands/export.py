@@ -108,7 +108,7 @@ def check_export(
     every_s: float | None,
     replay: Path | None,
 ) -> None:
-    """Refuse what does not go together.
+    """Refuse options that do not go together.
 
     Raises:
         ConfigError: One line, which option to leave out or to add.
@@ -139,7 +139,7 @@ def export(
     out: Callable[[str], object],
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Write what the source sees, once or, with ``every_s``, until the job ends for good.
+    """Write observations of the source, once or, with ``every_s``, until the job ends for good.
 
     Raises:
         ConfigError: The file cannot be made.

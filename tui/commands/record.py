@@ -158,7 +158,7 @@ class RecordingWriter:
         self.num_bytes = self._file.tell()
 
     def summary(self) -> str:
-        """Return what the file has, in one sentence."""
+        """Describe the content of the file in one sentence."""
         frames = f"{self.num_frames:,} frame{'' if self.num_frames == 1 else 's'}"
         return f"It has {frames}, {self.num_bytes:,} bytes."
 

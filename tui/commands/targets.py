@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 GPU_DEMO = "gpu"
 """The demo that begins with the devices, which it reads through a driver of its own."""
 CPU_SAMPLE_S = 0.25
-"""A process's CPU share is a difference of two looks; who looks once waits this long between."""
+"""Wait between two looks of a command that looks once: a CPU share is a difference of two."""
 
 Place: TypeAlias = "Path | Hosts | None"
 """Where jobs are: a run directory of this host, None for the default one, or other hosts."""
@@ -135,7 +135,7 @@ def other_running(job: str | None, place: Place) -> Sequence[str]:
 
 
 def open_source(job: str | None, *, demo: bool, place: Place) -> Source:
-    """Return the one job that a command without a screen is about."""
+    """Return the one job of a command without a screen."""
     if demo:
         return _open_demo(job)
     others = other_running(job, place)

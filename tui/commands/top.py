@@ -236,7 +236,7 @@ def _open_screen(
         other=None if other is None else targets.open_named(other, place),
         first_page=first_page,
     )
-    # Modules stay, and what a look makes lives until the next look: by default the collector visits
+    # Modules stay, and objects of a look live until the next look: by default the collector visits
     # both again and again, which takes a tenth of the CPU.
     gc.freeze()
     gc.set_threshold(OBJECTS_BETWEEN_COLLECTIONS)
@@ -358,7 +358,7 @@ MAX_EVENTS = 5
 
 
 class JobReport(JobSnapshot, frozen=True, kw_only=True):
-    """Document of ``boltmesh top --json``: a JobSnapshot and what the viewer adds to it.
+    """Document of ``boltmesh top --json``: a JobSnapshot and the viewer's additions.
 
     ``schema`` numbers the whole document; docs/json.md describes it.
     """
@@ -402,7 +402,7 @@ def state_json(state: State) -> str:
 
 
 def differences_json(state: State) -> str:
-    """Return what differs from the other run, as one JSON object on one line."""
+    """Return the differences to the other run, as one JSON object on one line."""
     return _encode(differences_report(state))
 
 

@@ -1,4 +1,4 @@
-"""The simulated job: what a reader of its files would return at one moment."""
+"""The simulated job: snapshots as a reader of its files would return them at one moment."""
 
 import math
 import time
@@ -62,7 +62,7 @@ def loss(step: int) -> float:
 def _trends(
     setup: Setup, timeline: Timeline, step: int, *, memory_bytes: int, started: float
 ) -> tuple[MetricPoint, ...]:
-    """Return what ranks record over the run, 250 points of each: means of 8 steps."""
+    """Return the series that ranks record over the run, 250 points of each: means of 8 steps."""
     sent = sum(item.payload_bytes for item in moved(setup, 0))
     every = max(8, step // 250)
     points = []
@@ -85,7 +85,7 @@ def _trends(
 
 
 def logged(seed: int, place: int) -> tuple[MetricPoint, ...]:
-    """Return what is logged for the ``place``-th time, counted from 0."""
+    """Return the metrics that are logged for the ``place``-th time, counted from 0."""
     step = (place + 1) * LOG_EVERY
     norm = (0.31 + 6 / step**0.5) * (1 + 0.15 * normal(seed, 5, step))
     points = [
@@ -110,7 +110,7 @@ def checkpoint(step: int) -> str | None:
 
 
 def events(setup: Setup, timeline: Timeline, step: int, started: float) -> tuple[Event, ...]:
-    """Return what the ranks have written for humans."""
+    """Return the events of the ranks."""
     ranks = range(setup.world_size)
     greeting = f"{setup.world_size} ranks, Parallel3DStrategy, bf16-mixed"
     found = [Event(started, rank, "start", greeting) for rank in ranks]
@@ -127,7 +127,7 @@ _MOST_STEPS = 256
 
 
 class SimulatedRank:
-    """A rank of a job that began at ``started``; ranks may share what they record."""
+    """A rank of a job that began at ``started``; ranks may share their records."""
 
     def __init__(
         self, setup: Setup, rank: int, steps: Blocks[StepRecord], *, started: float
@@ -144,7 +144,7 @@ class SimulatedRank:
         self._members = setup.memberships(rank)
 
     def _output(self, step: int, error: str | None) -> tuple[str, ...]:
-        """Return what the rank has printed: rank 0 a line every 100 steps."""
+        """Return the output of the rank: rank 0 prints a line every 100 steps."""
         begun = time.strftime("%H:%M:%S", time.localtime(self._started))
         lines = [f"{begun} rank {self._rank} of {self._setup.world_size} on {NAME}"]
         if self._rank == 0:
@@ -159,7 +159,7 @@ class SimulatedRank:
     def snapshot(
         self, moment: Moment, chunks: tuple[Chunk, ...], *, phase: str, job_state: JobState
     ) -> RankSnapshot:
-        """Return what the rank's file says."""
+        """Return the content of the rank's file."""
         setup, rank, step = self._setup, self._rank, moment.step
         steps = self._steps.between(max(1, step - self._num_steps + 1), step)
         seconds = sum(record.seconds for record in steps)
@@ -238,7 +238,7 @@ _CHUNK_STEPS_OF_MANY_RANKS = 1
 
 
 class SimulatedJob:
-    """One job; what it shows depends on the time alone, what it keeps saves making it again."""
+    """One job; its snapshots depend on the time alone, its caches only save work."""
 
     def __init__(self, setup: Setup, started: float) -> None:
         self._setup = setup

@@ -68,7 +68,7 @@ def activation_bytes(setup: Setup) -> int:
 NUM_EXPERTS = 16
 CHOICES = 2
 CAPACITY = 2.0
-"""Rows of an expert over the mean, of which more are dropped."""
+"""Rows of an expert over the mean; further rows are dropped."""
 _RECENT_STEPS = 5
 
 
@@ -107,7 +107,7 @@ def flops_per_batch(setup: Setup, stage: int) -> float:
 
 
 def _saved_activation_bytes(setup: Setup, stage: int) -> int:
-    """Return what the backward keeps: the microbatches in flight, without attention's matrix.
+    """Return the activations kept for the backward: microbatches in flight, no attention matrix.
 
     Source: Korthikanti et al. 2022, table 2, tensor parallelism with selective recomputation.
     """
@@ -120,7 +120,7 @@ def _saved_activation_bytes(setup: Setup, stage: int) -> int:
 
 
 def memory_kinds(setup: Setup, rank: int) -> tuple[MemoryKind, ...]:
-    """Return what the rank's memory is for; the activations are a little more than predicted."""
+    """Return the rank's memory by kind; the activations are a little more than predicted."""
     place = setup.place(rank)
     stage = place["pipeline"]
     size = parameters(setup, stage)
@@ -143,7 +143,7 @@ def memory_kinds(setup: Setup, rank: int) -> tuple[MemoryKind, ...]:
 
 
 def offload(setup: Setup, rank: int, step: int) -> tuple[OffloadTotal, ...]:
-    """Return what went to and came from the host and the disk, by the formulas of ZeRO-Offload.
+    """Return the bytes to and from the host and the disk, by the formulas of ZeRO-Offload.
 
     Gradients of the parameters that are stepped on the host come, parameters go, in float32. All
     state on the disk is read and written; the ranks of a host share its disks.
@@ -178,12 +178,12 @@ def offload(setup: Setup, rank: int, step: int) -> tuple[OffloadTotal, ...]:
 
 
 def host_bytes(rank: int) -> int:
-    """Return what a rank's process needs on the host without what is offloaded to there."""
+    """Return the host memory of a rank's process without offloaded state."""
     return int(3.1 * GIB) + rank % 16 * 2**20
 
 
 def memory(kinds: tuple[MemoryKind, ...]) -> Memory:
-    """Return what torch's allocator says after a step, when no activations are left."""
+    """Return the bytes of torch's allocator after a step, when no activations are left."""
     used = {kind.kind: kind.measured_bytes or 0 for kind in kinds if kind.place == "device"}
     kept = used["parameters"] + used["gradients"] + used["optimizer"]
     peak = kept + used["activations"]

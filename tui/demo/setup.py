@@ -322,7 +322,7 @@ class Timeline:
         return step
 
     def phases(self, step: int, rank: int) -> tuple[PhaseTime, ...]:
-        """Return the exclusive parts of a step; what nothing else takes is communication."""
+        """Return the exclusive parts of a step; the rest is communication."""
         seconds = self.end(step) - self.end(step - 1)
         scale = seconds / self.period_s
         place = self._setup.place(rank)
@@ -349,7 +349,7 @@ class Timeline:
         return tuple(PhaseTime(name, parts[name]) for name in order)
 
     def chunks(self, step: int, data: int, *, started: float) -> tuple[tuple[Chunk, ...], ...]:
-        """Return for each stage what it does in a step of a job that began at ``started``."""
+        """Return for each stage its chunks in a step of a job that began at ``started``."""
         start = started + self.window_start(step)
         return tuple(
             tuple(

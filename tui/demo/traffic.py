@@ -39,7 +39,7 @@ class Moved(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def moved(setup: Setup, stage: int) -> tuple[Moved, ...]:
-    """Return what one rank of a stage moves in a step; an axis of one rank moves nothing."""
+    """Return the bytes that one rank of a stage moves in a step; an axis of one rank moves none."""
     found = []
     if setup.pipeline > 1:
         activation, count = activation_bytes(setup), setup.num_microbatches
@@ -98,7 +98,7 @@ _WHY = {
 
 @functools.lru_cache(maxsize=8)
 def expected(setup: Setup) -> tuple[ExpectedTraffic, ...]:
-    """Return what the strategy states: the mean over the stages, whose ranks are equally many."""
+    """Return the expected traffic: the mean over the stages, which have equally many ranks."""
     sums: dict[tuple[str, str], tuple[int, int]] = {}
     for stage in range(setup.pipeline):
         for item in moved(setup, stage):
@@ -120,7 +120,7 @@ def expected(setup: Setup) -> tuple[ExpectedTraffic, ...]:
 def collectives(
     setup: Setup, stage: int, step: int, groups: Mapping[str, Membership]
 ) -> tuple[CollectiveTotal, ...]:
-    """Return what a rank in ``groups`` has counted; NCCL does not tell when an operator ended."""
+    """Return the counts of a rank in ``groups``; NCCL does not report when an operator ended."""
     is_early = step < STEPS_BEFORE_A_MEAN
     return tuple(
         CollectiveTotal(
@@ -138,7 +138,7 @@ def collectives(
 
 
 def peers(setup: Setup, rank: int, step: int) -> tuple[PeerTotal, ...]:
-    """Return what a rank exchanged with the stages beside its own."""
+    """Return the messages between a rank and those of the neighbouring stages."""
     place = setup.place(rank)
     stage = place["pipeline"]
     calls = setup.num_microbatches

@@ -162,7 +162,7 @@ class Gpu:
         self._activity = Activity(nvml, self._handle)
         self._has_pcie_counters = False
         self._pcie: tuple[float | None, float | None] = (None, None)
-        """Sent and received; where it is measured in turn, what was measured last."""
+        """Bytes sent and received; the newest values if GPUs are measured in turn."""
         name = self._ask(nvml.nvmlDeviceGetName)
         self._name = uuid if name is None else str(name)
         self._sm_clock_max = self._ask(nvml.nvmlDeviceGetMaxClockInfo, nvml.NVML_CLOCK_SM)
@@ -172,7 +172,7 @@ class Gpu:
         )
 
     def read(self, ranks: tuple[int, ...], *, may_wait: bool = False) -> DeviceReading:
-        """Return what is true now.
+        """Return the present reading.
 
         Args:
             ranks: Who uses it.

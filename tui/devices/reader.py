@@ -31,7 +31,7 @@ class Host:
         self._is_first = True
 
     def read(self, ranks: tuple[int, ...], name: str, note: str | None) -> DeviceReading:
-        """Return what is true now; the load of its cores is not known at the first look."""
+        """Return the present reading; the load of its cores is unknown at the first look."""
         memory, swap = psutil.virtual_memory(), psutil.swap_memory()
         busy_percent = psutil.cpu_percent(None)
         is_first, self._is_first = self._is_first, False
@@ -83,7 +83,7 @@ class RankProcess:
         self._is_first = True
 
     def read(self, rank: int, host: str, total_bytes: int) -> DeviceReading:
-        """Return what is true now; what is a difference of two looks is not known at the first.
+        """Return the present reading; differences of two looks are unknown at the first.
 
         Raises:
             psutil.Error: The process is gone.

@@ -27,7 +27,7 @@ class DeviceReading(msgspec.Struct, frozen=True):
 
     kind: Literal["gpu", "process", "host"]
     ranks: tuple[int, ...]
-    """The ranks on this GPU or host, or the one rank whose process this is."""
+    """The ranks on this GPU or host, or the one rank of this process."""
     name: str
     """The product name of the GPU; of a process and of a host, the host's name."""
     uuid: str | None = None

@@ -28,7 +28,7 @@ from boltmesh.tui.units import mean
 
 
 def device_families(devices: Iterable[DeviceReading]) -> Iterator[Family]:
-    """Yield the metrics of what a look read."""
+    """Yield the metrics of one reading of the devices."""
     read = list(devices)
     gpus = [(_labels(each), each) for each in read if each.kind == "gpu"]
     for name, text, value in _GPU_GAUGES:
@@ -456,7 +456,7 @@ def _phases(rank: RankSnapshot) -> Iterator[Sample]:
 
 
 def _summed(samples: Iterable[tuple[dict[str, str | int], float]]) -> list[Sample]:
-    """Add up what has the same labels, which may stand only once in a family."""
+    """Add up samples with equal labels, which may appear only once in a family."""
     sums: dict[tuple[tuple[str, str | int], ...], float] = {}
     for labels, value in samples:
         key = tuple(labels.items())

@@ -214,7 +214,7 @@ def _line(row: Sequence[Cell]) -> str:
 
 
 def _cell(value: Cell) -> str | int | float | None:
-    """Return what is written: numbers as they are, text so that no spreadsheet runs it."""
+    """Return a cell as it is written: numbers as they are, text so that no spreadsheet runs it."""
     if not isinstance(value, str):
         return value
     text = clean(value)

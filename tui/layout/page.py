@@ -65,7 +65,7 @@ class Scene(msgspec.Struct, frozen=True):
     view: View
     look: Style
     width: int
-    """Columns of the whole terminal, which decide on how many panels lie beside each other."""
+    """Columns of the whole terminal, which decide how many panels are side by side."""
 
     @property
     def title(self) -> int:
@@ -141,7 +141,7 @@ def table_draw(table: Table, scene: Scene) -> Draw:
 def with_trends(
     scene: Scene, body: Region, needed: int, names: Sequence[str]
 ) -> tuple[Region, list[Panel]]:
-    """Return the part of ``body`` that other panels need, and history for what is left below.
+    """Return the part of ``body`` that other panels need, and history for the rest below.
 
     Args:
         scene: What is shown.

@@ -126,7 +126,7 @@ def _definition(unit: str) -> str:
 
 
 def _rate(state: State, value: float | None, definition: str) -> DefinedFigure:
-    """Return what holds while the job makes steps; later it is the last value, and its age."""
+    """Return a figure of the running job; once it stalls or ends, the last value and its age."""
     if rates_are_current(state):
         return DefinedFigure(value, definition)
     age_s = None if value is None else rates_age_s(state)
@@ -165,7 +165,7 @@ class Flops(msgspec.Struct, frozen=True):
 
 
 def job_flops(state: State) -> Flops | None:
-    """Return what the job computes now, or None where no rank says what a batch costs."""
+    """Return the job's FLOP rate, or None if no rank knows the FLOPs of a batch."""
     return _flops(state.job, state.job.ranks) if rates_are_current(state) else None
 
 

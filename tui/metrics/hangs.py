@@ -1,4 +1,4 @@
-"""Which ranks a stuck collective waits for, where those are, and who went first, in words."""
+"""The ranks that a stuck collective waits for, their places, and the first to fail, in words."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -24,7 +24,7 @@ class Hang(msgspec.Struct, frozen=True, kw_only=True):
     since: float | None
     """Wall clock of the last advance in the group."""
     text: str
-    """One sentence: who never entered what, where they are, who waits."""
+    """One sentence: the ranks that never entered it, where they are, and the ranks that wait."""
 
 
 @remember_last
@@ -35,7 +35,7 @@ def hangs(state: State) -> tuple[Hang, ...]:
 
 @remember_last
 def waits(state: State) -> tuple[Hang, ...]:
-    """Return the groups that wait for a rank which does what takes long."""
+    """Return the groups that wait for a rank in a phase that may take long."""
     return _describe(state, "waiting")
 
 
@@ -77,7 +77,7 @@ def first_to_go(job: JobSnapshot) -> RankSnapshot | None:
 
 
 def is_named(rank: RankSnapshot, cause: str | None) -> bool:
-    """Say whether the job's own sentence is about ``rank``: it begins with the first to go."""
+    """Say whether the job's cause names ``rank`` as the first to fail."""
     return cause is not None and cause.startswith(f"rank {rank.rank} ")
 
 

@@ -29,7 +29,7 @@ class HeatValue(msgspec.Struct, frozen=True):
     text: str
     """The figure as people read it."""
     level: float | None
-    """From 0, the low end of the scale, to 1; None where there is no figure."""
+    """From 0, the low end of the scale, to 1; None if there is no figure."""
     mark: Mark | None
     """Shown instead of the level."""
     value: float | None = None
@@ -159,7 +159,7 @@ def chosen_heat(view: View) -> str:
 
 
 def heat(state: State, figure: str) -> Heat:
-    """Return ``figure`` of every rank; the first of HEAT_FIGURES for a name that is none."""
+    """Return ``figure`` of every rank; the first of HEAT_FIGURES for an unknown name."""
     known = _known(state)
     if figure not in known:
         known[figure] = _heat(state, figure)
@@ -207,7 +207,7 @@ def _ends(shown: _Figure, finite: list[float]) -> tuple[float, float]:
     span = max(most - least, shown.least_span * abs(most))
     if span <= 0:
         return least, least + 1.0
-    # Normal values have the colour of the good end, so that only what departs from it shows.
+    # Normal values have the colour of the good end, so that only exceptions are visible.
     return (least, least + span) if shown.is_bad_high else (most - span, most)
 
 

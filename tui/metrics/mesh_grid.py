@@ -57,7 +57,7 @@ class MeshGrid(CellGrid, frozen=True):
 
 
 class Layout(NamedTuple):
-    """The ranks of a job by what their coordinates mean on the screen."""
+    """The ranks of a job by their coordinates on the screen."""
 
     stages: tuple[tuple[tuple[int, ...], ...], ...]
     """Stages of groups of ranks."""
@@ -73,7 +73,7 @@ class Layout(NamedTuple):
 def plan_grid(
     job: JobSnapshot, width: int, height: int, *, cell_widths: Sequence[int]
 ) -> MeshGrid | None:
-    """Return the grid with the widest cells that fit, or None where there is no place at all.
+    """Return the grid with the widest cells that fit, or None if there is no room at all.
 
     ``cell_widths`` are tried in their order; the last one is used where nothing fits.
     """

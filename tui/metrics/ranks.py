@@ -33,7 +33,7 @@ class RankRow(msgspec.Struct, frozen=True):
     step_s: float | None
     """An optimizer step: the mean of the recent ordinary ones; of all before there are any."""
     compute_s: float | None
-    """The same without what the rank only waits for."""
+    """Step time without waits."""
     profile: RankProfile | None
     """An ordinary optimizer step."""
     lateness: Lateness | None
@@ -124,7 +124,7 @@ def _row(
     reading = None if not rank.is_alive else process if is_on_cpu else gpu
     used = None if reading is None else reading.memory_used_bytes
     if used is None:
-        # Without a reading from outside, what the rank itself noted last.
+        # Without a reading from outside, the rank's own newest sample.
         used = rank.memory.host_rss_bytes if is_on_cpu else rank.memory.device_reserved_bytes
     return RankRow(
         rank=rank.rank,

@@ -52,7 +52,7 @@ class GroupRow(msgspec.Struct, frozen=True, kw_only=True):
     waiting: tuple[int, ...]
     """Members that have entered it and not left it, as far as is known."""
     unseen: tuple[int, ...]
-    """Members of which nothing is known."""
+    """Members whose progress is unknown."""
     operators: tuple[str, ...]
     """Operators that the members entered under the blocked number, the most common first. More than
     one: they issued different collectives."""

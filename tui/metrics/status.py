@@ -1,4 +1,4 @@
-"""The status line: what is wrong with a job, or None; stalls included.
+"""The status line: the problem of a job, or None; stalls included.
 
 ``hangs.py`` finds the ranks that a stalled job waits for, by the sequence numbers of its groups.
 """
@@ -33,7 +33,7 @@ class Stall(msgspec.Struct, frozen=True):
     """The ranks by the phase that they are in, the rarest first: there the cause is most often."""
 
     is_expected: bool
-    """A rank does what takes long (``stall.LONG_PHASES``, the first batch), so far not too long."""
+    """A rank is in a long phase (``stall.LONG_PHASES``, the first batch), so far not too long."""
 
 
 def find_stall(state: State) -> Stall | None:
@@ -84,7 +84,7 @@ class Status(msgspec.Struct, frozen=True):
 
 
 def status(state: State) -> Status | None:
-    """Return what the reader should know first, or None while all is well."""
+    """Return the most important fact for the reader, or None while all is well."""
     if state.lost is not None:
         return Status(
             "warn", f"the job can no longer be read, this is its last state: {state.lost}"

@@ -125,7 +125,7 @@ def _mean_times(times: Collection[ChunkTimes]) -> ChunkTimes:
 
 
 def _divide(row: dict[str, float], chunks: ChunkTimes) -> dict[str, float]:
-    """Divide the recorded phases of a step by what its chunks show; the sum stays.
+    """Divide the recorded phases of a step by its chunks; the sum stays the same.
 
     A rank waits for its neighbours inside ``forward``, in which the whole schedule runs. Where
     forward and backward together are no longer than the chunks, it has recorded the waits as

@@ -79,7 +79,7 @@ class Lateness(msgspec.Struct, frozen=True):
 
     @property
     def share(self) -> float:
-        """The excess over what the others need: 0.31 is 31% slower."""
+        """Excess over the time of the others: 0.31 is 31% slower."""
         return self.excess_s / self.peers_s if self.peers_s > 0 else 0.0
 
 

@@ -75,13 +75,13 @@ TOLERANCE = 0.005
 """Counting is exact, but a mean over steps may hold a part of another one, such as a validation."""
 
 STEPS_BEFORE_A_VERDICT = 3
-"""The first steps of DDP also move what it needs to arrange its buckets."""
+"""The first steps of DDP also move the messages by which it arranges its buckets."""
 
 
 def judge(
     payload: float | None, expected: ExpectedTraffic | None, job: JobSnapshot, *, is_seen: bool
 ) -> Verdict:
-    """Compare the bytes of a step with what the strategy states, if it states anything."""
+    """Compare the bytes of a step with the expectation, if there is one."""
     if expected is None:
         return "unstated"
     is_early = job.global_step < STEPS_BEFORE_A_VERDICT or job.communication_note is not None
@@ -113,7 +113,7 @@ def explain(
     calls: float | None,
     job: JobSnapshot,
 ) -> str | None:
-    """Say what a verdict most likely comes from; None where there is nothing to explain."""
+    """Name the most likely cause of a verdict; None if there is nothing to explain."""
     if verdict == "unstated":
         return "the strategy states nothing about it: the model, a metric or Lightning calls it"
     if verdict == "missing":
@@ -230,7 +230,7 @@ class _RankTotals:
 
 @remember_last
 def traffic_rows(job: JobSnapshot) -> list[TrafficRow]:
-    """Return what is measured or expected: the mesh's axes outermost first, then the most bytes.
+    """Return measured and expected traffic: the mesh's axes outermost first, then the most bytes.
 
     Operators that ran only outside of steps, to set up or to save, are no part of a step.
     """

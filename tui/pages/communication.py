@@ -1,4 +1,4 @@
-"""Page 3: what moves between the ranks, beside what should."""
+"""Page 3: measured and expected traffic between the ranks."""
 
 from functools import partial
 from typing import Final
@@ -32,7 +32,7 @@ class CommunicationPage(Page):
 
     @override
     def panels(self, scene: Scene, body: Region) -> list[Panel]:
-        """The table takes what it needs; the matrix of peers has the rest, if there is one."""
+        """The table takes the room that it needs; the matrix of peers takes the rest."""
         state, look, view = scene.state, scene.look, scene.view.table(TRAFFIC.name)
         rows = len(TRAFFIC.rows(state, view))
         has_peers = any(rank.peers for rank in state.job.ranks)

@@ -30,7 +30,7 @@ LEAST_TABLE = 9
 
 
 class ComparePage(Page):
-    """Charts with both runs above the table of what differs."""
+    """Charts with both runs above the table of differences."""
 
     tab = Tab("compare", "Compare", key="v", is_listed=False)
     help = PageHelp(
@@ -52,7 +52,7 @@ class ComparePage(Page):
 
     @override
     def panels(self, scene: Scene, body: Region) -> list[Panel]:
-        """The table has a half or more, the charts what is left."""
+        """The table has a half or more, the charts the rest."""
         room = max(0, min(body.height // 2, body.height - LEAST_TABLE - 1))
         table = table_draw(DIFFERENCES, scene)
         if room < 6:

@@ -54,7 +54,7 @@ class ContextPage(Page):
 
     @override
     def panels(self, scene: Scene, body: Region) -> list[Panel]:
-        """The traffic has what the table leaves."""
+        """The traffic takes the room that the table leaves."""
         state, look = scene.state, scene.look
         rows = [row for row in traffic_rows(state.job) if row.axis == AXIS]
         needed = 2 * (scene.title + 1) + len(state.job.ranks) + len(rows)

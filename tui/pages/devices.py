@@ -1,4 +1,4 @@
-"""Page 5: what the devices and the processes of the job do, as this host sees them."""
+"""Page 5: the devices and the processes of the job, as this host sees them."""
 
 from typing import Final
 
@@ -45,7 +45,7 @@ class DevicesPage(Page):
 
     @override
     def panels(self, scene: Scene, body: Region) -> list[Panel]:
-        """The devices, then the processes, and the run in what both leave."""
+        """The devices, then the processes, then the run in the remaining room."""
         state, view = scene.state, scene.view
         rows = len(DEVICES.rows(state, view.table(DEVICES.name)))
         processes = len(PROCESSES.rows(state, view.table(PROCESSES.name)))

@@ -1,4 +1,4 @@
-"""Page 7: what happened, and who is missing where a collective does not advance."""
+"""Page 7: events, and the ranks missing from a collective that does not advance."""
 
 from collections.abc import Sequence
 from typing import Final

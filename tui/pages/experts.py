@@ -42,7 +42,7 @@ class ExpertsPage(Page):
 
     @override
     def panels(self, scene: Scene, body: Region) -> list[Panel]:
-        """The table has what it needs."""
+        """The table takes the room that it needs."""
         needed = scene.title + 3 + len(layer_loads(scene.state.job))
         body, trends = with_trends(scene, body, needed, ("step_s", "bytes_per_s"))
         return [Panel("experts", body, table_draw(EXPERTS, scene)), *trends]

@@ -1,4 +1,4 @@
-"""Page 6: what memory is used for, beside what was predicted."""
+"""Page 6: memory by kind, measured and predicted."""
 
 from typing import Final
 
@@ -32,7 +32,7 @@ class MemoryPage(Page):
 
     @override
     def panels(self, scene: Scene, body: Region) -> list[Panel]:
-        """The table has what it needs, and the memory of the run what is left below."""
+        """The table takes the room that it needs, the memory of the run the rest below."""
         return table_with_trends(scene, body, MEMORY, ("memory_bytes",))
 
 

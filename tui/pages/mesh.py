@@ -1,4 +1,4 @@
-"""Page 8: all ranks in one figure, laid out by the mesh, and what each axis moves."""
+"""Page 8: one figure of all ranks, laid out by the mesh, and the traffic of each axis."""
 
 from functools import partial
 from typing import Final

@@ -1,4 +1,4 @@
-"""Page ``l``: what the ranks have printed, those that have died too."""
+"""Page ``l``: the output of the ranks, dead ones too."""
 
 from collections.abc import Sequence
 from typing import Final

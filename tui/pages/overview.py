@@ -1,4 +1,4 @@
-"""Overview: what is wrong, throughput, where the time of a step goes, the ranks.
+"""Overview: findings, throughput, where the time of a step goes, the ranks.
 
 Below 100 columns all panels are in one column. From 100 columns on, the step and the throughput are
 beside the chart, and the events beside the ranks; from 160 on, the metrics are beside the chart as
@@ -59,7 +59,7 @@ def plan_overview(width: int, body: Region, contents: Contents, *, title: int) -
     if body.width < 1 or body.height < 1:
         return plan
     if contents.says:
-        # A message never pushes out what it is about.
+        # A message never displaces the panel that it is about.
         plan["says"], body = body.split_off_top(min(contents.says, max(1, body.height // 2)))
     if title and contents.says:
         _, body = body.split_off_top(1)
@@ -159,7 +159,7 @@ def _upper(above: Region, contents: Contents, title: int, *, is_very_wide: bool)
         plan |= stack(metrics, (metrics_item,))
     phases = Item("phases", 1, title + 1 + contents.phases, 1)
     throughput = Item("throughput", 1, title + contents.units, 2)
-    # The chart's heading has a metric's value already; the others may use what would stay blank.
+    # The chart's heading already has the metric's value; the others may use the blank room.
     is_tall = side.height >= phases.ideal + throughput.ideal + title + 2
     rest = (metrics_item,) if is_tall and not is_very_wide else ()
     return plan | stack(side, (phases, throughput, *rest))

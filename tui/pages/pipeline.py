@@ -20,7 +20,7 @@ LINES_BESIDE_RANKS = 7
 
 
 class PipelinePage(Page):
-    """The bubble of each stage above, then what crosses the boundaries, then the last step."""
+    """The bubble of each stage above, then the traffic over the boundaries, then the last step."""
 
     tab = Tab("pipeline", "Pipeline", key="4")
     help = PageHelp(

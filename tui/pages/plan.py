@@ -1,4 +1,4 @@
-"""Page 9: how layers are divided over the tensor axis, and what that moves."""
+"""Page 9: the division of layers over the tensor axis, and its traffic."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -30,7 +30,7 @@ LEAST_PLAN = 6
 
 
 class PlanPage(Page):
-    """The plan above, and below what the tensor axis moves beside what the plan makes it move."""
+    """The plan above, and below it the measured and the planned traffic of the tensor axis."""
 
     tab = Tab("plan", "Plan", key="9")
     help = PageHelp(
@@ -51,7 +51,7 @@ class PlanPage(Page):
 
     @override
     def panels(self, scene: Scene, body: Region) -> list[Panel]:
-        """The table has what the traffic of its axis leaves; without a plan it says why."""
+        """The table takes the room that its traffic leaves; without a plan it gives the reason."""
         state, look = scene.state, scene.look
         rows = [row for row in traffic_rows(state.job) if row.axis == "tensor"]
         size = scene.title + 1 + len(rows) if rows and state.job.tensor_plan is not None else 0

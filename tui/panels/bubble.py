@@ -60,7 +60,7 @@ TIMES_FROM_WIDTH = 140
 
 
 def draw_bubble(state: State, width: int, height: int, look: Style) -> list[Line]:
-    """A summary, a row for each rank of the pipeline, their mean, and what the signs mean."""
+    """A summary, a row for each rank of the pipeline, their mean, and the key of the signs."""
     found = bubble(state)
     if found is None:
         return nothing_to_show(state, "bubble", width, height, look)
@@ -251,7 +251,7 @@ def _percent(share: float | None, *, digits: int = 1) -> str:
 
 
 def _signed(share: float | None) -> str:
-    """A part that may be negative; what rounds to nothing has no sign."""
+    """A part that may be negative; a value that rounds to zero has no sign."""
     if share is None:
         return units.UNKNOWN
     rounded = round(100 * share, 1)
@@ -266,7 +266,7 @@ class Flow(msgspec.Struct, frozen=True):
 
     @property
     def is_equal(self) -> bool | None:
-        """Whether what is measured is what was expected; None where nothing is measured."""
+        """Whether the measured value is the expected one; None if nothing is measured."""
         if self.measured is None:
             return None
         return abs(self.measured - self.expected) <= TOLERANCE * self.expected
@@ -278,7 +278,7 @@ class Boundary(msgspec.Struct, frozen=True):
     ranks: tuple[int, int]
     """The first is earlier in the pipeline."""
     stages: tuple[int, ...]
-    """Those behind which there is a boundary between the two."""
+    """The stages with a boundary between the two after them."""
     there: Flow
     """From the first rank to the second."""
     back: Flow
@@ -323,7 +323,7 @@ def _is_told(plan: PipelinePlan, num_ranks: int) -> bool:
 def _expected(
     plan: PipelinePlan,
 ) -> tuple[Mapping[tuple[int, int], float], Mapping[tuple[int, int], tuple[int, ...]]]:
-    """Return the bytes from rank to rank, and the stages at whose end there is a boundary."""
+    """Return the bytes from rank to rank, and the stages with a boundary at their end."""
     expected: dict[tuple[int, int], float] = {}
     between: dict[tuple[int, int], tuple[int, ...]] = {}
     for stage, (forward, back) in enumerate(plan.border_bytes):

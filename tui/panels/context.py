@@ -92,7 +92,7 @@ def _cells(row: ContextWork) -> Cells:
 def draw_context(
     state: State, width: int, height: int, look: Style, *, table: TableView = AS_IT_COMES
 ) -> list[Line]:
-    """A row for each rank: its compute time beside the others', and what it exchanges."""
+    """A row for each rank: its compute time beside the others', and its exchanges."""
     shown = shown_context(state, table)
     columns = [
         Column("rank", is_number=True),

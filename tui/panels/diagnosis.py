@@ -57,13 +57,13 @@ LINES_OF_THE_WORST = 4
 NARROW = 100
 """In less than this the worst finding has a line more."""
 MORE_LINES_OF_AN_END = 2
-"""How a run has ended or what it waits for, and the checkpoint to go on from, are not cut."""
+"""The end of a run or its wait, and the checkpoint to resume from, are not cut."""
 
 _TOLD_BY_STATUS: frozenset[Kind] = frozenset({"crashed", "loss", "stalled"})
 
 
 def draw_diagnosis(state: State, width: int, height: int, look: Style) -> list[Line]:
-    """The findings, the most severe first; no line where there are none.
+    """The findings, the most severe first; no line if there are none.
 
     ``diagnosis_text`` has them uncut.
     """
@@ -140,7 +140,7 @@ def _draw_finding(
     if most == 1:
         rows = _wrap([*words, *cure], room, 1, ellipsis)
     else:
-        # The headline first, then what to try; the evidence has the lines that are left.
+        # The headline first, then the advice; the evidence gets the remaining lines.
         num_headline = len(_wrap(words[: len(_words(finding.headline))], room, most - 1, ellipsis))
         advice = _wrap(cure, room, most - num_headline, ellipsis)
         rows = _wrap(words, room, most - len(advice), ellipsis) + advice
@@ -155,7 +155,7 @@ def _words(text: str) -> list[str]:
 
 
 def _wrap(words: Iterable[tuple[str, Role]], width: int, most: int, ellipsis: str) -> list[Line]:
-    """Fill at most ``most`` lines; what does not fit is cut, with a mark."""
+    """Fill at most ``most`` lines; longer text is cut, with a mark."""
     lines = [Line()]
     for word, role in words:
         line = lines[-1]

@@ -147,7 +147,7 @@ def _record(rank: RankSnapshot, index: int) -> StepRecord | None:
 
 
 def _own_s(step: StepRecord) -> float:
-    """Return what a rank took without waiting for others: the late rank waits the shortest."""
+    """Return a rank's time without waits for others: the late rank waits the shortest."""
     phases = step.phases
     # A record of this version has all phases in their order, which saves looking for the one.
     if len(phases) == len(PHASES) and phases[_COMMUNICATION].name == "communication":
@@ -175,7 +175,7 @@ SAME_MOMENT_S = 30.0
 """Ranks reach the same point of a program within this time."""
 
 STARTS_WITHIN_S = 60.0
-"""A running job's rank that nothing is known of is no event before: its file comes with it."""
+"""Time in which a rank without a file is no event: the file of a running job is still to come."""
 
 MAX_HANGS = 8
 """Groups that are listed among the events; in a large mesh one missing rank blocks most of them."""
@@ -189,7 +189,7 @@ class EventRow(msgspec.Struct, frozen=True):
 
     time: float
     ranks: tuple[int, ...]
-    """Empty where it is about no rank in particular."""
+    """Empty if it concerns no rank in particular."""
     kind: str
     """That of the Event; or ``alert``, ``hang``, ``slow step``, ``stopped``."""
     message: str
@@ -255,7 +255,7 @@ def _slow(step: SlowStep, batches: int) -> EventRow:
 
 
 def _stopped(job: JobSnapshot, state: State) -> Iterable[EventRow]:
-    """Yield the ranks that are gone, where they have not said so themselves."""
+    """Yield the ranks that are gone and have not reported it themselves."""
     said = {event.rank for event in job.events if event.kind == "error"}
     has_begun = has_ended(job) or state.time - job.started > STARTS_WITHIN_S
     for rank in job.ranks:
@@ -324,7 +324,7 @@ def shown_events(state: State, table: TableView) -> list[EventRow]:
 
 
 def who(ranks: tuple[int, ...], world_size: int) -> str:
-    """Name the ranks of an event; one of no rank in particular is about the job."""
+    """Name the ranks of an event; an event of no rank in particular concerns the job."""
     if not ranks:
         return "the job"
     return "all ranks" if len(ranks) == world_size > 1 else units.ranks(ranks, most=2)
@@ -357,7 +357,7 @@ def _cells_of(row: EventRow, state: State) -> Cells:
         "ranks": min(row.ranks, default=None),
         "kind": row.kind,
         "message": row.message,
-        # To be found by what is on the screen.
+        # To be found by the words on the screen.
         "clock": clock(row.time, state.time),
         "who": who(row.ranks, state.job.world_size),
     }

@@ -93,7 +93,7 @@ _RANKS = {"rows": 2, "min/mean": 1}
 
 
 def split_names(modules: Sequence[str]) -> tuple[str, dict[str, str], str]:
-    """Return what all names begin with, the parts in which they differ, and what all end with.
+    """Return the common beginning of all names, the parts that differ, and the common end.
 
     The last part of the beginning stays with the names: ``layers.0``, not ``0``.
     """

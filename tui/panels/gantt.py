@@ -110,7 +110,7 @@ LINES_WITH_LEGEND = 5
 
 
 def draw_gantt(state: State, width: int, height: int, look: Style) -> list[Line]:
-    """The rows, and where there is room a time axis and what the signs mean."""
+    """The rows and, if there is room, a time axis and the key of the signs."""
     found = gantt(state)
     if found is None:
         return nothing_to_show(state, "last step", width, height, look)
@@ -142,7 +142,7 @@ def _names_stages(rows: Sequence[GanttRow], window_s: float, width: int) -> bool
 
 
 class GanttRows(NamedTuple):
-    """Rows of blocks, and what their signs mean."""
+    """Rows of blocks, and the key of their signs."""
 
     rows: list[Line]
     legend: list[Line]

@@ -150,7 +150,7 @@ def draw_timeline(
     is_playing: bool,
     speed: float,
 ) -> Line:
-    """Clock, position and length as words, and what is left of the line as a bar."""
+    """Clock, position and length as words, and a bar in the rest of the line."""
     first, last = span
     position, length = max(0.0, now - first), max(0.0, last - first)
     how = f"replay {speed:g}x" if is_playing else "replay paused"

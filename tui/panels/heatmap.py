@@ -28,7 +28,7 @@ PLACE_FROM_WIDTH = 64
 """Width from which on the selected rank's place in the mesh is shown."""
 
 LEAST_SHARE = 0.005
-"""A smaller difference from the mean of all ranks is none."""
+"""A smaller difference from the mean of all ranks counts as none."""
 
 _SHADES = 2
 """Cells of shade before a figure; a terminal's cells are twice as high as wide."""

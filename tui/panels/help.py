@@ -1,4 +1,4 @@
-"""The help page: what a screen shows, its keys, then the keys of every screen."""
+"""The help page: the content of a screen, its keys, then the keys of every screen."""
 
 import msgspec
 
@@ -6,14 +6,14 @@ from boltmesh.tui.render.line import Line, Role
 from boltmesh.tui.render.style import Style, heading, sentence
 
 Entries = tuple[tuple[str, str], ...]
-"""A word and what it means; an entry with an empty word continues the line above."""
+"""A word and its meaning; an entry with an empty word continues the line above."""
 
 
 class PageHelp(msgspec.Struct, frozen=True):
     """The help page about one screen; lines of at most 78 columns."""
 
     about: str
-    """The heading: the screen's name and what it shows."""
+    """The heading: the screen's name and its content."""
     keys: Entries = ()
     """Keys that work there and not on every screen."""
     terms: Entries = ()

@@ -1,4 +1,4 @@
-"""Charts of the run side by side: what is logged, what each step costs, and a second run."""
+"""Charts of the run side by side: logged metrics, the costs of each step, and a second run."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence

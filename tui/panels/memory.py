@@ -33,7 +33,7 @@ LEAST_DIFFERENCE_BYTES = 2**20
 """Smaller differences are not mentioned, whatever their share."""
 
 NOT_SPLIT = "not split"
-"""The kind of all memory in use, where a rank does not say what it is for."""
+"""The kind of all memory in use, for a rank that does not report kinds."""
 
 Verdict = Literal["met", "more", "less", "unpredicted", "unmeasured"]
 
@@ -97,12 +97,12 @@ class MemoryFigures(msgspec.Struct, frozen=True):
     """In the order of places and of MEMORY_KINDS."""
     totals: tuple[PlaceTotal, ...]
     is_split: bool
-    """Whether any rank says what its memory is for."""
+    """Whether any rank reports its memory by kind."""
 
 
 @remember_last
 def memory_figures(state: State) -> MemoryFigures:
-    """Return what the ranks hold, where, and what for."""
+    """Return the memory of the ranks by place and kind."""
     by_key: dict[tuple[str, str], list[Entry]] = {}
     for rank in state.job.ranks:
         for each in rank.memory_kinds or _whole(rank):
@@ -125,7 +125,7 @@ def memory_figures(state: State) -> MemoryFigures:
 
 
 def _whole(rank: RankSnapshot) -> tuple[MemoryKind, ...]:
-    """Return the memory of a rank that does not say what it is for."""
+    """Return the memory of a rank that does not report kinds."""
     memory, found = rank.memory, []
     if memory.device_allocated_bytes is not None:
         found.append(MemoryKind(NOT_SPLIT, "device", memory.device_allocated_bytes, None))
@@ -234,7 +234,7 @@ _ROLES: dict[str, Role] = {
 def draw_memory(
     state: State, width: int, height: int, look: Style, *, table: TableView = AS_IT_COMES
 ) -> list[Line]:
-    """Bars and table, measured beside predicted, and in words what is not known."""
+    """Bars and table, measured beside predicted, and the unknown values in words."""
     figures = memory_figures(state)
     if not figures.rows:
         top = [heading("memory", width, look)] if look.has_headings else []
@@ -431,7 +431,7 @@ def _legend(figures: MemoryFigures, width: int, look: Style) -> list[Line]:
 
 
 def _notes(figures: MemoryFigures, width: int, look: Style) -> list[Line]:
-    """Say what is not known, and why."""
+    """Name the unknown values, with the reasons."""
     texts = []
     if not figures.is_split:
         texts.append("by kind: not known: no rank says what its memory is for")

@@ -72,7 +72,7 @@ class MeshMap(CellGrid, frozen=True):
 def plan_map(
     job: JobSnapshot, width: int, height: int, *, cell_widths: Sequence[int]
 ) -> MeshMap | None:
-    """Return the map with the widest cells that fit, or None where there is no place at all."""
+    """Return the map with the widest cells that fit, or None if there is no room at all."""
     if width < 1 or height < 1 or not job.ranks:
         return None
     return _plan(lay_out(job), width, height, tuple(cell_widths))
@@ -132,7 +132,7 @@ def _blocks(
 
 
 def _arrangements(layout: Layout, cell_width: int, num_merged: int) -> Iterator[_Arrangement]:
-    """Yield what may fit, the most readable first: a line for each place on the data axis."""
+    """Yield layouts that may fit, the most readable first: a line for each data rank."""
     stages, groups = len(layout.stages), layout.num_groups
     across = [number for number in range(stages, 0, -1) if stages % number == 0]
     for per_line in (number for number in range(1, groups + 1) if groups % number == 0):

@@ -48,7 +48,7 @@ class PeerMatrix(msgspec.Struct, frozen=True):
 
 @remember_last
 def rank_pairs(job: JobSnapshot) -> Pairs:
-    """Return what each rank sends to each other one.
+    """Return the bytes that each rank sends to each other one.
 
     Both sides count the same bytes: the sender is believed, and where it is not seen, because it
     is on another host or ran a version that did not count, the receiver. What ranks agree on is no
@@ -199,7 +199,7 @@ class AxisRow(msgspec.Struct, frozen=True, kw_only=True):
 
     axis: str
     size: int | None
-    """Ranks of one of its groups; None for what is no axis of the mesh."""
+    """Ranks of one of its groups; None if it is no axis of the mesh."""
     operators: tuple[str, ...]
     """That ran on it, those that move the most first."""
     calls: float | None
@@ -221,7 +221,7 @@ class AxisRow(msgspec.Struct, frozen=True, kw_only=True):
 
 @remember_last
 def axis_rows(job: JobSnapshot) -> list[AxisRow]:
-    """Return the axes of more than one rank, outermost first, then what else ranks move.
+    """Return the axes of more than one rank, outermost first, then other traffic.
 
     An axis on which nothing was counted yet is there all the same.
     """
@@ -234,7 +234,7 @@ def axis_rows(job: JobSnapshot) -> list[AxisRow]:
 
 
 def rank_bytes(job: JobSnapshot, rank: int | None) -> dict[str, float]:
-    """Return what one rank moves in a step, by axis; what is not known is not in it."""
+    """Return the bytes that one rank moves in a step, by axis; unknown values are left out."""
     found: dict[str, float] = {}
     for each in next((each.collectives for each in job.ranks if each.rank == rank), ()):
         if each.bytes_per_step is not None:
@@ -257,7 +257,7 @@ def _axis(axis: str, rows: Sequence[TrafficRow], job: JobSnapshot) -> AxisRow:
 
 
 def _sum(values: Iterable[float | None]) -> float | None:
-    """Return the sum; None where one part is not known, or there is no part."""
+    """Return the sum; None if one part is unknown, or there is no part."""
     total: float | None = None
     for value in values:
         if value is None:
@@ -311,7 +311,7 @@ def draw_axes(
 
 
 def verdict(row: AxisRow, look: Style) -> Line:
-    """Say whether an axis moves what it should, as a sign and words."""
+    """Say whether an axis moves the expected bytes, as a sign and words."""
     wrong = row.wrong
     if wrong:
         words = difference_words(wrong[0]) if len(wrong) == 1 else f"{len(wrong)} operators differ"

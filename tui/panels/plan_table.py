@@ -113,14 +113,14 @@ def style_and_parts(row: PlannedParameters) -> tuple[str, str]:
 
 
 def kept_words(plan: TensorPlanTable) -> Line:
-    """Say what one rank keeps of all parameters."""
+    """Say how much of all parameters one rank keeps."""
     kept, whole = units.memory(plan.rank_bytes), units.memory(plan.whole_bytes)
     line = Line(f"each of {plan.size} ranks keeps ", "muted")
     return line.add(kept, "strong").add(f" of {whole}", "muted")
 
 
 def nothing_planned(job: JobSnapshot) -> list[str]:
-    """Return what is said where there is no plan, a sentence each."""
+    """Return the text without a plan, a sentence each."""
     size = job.mesh.get("tensor", 1)
     if size == 1:
         return [

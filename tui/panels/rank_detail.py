@@ -36,7 +36,7 @@ class PhaseBeside(msgspec.Struct, frozen=True):
 
 
 def phases_beside_peers(job: JobSnapshot, number: int) -> list[PhaseBeside]:
-    """Return the phases of a rank in the order of SPLIT_PHASES, but for those never entered."""
+    """Return the phases of a rank in the order of SPLIT_PHASES, except those never entered."""
     profiles = rank_profiles(job)
     own = profiles.get(number)
     rank = next((rank for rank in job.ranks if rank.rank == number), None)
@@ -172,7 +172,7 @@ _Section = Callable[[int], list[Line]]
 def draw_rank_detail(
     state: State, width: int, height: int, look: Style, *, rank: int = 0
 ) -> list[Line]:
-    """One rank in full; what does not fit is cut off at the bottom."""
+    """One rank in full; lines that do not fit are cut off at the bottom."""
     found = next((each for each in state.job.ranks if each.rank == rank), None)
     row = next((each for each in rank_rows(state) if each.rank == rank), None)
     if found is None or row is None:
@@ -348,7 +348,7 @@ def _draw_work(
 def _draw_memory(
     state: State, rank: RankSnapshot, row: RankRow, width: int, look: Style
 ) -> list[Line]:
-    """The device as it is seen from outside, then what the rank says of its memory."""
+    """The device as seen from outside, then the rank's own memory by kind."""
     memory = rank.memory
     used = units.memory(row.memory_used_bytes)
     if row.memory_total_bytes is not None:

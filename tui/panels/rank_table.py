@@ -225,7 +225,7 @@ def _cells(row: RankRow, rank: RankSnapshot, columns: list[Column], look: Style)
 
 
 def late_share(late: Lateness | None, look: Style) -> Line:
-    """How much longer a rank needs than those that do the same, a sign before what is too much."""
+    """How much longer a rank takes than its peers, with a sign before an excess."""
     if late is None:
         return Line(units.UNKNOWN, "muted")
     percent = 100 * late.share

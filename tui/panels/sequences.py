@@ -1,4 +1,4 @@
-"""How far every rank is in each process group, and who is missing where one does not advance."""
+"""How far every rank is in each process group, and the ranks missing from a stuck one."""
 
 from collections.abc import Sequence
 
@@ -123,7 +123,7 @@ def _cells(row: GroupRow, rows: Sequence[GroupRow], state: State, look: Style) -
 
 
 def _numbered(ranks: Sequence[int]) -> str:
-    """Name ranks in a column that says already what they are."""
+    """Name ranks in a column whose title says that they are ranks."""
     return units.ranks(ranks).removeprefix("ranks ").removeprefix("rank ") if ranks else ""
 
 

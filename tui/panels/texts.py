@@ -1,4 +1,4 @@
-"""Lines of text as tables: what a rank has printed, and how the run is configured."""
+"""Lines of text as tables: the output of ranks, and the config of the run."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
@@ -78,7 +78,7 @@ def _output_cells(line: OutputLine) -> Cells:
 
 
 def config_entries(job: JobSnapshot) -> list[Entry]:
-    """Return what is known of how the job was started."""
+    """Return the known facts about the start of the job."""
     found = [
         Entry("name", job.name),
         Entry("id", job.id),

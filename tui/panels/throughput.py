@@ -116,7 +116,7 @@ def draw_throughput(state: State, width: int, height: int, look: Style) -> list[
 
 
 def flops_words(flops: Flops) -> tuple[str, str]:
-    """Return what is counted and its figure: the share of the peak where that is known."""
+    """Return the unit and its figure: the share of the peak if that is known."""
     if flops.utilization is None:
         return "compute", units.flops(flops.per_second)
     return "MFU", f"{flops.utilization:.1%}"
@@ -233,7 +233,7 @@ def draw_phases(state: State, width: int, height: int, look: Style) -> list[Line
 
 
 def phases_title(state: State) -> str:
-    """Name what the records are of: a step, or one of the batches that a step accumulates."""
+    """Name the unit of the records: a step, or one of the batches that a step accumulates."""
     batches = batches_per_step(state.job)
     return "step time" if batches == 1 else f"batch time, {batches} a step"
 
@@ -266,11 +266,11 @@ def _pack(split: PhaseSplit, width: int, glyphs: Glyphs) -> list[Line]:
 
 
 def phase_label(name: str) -> str:
-    """Return what a phase is called: names that say less than what is measured are spelt out."""
+    """Return the name of a phase; names that say too little are spelt out."""
     return _LABELS.get(name, name)
 
 
 def phase_share(phase: PhaseTime, split: PhaseSplit) -> str:
-    """Return the phase's share of the step; what is there is never called nothing."""
+    """Return the phase's share of the step; a small share is never shown as zero."""
     share = 100 * phase.seconds / split.seconds
     return "<1%" if share < 0.5 else units.percent(share)

@@ -31,7 +31,7 @@ COLUMNS = (
 """Titles that the table can be sorted by."""
 
 MAX_DIFFERENCES = 4
-"""Sentences under the table; the others stand in it all the same."""
+"""Sentences under the table; the others are still in the table."""
 
 LEAST_TABLE = 2
 """Titles and a row; in a single line the largest operators are named instead."""
@@ -139,7 +139,7 @@ def uncounted_note(state: State, width: int, look: Style) -> Line | None:
 
 
 def nothing_sent(state: State) -> str:
-    """Return what is said where there is no row."""
+    """Return the text for a table without rows."""
     return "one rank, nothing to send" if state.job.world_size == 1 else "nothing sent yet"
 
 

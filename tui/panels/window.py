@@ -11,11 +11,11 @@ SMOOTH = 0.9
 """Weight of the past in a moving mean, at the mean distance of the points that are shown."""
 
 Window = tuple[float, float]
-"""First and last step, or second, of what charts show."""
+"""First and last step, or second, of the charts."""
 
 
 def window_of(shown: Iterable[Series], view: View) -> Window:
-    """Return what charts of these series show together: all of it, or a part."""
+    """Return the common range of the charts of these series: all of it, or a part."""
     ends = [(each.steps[0], each.steps[-1]) for each in shown if each.steps]
     first, last = (min(a for a, _ in ends), max(b for _, b in ends)) if ends else (0.0, 0.0)
     length = (last - first) / 2**view.zoom
@@ -24,7 +24,7 @@ def window_of(shown: Iterable[Series], view: View) -> Window:
 
 
 def seen_through(series: Series, view: View, window: Window | None = None) -> Series:
-    """Return what is shown of a series: its part in the window, as a moving mean if wanted."""
+    """Return the visible part of a series, as a moving mean if wanted."""
     steps, values = series.steps, series.values
     part = slice(len(steps))
     if view.zoom and steps:

@@ -114,7 +114,7 @@ class Browsed(NamedTuple):
     header: Line
     lines: list[Line]
     hidden: Line
-    """How many rows are out of sight, on which side; empty where there are none."""
+    """How many rows are out of sight, on which side; empty if there are none."""
 
 
 def browse(

@@ -40,7 +40,7 @@ class _PlacedTab(NamedTuple):
     text: str
     start: int
     is_arrow: bool = False
-    """It stands for tabs that do not fit, of which it opens the nearest."""
+    """It represents tabs that do not fit, and opens the nearest of them."""
 
 
 def draw_tabs(

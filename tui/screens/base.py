@@ -202,7 +202,7 @@ class PanelScreen(Screen[None]):
         return self.query_one(Canvas)
 
     def panels(self) -> Sequence[Panel]:
-        """Return what the screen shows at its present size."""
+        """Return the panels of the screen at its present size."""
         raise NotImplementedError
 
     @override
@@ -214,11 +214,11 @@ class PanelScreen(Screen[None]):
         self.paint()
 
     def on_screen_resume(self) -> None:
-        """Draw for the first time, or catch up with what happened behind another screen."""
+        """Draw for the first time, or catch up after another screen was on top."""
         self.paint()
 
     def on_key(self, event: events.Key) -> None:
-        """Take away what was said, whichever key comes."""
+        """Remove the message, at any key."""
         del event
         self.say("")
 
@@ -246,7 +246,7 @@ class PanelScreen(Screen[None]):
             )
 
     def text(self) -> str:
-        """Return what is on the screen as plain text."""
+        """Return the screen as plain text."""
         lines = (self.canvas.render_line(y).text.rstrip() for y in range(self.size.height))
         return "\n".join(lines) + "\n"
 
@@ -259,7 +259,7 @@ class PanelScreen(Screen[None]):
 
 
 class Prompt(Horizontal):
-    """Says at every key what the filter is now; enter keeps it, esc takes it away."""
+    """Applies the filter at every key; enter keeps it, esc removes it."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "clear", "all rows")]
 
@@ -280,7 +280,7 @@ class Prompt(Horizontal):
     @override
     def compose(self) -> ComposeResult:
         yield Label("/ ")
-        # Text of the keyboard is no markup, and must not be guessed at. It goes on with a new word.
+        # Typed text is no markup, and must not be guessed at. It continues with a new word.
         words = f"{self._words} " if self._words else ""
         yield Input(words, compact=True, select_on_focus=False)
 
@@ -296,7 +296,7 @@ class Prompt(Horizontal):
         screen.set_focus(prompt.query_one(Input))
 
     def on_input_changed(self, event: Input.Changed) -> None:
-        """Pass on what was typed."""
+        """Pass on the typed text."""
         event.stop()
         self.post_message(self.Typed(event.value.strip()))
 

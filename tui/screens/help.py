@@ -64,11 +64,11 @@ class HelpScreen(PanelScreen):
         return width - 2 if width > 2 else width
 
     def on_mouse_scroll_down(self) -> None:
-        """Read on."""
+        """Scroll on by a line."""
         self.action_scroll(1)
 
     def on_mouse_scroll_up(self) -> None:
-        """Read what was before."""
+        """Scroll back by a line."""
         self.action_scroll(-1)
 
     def action_dismiss_page(self) -> None:
@@ -76,7 +76,7 @@ class HelpScreen(PanelScreen):
         self.app.pop_screen()
 
     def action_turn(self, by: int) -> None:
-        """Move the page by what fits on the screen."""
+        """Scroll by the lines that fit on the screen."""
         self.action_scroll(by * max(1, self.size.height - 2))
 
     def action_scroll(self, by: int) -> None:

@@ -1,4 +1,4 @@
-"""The screen of a job: the list of its keys, and what the mouse does."""
+"""The screen of a job: the list of its keys, and the actions of the mouse."""
 
 import time
 from typing import ClassVar
@@ -23,7 +23,7 @@ SCRUB_S = 10.0
 
 
 class JobScreen(NavigationScreen):
-    """Shows one page of a session, and lets keys and mouse change what is shown.
+    """Shows one page of a session, and lets keys and mouse change the view.
 
     Keys that open a page are no bindings: each page declares its own, see ``NavigationScreen``.
     """
@@ -70,7 +70,7 @@ class JobScreen(NavigationScreen):
     ]  # fmt: skip
 
     def action_back(self) -> None:
-        """Undo what narrowed the view last: a rank, a filter, a page; then go to the jobs."""
+        """Undo the newest narrowing of the view: a rank, a filter, a page; then go to the jobs."""
         table = self.table
         if self.page.charts is not None and self.session.view.cursor is not None:
             self.put_cursor(None)
@@ -156,7 +156,7 @@ class JobScreen(NavigationScreen):
             self.paint()
 
     def on_click(self, event: events.Click) -> None:
-        """Do what belongs to the cell under the pointer."""
+        """Run the action of the cell under the pointer."""
         drawn = self.drawn_at(event.screen_x, event.screen_y)
         if drawn is None or self.scene is None:
             return

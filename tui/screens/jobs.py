@@ -97,7 +97,7 @@ class JobsScreen(PanelScreen):
             self.set_interval(self._interval_s, self._start_listing)
 
     async def list_again(self) -> None:
-        """Read the list in a thread, then draw it; what cannot be read stays, with the reason."""
+        """Read the list in a thread, then draw it; unreadable jobs stay, with the reason."""
         self._is_listing, begun_s = True, time.process_time()
         try:
             self._jobs = await asyncio.to_thread(self._list_jobs)
@@ -183,7 +183,7 @@ class JobsScreen(PanelScreen):
             self.run_worker(self.list_again(), group="list")
 
     def _place(self) -> int:
-        """Return the row of the chosen job; the first where none is chosen or it is gone."""
+        """Return the row of the chosen job; the first if none is chosen or it is gone."""
         ids = [job.id for job in self.shown]
         return ids.index(self._chosen) if self._chosen in ids else 0
 

@@ -1,4 +1,4 @@
-"""A screen that watches a session: it looks once a second, and shows one page of what is known."""
+"""A screen that watches a session: it looks once a second, and shows one page of the state."""
 
 import asyncio
 import time
@@ -41,7 +41,7 @@ class LiveScreen(PanelScreen):
 
         @override
         def can_replace(self, message: Message) -> bool:
-            # A slow terminal skips what is out of date instead of falling behind.
+            # A slow terminal skips outdated looks instead of falling behind.
             return isinstance(message, LiveScreen.Looked)
 
     def __init__(
@@ -94,7 +94,7 @@ class LiveScreen(PanelScreen):
         else:
             self.run_worker(self._await_look(first), group="look")
         if self._interval_s is not None:
-            # The first look leaves out what is slow, so the second one does not wait.
+            # The first look leaves out slow parts, so the second one does not wait.
             self.call_after_refresh(self.start_look)
             self.set_interval(self._interval_s, self._on_tick)
 
@@ -110,11 +110,11 @@ class LiveScreen(PanelScreen):
             self.run_worker(self.look_again(), group="look")
 
     async def look_again(self) -> None:
-        """Read the source in a thread and post what it saw; keys work meanwhile."""
+        """Read the source in a thread and post the observation; keys still work."""
         await self._await_look(asyncio.to_thread(self.session.look))
 
     def on_live_screen_looked(self, message: Looked) -> None:
-        """Fold one look; a paused screen keeps what it shows."""
+        """Fold one look; a paused screen does not change."""
         is_first = self.session.state is None
         if self.session.take(message.seen):
             self.app.bell()
@@ -126,9 +126,9 @@ class LiveScreen(PanelScreen):
             self._begun_s = None
 
     def _choose_first_page(self) -> None:
-        """Begin with the overview where the remembered page hides what is to be known first.
+        """Begin with the overview if the remembered page would hide an important state.
 
-        That is how the job ended or that it is stalled, or that the page has nothing to show.
+        The job has ended or is stalled, or the page has nothing to show.
         """
         state = self.session.state
         if state is None:

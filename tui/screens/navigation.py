@@ -75,7 +75,7 @@ class NavigationScreen(LiveScreen):
         self.paint()
 
     def select(self, table: Table, row: int) -> None:
-        """Select a row, and the rank that it is about."""
+        """Select a row, and its rank."""
         scene = self.scene
         if scene is None:
             return
@@ -123,7 +123,7 @@ class NavigationScreen(LiveScreen):
         self.paint()
 
     def action_pan(self, by: int) -> None:
-        """Show earlier or later steps in the charts of this page, by half of what is shown."""
+        """Show earlier or later steps in the charts of this page, by half of the visible range."""
         scene, window_of = self.scene, self.page.charts
         if scene is None or window_of is None:
             return
@@ -145,7 +145,7 @@ class NavigationScreen(LiveScreen):
         self.paint()
 
     def _move_cursor(self, window_of: WindowOf, by: int) -> None:
-        """Move the cursor of the charts by a fiftieth; what is shown follows it."""
+        """Move the cursor of the charts by a fiftieth; the visible range follows it."""
         scene = self.scene
         if scene is None:
             return

@@ -34,7 +34,7 @@ class Command(NamedTuple):
 
 
 def commands_of(app: "DashboardApp", screen: Screen[Any]) -> Iterator[Command]:
-    """Yield what can be done on a screen, the most wanted first."""
+    """Yield the commands of a screen, the most wanted first."""
     if isinstance(screen, JobScreen):
         yield from _of_job(screen)
     if app.has_jobs and not isinstance(screen, JobsScreen):
@@ -94,7 +94,7 @@ def _plain(name: str) -> str:
 
 
 class Commands(Provider):
-    """Offers what can be done on the screen below the palette."""
+    """Offers the commands of the screen below the palette."""
 
     @override
     async def discover(self) -> Hits:

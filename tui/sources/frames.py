@@ -1,4 +1,4 @@
-"""Observations as bytes, for a pipe or a file: first a whole one, then only what is new.
+"""Observations as bytes, for a pipe or a file: first a whole one, then only changes.
 
 ::
 
@@ -42,7 +42,7 @@ MAX_FRAME_BYTES: Final = 64 << 20
 _HEADER: Final = struct.Struct(">II")
 _KEY, _DELTA, _ERROR, _JOBS, _HELLO = range(5)
 
-# Raw leaves what is inside undecoded: a scan skips over it.
+# Raw leaves the content undecoded: a scan skips over it.
 _SCANNED: Final = msgspec.msgpack.Decoder(tuple[int, msgspec.Raw, msgspec.Raw])
 _PATCH: Final = msgspec.msgpack.Decoder(list[msgspec.Raw])
 
@@ -68,7 +68,7 @@ class Hello(msgspec.Struct, frozen=True):
 
 
 class FrameEncoder:
-    """Makes the frames of one stream; keeps the last observation to know what is new."""
+    """Makes the frames of one stream; keeps the last observation to find changes."""
 
     def __init__(self) -> None:
         self._patcher = Patcher(Observation)
@@ -96,7 +96,7 @@ class FrameDecoder:
         self._number = 0
 
     def decode(self, payload: bytes) -> Observation:
-        """Return what the frame shows.
+        """Return the observation of the frame.
 
         Raises:
             RemoteError: The frame is an error that the other side met.
@@ -193,7 +193,7 @@ def encode_hello(hello: Hello) -> bytes:
 
 
 def decode_hello(payload: bytes) -> Hello:
-    """Return what a stream says of itself.
+    """Return the header of a stream.
 
     Raises:
         RemoteError: It is an error that the other side met.
@@ -281,7 +281,7 @@ def _own_version() -> str:
 
 
 def _read(stream: BinaryIO, size: int) -> bytes:
-    """Read exactly ``size`` bytes, or what is left; a claimed length reserves no memory."""
+    """Read exactly ``size`` bytes, or the remaining ones; a claimed length reserves no memory."""
     parts = []
     while size and (part := stream.read(min(size, 1 << 20))):
         parts.append(part)

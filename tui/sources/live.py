@@ -35,7 +35,7 @@ class Source(Protocol):
     """Anything that can be looked at again and again."""
 
     def read(self) -> Observation:
-        """Return what is true now.
+        """Return the present observation.
 
         Raises:
             InterruptionError: It is not known for now.

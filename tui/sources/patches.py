@@ -76,17 +76,17 @@ class Patcher:
             struct.__name__: [field.name for field in node.fields]
             for struct, node in self._structs.items()
         }
-        """Names of the fields behind the numbers; the other side needs them once."""
+        """Names of the fields by number; the other side needs them once."""
         self._places: dict[type, list[int | None]] = {
             struct: list(range(len(node.fields))) for struct, node in self._structs.items()
         }
 
     def diff(self, old: Any | None, new: Any) -> Any:
-        """Return what turns ``old``, or nothing, into ``new``; it can be encoded as msgpack."""
+        """Return a patch, for msgpack, that turns ``old``, or nothing, into ``new``."""
         return self._root.diff(_NOTHING if old is None else old, new)
 
     def translate(self, fields: object) -> None:
-        """From now on read patches of a side whose fields these are.
+        """Read patches of a side with these fields from now on.
 
         Raises:
             PatchError: They are not the names of fields.

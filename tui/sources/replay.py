@@ -85,7 +85,7 @@ class ReplaySource:
         self._seen: Observation | None = None
 
     def read(self) -> Observation:
-        """Return what was true at the recording's clock.
+        """Return the observation at the recording's clock.
 
         ``is_rewound`` is set where it is earlier than what the last call returned.
         """
@@ -167,7 +167,7 @@ class ReplaySource:
             self._place = self._frames[there].time
 
     def frames(self, *, until: float | None = None) -> Iterator[Observation]:
-        """Yield what each frame shows, from the one at the clock on; waits for nothing.
+        """Yield the observation of each frame, from the one at the clock on; waits for nothing.
 
         Args:
             until: Time of the last one; None: the end.
@@ -239,7 +239,7 @@ class ReplaySource:
         return self._seen
 
     def _cut(self, number: int, error: TelemetryError) -> Observation:
-        """End the recording before a frame whose bytes are whole and yet make no sense."""
+        """End the recording before a frame whose bytes are whole but whose content is invalid."""
         self._at, self._seen, self._decoder = None, None, FrameDecoder()
         self._kept.clear()
         self._end_at(number, str(error))

@@ -34,7 +34,7 @@ _URGENT: tuple[Kind, ...] = ("crashed", "loss", "stalled", "memory", "traffic")
 
 @remember_last
 def diagnose(state: State) -> tuple[Finding, ...]:
-    """Return what is wrong, the most severe first; nothing when nothing is."""
+    """Return the findings, the most severe first; none if there is no problem."""
     found = [finding for find in _ALWAYS if (finding := find(state)) is not None]
     kinds = {finding.kind for finding in found}
     if "host" in kinds:

@@ -1,4 +1,4 @@
-"""Jobs that have come to an end they did not mean to, stand still, or compute nothing of worth."""
+"""Findings on jobs that failed, that stall, or whose loss is not finite."""
 
 import math
 
@@ -10,7 +10,7 @@ from boltmesh.tui.metrics.status import Stall, find_stall, tell_phases
 from boltmesh.tui.state import State
 
 HANG = "hang: "
-"""Begins what a rank of the job has recorded about a standstill."""
+"""Prefix of a rank's explanation of a hang."""
 
 STOPPED_PROCESS = "is stopped by a signal"
 """Part of that message about a rank whose process is stopped (``hang_detection/inspect.py``)."""
@@ -20,7 +20,7 @@ MAX_GROUPS = 2
 
 
 def find_crash(state: State) -> Finding | None:
-    """Say which rank went first, where it was, and what it logged last."""
+    """Name the first rank to fail, where it was, and its last log."""
     job = state.job
     if job.state not in {"failed", "crashed"}:
         return None
@@ -79,7 +79,7 @@ def _next_run(job: JobSnapshot, first: RankSnapshot | None) -> str:
 
 
 def find_broken_loss(state: State) -> Finding | None:
-    """Say since when the loss is no number, and on which ranks."""
+    """Say since when the loss is NaN or infinite, and on which ranks."""
     job = state.job
     if job.state != "running":
         return None

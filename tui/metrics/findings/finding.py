@@ -1,4 +1,4 @@
-"""One thing that is wrong with a job, in words."""
+"""One problem of a job, in words."""
 
 from typing import Literal
 
@@ -38,6 +38,6 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     """The numbers behind the headline."""
     advice: str
     ranks: tuple[int, ...] = ()
-    """Those that it is about; none where it is about all."""
+    """The ranks concerned; empty if all are."""
     cost: float = 0.0
     """Share of a step that would be won at most; 0 where it is not a matter of time."""

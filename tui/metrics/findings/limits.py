@@ -99,7 +99,7 @@ def _full_device(state: State) -> Finding | None:
 
 
 def needed_bytes(reading: DeviceReading, ranks: dict[int, RankSnapshot]) -> int | None:
-    """Return what a GPU cannot do without: in use, less what torch's allocators hold unused.
+    """Return the GPU memory in use without the unused part of torch's allocators.
 
     The allocator keeps what it has got, so a device may look full for days with room to spare. What
     a rank had given out at most may come again, and counts as used.
@@ -142,7 +142,7 @@ def _ranks_of(readings: Iterable[DeviceReading]) -> tuple[int, ...]:
 
 
 def find_traffic(state: State) -> Finding | None:
-    """Say what moves other than the strategy expects; the largest difference in bytes."""
+    """Report bytes that differ from the strategy's expectation; the largest difference."""
     job = state.job
     if job.state != "running":
         return None

@@ -85,7 +85,7 @@ def _tell_late(job: JobSnapshot, worst: Lateness, ranks: tuple[int, ...]) -> tup
 
 
 def _judge_device(state: State, rank: int) -> tuple[list[str], str | None]:
-    """Return what only the GPU of a late rank has, and what to do about it.
+    """Return properties that only the GPU of a late rank has, and the advice.
 
     A reason for low clocks that most other GPUs have as well does not make one of them late; the
     power limit is the normal state of a busy GPU.
@@ -272,7 +272,7 @@ def has_offload(job: JobSnapshot) -> bool:
 
 
 def offloaded(job: JobSnapshot) -> list[MemoryKind]:
-    """Return what one rank keeps on the host or the disk, of the first rank that says so."""
+    """Return the state of one rank on the host or the disk, from the first rank that reports it."""
     for rank in job.ranks:
         kinds = [kind for kind in rank.memory_kinds if _is_off_device(kind, rank)]
         if kinds:

@@ -93,7 +93,7 @@ class Remote(msgspec.Struct, frozen=True):
     """Time between two looks there."""
 
     def __post_init__(self) -> None:
-        """Refuse what ssh would take for an option or for more than one word."""
+        """Refuse values that ssh would take for an option or for more than one word."""
         if not _HOST.fullmatch(self.host):
             raise ConfigError(
                 f"--ssh {self.host!r} is no host. Use a name from your ssh config, user@host or "
@@ -380,7 +380,7 @@ class Connection:
         )
 
     def _listen(self) -> None:
-        """Keep the end of what ssh says."""
+        """Keep the end of ssh's output."""
         with contextlib.suppress(OSError, ValueError):
             while part := os.read(self._errors.fileno(), 4096):
                 self._stderr = (self._stderr + part)[-_MAX_STDERR_BYTES:]
