@@ -32,7 +32,7 @@ def full_sizes(sizes: Mapping[str, int]) -> dict[str, int]:
 
 @cache
 def divisors(number: int) -> tuple[int, ...]:
-    """Return the sizes of an axis that divide so many ranks, smallest first."""
+    """Return the divisors of a number of ranks, smallest first."""
     return tuple(each for each in range(1, number + 1) if number % each == 0)
 
 

@@ -126,7 +126,7 @@ class FailureBoard:
         self.cause = self.cause or cause
 
     def peek(self) -> str | None:
-        """Return the first cause, None while there is none. Does not wait."""
+        """Return the first cause, None if there is none yet. Does not wait."""
         with self.store() as store:
             if self.cause is None and store is not None and store.check(["cause"]):
                 self.cause = store.get("cause").decode()
@@ -141,7 +141,7 @@ class FailureBoard:
         return self.cause or "A rank failed and did not post a cause."
 
     def wait_for_readers(self, count: int, timeout_s: float) -> None:
-        """Wait until so many ranks have read the cause: the store may end with this process."""
+        """Wait until ``count`` ranks have read the cause: the store may end with this process."""
         until_s = time.monotonic() + timeout_s
         with self.store() as store:
             while store is not None and time.monotonic() < until_s:

@@ -127,7 +127,7 @@ class LogBeforeSave(Callback):
 
 
 LAST_LOSSES = 20
-"""The loss at the end is a mean over so many batches: one batch alone says little."""
+"""Steps over which the loss at the end is a mean: one batch alone says little."""
 
 
 class ErrorReport(Callback):
@@ -222,7 +222,7 @@ class RunFolder(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # ModelCheckpoint has the state by now with which it goes on.
+        # ModelCheckpoint has its state for the rest of the run by now.
         if self._rank.run_lock is None or self.folder is None:
             return
         savers = [

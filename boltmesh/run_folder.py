@@ -358,7 +358,7 @@ def _numbers(folder: Path) -> list[int]:
 
 
 def _continued_folder(config: DictConfig, resumed: Path | str | None) -> Path | None:
-    """The folder of the run that goes on with ``resume=auto``.
+    """The folder of the run that continues with ``resume=auto``.
 
     That of its checkpoint. Without one, that of the newest run, if it has failed and its state may
     be in the memory of its hosts.

@@ -37,7 +37,7 @@ _NOT_READ = (
 whatever its own code runs into."""
 
 _MAX_BITS = 64
-"""A whole number may have so many: torch, files and system calls hold no more."""
+"""Most bits of a whole number: torch, files and system calls hold no more."""
 
 _WORD = re.compile(r"[\w.:+-]+")
 

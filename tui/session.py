@@ -142,7 +142,7 @@ class Session:
             self._other_seen = self._other.read()
 
     def take(self, seen: Observation | Lost) -> int:
-        """Fold one look; return how many alerts want to be heard."""
+        """Fold one look; return how many alerts should ring."""
         if isinstance(seen, Lost):
             if self._newest is None:
                 self.waiting_for = seen.reason

@@ -158,7 +158,7 @@ def plan_divided(
 def _seconds_of_part(
     model: ModelShape, numel: float, axes: Layout, job: JobShape, machine: Machine
 ) -> dict[str, float]:
-    """Return the seconds of the offload of a rank that updates so many elements."""
+    """Return the seconds of the offload of a rank that updates ``numel`` elements."""
     unit = UnitShape("", (TensorShape("part", (ceil(numel),)),))
     part = replace(model, units=(unit,), forward_flops=None)
     name, given = replace(axes, pipeline=1, context=1, tensor=1, expert=1).strategy
@@ -247,7 +247,7 @@ def scaled(work: StepWork, scale: float) -> StepWork:
 
 
 def repeated(model: ModelShape, again: ModelShape, part: float) -> tuple[ModelShape, StepWork]:
-    """Return a model of which a part of the blocks is recomputed, and what that repeats.
+    """Return the model with a part of its blocks recomputed, and the work that is repeated.
 
     Args:
         model: With no block recomputed.

@@ -64,7 +64,7 @@ class ConfigLayout:
 
     @property
     def division(self) -> Hashable:
-        """Equal for layouts of which one is planned: sharing over the data axis is worked out."""
+        """Key of layouts that one plan serves: the data axis is computed from that plan."""
         axes = self.axes
         how = axes.schedule, axes.has_sequence_parallel, axes.recompute
         return axes.axis_sizes, how, self.batch, self.accumulate, self.microbatches
@@ -281,7 +281,7 @@ def batches_of_step(config: Any, ranks: int, *, source: str) -> int:
 
 
 def splits(batches: int, rows: int | None, replicas: int) -> tuple[int | None, int] | None:
-    """Return rows of a batch and batches of a step for so many replicas.
+    """Return rows of a batch and batches of a step for a number of replicas.
 
     Args:
         batches: Batches of a step over all replicas, as the config has them.

@@ -308,7 +308,7 @@ def _memory(accelerator: str, num_ranks: int, disk: str) -> dict[str, Any]:
 
 
 def rates_file(accelerator: str, num_ranks: int, precision: str) -> Path:
-    """Return where the rates of so many ranks of this machine are remembered.
+    """Return the path of the rates of ``num_ranks`` ranks of this machine.
 
     Raises:
         ConfigError: For a user without a home folder.

@@ -27,7 +27,7 @@ from boltmesh.planner.step_time import (
 from boltmesh.strategies.cost_model.model import StepWork
 
 BUCKET_BYTES = 25 * 2**20
-"""Bytes of an all-reduce of which the number is not known, as of DDP."""
+"""Bytes of an all-reduce if their number is not known, as with DDP."""
 OPTIMIZER_TENSORS = 3
 """Value and gradient read, value written; beside them the state, read and written."""
 OPTIMIZER_OPERATORS = 12

@@ -54,7 +54,7 @@ from boltmesh.strategies.cost_model.offload import keeps_fp32
 from boltmesh.strategies.pipeline.schedules.registry import searched_schedules
 
 MOST_RANKS = 4096
-"""Larger jobs are not looked at where the one that was asked for is too small."""
+"""If the requested job is too small, larger ones up to this number of ranks are tried."""
 MOST_DIVISIONS = 12
 """Divisions of layers that are planned, the most promising first."""
 SEARCH_S = 16.0

@@ -50,7 +50,7 @@ class Ended:
     run: BenchRun | None
     reason: str | None = None
     is_refused: bool = False
-    """Whether nothing was wrong but what was asked for."""
+    """Whether the layout was refused (exit code 2); else the run failed."""
 
 
 def run_variant(

@@ -32,7 +32,7 @@ class Variant:
     """One row."""
 
     label: str
-    """As it was asked for."""
+    """As the user wrote it."""
     strategy: str
     settings: tuple[str, ...] = ()
     """``key=value``; keys without a section are arguments of the strategy."""

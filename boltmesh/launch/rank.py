@@ -38,7 +38,7 @@ class Rank:
     supervisor_folder: Path | None
     stop: StopSwitch
     continued: Path | None = None
-    """The folder of the run that this rank goes on with after a failure."""
+    """The folder of the run that this rank continues after a failure."""
     run_folder: Path | None = None
     run_lock: RunLock | None = None
     """The lock of the run's folder, on rank 0."""

@@ -357,7 +357,7 @@ def short_error(error: BaseException) -> str:
 
 
 def put_stand_ins(module: Module) -> None:
-    """Put real tensors in the place of fake ones: parameters of one number, all else of zeros."""
+    """Replace fake tensors by real ones: parameters of one number, all others of zeros."""
     made: dict[int, Tensor] = {}  # what has several names is one thing
 
     def stand_in(fake: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ class EqualBlocks:
 
     @contextlib.contextmanager
     def first(self, count: int) -> Iterator[None]:
-        """Within, the model has so many of its blocks."""
+        """Within, the model has its first ``count`` blocks only."""
         members = vars(self.members)
         whole = members["_modules"]
         members["_modules"] = dict(list(whole.items())[:count])

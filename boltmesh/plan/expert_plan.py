@@ -158,7 +158,7 @@ def plan_expert(
 def experts_over(
     config: DictConfig, size: int, *, source: str
 ) -> tuple[tuple[Experts, ExchangeShape], ...]:
-    """Return the experts of a config's model that so many ranks divide, and their rows of a batch.
+    """Return the experts of a config's model that ``size`` ranks divide, with rows of a batch.
 
     Raises:
         ConfigError: When model or data cannot be built, or nothing can be divided by so many.

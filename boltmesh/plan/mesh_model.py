@@ -105,7 +105,7 @@ def describe_mesh(
 
 
 def _extended(fewer: MeshModel, more: MeshModel, times: int) -> MeshModel:
-    """Return the model with so many more blocks for each stage than the first has."""
+    """Return the model with ``times`` blocks more for each stage than the first one has."""
     pipeline = None
     if fewer.pipeline is not None and more.pipeline is not None:
         stages = zip(fewer.pipeline.stages, more.pipeline.stages, strict=True)
@@ -149,7 +149,7 @@ class _Divided:
 def _forecast(
     config: DictConfig, job: MeshJob, source: str, per_stage: int | None
 ) -> tuple[MeshModel, int | None]:
-    """Divide a model, with all of its blocks or with so many for each stage.
+    """Divide a model, with all of its blocks or with ``per_stage`` for each stage.
 
     Returns:
         The model, and how many blocks more each stage has; None where it has all.
@@ -286,7 +286,7 @@ def _build(config: DictConfig, types: NumberTypes, part: Any, source: str) -> _B
 def _with_fewer_blocks(
     module: LightningModule, job: MeshJob, per_stage: int
 ) -> tuple[AbstractContextManager[None], MeshJob, int | None]:
-    """Leave a module so many blocks for each stage, with the same boundaries between stages.
+    """Leave a module ``per_stage`` blocks for each stage, with equal boundaries between stages.
 
     Returns:
         Within what it has so few; the job of these; how many more each stage has, None where
@@ -344,7 +344,7 @@ def _cut_into_stages(
     *,
     has_equal_blocks: bool,
 ) -> tuple[PipelineModel, list[StageWork], list[str]]:
-    """Return the stages of what is left of a model, their ranks, and what was not found out."""
+    """Return the stages of the remaining model, their ranks, and notes on unknown values."""
     args = (job.parts[0], *job.args[1:])
     num_ranks, num_parts, cast = job.layout.pipeline, len(job.parts), job.types.cast
     kept_by = kept_by_units(module, job)

@@ -69,7 +69,7 @@ class ExpertExchange:
 
 @dataclass(frozen=True)
 class MeshJob:
-    """A mesh as it was asked for, with facts of the model and its data."""
+    """The requested mesh, with facts of the model and its data."""
 
     layout: MeshLayout
     shard_size: int
@@ -219,7 +219,7 @@ class RankWork:
 
 
 def work_of_whole(module: LightningModule, job: MeshJob) -> tuple[list[RankWork], list[str]]:
-    """Return the work of ranks that run all layers, and what was not found out.
+    """Return the work of ranks that run all layers, and notes on unknown values.
 
     One for each rank of a context group.
     """
@@ -346,7 +346,7 @@ def _count(
 
 
 def held_numel(named: Iterable[tuple[str, Parameter]], job: MeshJob) -> int:
-    """Return the elements of parameters of which experts are a rank's own."""
+    """Return the elements that a rank holds of parameters: of experts, its own part."""
     owned = job.owned
     return sum(
         each.numel() // owned.size if owned and name in owned.names else each.numel()

@@ -222,7 +222,7 @@ def pipeline_model(
 
 
 def class_of(optimizer: Optimizer | None) -> tuple[str | None, Mapping[str, Any]]:
-    """Return name and arguments of an optimizer's class; None and nothing where there is none."""
+    """Return name and arguments of an optimizer's class; None and an empty one without it."""
     return (None, {}) if optimizer is None else (type(optimizer).__name__, optimizer.defaults)
 
 

@@ -27,7 +27,7 @@ class ClusterLinks:
         return cluster.network_rate * (rates.onload_network if cluster.is_onload else rates.network)
 
     def ring(self, group: AxisGroup, num_bytes: float) -> float:
-        """Return the seconds of an all-gather, or of a reduce-scatter, of so many bytes in all."""
+        """Return the seconds of an all-gather, or of a reduce-scatter, of ``num_bytes`` in all."""
         if group.size == 1:
             return 0.0
         latency = self.latency(group) * log2(group.size)
@@ -50,7 +50,7 @@ class ClusterLinks:
         return LINK_LATENCY if group.num_nodes == 1 else NETWORK_LATENCY
 
     def all_reduce(self, group: AxisGroup, num_bytes: float) -> float:
-        """Return the seconds of an all-reduce of so many bytes."""
+        """Return the seconds of an all-reduce of ``num_bytes``."""
         return 2.0 * self.ring(group, num_bytes)
 
     def message(self, group: AxisGroup, num_bytes: float) -> float:
@@ -61,7 +61,7 @@ class ClusterLinks:
         return self.latency(group) + num_bytes / rate
 
     def exchange(self, group: AxisGroup, num_bytes: float) -> float:
-        """Return the seconds in which each rank of a group sends so many bytes to each other."""
+        """Return the seconds of an all-to-all: ``num_bytes`` from each rank to each other one."""
         if group.size == 1:
             return 0.0
         inside = num_bytes * (group.in_node - 1) / self.cluster.accelerator.link_rate

@@ -112,7 +112,7 @@ class Passes:
         )
 
     def times(self, count: float) -> "Passes":
-        """Return so many of them."""
+        """Return the passes, each multiplied by ``count``."""
         return Passes(*(count * each for each in vars(self).values()))
 
     @property
@@ -435,7 +435,7 @@ def elementwise_bytes(model: Transformer, *, is_fused: bool) -> float:
 def product_time(
     rows: float, inner: float, columns: float, rate: float, units: int, memory_rate: float
 ) -> float:
-    """Return the seconds of one matrix product on an accelerator of so many units.
+    """Return the seconds of one matrix product on an accelerator with ``units`` units.
 
     Each unit computes a tile at a time. The last wave of tiles takes as long as a full one, however
     few tiles it has, and a long sum may be split over several units, which add their parts.

@@ -74,7 +74,7 @@ def remove_old_jobs(folder: Path, *, most_bytes: int = MOST_BYTES) -> None:
 
 
 def beyond(jobs: list[EndedJob], most_bytes: int) -> Iterator[EndedJob]:
-    """Yield the jobs that do not fit into so many bytes after the newer ones."""
+    """Yield the jobs that do not fit into ``most_bytes`` after the newer ones."""
     total = 0
     for job in jobs:
         total += job.num_bytes

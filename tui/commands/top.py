@@ -314,7 +314,7 @@ def _print_until_the_end(source: Source, *, interval_s: float, on_alert: str | N
 
 
 def _print_recording(recording: "ReplaySource", *, once: bool, as_json: bool, look: Style) -> None:
-    """Print the frame that is asked for, or all of them, which waits for no clock."""
+    """Print the requested frame, or all of them, without waiting for a clock."""
     if not once:
         for seen in recording.frames():
             print_line(job_json(seen))

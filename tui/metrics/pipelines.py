@@ -97,7 +97,7 @@ class Pipeline(msgspec.Struct, frozen=True):
 
 @remember_last
 def pipelines(job: JobSnapshot) -> tuple[Pipeline, ...]:
-    """Return the pipelines of which all ranks record chunks."""
+    """Return the pipelines in which all ranks record chunks."""
     found = []
     for place, ranks in _pipelines(job):
         steps = tuple(_steps(place, ranks, job))

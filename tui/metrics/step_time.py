@@ -349,7 +349,7 @@ def _profiles(columns: Mapping[int, RecentTimes], batches: int) -> dict[int, Ran
 
 
 def middle(values: Iterable[float]) -> float:
-    """Return the median of ``values``, of which there is at least one."""
+    """Return the median of ``values``, which are not empty."""
     ordered = sorted(values)
     half = len(ordered) // 2
     return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2

@@ -101,7 +101,7 @@ def _size(found: MeshMap) -> tuple[int, int]:
 
 
 def _beside(body: Region, width: int, axes: int, lines: int, places: int) -> Plan:
-    """Return the plan with a map of that width and so many lines, heading and scale included."""
+    """Return the plan with a map of this width and height, heading and scale included."""
     upper, lower = body.split_off_top(min(max(lines, places) + 1, max(lines, body.height - axes)))
     left = upper._replace(width=width)
     right = upper._replace(x=left.x + width + GUTTER, width=upper.width - width - GUTTER)

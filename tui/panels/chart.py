@@ -308,7 +308,7 @@ def nice_scale(low: float, high: float, *, ticks: int) -> Scale:
     magnitude = 10.0 ** math.floor(math.log10(rough))
     steps = [factor * magnitude for factor in (0.5, 1, 2, 5, 10)]
     place = sum(step < rough for step in steps[:-1])
-    # A step longer than asked for may have only one multiple in the range.
+    # A step longer than the preferred one may have only one multiple in the range.
     for step in (steps[place], steps[place - 1]):
         found = tuple(step * n for n in range(math.ceil(low / step), math.floor(high / step) + 1))
         if len(found) >= 2:

@@ -158,7 +158,7 @@ def draw_rows(
     *,
     has_room: bool = False,
 ) -> GanttRows:
-    """The blocks of each rank behind its name, in so many cells; later ones are left out.
+    """The blocks of each rank behind its name, within a number of cells; later ones are left out.
 
     Args:
         rows: One for each rank, or for each of its stages.

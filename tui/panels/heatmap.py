@@ -391,7 +391,7 @@ def num_places(state: State) -> int:
 
 
 def _worst_places(rows: list[PlaceRow], count: int, shown: Heat) -> list[PlaceRow]:
-    """Return so many of the rows, in their order."""
+    """Return the ``count`` worst rows, in their order."""
     by_badness = sorted(rows, key=lambda row: row.mean, reverse=shown.is_bad_high)
     kept = {id(row) for row in by_badness[:count]}
     return [row for row in rows if id(row) in kept]

@@ -38,7 +38,7 @@ from boltmesh.telemetry.writer.nodes import (
 )
 
 SILENT_S: Final = 30.0
-"""A host that has missed three of its turns and this long on top is not heard of."""
+"""A host that has missed three of its turns, and this long on top, counts as silent."""
 _CLOCKS_APART_S: Final = 5.0
 """Clocks that differ by less are taken as they are."""
 _MAX_FILE_BYTES: Final = 16 << 20

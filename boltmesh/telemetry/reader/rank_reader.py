@@ -318,7 +318,7 @@ class RankReader:
         return self._descriptor
 
     def read_at(self, offset: int, size: int) -> bytes:
-        """Return so many bytes at an offset; fewer where the file ends."""
+        """Return ``size`` bytes at an offset; fewer at the end of the file."""
         part = os.pread(self._fd, size, offset)
         while len(part) < size and (
             more := os.pread(self._fd, size - len(part), offset + len(part))

@@ -13,7 +13,7 @@ from typing import Any, Final, Generic, TypeVar
 from boltmesh.telemetry.layout import SECTIONS, Record
 
 Read = Callable[[int, int], bytes]
-"""Reads so many bytes at an offset; fewer where the file ends."""
+"""Reads from an offset a number of bytes; fewer at the end of the file."""
 
 _LOOK_AHEAD: Final = 64
 """Damaged or unfinished records that a ring is followed across."""

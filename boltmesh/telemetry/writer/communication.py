@@ -208,7 +208,7 @@ class CommunicationCounter:
         return number
 
     def _ranks_of(self, group: dist.ProcessGroup, name: str) -> list[int]:
-        """Return the members of a group by global rank, asked for once."""
+        """Return the members of a group by global rank, queried once."""
         ranks = self._members.get(name)
         if ranks is None:
             ranks = self._members[name] = group_ranks(group)

@@ -45,7 +45,7 @@ LONGEST_S: Final = 30.0
 _NODES_PER_S: Final = 16
 """Each host reads from each other one: the store serves the square of their number."""
 _SHARE: Final = 200
-"""An exchange may take one part in so many of the time."""
+"""Exchanges may take 1 / _SHARE of the time."""
 _SLOW_S: Final = 2.0
 """An exchange that takes longer says that the store is in trouble."""
 
