@@ -45,7 +45,7 @@ class Monitor:
     """Daemon thread that calls ``check`` in an interval, from ``start`` to ``stop``.
 
     Args:
-        check: What to call; has to catch its errors.
+        check: Function to call; it has to catch its errors.
         interval_s: Seconds between two calls. The thread sleeps; nothing wakes it in between.
         name: Name of the thread.
     """

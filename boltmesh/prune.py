@@ -110,7 +110,7 @@ def empty_runs(folder: Path, *, only_killed: bool) -> Iterator[Path]:
     """Yield the folders of runs of one name that have neither saved nor logged anything.
 
     Args:
-        folder: That of all runs of a name.
+        folder: Folder of all runs of a name.
         only_killed: Leave out runs that have ended by themselves, which have returned their lock.
     """
     for run in sorted(folder.glob("*")):

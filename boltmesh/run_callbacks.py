@@ -155,9 +155,9 @@ class RunFolder(Callback):
 
     Args:
         rank: This process.
-        title: What is being done, for the first line.
+        title: Activity, for the first line.
         folder: On rank 0 the run's folder, None where the command writes nothing.
-        checkpoint: What this rank has found to load; that of rank 0 is loaded.
+        checkpoint: Checkpoint that this rank has found; that of rank 0 is loaded.
         followers: Callbacks that write into a folder inside the run's.
         pattern: ``filename`` of its ModelCheckpoint.
     """

@@ -147,7 +147,7 @@ def newest_checkpoint(folder: Path, *, run: str = "*") -> Path | None:
     """The complete checkpoint that was written last in any run of a name; not read for damage.
 
     Args:
-        folder: That of all runs of a name.
+        folder: Folder of all runs of a name.
         run: One run of them alone.
     """
     for path in _checkpoints(folder, run):
@@ -188,7 +188,7 @@ def newest_verified_checkpoint(
     whole checkpoints: for one process of a job.
 
     Args:
-        folder: That of all runs of a name.
+        folder: Folder of all runs of a name.
         key: Key of the config, for errors.
         run: One run of them alone.
         renames: Say which are damaged, and give them another name.

@@ -78,7 +78,7 @@ class Merge:
 
     Args:
         config: Changed in place.
-        source: What errors name: a file, or the command line.
+        source: Name of the source in errors: a file, or the command line.
         folder: Where the paths in this source start; None leaves them to the working directory.
         written: Gives what the source has as the value of a full key, or None. YAML reads 010 as
             the number 8, and where a text is wanted it is 010.

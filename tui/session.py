@@ -84,8 +84,8 @@ class Session:
     """Folds the observations of its source, and keeps the view while the screen is paused.
 
     Args:
-        source: Where the job is read. It belongs to the session, which closes it.
-        view: What was chosen before, as remembered settings have it.
+        source: The job's source. It belongs to the session, which closes it.
+        view: Earlier choices of the user, from the settings.
         watch: Raises alerts; None: there are none.
         hook: Receives the alerts too, and reports its own failures as alerts.
         other: A run that this one is compared with; it belongs to the session too.

@@ -183,7 +183,7 @@ def search_config(
         nodes: In which they are.
         network: Between them.
         again: Measure rates that are remembered.
-        memory_gib: That a rank may take; None: its share of the machine.
+        memory_gib: Memory that a rank may use; None: its share of the machine.
 
     Raises:
         ConfigError: For a config that cannot be planned, and options that contradict each other.

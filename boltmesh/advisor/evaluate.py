@@ -56,9 +56,9 @@ def plan_replicas(
         model: With the work of one batch.
         layout: By the name of its strategy.
         job: Ranks and batches of the layout.
-        hardware: What it is for.
+        hardware: Devices and rates that the layout is for.
         scale: Rows of the layout's batch over those of the model's.
-        experts: Those that are divided over ranks.
+        experts: Experts that are divided over ranks.
         recomputed: Work of one batch that the backward pass repeats.
     """
     assert model.work is not None
@@ -123,7 +123,7 @@ def plan_divided(
         model: The whole one, with the work of one batch.
         layout: The layout that was planned.
         job: One rank, with the batches of the layout.
-        hardware: What it is for.
+        hardware: Devices and rates that the layout is for.
         scale: Tokens of the layout's batch over those of the model's.
         recomputed: Work of one batch of the model that the backward pass repeats.
     """

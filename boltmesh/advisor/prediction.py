@@ -73,7 +73,7 @@ class RankStep:
         state_copies: Tensors of state for each.
         repeated: Part of the operators' traffic that each rank of the tensor axis has in full.
         transfer_s: Time in which parameters and gradients go from and to the host in each pass.
-        recomputed: What the backward pass repeats of the forward pass, which ``work`` has once.
+        recomputed: Part of the forward pass that the backward pass repeats; ``work`` has it once.
         outside_s: Time of the step on the host or the disk, which begins when gradients are there.
     """
 

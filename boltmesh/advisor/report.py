@@ -43,7 +43,7 @@ def report_lines(found: ConfigSearch, count: int) -> Iterator[str]:
     """Yield the report as lines of text.
 
     Args:
-        found: What was found.
+        found: Layouts that were found.
         count: Layouts that are shown.
     """
     yield from head_lines(found)

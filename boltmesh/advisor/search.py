@@ -81,7 +81,7 @@ class ConfigSearcher:
         config: Its name or path.
         overrides: ``key=value`` of the command line.
         source: The config's file, for errors.
-        hardware: What it is for.
+        hardware: Devices and rates that the layouts are for.
     """
 
     def __init__(

@@ -71,7 +71,7 @@ def tune(
         warmup: Optimizer steps before them.
         rounds: Runs of each layout.
         count: Layouts that are measured first, and at most how many more.
-        memory_gib: That a rank may take. None: of the host its share, of a GPU all.
+        memory_gib: Memory that a rank may use. None: its share of a host's, all of a GPU's.
         as_json: Print JSON.
 
     Raises:

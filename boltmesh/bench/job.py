@@ -65,7 +65,7 @@ def run_variant(
     """Train for ``warmup + steps`` optimizer steps and measure the latter.
 
     Args:
-        variant: What runs.
+        variant: The strategy to run.
         config: The user's config.
         overrides: ``key=value``, those of the variant included.
         steps: Optimizer steps that count.

@@ -108,7 +108,7 @@ def measure(watch: JobWatch, *, warmup: int) -> BenchRun | None:
     """Compute the figures of a job that has ended; None when it recorded no step that counts.
 
     Args:
-        watch: What was seen of it.
+        watch: Observations of the job.
         warmup: Optimizer steps at the beginning that do not count.
     """
     job = watch.newest

@@ -282,7 +282,7 @@ def trace_one_process(problem: Problem, *, data_size: int, is_dealt: bool = True
     """The reference: plain Lightning in this process alone, on the batches of all data ranks.
 
     Args:
-        problem: What is trained.
+        problem: The model, data and options of the run.
         data_size: Ranks of the data axis.
         is_dealt: Whether the Trainer deals the data out to them, which it does in its own order. If
             not, they are in that of the loader.

@@ -370,7 +370,7 @@ def export(
             file.
         target: ``.ckpt`` for a Lightning file, ``.safetensors`` for one file of the weights, else
             a folder of the weights.
-        prefix: What to take off the names for safetensors; None finds it.
+        prefix: Prefix to remove from the names for safetensors; None finds it.
         max_shard_bytes: Most bytes of a file in a folder.
         force: Replace what is at ``target``.
         counted: Shows how far it is.

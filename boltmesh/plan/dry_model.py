@@ -94,7 +94,7 @@ def describe_model(
 
     Args:
         config: The whole.
-        options: Those of a ZeRO strategy; None for another.
+        options: Options of a ZeRO strategy; None for another strategy.
         source: The config's file, for errors.
         recompute: Operators that blocks compute again in the backward pass.
 

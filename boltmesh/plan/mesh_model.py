@@ -85,7 +85,7 @@ def describe_mesh(
 
     Args:
         config: The whole.
-        job: What is asked.
+        job: The requested mesh.
         source: The config's file, for errors.
         is_brief: The figures of the ranks are wanted alone. If a model has many equal blocks (see
             ``equal_blocks``), each stage gets one and then two in place of its own, and the figures

@@ -152,9 +152,9 @@ def plan_mesh(
 
     Args:
         config: The whole.
-        ranks_per_host: That each host has.
+        ranks_per_host: Ranks of each host.
         given: Arguments of the strategy.
-        machine: What its ranks have.
+        machine: Rates and memory of its ranks.
         source: The config's file, for errors.
         is_brief: The figures of the ranks are wanted alone: see ``describe_mesh``.
 

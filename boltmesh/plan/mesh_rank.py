@@ -280,11 +280,11 @@ def count_pass(
 
     Args:
         module: The part of one rank of each layer.
-        job: What is asked.
+        job: The requested mesh.
         state: State of a sequence that is divided.
-        batch: What the step gets.
+        batch: Argument of the step.
         units: To which what is kept is attributed, beside blocks that run again.
-        is_transient: What a block that runs again holds meanwhile is wanted, too.
+        is_transient: Whether to count temporary tensors of a block that runs again.
     """
     equal = equal_blocks(module)
     counts = None
@@ -358,7 +358,7 @@ def over_experts(job: MeshJob, held: Mapping[str, ExpertExchange]) -> list[Expec
     """Return the bytes that exchanges of rows move in an optimizer step.
 
     Args:
-        job: What is asked.
+        job: The requested mesh.
         held: The experts that a rank has parts of.
     """
     if not held:
@@ -428,8 +428,8 @@ def over_layers(
 
     Args:
         module: The part of one rank of each layer.
-        job: What is asked.
-        runs: What the rank runs of a batch.
+        job: The requested mesh.
+        runs: Parts of a batch that the rank runs.
     """
     if job.layout.tensor == 1:
         return []

@@ -129,7 +129,7 @@ def work_of_stages(
 
     Args:
         module: The part of one rank of each layer.
-        job: What is asked.
+        job: The requested mesh.
         cut: How it is cut, and what runs on its parts.
         kept_by: Result of ``kept_by_units``.
         has_equal_blocks: Blocks of one kind differ in their number alone: what ranks with the same

@@ -145,8 +145,8 @@ def cut_model(
         options: Options of the pipeline.
         num_ranks: Ranks of the pipeline.
         num_microbatches: Parts of a batch.
-        args: What a step is called with, a microbatch in the place of its batch.
-        cast: What autocast computes in.
+        args: Arguments of a step, with a microbatch in place of its batch.
+        cast: Dtype of autocast.
 
     Raises:
         ConfigError: When the model cannot be cut so, or there is no such schedule.
@@ -189,8 +189,8 @@ def pipeline_model(
         cut: How it is cut.
         rows: Rows of each microbatch.
         kept_bytes: By stage, what a microbatch keeps for its backward pass; None: not known.
-        optimizer: That the module makes, None where it makes it only beside a Trainer.
-        notes: What was assumed or not found out.
+        optimizer: The module's own, None if it is made only with a Trainer.
+        notes: Assumptions and unknown values.
     """
     division, table = cut.division, cut.table
     return PipelineModel(

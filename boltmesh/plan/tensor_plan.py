@@ -104,7 +104,7 @@ def summarise(
         module: The whole model.
         plan: The plan of the module.
         element_bytes: Bytes of an element of its parameters.
-        notes: What was assumed or not found out.
+        notes: Assumptions and unknown values.
     """
     whole = {name: each.numel() for name, each in module.named_parameters()}
     divided = {name: math.prod(each.local_shape(plan.size)) for name, each in plan.sharded.items()}

@@ -30,7 +30,7 @@ class Layout:
         stages_per_rank: Pipeline stages of each rank.
         zero: ZeRO stage, 0 to 3.
         shard: Ranks that share one copy under ZeRO; the others replicate it (hybrid sharding).
-        recompute: What a block computes again in the backward pass.
+        recompute: Part of a block that is recomputed in the backward pass.
         recompute_share: Share of the blocks that do so.
         has_sequence_parallel: Whether activations between divided layers are divided too.
         has_async_tensor: Whether collectives of the tensor axis run beside products.

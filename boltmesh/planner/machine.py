@@ -57,9 +57,9 @@ class Cluster:
     """Equal nodes of equal accelerators.
 
     Args:
-        accelerator: What every rank has.
+        accelerator: Device of every rank.
         num_devices: In all.
-        devices_per_node: Those that the accelerator's link connects.
+        devices_per_node: Devices that the accelerator's link connects.
         network_rate: From one device to another node, bytes per second, when all devices of its
             node send at once.
     """
@@ -152,7 +152,7 @@ def build_cluster(
     """Return a cluster; values that are not given are the usual ones of the accelerator.
 
     Args:
-        accelerator: What every rank has.
+        accelerator: Device of every rank.
         num_devices: In all.
         num_nodes: Must divide the devices.
         network_rate: From a node to the others, bytes per second.

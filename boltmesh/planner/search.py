@@ -153,7 +153,7 @@ class Allowed:
         positions: Most ranks of a context group.
         tensors: Ranks that may share a layer.
         experts: Ranks that may divide the experts of a layer, above one.
-        recompute: What blocks may compute again.
+        recompute: Kinds of recomputation that blocks allow.
         places: Where state may go: ``cpu``, ``nvme``.
         has_tiles: Whether large weights may be gathered in tiles.
         has_whole_sequences: Whether ranks that divide layers may leave the sequence whole, too.
@@ -254,7 +254,7 @@ def with_room(
 
     Args:
         base: Its axes.
-        allowed: What may be added.
+        allowed: Mechanisms that may be added.
         evaluate: Returns the memory of a layout; None where it cannot run.
         may_be_best: Whether one that has no room is fast enough for more to be added.
     """

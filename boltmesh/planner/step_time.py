@@ -175,7 +175,7 @@ class StepTimeModel:
     Args:
         model: The sizes of the model.
         cluster: Where it trains.
-        rates: What software reaches of it.
+        rates: Shares of the hardware's peaks that software reaches.
     """
 
     def __init__(self, model: Transformer, cluster: Cluster, rates: Rates) -> None:

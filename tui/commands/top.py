@@ -106,7 +106,7 @@ def top(
         on_alert: Command for ``/bin/sh``, run for each alert.
         ssh: Hosts that run the job, as ssh takes them; none for this one.
         slurm: Number of the SLURM job whose hosts are added to these.
-        remote_command: What runs boltmesh there; None: it is looked for.
+        remote_command: Command that runs boltmesh there; None: it is searched.
         has_mouse: Take the mouse; without it the terminal's own selection and copying work.
         ascii_only: Draw with ASCII; also chosen where the terminal's encoding has nothing else.
         theme: One of ``THEMES``. None: what the terminal can show.

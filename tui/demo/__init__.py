@@ -37,7 +37,7 @@ class DemoSource:
 
     Args:
         clock: The wall clock.
-        scenario: What goes wrong; a hang or a crash comes right after the head start.
+        scenario: The fault; a hang or a crash comes right after the head start.
         mesh: Axis to size; ``mesh_of`` gives one for any number of ranks.
     """
 

@@ -175,7 +175,7 @@ class Gpu:
         """Return the present reading.
 
         Args:
-            ranks: Who uses it.
+            ranks: Ranks that use it.
             may_wait: Whether PCIe may be measured on a GPU that has no counters of it, for which
                 the driver takes 20 ms in each direction.
         """

@@ -144,7 +144,7 @@ def with_trends(
     """Return the part of ``body`` that other panels need, and history for the rest below.
 
     Args:
-        scene: What is shown.
+        scene: State and options of the drawing.
         body: All of the room.
         needed: Lines of the other panels.
         names: Names of the trends.

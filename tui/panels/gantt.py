@@ -163,7 +163,7 @@ def draw_rows(
     Args:
         rows: One for each rank, or for each of its stages.
         names: Labels of the rows, all equally long.
-        window_s: What the cells stand for.
+        window_s: Seconds that the cells stand for.
         cells: Number of cells of a row.
         width: Columns of the legend.
         look: How to draw.

@@ -28,7 +28,7 @@ class LiveScreen(PanelScreen):
     """Owns a session, and closes it when it goes.
 
     Args:
-        session: What is shown.
+        session: The session on the screen.
         page: The name of the page to begin with.
         interval_s: Time between two looks. None: no timer; a test requests each look.
     """

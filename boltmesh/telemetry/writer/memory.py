@@ -39,7 +39,7 @@ class MemoryWalk:
     """Says when to walk the tensors, and sums them by kind.
 
     Args:
-        tensors: What to walk.
+        tensors: Returns the tensors to walk, by kind.
         place: Where the model is, ``device`` or ``host``.
     """
 

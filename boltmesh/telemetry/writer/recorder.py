@@ -360,11 +360,11 @@ class Recorder:
         """Count a transfer that has just ended; from any thread, a few times a step.
 
         Args:
-            place: What it was read from or written to.
+            place: Source of a read, or target of a write.
             direction: ``read`` brings bytes back towards the device, ``write`` takes them away.
-            num_bytes: What was moved.
+            num_bytes: Bytes that were moved.
             seconds: How long it took, up to now.
-            is_alone: It ended earlier, and nothing else went this way meanwhile.
+            is_alone: It ended earlier, and no other transfer went this way meanwhile.
         """
         self._offload.add(place, direction, num_bytes, seconds, is_alone=is_alone)
 

@@ -68,11 +68,11 @@ def introduce(
     """Write the facts of a rank that a reader needs before its first step.
 
     Args:
-        job: That it is one rank of.
+        job: The job of the rank.
         file: The rank's file.
-        device: That it computes on.
+        device: The device of the rank.
         coordinates: Its place on each axis of the mesh.
-        note: What is not counted of its communication.
+        note: Communication that is not counted, with the reason.
     """
     name = devices.describe(device)
     file.write_facts(

@@ -26,7 +26,7 @@ class StatusLine:
     Args:
         file: Where it goes.
         clock: The phase, and when it began.
-        steps: Whose steps that wait on the host are written with it.
+        steps: Queue whose steps on the host are written with the line.
         memory: The totals as last read.
     """
 

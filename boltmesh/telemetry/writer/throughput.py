@@ -103,7 +103,7 @@ def peak_of(device: str, dtype: torch.dtype) -> float | None:
 
     Args:
         device: Its name, as the driver reports it.
-        dtype: What is multiplied; float32 runs as TF32 where torch allows it.
+        dtype: Dtype of the products; float32 runs as TF32 where torch allows it.
     """
     row = next((row for name, row in _peaks() if re.search(name, device, re.IGNORECASE)), {})
     name = _DTYPES.get(dtype)
