@@ -12,7 +12,7 @@ AXES: tuple[str, ...] = ("pipeline", "data", "context", "tensor")
 """Outermost to innermost."""
 
 ALL_AXES: tuple[str, ...] = (*AXES, "expert")
-"""With the one whose ranks are those of other axes, divided a second time."""
+"""All axes, the expert axis included, which divides ranks of other axes a second time."""
 
 OPTIONAL = frozenset({"context"})
 """Axes that are named only where they have several ranks."""

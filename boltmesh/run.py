@@ -81,7 +81,7 @@ class Built:
     strategy: MeshStrategy
     trainer: Trainer
     callbacks: list[Callback]
-    """Those of the config and of the command; not those that Lightning and the model add."""
+    """Callbacks of the config and of the command; not those of Lightning and the model."""
     checkpoint: Path | str | None
     """The checkpoint that the command loads first: a path, or an address."""
     folder: Path | None

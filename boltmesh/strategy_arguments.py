@@ -40,7 +40,7 @@ SHARED = (
 of the engine's arguments can be chosen."""
 
 KEPT_KEYS = ("activation_checkpointing", "activation_offload", "timeout_s")
-"""Those of a config's strategy that also hold for another one in its place."""
+"""Keys of a config's strategy that also hold for another strategy in its place."""
 
 _PLAIN = {int, float, bool, str, type(None)}
 

@@ -53,7 +53,7 @@ class ConfigLayout:
 
     @property
     def arguments(self) -> Mapping[str, Any]:
-        """Those of the strategy, beside those that its name fixes."""
+        """Arguments of the strategy, beside those that its name fixes."""
         more = {} if self.microbatches is None else {"microbatches": self.microbatches}
         return {**self.axes.strategy[1], **more}
 
@@ -223,7 +223,7 @@ class ConfigSearch:
 
     @property
     def fitting(self) -> list[PlannedLayout]:
-        """Those that fit."""
+        """The layouts that fit."""
         return [each for each in self.candidates if each.fits]
 
     @property

@@ -60,9 +60,9 @@ class MeasuredStep:
 
     seconds: float
     predicted_s: float
-    """By rates alone."""
+    """Prediction by rates alone."""
     layout: PredictedLayout
-    """As it was predicted."""
+    """The prediction at that time."""
 
     @classmethod
     def of(cls, given: Any, *, source: str) -> "MeasuredStep":

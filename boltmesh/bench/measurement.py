@@ -34,11 +34,11 @@ class JobWatch:
         self._job: JobReader | None = None
         self.newest: JobSnapshot | None = None
         self.steps: dict[int, dict[int, StepRecord]] = {}
-        """By rank and number of the batch."""
+        """Batches by rank and number."""
         self.chunks: dict[int, dict[ChunkKey, Chunk]] = {}
-        """By rank, and step, stage, microbatch and kind."""
+        """Chunks by rank, and step, stage, microbatch and kind."""
         self.memory: dict[int, dict[tuple[str, str], int]] = {}
-        """By rank, and kind and place: the most bytes that were seen."""
+        """Most bytes seen, by rank, and kind and place."""
         self.host_bytes: dict[int, int] = {}
         """Resident, by rank: the most that was seen."""
         self.device_bytes: dict[int, int] = {}
@@ -96,7 +96,7 @@ class BenchRun:
     bubble: tuple[float, ...]
     """Share of each step that counts in which the ranks of a pipeline are idle."""
     memory: dict[tuple[str, str], int]
-    """By kind and place, on the rank that has most of it."""
+    """Bytes by kind and place, on the rank that has most of it."""
     host_bytes: int | None
     device_bytes: int | None
     axis_bytes: dict[str, float]

@@ -33,12 +33,12 @@ class Tolerance:
     """Tolerances between two runs. The order of fp32 sums explains the defaults."""
 
     relative: float = 2e-5
-    """For losses, gradient norms, metrics and predictions."""
+    """Tolerance for losses, gradient norms, metrics and predictions."""
     parameters: float = 1e-4
     """Absolute. Adam divides by the gradient's own size, and so amplifies the rounding of
     gradients that are zero in truth (a bias before a norm, say) up to the learning rate."""
     optimizer: float = 1e-4
-    """For each state tensor, relative to its largest element."""
+    """Tolerance for each state tensor, relative to its largest element."""
 
 
 @dataclass(frozen=True)

@@ -272,9 +272,9 @@ class Problem:
     accumulate: int | dict[int, int] = 1
     """Batches per optimizer step of one rank; a mapping changes it from an epoch on."""
     trainer: dict[str, Any] = field(default_factory=dict)
-    """More arguments of the Trainer: precision, clipping, callbacks, ..."""
+    """Further arguments of the Trainer: precision, clipping, callbacks, ..."""
     evaluation_batches: int = 4
-    """How many batches each rank validates and predicts."""
+    """Batches that each rank validates and predicts."""
     seed: int = 1
 
 

@@ -321,7 +321,7 @@ def find_prefix(names: Iterable[str]) -> str:
 
 
 def take_off(tensors: Mapping[str, T], prefix: str) -> dict[str, T]:
-    """Those whose names begin with a prefix, by the rest of their names.
+    """Return the tensors whose names begin with a prefix, by the rest of their names.
 
     Raises:
         ConfigError: When there are none.

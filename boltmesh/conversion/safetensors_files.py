@@ -246,7 +246,7 @@ def divide(tensors: Mapping[str, Tensor], max_bytes: int) -> list[dict[str, Tens
 
 
 def file_names(count: int) -> list[str]:
-    """As Hugging Face names the files of a model."""
+    """File names as those of a model of Hugging Face."""
     if count == 1:
         return [SINGLE]
     return [f"model-{at:05}-of-{count:05}{SUFFIX}" for at in range(1, count + 1)]
@@ -312,7 +312,7 @@ def open_safetensors(path: Path) -> StoredModel:
 
 
 def _files(path: Path) -> list[Path]:
-    """Those of the index where there is one, so that a file that is missing is missed."""
+    """Files of the index if there is one, so that a missing file is noticed."""
     if not path.is_dir():
         if not path.is_file():
             raise ConfigError(f"{path} does not exist.")

@@ -115,7 +115,7 @@ def find_launcher(environment: Mapping[str, str]) -> Launcher | None:
 
 
 _DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
-"""Made by drivers of GPUs: NVIDIA's, that of Windows, and AMD's, whose devices are cuda as well.
+"""Device files of GPU drivers: NVIDIA's, Windows', and AMD's, whose devices are cuda as well.
 NVML says no more, and is missing in some containers."""
 
 

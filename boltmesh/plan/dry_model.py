@@ -54,7 +54,7 @@ _DTYPES = {
     "64": torch.float64,
     "bf16": torch.bfloat16,
 }
-"""By what a precision begins with."""
+"""Dtype of autocast by the beginning of a precision's name."""
 
 
 @dataclass(frozen=True)

@@ -56,11 +56,11 @@ class StepCounts:
     saved_bytes: int = 0
     transient_bytes: int = 0
     flops: int = 0
-    """In the forward pass."""
+    """Floating point operations of the forward pass."""
     work: StepWork = NO_WORK
     chosen_widths: frozenset[int] = frozenset()
     cast_names: frozenset[str] = frozenset()
-    """Of parameters."""
+    """Names of parameters that are cast."""
     saved_by: Mapping[str, int] = field(default_factory=dict)
     """By module of ``attributing``, the bytes of ``saved_bytes`` that it was the first to save;
     what is saved outside of them has no name."""

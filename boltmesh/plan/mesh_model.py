@@ -73,7 +73,7 @@ class MeshModel:
     tensor: TensorSummary | None
     """None where no ranks share layers."""
     ranks: tuple[RankForecast, ...]
-    """By place on the pipeline; those beside each other have as much, or less."""
+    """By place on the pipeline; the ranks at one place have as much, or less."""
     state_copies: int
     notes: tuple[str, ...]
 
@@ -142,7 +142,7 @@ class _Divided:
     """The job, with the facts of its model and its data."""
     places: Sequence[RankWork | StageWork]
     times: int | None
-    """How many blocks more each stage has; None where it has all."""
+    """Blocks that each stage has in addition; None if it has all."""
     notes: tuple[str, ...]
 
 

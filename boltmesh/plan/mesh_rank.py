@@ -168,7 +168,7 @@ class RankForecast:
     has_unknown_traffic: bool
     """Whether the traffic of a tensor or context axis is unknown."""
     extra: ExtraTraffic | None = None
-    """More traffic of ZeRO-2 and 3 beside a pipeline."""
+    """Additional traffic of ZeRO-2 and 3 beside a pipeline."""
 
 
 @dataclass(frozen=True)
@@ -429,7 +429,7 @@ def over_layers(
     Args:
         module: The part of one rank of each layer.
         job: The requested mesh.
-        runs: Parts of a batch that the rank runs.
+        runs: Runs of the rank for one batch, on fake tensors.
     """
     if job.layout.tensor == 1:
         return []

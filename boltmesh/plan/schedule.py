@@ -83,7 +83,7 @@ def _names_and_scale(ideal: Ideal, rows: list[GanttRow], width: int) -> tuple[li
 
 
 def _scale(ideal: Ideal, indent: int, width: int) -> _Scale:
-    """As large as fits whole; where numbers would not fit into the blocks, the first part."""
+    """The largest scale that fits whole; if numbers would not fit in blocks, for the first part."""
     shortest = min(slot.end - slot.start for row in ideal.timetable for slot in row)
     # A number, and one cell at least of the pattern that says what the block is.
     least = len(str(ideal.table.num_microbatches - 1)) + 1

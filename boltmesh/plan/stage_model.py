@@ -42,7 +42,7 @@ class StageModel:
     """One stage before anything runs."""
 
     units: tuple[str, ...]
-    """In the order of their calls."""
+    """Units in the order of their calls."""
     parameters: int
     """Elements of its units, those that they share with other stages as well."""
     cost: float

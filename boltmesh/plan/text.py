@@ -1,4 +1,4 @@
-"""How a plan reads: a table over all strategies, and one strategy in detail."""
+"""Text of a plan: a table over all strategies, and one strategy in detail."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields

@@ -35,13 +35,13 @@ class Accelerator:
     """Share of the bf16 peak that fused attention reaches in long sequences."""
     memory_bytes: float
     memory_rate: float
-    """As large tensors reach it."""
+    """Rate that large tensors reach."""
     link_rate: float
-    """To the other devices of the node, as collectives reach it."""
+    """Rate that collectives reach to the other devices of the node."""
     per_node: int
     """Devices that this link connects."""
     node_network_rate: float
-    """From a node to the others."""
+    """Rate from a node to the others."""
     host_bytes: float
     """Host memory for each device, as is usual."""
     host_rate: float

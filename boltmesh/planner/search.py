@@ -66,7 +66,7 @@ class Search:
     sequences: int
     dtype: str
     candidates: tuple[Candidate, ...]
-    """Those that fit, the fastest first; tight ones behind all others."""
+    """The layouts that fit, the fastest first; tight ones last."""
     num_layouts: int
     """Enumerated."""
     least_memory: float

@@ -130,7 +130,7 @@ class RankSeconds:
     """
 
     passes: Passes
-    """Those of all microbatches together."""
+    """Passes of all microbatches together."""
     gather: float
     """Gathers and reductions of ZeRO-3, in each pass."""
     transfer: float

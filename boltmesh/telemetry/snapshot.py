@@ -115,7 +115,7 @@ class CollectiveInFlight(msgspec.Struct, frozen=True, gc=False):
     sequence: int
     """Counts the collectives of this group on this rank, from 1."""
     is_done: bool | None
-    """None where the backend does not tell."""
+    """None if the backend does not report it."""
 
 
 class GroupProgress(msgspec.Struct, frozen=True, gc=False):
@@ -196,11 +196,11 @@ class ExpertLoad(msgspec.Struct, frozen=True, gc=False):
 
     module: str
     rows: tuple[int, ...]
-    """By expert, since the run began."""
+    """Rows of each expert, since the run began."""
     recent: tuple[int, ...]
-    """Those of the last seconds."""
+    """Rows of each expert in the last seconds."""
     dropped: int = 0
-    """Those that an expert had no place for, since the run began."""
+    """Rows that an expert had no place for, since the run began."""
 
 
 class Chunk(msgspec.Struct, frozen=True, gc=False):
@@ -243,7 +243,7 @@ class PipelinePlan(msgspec.Struct, frozen=True):
 
 
 class AlertThresholds(msgspec.Struct, frozen=True):
-    """When a watcher is to raise an alert; None never does."""
+    """Thresholds at which a viewer raises an alert; None never does."""
 
     loss_not_finite: bool = True
     throughput_drop: float | None = 0.5
@@ -309,7 +309,7 @@ class RankSnapshot(msgspec.Struct, frozen=True):
     peers: tuple[PeerTotal, ...] = ()
     memory_kinds: tuple[MemoryKind, ...] = ()
     offload: tuple[OffloadTotal, ...] = ()
-    """Empty where nothing was ever offloaded."""
+    """Empty if nothing was ever offloaded."""
     chunks: tuple[Chunk, ...] = ()
     """The newest pipeline chunks that the ring still holds, oldest first."""
     live_microbatches: tuple[LiveMicrobatches, ...] = ()
@@ -371,7 +371,7 @@ class JobSnapshot(msgspec.Struct, frozen=True):
     expected: tuple[ExpectedTraffic, ...]
     """Bytes that one optimizer step moves on one rank, as the strategy states them."""
     communication_note: str | None
-    """Why communication is not counted, where it is not."""
+    """Why communication is not counted, if it is not."""
     events: tuple[Event, ...]
     cause: str | None
     """Cause of a failed or crashed job, in one sentence: which rank went first, where, and why."""
@@ -387,7 +387,7 @@ class JobSnapshot(msgspec.Struct, frozen=True):
     clock ``wall_s`` over the whole run, thinned, of rank 0; the tokens are those of the whole job.
     """
     tensor_plan: TensorPlanTable | None = None
-    """None where no layer is divided, or no rank has recorded it."""
+    """None if no layer is divided, or no rank has recorded it."""
     stop_reason: str | None = None
     """The signal or time limit that ended the job before its last step, and after which step."""
     is_restarting: bool = False

@@ -18,7 +18,7 @@ class PlannedParameters(msgspec.Struct, frozen=True, gc=False):
     """``whole``, or how it is divided: style, dimension, and the parts of that dimension."""
     why: str
     rank_bytes: int
-    """That one rank keeps of all of them; where ranks differ, the one that keeps the most."""
+    """Bytes that one rank keeps of them all; the most if ranks differ."""
     whole_bytes: int
     """Bytes of all of them."""
     collectives: str
@@ -44,7 +44,7 @@ class TensorPlanTable(msgspec.Struct, frozen=True):
     rows: tuple[PlannedParameters, ...]
     """Divided parameters in the order of the model, then whole ones."""
     blocks: tuple[PlannedBlocks, ...] = ()
-    """Empty before the plan was proven."""
+    """Empty before the plan was verified."""
     notes: tuple[str, ...] = ()
     """Disagreements, and the blocks that fell back with their reasons."""
 

@@ -22,7 +22,7 @@ class ExpectedTraffic(msgspec.Struct, frozen=True, omit_defaults=True):
     payload_bytes: float
     """Payload, not wire: the size of the tensor that the operator was given (its full side)."""
     calls: float | None
-    """None where only the bytes are known beforehand."""
+    """None if only the bytes are known beforehand."""
     why: str
     """The formula in words, for example ``gradients of all trainable parameters, once``."""
     is_mean: bool = False

@@ -127,7 +127,7 @@ class Setup(msgspec.Struct, frozen=True):
         return self.samples_per_step * TOKENS_PER_SAMPLE
 
     def layers(self, stage: int) -> int:
-        """How many layers a stage has."""
+        """Return the number of layers of a stage."""
         return LAYERS_PER_STAGE - (HEAD_IN_LAYERS if stage == self.pipeline - 1 else 0)
 
     def place(self, rank: int) -> Mapping[str, int]:
@@ -268,11 +268,11 @@ _OPTIMIZER_S = 0.0175
 _SLOW_LOADER_S = 0.251
 """Wait of each rank for its batch where the loader cannot keep up."""
 _HOT = 1.35
-"""How much longer the hot rank computes."""
+"""Factor on the compute time of the hot rank."""
 _EARLY = 0.1
 """How much less attention has to do for the first positions of a sequence, of all work."""
 _HOP = 0.06
-"""From one stage to the next, in forwards."""
+"""Time from one stage to the next, in forwards."""
 _HEAD = 1.05 * HEAD_IN_LAYERS
 """The output head, in layers: not quite as much as was planned for it."""
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 GUTTER = 3
 """Blank columns between two panels side by side."""
 WIDE = 100
-"""From this width on two columns of panels are of use."""
+"""Width from which on two columns of panels are of use."""
 VERY_WIDE = 160
 HEADINGS_FROM_HEIGHT = 24
 
@@ -106,7 +106,7 @@ def stack(region: Region, items: Sequence[Item]) -> Plan:
 
 
 MARGIN_FROM_WIDTH = 80
-"""From here on a blank column is left at each side."""
+"""Width from which on a blank column is left at each side."""
 HEADLINE_FROM_HEIGHT = 20
 TABS_FROM_HEIGHT = 10
 PROGRESS_FROM_HEIGHT = 7

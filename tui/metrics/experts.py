@@ -11,9 +11,9 @@ class LayerLoad(NamedTuple):
 
     module: str
     rows: tuple[int, ...]
-    """By expert, since the run began."""
+    """Rows of each expert, since the run began."""
     recent: tuple[int, ...]
-    """The same of the last seconds; of the whole run if there were none."""
+    """Rows of each expert in the last seconds; in the whole run if there were none."""
     dropped: int = 0
     """Rows that an expert had no place for, since the run began."""
 

@@ -68,7 +68,7 @@ class PipelineStep(msgspec.Struct, frozen=True):
 
     @property
     def window_s(self) -> float:
-        """From the first start to the last end."""
+        """Time from the first start to the last end."""
         return self.end - self.start
 
 
@@ -315,7 +315,7 @@ class Bubble(msgspec.Struct, frozen=True):
     num_pipelines: int
     window_s: float
     rows: tuple[BubbleRow, ...]
-    """In the order of the pipeline."""
+    """Ranks in the order of the pipeline."""
     mean: Parts
     """Over the ranks."""
 

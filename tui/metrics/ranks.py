@@ -37,7 +37,7 @@ class RankRow(msgspec.Struct, frozen=True):
     profile: RankProfile | None
     """An ordinary optimizer step."""
     lateness: Lateness | None
-    """Beside the ranks that do the same."""
+    """Comparison with the ranks that do the same work."""
     loss: float | None
     samples_per_second: float | None
     tokens_per_second: float | None

@@ -27,7 +27,7 @@ LEAST_S = 1e-9
 
 LEAST_STEPS = 8
 RECORDS = 4096
-"""With many ranks fewer steps of each are enough to tell them apart, and all that time allows."""
+"""In jobs with many ranks, least steps of each rank and most steps in all that are judged."""
 
 
 class RecentTimes(msgspec.Struct, frozen=True):

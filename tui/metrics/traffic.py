@@ -154,7 +154,7 @@ class TrafficRow(msgspec.Struct, frozen=True, kw_only=True):
     """The rank that moves the fewest bytes, and how many; of equal ones the first."""
     most: tuple[int, float] | None
     seconds: float | None
-    """From enqueue to completion, added up over the calls; None where an end is not known."""
+    """Time from enqueue to completion, summed over the calls; None if an end is unknown."""
     wire_bytes_per_second: float | None
     """Bytes on the wire while the operator runs; None where its end is not known."""
     byte_share: float | None

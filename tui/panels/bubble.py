@@ -280,7 +280,7 @@ class Boundary(msgspec.Struct, frozen=True):
     stages: tuple[int, ...]
     """The stages with a boundary between the two after them."""
     there: Flow
-    """From the first rank to the second."""
+    """Traffic from the first rank to the second."""
     back: Flow
     is_of_several_sizes: bool = False
     """Whether recent batches differ in size, so that bytes differ from those of the first."""

@@ -21,7 +21,7 @@ class ContextWork(NamedTuple):
 
     rank: int
     part: int
-    """Its place on the axis, which decides on its positions."""
+    """Its place on the axis, which determines its positions."""
     compute_s: float | None
     """Seconds of a step without waiting."""
     work: float | None

@@ -21,7 +21,7 @@ class GpuRow(msgspec.Struct, frozen=True):
     """One GPU of the job."""
 
     device: str
-    """As its first rank calls it, such as ``cuda:1``."""
+    """Its name on its first rank, such as ``cuda:1``."""
     ranks: tuple[int, ...]
     reading: DeviceReading
     foreign_pids: tuple[int, ...]

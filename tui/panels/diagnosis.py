@@ -51,11 +51,11 @@ def _wrap_status(found: Status, width: int, look: Style, *, most: int = MAX_LINE
 
 
 MAX_FINDINGS = 3
-"""More at once are consequences of each other more often than not."""
+"""Further findings are most often consequences of these."""
 
 LINES_OF_THE_WORST = 4
 NARROW = 100
-"""In less than this the worst finding has a line more."""
+"""In fewer columns the worst finding has one line more."""
 MORE_LINES_OF_AN_END = 2
 """The end of a run or its wait, and the checkpoint to resume from, are not cut."""
 

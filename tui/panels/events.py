@@ -191,7 +191,7 @@ class EventRow(msgspec.Struct, frozen=True):
     ranks: tuple[int, ...]
     """Empty if it concerns no rank in particular."""
     kind: str
-    """That of the Event; or ``alert``, ``hang``, ``slow step``, ``stopped``."""
+    """Kind of the Event; or ``alert``, ``hang``, ``slow step``, ``stopped``."""
     message: str
 
 
@@ -279,7 +279,7 @@ COLUMNS = ("time", "ranks", "kind", "message")
 
 MAX_MESSAGE_LINES = 6
 _ROOM_FOR_A_MESSAGE = 8
-"""From this height on the selected event is also shown in full."""
+"""Height from which on the selected event is also shown in full."""
 
 KIND_ROLES: dict[str, Role] = {
     "warning": "warn",

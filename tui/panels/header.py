@@ -28,7 +28,7 @@ class Progress(msgspec.Struct, frozen=True):
     elapsed_s: float
     left_s: float | None
     fraction: float | None
-    """Of ``max_steps``."""
+    """Share of ``max_steps`` that is done."""
 
 
 def progress(state: State) -> Progress:

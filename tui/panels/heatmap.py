@@ -291,7 +291,7 @@ class PlaceRow(msgspec.Struct, frozen=True, kw_only=True):
     worst: int
     """The rank that has the worst of them."""
     share: float
-    """By how much the mean is above that of all ranks, as a share of that; 0 where that is 0."""
+    """Excess of the mean over that of all ranks, as a share of the latter; 0 if that is 0."""
 
 
 class _Place:

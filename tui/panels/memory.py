@@ -94,7 +94,7 @@ class MemoryFigures(msgspec.Struct, frozen=True):
     """The memory of a job."""
 
     rows: tuple[MemoryRow, ...]
-    """In the order of places and of MEMORY_KINDS."""
+    """Rows in the order of places and of MEMORY_KINDS."""
     totals: tuple[PlaceTotal, ...]
     is_split: bool
     """Whether any rank reports its memory by kind."""

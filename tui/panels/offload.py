@@ -21,7 +21,7 @@ class OffloadRow(msgspec.Struct, frozen=True, kw_only=True):
     place: str
     direction: str
     num_ranks: int
-    """Those that have moved anything on it."""
+    """Number of ranks that have moved anything this way."""
     per_step: float | None
     """Bytes of one rank in one step, the median of the ranks."""
     bandwidth: float | None

@@ -107,9 +107,9 @@ class TrafficSums:
         self._num_skipped = 0
         self._global_step: int | None = None
         self._batches: list[int] = []
-        """Those of the current optimizer step, so far."""
+        """Batches of the current optimizer step, so far."""
         self._batches_before = 0
-        """How many the newest step without an interruption had."""
+        """Number of batches of the newest step without an interruption."""
         self._is_ordinary = True
         self._left_out: set[int] = set()
         """Batches of optimizer steps that are in no mean."""

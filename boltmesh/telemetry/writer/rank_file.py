@@ -45,7 +45,7 @@ class OpenFile(NamedTuple):
     mapping: mmap.mmap
     header: Header
     is_new: bool
-    """Made just now; else this very process has written into it before."""
+    """It was made just now; else this process has written into it before."""
 
 
 def open_rank_file(

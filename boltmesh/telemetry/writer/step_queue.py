@@ -51,7 +51,7 @@ class _Waiting(NamedTuple):
 
 
 class _Accumulation:
-    """How many batches an optimizer step has, by the steps that have ended since it was asked."""
+    """Counts the batches of an optimizer step, by the steps that ended since the last call."""
 
     def __init__(self) -> None:
         self._global_step: int | None = None
