@@ -1,11 +1,11 @@
 """Deletes the remains of killed runs: ``boltmesh prune``, and a run's own folder at its start.
 
-Nothing of a run that a process writes, and never its newest whole checkpoint.
+Keeps runs that a process writes, and the newest whole checkpoint of every run.
 
 ``ModelCheckpoint`` deletes an old checkpoint after it has saved the new one. If it is killed in
 between, or resumes from the old one, it never deletes that: its state no longer names it. So a
-checkpoint is stale that ``ModelCheckpoint`` has named, by its pattern, and that its state does not
-name. Checkpoints with other names are the user's, and stay.
+checkpoint is stale if ``ModelCheckpoint`` has named it, by its pattern, and its state does not
+name it. Checkpoints with other names are the user's, and stay.
 """
 
 import contextlib
@@ -40,10 +40,10 @@ from boltmesh.telemetry.pruning import ended_jobs, remove_job
 from boltmesh.tui import units
 
 DEFAULT_PATTERN = "{epoch}-{step}"
-"""Lightning's, where ``run.checkpoint.filename`` is null."""
+"""Lightning's pattern, used if ``run.checkpoint.filename`` is null."""
 _PATHS = ("best_model_path", "kth_best_model_path", "last_model_path")
 _VALUE = re.compile(r"[{}]|:.*")
-"""All but the name in ``{val_loss:.2f}``."""
+"""The parts of ``{val_loss:.2f}`` around the name."""
 
 
 def stale_checkpoints(
@@ -55,8 +55,8 @@ def stale_checkpoints(
         folder: ``checkpoints`` of a run.
         kept: File names that its state has.
         pattern: ``run.checkpoint.filename``, or ``DEFAULT_PATTERN``.
-        start: The checkpoint from which the run goes on. Newer ones were passed over, and stay:
-            they could not be read, say.
+        start: The checkpoint from which the run resumes. Newer ones were skipped, and are kept:
+            they could not be read, for example.
     """
     parts = re.split(r"(\{.*?\})", pattern)
     # Lightning puts the name before each value: {step} becomes step=10.
@@ -126,14 +126,14 @@ def empty_runs(folder: Path, *, only_killed: bool) -> Iterator[Path]:
 
 
 def _is_of_start(file: Path) -> bool:
-    """Whether a run writes it before its first step."""
+    """Whether a run writes the file before its first step."""
     return file.name in {CONFIG_FILE, "hparams.yaml", ID_FILE} or file.name.startswith(
         (LOCK, f".{LOCK}")
     )
 
 
 def remove_empty_run(run: Path) -> None:
-    """Delete the folder of a run that has come to nothing."""
+    """Delete the folder of a run without a result."""
     with contextlib.suppress(OSError):  # another run begins in it
         for where, folders, files in os.walk(run, topdown=False):
             here = Path(where)
@@ -183,13 +183,13 @@ _DAY_S = 24 * 3600
 
 
 class Found(NamedTuple):
-    """A path that can be deleted, or that stays for a reason."""
+    """A path that can be deleted, or that is kept for a reason."""
 
     path: Path
     what: str
     num_bytes: int
     remove: Callable[[], object] | None
-    """Deletes it; None: it stays."""
+    """Deletes it; None: it is kept."""
 
     @override
     def __str__(self) -> str:
@@ -197,7 +197,7 @@ class Found(NamedTuple):
 
 
 def find(runs: Path, *, telemetry_days: float) -> Iterator[Found]:
-    """Yield what can be deleted, and deletes nothing by itself.
+    """Yield the paths that can be deleted; deletes nothing itself.
 
     Args:
         runs: A folder of runs, as ``run.dir``.

@@ -1,7 +1,7 @@
 """From a config to model, data, strategy and Trainer, and through one command to its end.
 
-The only module that knows configs and strategies both. It runs inside a rank; who starts ranks
-is in ``launch/supervisor.py``.
+The only module that knows both configs and strategies. It runs inside a rank;
+``launch/supervisor.py`` starts ranks.
 """
 
 import contextlib
@@ -69,12 +69,12 @@ from boltmesh.telemetry.snapshot import AlertThresholds
 Verb = Literal["fit", "validate", "test", "predict"]
 
 _MADE_HERE = {"accelerator", "devices", "callbacks", "logger"}
-"""Keys of the trainer section that are not handed on as they are."""
+"""Keys of the trainer section that are not passed on unchanged."""
 
 
 @dataclass
 class Built:
-    """Everything that one command needs, made from a config and not yet used."""
+    """The objects of one command, made from a config and not yet used."""
 
     model: LightningModule
     data: LightningDataModule | None
@@ -85,15 +85,15 @@ class Built:
     checkpoint: Path | str | None
     """The checkpoint that the command loads first: a path, or an address."""
     folder: Path | None
-    """Where it writes; None where it writes nothing."""
+    """Folder that it writes to; None if it writes nothing."""
 
 
 OF_A_RUN = ("run.name", "alerts.")
-"""Begins of keys that say nothing of how a run trains."""
+"""Prefixes of keys that do not affect training."""
 
 
 def _dotted(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Yield the values of a config by their whole keys, but for those that are not set."""
+    """Yield the values of a config by their full keys, except those that are not set."""
     for name, value in values.items():
         key = f"{prefix}{name}"
         if isinstance(value, Mapping):
@@ -133,7 +133,7 @@ class RunBuilder:
         torch.set_float32_matmul_precision(run.matmul_precision)
         if run.seed is not None:
             seed_everything(run.seed, workers=True, verbose=False)
-        # The checkpoint of other ranks is a stand-in: they load what the first one has found.
+        # The checkpoint of other ranks is a stand-in: they load the one that rank 0 has found.
         verifies = self.rank.rank == 0 and not for_show
         if self.verb == "fit":
             checkpoint = checkpoint_to_resume(
@@ -210,8 +210,8 @@ class RunBuilder:
         model.configure_optimizers = MethodType(  # type: ignore[method-assign]
             configure_optimizers, model
         )
-        # Arguments that do not fit are refused now, not when the ranks have met, and what
-        # configure_model makes is not there yet.
+        # Refuse arguments that do not fit now, before the ranks rendezvous and before
+        # configure_model makes its layers.
         trained = [each for each in model.parameters() if each.requires_grad]
         make(trained or [Parameter(torch.empty(0))])
 
@@ -222,7 +222,7 @@ class RunBuilder:
         return [] if any(isinstance(each, ProgressBar) for each in given) else [TQDMProgressBar()]
 
     def _own_callbacks(self, folder: Path | None, checkpoint: Path | str | None) -> list[Callback]:
-        # On other ranks than 0 the folder is a stand-in until RunFolder knows better.
+        # On other ranks than 0 the folder is a stand-in until RunFolder has received it.
         inside = folder or folder_of_name(self.config) / "0"
         made: list[Callback] = []
         followers: list[GracefulStop | PredictionFiles] = []
@@ -304,7 +304,7 @@ class RunBuilder:
 
     @contextmanager
     def _folder(self, checkpoint: Path | str | None, *, for_show: bool) -> Iterator[Path | None]:
-        """The run's folder, on rank 0; gone again when the Trainer cannot be made."""
+        """The run's folder, on rank 0; removed again if the Trainer cannot be made."""
         is_fit = self.verb == "fit"
         if self.verb not in {"fit", "predict"} or self.rank.rank != 0:
             yield None

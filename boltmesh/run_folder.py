@@ -100,7 +100,7 @@ def folder_of_name(config: DictConfig) -> Path:
 
 
 def check_run_dir(config: DictConfig) -> None:
-    """Look whether runs can live there.
+    """Check that runs can be stored there.
 
     Raises:
         ConfigError: For an address of a remote file system.
@@ -120,7 +120,7 @@ def check_run_dir(config: DictConfig) -> None:
 
 
 def refuse_unwritable(config: DictConfig, folder: Path) -> None:
-    """Look whether a run may write to its folder, which need not be there yet.
+    """Check that a run may write to its folder, which need not exist yet.
 
     Raises:
         ConfigError: The folder, or the one that it would be made in, cannot be written.
@@ -168,7 +168,7 @@ def newest_step(run_folder: Path) -> tuple[Path, int | None] | None:
 
 
 def step_of(path: Path) -> int | None:
-    """The step after which a checkpoint was saved; None if it does not tell."""
+    """The step after which a checkpoint was saved; None if it does not hold the step."""
     with contextlib.suppress(OSError, ValueError, KeyError, CheckpointError):
         if path.is_file():
             with path.open("rb") as file:
@@ -181,11 +181,11 @@ def step_of(path: Path) -> int | None:
 def newest_verified_checkpoint(
     folder: Path, key: str, *, run: str = "*", renames: bool = True
 ) -> Path | None:
-    """The checkpoint that was written last in any run of a name and holds what was written.
+    """The checkpoint that was written last in any run of a name and is undamaged.
 
-    Newer ones are named on stderr, and those that boltmesh has written and that are damaged now
-    get another name, ``.damaged``; one that cannot be read may be whole, and keeps its name. Reads
-    whole checkpoints: for one process of a job.
+    Newer ones that are skipped are named on stderr; damaged ones that boltmesh has written are
+    renamed to ``.damaged``. One that cannot be read may be whole, and keeps its name. Reads whole
+    checkpoints: for one process of a job.
 
     Args:
         folder: Folder of all runs of a name.
@@ -265,7 +265,7 @@ def _damage(path: Path) -> str | None:
 
 
 def _set_aside(path: Path) -> Path:
-    """Give a damaged checkpoint a name under which none is looked for."""
+    """Rename a damaged checkpoint so that it is not found again."""
     number, target = 1, path.with_name(f"{path.name}{DAMAGED}")
     while target.exists():
         number += 1
@@ -281,14 +281,14 @@ def checkpoint_to_resume(
 ) -> Path | str | None:
     """Return the checkpoint of ``run.resume``, a path or an address: None starts at the beginning.
 
-    A SLURM job that was queued again by the signal to save goes on from what was saved then.
+    A SLURM job that was requeued by its signal to save resumes from that save.
 
     Args:
         config: As ``load`` gives it.
-        continued: The folder of the run that goes on after a failure: its own newest checkpoint
-            comes before ``run.resume``.
-        verifies: Read what is found, and fall back to an older one when it is damaged. One that
-            is named is read too, so that a damaged one is refused before the run has a folder.
+        continued: Folder of the run that is continued after a failure: its own newest checkpoint
+            takes precedence over ``run.resume``.
+        verifies: Read the checkpoint, and fall back to an older one if it is damaged. A checkpoint
+            given by path is read too, so that a damaged one is refused before the folder is made.
     """
     if continued is not None:
         folder, run = continued.parent, continued.name
@@ -377,7 +377,7 @@ def make_run_folder(config: DictConfig, resumed: Path | str | None, *, is_fit: b
 
     Args:
         config: As ``load`` gives it.
-        resumed: The checkpoint from which a fit goes on.
+        resumed: The checkpoint from which a fit resumes.
         is_fit: Only a fit continues an earlier run.
     """
     continued = _continued_folder(config, resumed) if is_fit else None

@@ -18,10 +18,10 @@ from boltmesh.process import write_stderr
 from boltmesh.telemetry.job import RESTARTED_BY_VARIABLE
 
 FIRST_WAIT_S = 1.0
-"""Seconds before the first restart; each further one waits twice as long."""
+"""Seconds before the first restart; each further wait is twice as long."""
 LONGEST_WAIT_S = 60.0
 STEADY_S = 30.0
-"""Seconds after which a start has run for so long that the next wait is the first one again."""
+"""A start that ran for so many seconds resets the wait."""
 
 FindCheckpoint = Callable[[Path], tuple[Path, int | None] | None]
 """Returns the newest checkpoint in the folder of a run, and the step after which it was saved."""

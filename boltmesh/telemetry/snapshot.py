@@ -3,9 +3,9 @@
 Everything that shows a job (the dashboard, ``boltmesh top --json``, a recording) is a function of
 these values. ``None`` always means "not known", never zero.
 
-What a snapshot holds by the thousand is kept from Python's garbage collector (``gc=False``): it
-cannot be part of a cycle, and to look through it would cost a viewer of many ranks more than to
-read them.
+Structs that a snapshot holds by the thousand are exempt from garbage collection (``gc=False``):
+they cannot be part of a cycle, and traversing them would cost a viewer of many ranks more than
+reading them.
 """
 
 from typing import Literal
@@ -104,7 +104,7 @@ class CollectiveTotal(msgspec.Struct, frozen=True, gc=False):
     """Mean over the recent steps; None until three steps have passed."""
     bytes_per_step: float | None
     seconds_per_step: float | None
-    """Time between enqueue and completion; None where the backend does not tell."""
+    """Time between enqueue and completion; None if the backend does not report it."""
 
 
 class CollectiveInFlight(msgspec.Struct, frozen=True, gc=False):
@@ -131,7 +131,7 @@ class GroupProgress(msgspec.Struct, frozen=True, gc=False):
     operator: str | None
     """The one that it entered last."""
     is_done: bool | None
-    """Whether that is complete; None where the backend does not tell."""
+    """Whether that is complete; None if the backend does not report it."""
     time: float | None
     """Wall clock of its completion, or else of its enqueue."""
 
@@ -171,7 +171,7 @@ class MemoryKind(msgspec.Struct, frozen=True, gc=False):
     place: MemoryPlace
     measured_bytes: int | None
     predicted_bytes: int | None
-    """Statements of the strategy before training."""
+    """Prediction of the strategy before training."""
 
 
 class OffloadTotal(msgspec.Struct, frozen=True, gc=False):
@@ -188,7 +188,7 @@ class OffloadTotal(msgspec.Struct, frozen=True, gc=False):
     seconds_per_step: float | None
     """Time in which at least one transfer was under way, hidden behind computation or not."""
     bytes_per_second: float | None
-    """Over that time, in the recent steps."""
+    """Bytes per second over that time, in the recent steps."""
 
 
 class ExpertLoad(msgspec.Struct, frozen=True, gc=False):
@@ -353,7 +353,7 @@ class JobSnapshot(msgspec.Struct, frozen=True):
     strategy: str
     """Class name, for example ``DDPStrategy``."""
     mesh: dict[str, int]
-    """Axis name to size, outermost first: pipeline, data, tensor."""
+    """Axis name to size, outermost first: pipeline, data, context, tensor."""
     world_size: int
     versions: dict[str, str]
     hyperparameters: dict[str, str]
