@@ -117,7 +117,7 @@ def write_stderr(text: str) -> None:
 
 
 def outlive_readers() -> None:
-    """Go on without output when the reader of a pipe ends: Ctrl-C ends ``| tee`` as well."""
+    """Continue without output when the reader of a pipe ends: Ctrl-C ends ``| tee`` as well."""
     for stream in {sys.stdout, sys.stderr} - {None}:
         for name in ("write", "flush"):
             setattr(stream, name, _without_reader(stream, getattr(stream, name)))

@@ -202,7 +202,7 @@ class RunFolder(Callback):
             self._announce(trainer)
 
     def _find_in_memory(self, trainer: Trainer, folder: Path) -> None:
-        """Go on from a copy in memory that is newer than the checkpoint. Collective."""
+        """Resume from a copy in memory that is newer than the checkpoint. Collective."""
         copies = getattr(trainer.strategy, "memory_checkpoints", None)
         if copies is None or trainer.state.fn != TrainerFn.FITTING:
             return
@@ -215,7 +215,7 @@ class RunFolder(Callback):
             load_instead(trainer, address)
 
     def _step(self) -> int:
-        """The step after which the checkpoint was saved that rank 0 has found."""
+        """The step of the checkpoint that rank 0 has found."""
         if self._checkpoint is None:
             return 0
         return step_of(Path(self._checkpoint)) or 0
@@ -339,7 +339,7 @@ class Summary(Callback):
             self.lines = [f"boltmesh: nothing is left to train after step {trainer.global_step}"]
 
     def refuse_loss_that_is_not_finite(self) -> None:
-        """End a run as failed whose weights are of no use, equally on all ranks.
+        """End a run as failed if its weights are of no use, equally on all ranks.
 
         Raises:
             LossError: The last losses of a training run are infinite or not numbers.
@@ -426,7 +426,7 @@ def watch_command(trainer: Trainer) -> str | None:
 
 
 def describe_seconds(seconds: float) -> str:
-    """``1 h 2 min 3 s``, without what is zero in front."""
+    """``1 h 2 min 3 s``, without leading zeros."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     parts = [(hours, "h"), (minutes, "min"), (rest, "s")]

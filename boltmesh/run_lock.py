@@ -122,7 +122,7 @@ class RunLock:
         return cls(path, own)
 
     def check(self) -> None:
-        """Look whether this process still holds it.
+        """Check that this process still holds the lock.
 
         Raises:
             CheckpointError: Another run has taken it.
@@ -137,7 +137,7 @@ class RunLock:
                 )
 
     def release(self) -> None:
-        """Give it back, if it is still this process's."""
+        """Release the lock if this process still holds it."""
         self._is_over.set()
         with contextlib.suppress(OSError):
             seen = _read(self._path)
@@ -166,7 +166,7 @@ def refuse_held(folder: Path) -> None:
 
 
 def is_held(folder: Path) -> bool:
-    """Tell whether a run may still write there, without waiting.
+    """Return whether a run may still write there, without waiting.
 
     Whether a process of another machine lives cannot be seen: it counts for an hour after its last
     sign.
@@ -223,7 +223,7 @@ def _read(path: Path) -> _Seen | None:
 
 
 def _is_untouched(path: Path, seen: _Seen, stale_s: float) -> bool:
-    """Wait whether the holder touches the file."""
+    """Wait for a touch of the file by its holder."""
     who = seen[0] or "a process that it does not name"
     write_stderr(
         f"boltmesh: {path.parent} is locked by {who}, which cannot be seen from here; waiting up "

@@ -349,7 +349,7 @@ DEFAULT_SHARD_BYTES = 5_000_000_000
 
 Progress = Callable[[int], Any]
 Counted = Callable[[int], Progress]
-"""Takes the number of bytes there will be; returns the function that is called with those done."""
+"""Receives the total number of bytes; returns the function that is called with finished ones."""
 
 
 def export(

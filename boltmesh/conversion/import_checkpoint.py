@@ -1,4 +1,4 @@
-"""``boltmesh import``: a directory of shards of what another program has written."""
+"""``boltmesh import``: converts files of other programs to a directory of shards."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -51,7 +51,7 @@ _NO_CRC32 = "0" * 8
 
 
 def check_dtypes(tensors: Mapping[str, Tensor]) -> None:
-    """Look whether the format has them all.
+    """Check that the format has all of these dtypes.
 
     Raises:
         ConfigError: When it lacks one.
@@ -232,7 +232,7 @@ def write_model(
 
 
 def divide(tensors: Mapping[str, Tensor], max_bytes: int) -> list[dict[str, Tensor]]:
-    """Share tensors out over files in their order; one that is larger has a file for itself."""
+    """Distribute tensors over files in their order; one that is larger has a file for itself."""
     shards: list[dict[str, Tensor]] = [{}]
     taken = 0
     for name, each in tensors.items():

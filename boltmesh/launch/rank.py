@@ -27,7 +27,7 @@ SUPERVISOR_VARIABLE = "BOLTMESH_SUPERVISOR"
 RENDEZVOUS_VARIABLE = "BOLTMESH_RENDEZVOUS_FD"
 """The listening socket that rank 0 inherits."""
 CONTINUE_VARIABLE = "BOLTMESH_CONTINUED_RUN"
-"""The folder of the run that ranks go on with, which a supervisor has started again."""
+"""The folder of the run that ranks continue after a restart by the supervisor."""
 
 
 @dataclass
