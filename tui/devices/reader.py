@@ -74,7 +74,7 @@ class RankProcess:
         clock: Monotonic, in seconds.
 
     Raises:
-        psutil.Error: It is gone, or not to be looked at.
+        psutil.Error: It has ended, or may not be read.
     """
 
     def __init__(self, pid: int, *, clock: Callable[[], float] = time.monotonic) -> None:

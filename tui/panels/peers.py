@@ -223,7 +223,7 @@ class AxisRow(msgspec.Struct, frozen=True, kw_only=True):
 def axis_rows(job: JobSnapshot) -> list[AxisRow]:
     """Return the axes of more than one rank, outermost first, then other traffic.
 
-    An axis on which nothing was counted yet is there all the same.
+    An axis without any counts yet is included.
     """
     rows = traffic_rows(job)
     axes = [axis for axis, size in job.mesh.items() if size > 1]
