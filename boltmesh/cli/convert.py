@@ -59,10 +59,10 @@ class PathOrAddress(click.ParamType["str | Path"]):
 )
 @click.option(
     "--prefix",
-    help="What to take off the names for safetensors, such as model.; '' takes nothing off. "
+    help="Prefix to remove from the names for safetensors, such as model.; '' removes nothing. "
     "[the attribute that holds the model, where there is one only]",
 )
-@click.option("--max-shard-size", type=ByteSize(), help="Of each file in a folder. [5GB]")
+@click.option("--max-shard-size", type=ByteSize(), help="Largest size of a file in a folder. [5GB]")
 @click.option(
     "--peft",
     "is_for_peft",

@@ -110,9 +110,9 @@ def plan(
 ) -> int:
     """Predict the memory and the traffic of every ZeRO stage and offload, or of a mesh.
 
-    Nothing is built: the devices, and the memory, need not be here. Of a config with a pipeline,
-    or with --strategy pipeline, the stages with their cost and memory, and the expected bubble;
-    with --strategy tensor what each rank keeps of which matrix; with --strategy 3d all axes
+    Nothing is built: the devices, and the memory, need not be here. With a pipeline in the config,
+    or --strategy pipeline, it prints the stages with their cost and memory, and the expected
+    bubble; with --strategy tensor what each rank keeps of which matrix; with --strategy 3d all axes
     together: the mesh, memory by kind, stages, and bytes of a step by axis. Arguments of that
     strategy are given as strategy.KEY=VALUE.
 

@@ -217,7 +217,7 @@ def bench(
     """Run the same model and data under several strategies, and compare them in one table.
 
     Each runs as a job of its own. One that is refused or fails has a row with the reason. Losses
-    of those that share the data alike are compared.
+    are compared if the data are distributed in the same way.
     """
     from boltmesh.advisor.tune import planned_variants
     from boltmesh.bench.command import bench as compare

@@ -15,8 +15,8 @@ RUN_DIR = click.option(
 REMOTE_COMMAND = click.option(
     "--remote-command",
     metavar="COMMAND",
-    help="What runs boltmesh there, for example /venv/bin/boltmesh or 'docker exec -i NAME "
-    "boltmesh'. [the PATH of a login, else what a job there says]",
+    help="Command that runs boltmesh there, for example /venv/bin/boltmesh or 'docker exec -i NAME "
+    "boltmesh'. [the PATH of a login, else that of a job there]",
 )
 
 
@@ -165,7 +165,7 @@ def report(job: str | None, output: Path | None, replay: Path | None, run_dir: P
     help="prometheus, openmetrics or csv. [prometheus]",
 )
 @click.option(
-    "--table", help="Of CSV: steps, metrics, collectives, ranks, offload or figures. [steps]"
+    "--table", help="Table for CSV: steps, metrics, collectives, ranks, offload or figures. [steps]"
 )
 @click.option("--output", type=click.Path(path_type=Path), help="Write a file, whole or not.")
 @click.option(

@@ -314,9 +314,9 @@ def find_prefix(names: Iterable[str]) -> str:
             return found
     found = ", ".join(f"{key} ({count})" for key, count in sorted(counts.items())[:6])
     raise ConfigError(
-        f"Which tensors are those of the model cannot be told: they begin with {found}. Say "
-        f"--prefix '' to keep all names as they are, or what is to be taken off them, such as "
-        f"--prefix {_likeliest(counts)}"
+        f"The tensors of the model are ambiguous: names begin with {found}. Set --prefix '' to "
+        f"keep all names as they are, or the prefix to remove, such as --prefix "
+        f"{_likeliest(counts)}"
     )
 
 

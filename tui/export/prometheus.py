@@ -144,12 +144,12 @@ _PROCESS_GAUGES: Final[_Gauges] = (
     ("threads", "Threads of a rank's process.", lambda each: each.num_threads),
     (
         "disk_read_bytes_per_second",
-        "What a rank's process read from disks since the last look.",
+        "Rate at which a rank's process reads from disks.",
         lambda each: each.disk_read_bytes_per_second,
     ),
     (
         "disk_written_bytes_per_second",
-        "What a rank's process wrote to disks since the last look.",
+        "Rate at which a rank's process writes to disks.",
         lambda each: each.disk_written_bytes_per_second,
     ),
 )
@@ -197,7 +197,7 @@ def families(seen: Observation) -> Iterator[Family]:
 def _of_job(job: JobSnapshot, stalled_s: float | None) -> Iterator[Family]:
     about = {"name": job.name, "strategy": job.strategy, "recipe": job.recipe or ""}
     sizes = {axis: size for axis, size in job.mesh.items() if axis in AXES}
-    yield gauge("job_info", "What the job is; always 1.", [({**about, **sizes}, 1)])
+    yield gauge("job_info", "Properties of the job; always 1.", [({**about, **sizes}, 1)])
     states = [({"state": state}, int(state == job.state)) for state in get_args(JobState)]
     yield gauge("job_state", "1 for the state that the job is in, 0 for the others.", states)
     yield gauge("job_start_time_seconds", "When the job began, since 1970.", [({}, job.started)])
@@ -359,7 +359,7 @@ def _of_communication(job: JobSnapshot) -> Iterator[Family]:
     )
     yield gauge(
         "collective_expected_step_payload_bytes",
-        "What the strategy says that one optimizer step moves on one rank.",
+        "Payload of one optimizer step on one rank, as the strategy expects it.",
         _summed(
             ({"axis": each.axis, "operator": each.operator}, each.payload_bytes)
             for each in job.expected

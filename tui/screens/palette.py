@@ -67,8 +67,8 @@ def _of_job(screen: JobScreen) -> Iterator[Command]:
         word = "Pause" if recording.is_playing else "Play"
         yield Command(word, "The replay", screen.action_toggle_pause)
         first, last = recording.span()
-        yield Command("Go to the beginning", "Of the replay", partial(screen.seek, first))
-        yield Command("Go to the end", "Of the replay", partial(screen.seek, last))
+        yield Command("Go to the beginning", "In the replay", partial(screen.seek, first))
+        yield Command("Go to the end", "In the replay", partial(screen.seek, last))
     table = screen.table
     if table is not None:
         yield Command("Filter", "Choose the rows of this table", screen.action_filter)
@@ -82,7 +82,7 @@ def _of_job(screen: JobScreen) -> Iterator[Command]:
     for name in metric_names(state)[:MAX_METRICS] if state is not None else ():
         run = partial(screen.show_metric, name)
         yield Command(f"Metric: {_plain(name)}", "Show it in the chart", run)
-    yield Command("Log axis", "Of the chart, and back", screen.action_toggle_log)
+    yield Command("Log axis", "The chart's axis, and back", screen.action_toggle_log)
     for figure in HEAT_FIGURES:
         run = partial(screen.show_heat, figure)
         yield Command(f"Heat map: {figure}", "Figure of the ranks on the overview", run)

@@ -115,7 +115,8 @@ class NodesView:
         moved = max((rank.last_seen for rank in here), default=0.0)
         patience_s = SILENT_S + 3 * heard.interval_s
         if moved - heard.looked > patience_s:
-            return f"is not heard of for {age_s:.0f} s: {heard.note or 'nobody here listens'}."
+            why = heard.note or "no rank here exchanges summaries"
+            return f"is not heard of for {age_s:.0f} s: {why}."
         return None
 
     def _read(self, world_size: int) -> None:
