@@ -1,16 +1,15 @@
 """Runs a step layer by layer: each unit on the rank that holds it, all other code on every rank.
 
-Text that is generated token by token goes through the whole model for each token, so there is no
-order in which stages could hand a batch on. ``LayerwiseEvaluation`` runs the whole step on the
-whole batch on every rank. Each unit runs on the rank that holds it, and its result is sent to all
-others: code between units sees real values everywhere, so it may loop and branch on them. No two
-ranks compute at once.
+Generation passes the whole model once per token, so a batch cannot go through the stages in one
+pass. ``LayerwiseEvaluation`` runs the whole step on the whole batch on every rank. Each unit runs
+on the rank that holds it, and its result is broadcast: code between units sees real values
+everywhere, so it may loop and branch on them. Units run one after the other.
 
 Key-value caches of Hugging Face are filled on the ranks that run the units. Each rank has the cache
-object that ``generate`` made. A unit leaves keys and values in its layer of the cache, on its rank
-alone. The other ranks get the form of that layer: how long it is, and meta tensors, which have a
-shape and no data, in the places of keys and values. So code between units reads the same lengths on
-all ranks, and reorders beams there.
+object that ``generate`` made. A unit puts keys and values into its layer of the cache, on its rank
+only. The other ranks get the form of that layer: its length, and meta tensors, which have a shape
+and no data, in place of keys and values. So code between units reads the same lengths on all ranks,
+and reorders beams there.
 """
 
 import io
@@ -41,18 +40,19 @@ from boltmesh.strategies.pytree import is_constant, replace_tensors, take_apart,
 from boltmesh.strategies.torch_compat.tensors import tree_map_only
 
 Forms = dict[tuple[int, str, int], bytes]
-"""Forms of layers, by the cache's number, the attribute with its layers' owner, and the layer's."""
+"""Forms of layers by number of the cache, attribute of the part with layers, number of the layer.
+"""
 
 
 class _TensorForm:
-    """Stands for a tensor without its data."""
+    """Placeholder of a tensor, without its data."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
 
 
 class _SmallTensor:
-    """Stands for a small tensor whose values code between units reads, such as a length."""
+    """Placeholder of a small tensor whose values code between units reads, such as a length."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.values, self.dtype = tensor.tolist(), tensor.dtype
@@ -67,7 +67,7 @@ def forms_of(caches: Sequence[Any], unit: Module) -> Forms:
     """Return the forms of the layers that a unit may change.
 
     Raises:
-        PipelineError: If a cache keeps something else than tensors and numbers.
+        PipelineError: A cache contains other objects than tensors and constants.
     """
     numbers = {
         each.layer_idx
@@ -93,7 +93,7 @@ def changed(before: Forms, after: Forms) -> Forms:
 
 
 def put_forms(caches: Sequence[Any], forms: Mapping[tuple[int, str, int], bytes]) -> None:
-    """Give layers the forms that they have on the rank of their unit."""
+    """Set layers of caches to the forms on the rank of their unit."""
     for (at, name, number), form in forms.items():
         made = pickle.loads(form)  # noqa: S301 - from a rank of this job
         if name == "is_updated":
@@ -114,7 +114,7 @@ def _is_cache(value: Any) -> bool:
 
 
 def _parts(cache: Any) -> dict[str, Any]:
-    """Return what has layers: the cache, or the two of an encoder and a decoder."""
+    """Return the parts of a cache with layers: itself, or those of encoder and decoder."""
     names = ("self_attention_cache", "cross_attention_cache")
     parts = {name: getattr(cache, name) for name in names if hasattr(cache, name)}
     return parts or {"": cache}
@@ -158,7 +158,7 @@ def _open(leaf: Any, device: torch.device | None) -> Any:
 
 
 class LayerwiseEvaluation:
-    """The units of a model on the ranks that hold them, for steps without gradients.
+    """Runs each unit of a model on the rank that holds it, for steps without gradients.
 
     Args:
         units: All units of the model, by name.
@@ -184,16 +184,16 @@ class LayerwiseEvaluation:
 
     @torch.no_grad()
     def run(self, function: Callable[[], Any], seed: int, *, seeds: bool = True) -> Any:
-        """Return what a function of the model returns, on every rank. Collective.
+        """Run a function of the model and return its result, on every rank. Collective.
 
         Args:
             function: A step on a batch, for example; the same on all ranks.
-            seed: What random numbers of units start from.
-            seeds: Whether those of code between units do so too, and generators stand afterwards
-                as before. Else they go on from where they stand, the same on all ranks.
+            seed: Seed of random numbers in units.
+            seeds: Whether code between units is seeded, too, and generators are restored
+                afterwards. Otherwise they continue from their states, the same on all ranks.
 
         Raises:
-            PipelineError: When ranks come to call a unit with different values.
+            PipelineError: Ranks call a unit with different values.
         """
         streams = RandomStreams(seed, self._group.rank(), self._device, is_mixed=True)
         forwards: dict[str, Forward] = {
@@ -265,7 +265,7 @@ class LayerwiseEvaluation:
 
     @contextmanager
     def _whole_parameters(self) -> Iterator[None]:
-        """Lend every rank the parameters that are used between units. Collective."""
+        """Return a context with the parameters used between units on every rank. Collective."""
         lent: list[Parameter] = []
         try:
             for parameter, holder in self._between.items():

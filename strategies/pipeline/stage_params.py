@@ -1,13 +1,12 @@
-"""Parameters and buffers that a rank of a pipeline holds, kept equal to those of the others.
+"""Parameters and buffers that a rank of a pipeline holds, and their agreement between ranks.
 
 ``StageParameters`` has the rank's parameters, and the names of those that other ranks hold.
-``TiedWeights`` are parameters that several stages use: equal values, and gradients added up.
+``TiedWeights`` are parameters that several stages use: equal values, and summed gradients.
 
-``NonStageState`` has the buffers and attributes that the code between layers changes, kept as one
-process would. Every stage runs that code for every microbatch, up to where it hands on. What it
-writes into a buffer of its own counts once: on the stage that has what is written, from where all
-other ranks get it after the batch. What it only counts (batches seen, say) is kept from one stage
-of each rank.
+``NonStageState`` has the buffers and attributes that the code between layers changes, with the
+values of one process. Every stage runs that code for every microbatch, up to the end of its part.
+The value written into a buffer comes from the stage that has its inputs, and is broadcast after the
+batch. Values without inputs from layers (a count of batches) are kept from one stage of each rank.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -38,13 +37,13 @@ from boltmesh.strategies.torch_compat.tensors import local_tensor
 
 
 def broadcast(tensor: Tensor, rank: int, group: ProcessGroup) -> None:
-    """Put a rank's value into the tensors of all. Collective over ``group``.
+    """Copy a rank's tensor into those of all ranks, in place. Collective over ``group``.
 
     Args:
-        tensor: Equal in shape and type on all ranks, on the group's device. Types that a backend
-            does not know (bool, float8) pass as bytes.
-        rank: Within the group.
-        group: At least one rank.
+        tensor: Tensor of the same shape and dtype on all ranks, any of both, on the group's device.
+            It is sent as bytes, for dtypes that a backend does not support (bool, float8).
+        rank: Source rank within the group.
+        group: The ranks.
     """
     if group.size() == 1 or not tensor.numel():
         return
@@ -64,14 +63,14 @@ def gathered(
     *,
     keeps: bool,
 ) -> dict[str, Any]:
-    """Return a state that every rank has parts of, whole and on the CPU. Collective over ``group``.
+    """Return the whole state, on the CPU, of which every rank has parts. Collective over ``group``.
 
     Args:
-        state: A module's, with the same names and, of tensors, the same shapes on all ranks.
-        holder: The rank within ``group`` that has what a name stands for.
-        group: Ranks that together have everything.
-        device: That the group communicates from.
-        keeps: Whether this rank wants it; else it gets an empty one.
+        state: State of a module, with the same names, shapes and dtypes on all ranks.
+        holder: Returns the rank within ``group`` that has the value of a name.
+        group: Ranks that together have all values.
+        device: Device of the group's communication.
+        keeps: Whether this rank gets the state, else an empty one.
     """
     whole: dict[str, Any] = {}
     for name, value in state.items():
@@ -93,12 +92,12 @@ def gathered(
 def add_pending(
     state: dict[str, Any], parameters: Mapping[str, Parameter], pending: Mapping[int, Tensor]
 ) -> None:
-    """Add gradients that were not applied yet to the state of one optimizer.
+    """Add gradients that are not applied yet to the state of one optimizer.
 
     Args:
-        state: By names of parameters, with ``param_groups``.
-        parameters: Those of the module, by name.
-        pending: By identity of the parameter.
+        state: State by names of parameters, with ``param_groups``; changed in place.
+        parameters: Parameters of the module, by name.
+        pending: Gradients, with the shapes of their parameters, by identity of the parameter.
     """
     for group in state["param_groups"]:
         for name in group[PARAMS]:
@@ -111,16 +110,16 @@ _FLAG = torch.int32
 
 
 class TiedWeights:
-    """Parameters of stages on more than one rank: tied weights, and what code between units uses.
+    """Parameters of stages on several ranks: tied weights, and those of code between units.
 
-    Each of their ranks holds them whole and makes a part of their gradient; the parts are added
-    up after each batch, so that equal steps follow. Collective to make, over the pipeline.
+    Each of their ranks holds them whole and computes a part of their gradient; the parts are summed
+    after each batch, so that ranks take equal steps. Made collectively over the pipeline.
 
     Args:
-        parameters: Those that this rank holds and shares.
-        ranks: By name of every shared parameter of the model, the ranks that hold it, counted
-            within the pipeline; equal on all ranks.
-        group: The pipeline.
+        parameters: The shared parameters that this rank holds.
+        ranks: Ranks within the pipeline that hold each shared parameter of the model, by name;
+            equal on all ranks.
+        group: The ranks of the pipeline.
         new_group: Makes a group of some of its ranks, for all pipelines at once.
     """
 
@@ -136,8 +135,8 @@ class TiedWeights:
         self._parameters = parameters
         self._members: list[tuple[ProcessGroup, list[str]]] = []
         for members in sorted(set(ranks.values())):
-            # By all ranks, though only some are in it: ranks that have made different numbers of
-            # groups may never meet in the next one (gloo, torch 2.13).
+            # Called on all ranks, though only some are members: ranks that have made different
+            # numbers of groups may hang in the next one (gloo, torch 2.13).
             made = new_group(members)
             if made is None:
                 continue
@@ -145,12 +144,12 @@ class TiedWeights:
             self._members.append((made, held))
 
     def _held(self) -> list[tuple[ProcessGroup, list[Parameter]]]:
-        """Return the groups, and what their ranks share."""
+        """Return the groups and their shared parameters."""
         named = self._parameters.named()
         return [(group, [named[name] for name in names]) for group, names in self._members]
 
     def groups(self) -> list[ProcessGroup]:
-        """Return the groups that gradients are added up in."""
+        """Return the groups that sum gradients."""
         return [group for group, _ in self._members]
 
     def size_per_batch(self) -> tuple[int, int]:
@@ -167,10 +166,13 @@ class TiedWeights:
     def sum_gradients(self, gradients: Mapping[int, Tensor | None]) -> dict[int, Tensor]:
         """Sum gradients over the ranks that hold the same parameter; return the sums.
 
-        Collective over those ranks. A rank that made none adds nothing.
+        Collective over those ranks. A rank without a gradient adds zeros.
 
         Args:
-            gradients: By identity of the parameter.
+            gradients: Gradients by identity of the parameter, with its shape; summed in place.
+
+        Returns:
+            The sums by identity of the parameter, in its shape; none if no rank has a gradient.
         """
         sums: dict[int, Tensor] = {}
         for group, parameters in self._held():
@@ -178,7 +180,7 @@ class TiedWeights:
             if not trained:
                 continue
             found = [gradients.get(id(parameter)) for parameter in trained]
-            # Without a gradient on any rank there is none, which optimizers tell from zeros.
+            # No gradient on any rank stays none, which optimizers distinguish from zeros.
             counts = sum_flags(
                 [gradient is not None for gradient in found], group, trained[0].device, dtype=_FLAG
             )
@@ -200,9 +202,9 @@ class TiedWeights:
         return sum(part.numel() * part.element_size() for part in parts), len(parts)
 
     def broadcast_gradients(self) -> None:
-        """Give every holder the gradients of the first one, which differ by roundings at most.
+        """Broadcast the first holder's gradients, from which others differ by rounding at most.
 
-        Collective over the ranks that hold the same parameter. All of them have one, or none has.
+        Collective over the ranks that hold the same parameter. All of them or none have a gradient.
         """
         for group, parameters in self._held():
             source = dist.get_process_group_ranks(group)[0]
@@ -211,21 +213,21 @@ class TiedWeights:
                     dist.broadcast(local_tensor(parameter.grad), source, group=group)
 
     def broadcast(self) -> None:
-        """Give every holder the values of the first one."""
+        """Broadcast the first holder's values. Collective over the ranks that hold a parameter."""
         for group, parameters in self._held():
             source = dist.get_process_group_ranks(group)[0]
             for parameter in parameters:
-                # The shard of each rank is that of the holder beside it.
+                # Holders with the same data rank have the same shard.
                 dist.broadcast(local_tensor(parameter.detach()), source, group=group)
 
 
 class StageParameters:
-    """Lets go of the parameters that other ranks hold, and knows who holds what.
+    """Frees the parameters that other ranks hold, and knows the holders of all.
 
     Args:
         module: The whole model.
-        division: The ranks that hold each part of it.
-        context: Where the pipeline finds itself.
+        division: The assignment of the model to ranks.
+        context: Context of the pipeline.
     """
 
     def __init__(self, module: Module, division: StageAssignment, context: PipelineContext) -> None:
@@ -242,7 +244,7 @@ class StageParameters:
         }
         self._names = frozenset(name for name in named if rank in holders[name])
         self.parameters = ParametersInPlace(module, (name for name in named if name in self._names))
-        """Those that this rank has values of."""
+        """The parameters that this rank has values of."""
         self._absent = [parameter for name, parameter in named.items() if name not in self._names]
         self._all = ParametersInPlace(module, named)
         make_absent(self._absent)
@@ -256,13 +258,13 @@ class StageParameters:
         self.norm_share = HeldShare(group, ParametersInPlace(module, elsewhere), held_by_several)
 
     def move_absent(self, device: torch.device) -> None:
-        """Make what other ranks hold seem to be on a device, before the model is moved to it."""
+        """Set the device of absent parameters, before the model is moved to it."""
         make_absent(self._absent, device)
 
     def let_gather(self) -> None:
-        """Let ``gathered_parameters`` show every rank what some hold.
+        """Register the parameters for ``gathered_parameters``, which gives all ranks their values.
 
-        To be called when parameters have become the objects that they are to be between steps.
+        Called when parameters are the objects that they stay between steps.
         """
         if self._group.size() == 1:
             return
@@ -276,32 +278,32 @@ class StageParameters:
         )
 
     def holders(self, name: str) -> tuple[int, ...]:
-        """Return which ranks of the pipeline have the values of a parameter or other state.
+        """Return the ranks of the pipeline that have the values of a parameter or other state.
 
         Args:
-            name: In the module's state; any name of a parameter that has several.
+            name: Key in the module's state dict; any of them for a parameter with several.
         """
         known = self._first_names.get(name)
         if known is not None:
             return self._division.ranks_of_parameter[known]
-        # Every rank has all buffers and extra state, and one of them the model's.
+        # Every rank has all buffers and extra state; the first one has the model's values.
         first = self._division.rank_of_state(name)
         return (first, *(rank for rank in range(self._group.size()) if rank != first))
 
     def has_buffer(self, name: str) -> bool:
-        """Whether this rank has the model's value of a buffer; of those outside of units all do."""
+        """Whether this rank has the model's value of a buffer; all ranks do outside of units."""
         return (
             name in self._division.loose_buffers
             or self._division.rank_of_state(name) == self._group.rank()
         )
 
     def refuse_unheld(self, plans: Iterable[StagePlan]) -> None:
-        """Refuse a step that uses parameters of other ranks in stages of this one.
+        """Refuse a step that uses parameters of other ranks in stages of this rank.
 
-        The model was divided by what another step does with another batch.
+        The model was divided for a step that uses others.
 
         Raises:
-            AbsentError: Not on every rank of the pipeline.
+            AbsentError: The step does; not raised on every rank of the pipeline.
         """
         rank = self._group.rank()
         for plan in plans:
@@ -319,31 +321,31 @@ class StageParameters:
 
 @dataclass(frozen=True)
 class _Holders:
-    """Data of one parameter that ``gathered_parameters`` needs."""
+    """Holders of one parameter, for ``gathered_parameters``."""
 
     group: ProcessGroup
-    """The pipeline."""
+    """The ranks of the pipeline."""
     first: int
-    """A rank within it that has values."""
+    """The first rank within it that has values."""
     is_held: bool
-    """Whether this rank has."""
+    """Whether this rank has values."""
 
     def broadcast_value(self, value: Tensor) -> Tensor:
-        """Return what the first holder has. Collective over the pipeline."""
-        # What is absent is one element in memory, and its like would be as well.
+        """Return a copy of the first holder's value, in its shape. Collective over the pipeline."""
+        # Not ``empty_like``: an absent parameter has one element of memory, and so would the copy.
         copy = value.clone() if self.is_held else value.new_empty(value.shape)
         broadcast(copy, self.first, self.group)
         return copy
 
 
 class NonStageState:
-    """State that a step leaves behind outside of units.
+    """Buffers and attributes outside of units that a step changes.
 
     Args:
         root: The whole model.
-        stages: Those of this rank.
+        stages: Stages of this rank.
         rank_of_stage: The rank of each stage, within ``group``.
-        group: The pipeline.
+        group: The ranks of the pipeline.
     """
 
     def __init__(
@@ -355,11 +357,11 @@ class NonStageState:
     ) -> None:
         self._root = root
         self._keeper = max(stages)
-        """The stage of this rank that comes furthest in the step."""
+        """The last stage of this rank."""
         self._rank_of_stage = rank_of_stage
         self._group = group
         self._replaced: dict[str, Tensor] = {}
-        """The model's own buffers, by the names under which copies of them stand now."""
+        """The model's own buffers that are replaced by copies now, by name."""
 
     def during(
         self,
@@ -367,14 +369,14 @@ class NonStageState:
         plans: Sequence[StagePlan],
         keeps: Callable[[int], bool] = lambda _: True,
     ) -> During:
-        """Return what microbatches of a stage are run in.
+        """Return the context of a stage's microbatches.
 
         Args:
-            inner: What they are run in besides.
-            plans: The stage's, by microbatch.
-            keeps: Whether what a microbatch changed stays.
+            inner: Another context, which it includes.
+            plans: Plans of the stage, by microbatch.
+            keeps: Returns whether changes by a microbatch are kept.
         """
-        self._keep_buffers()  # of a batch that an error ended
+        self._keep_buffers()  # after a batch that ended by an error
         if not any(plan.changed_buffers or plan.changed_attributes for plan in plans):
             return inner  # nearly all models; it is entered for each microbatch
 
@@ -387,9 +389,9 @@ class NonStageState:
 
     @contextmanager
     def _around(self, plan: StagePlan, keeps: bool) -> Iterator[None]:
-        """Within, a stage runs; afterwards stands what it has to leave behind, and no more.
+        """Return a context for a stage, after which only the changes to keep remain.
 
-        Each microbatch writes into copies: backward passes of others still need what these read.
+        Each microbatch writes into copies: backward passes of others need the values they read.
         """
         is_kept = keeps and plan.stage == self._keeper
         attributes = plan.attributes_of_last if is_kept else plan.changed_attributes
@@ -399,7 +401,7 @@ class NonStageState:
         for name, buffer in buffers:
             self._set_buffer(name, copies[id(buffer)])
         try:
-            # Models of transformers note in an attribute that they have registered hooks.
+            # Models of transformers set an attribute after they have registered hooks.
             with nullcontext() if is_kept else hooks_unchanged(self._root.modules()):
                 yield
         finally:
@@ -413,7 +415,7 @@ class NonStageState:
                 _put_back(container, key, present, value, members)
 
     def _keep_buffers(self) -> None:
-        """Let the model have its own buffers again, with the last microbatch's values."""
+        """Put the model's own buffers back, with the last microbatch's values."""
         for name, buffer in self._replaced.items():
             now = self._root.get_buffer(name)
             if now.shape == buffer.shape and now.dtype == buffer.dtype:
@@ -422,10 +424,10 @@ class NonStageState:
         self._replaced = {}
 
     def share(self, plans: Iterable[StagePlan], *, is_joined: bool = False) -> None:
-        """Give all ranks the buffers that one stage has. Collective over the pipeline.
+        """Broadcast each changed buffer from the stage that has it. Collective over the pipeline.
 
         Args:
-            plans: Those of all microbatches that were run, each of any stage.
+            plans: Plans of all microbatches that were run, each of any stage.
             is_joined: Whether the last stage has run the step on the whole batch.
         """
         self._keep_buffers()
@@ -440,7 +442,7 @@ class NonStageState:
             broadcast(buffer, self._rank_of_stage[owners[name]], self._group)
 
     def broadcast(self, names: Iterable[str]) -> None:
-        """Give all ranks the first one's values of some buffers. Collective over the pipeline."""
+        """Broadcast the first rank's values of some buffers. Collective over the pipeline."""
         for _, buffer in self._buffers(names):
             broadcast(buffer, 0, self._group)
 

@@ -1,9 +1,9 @@
-"""A LightningModule that is cut into the stages of a pipeline, over all runs that it is in.
+"""``StagedModel``: a LightningModule cut into the stages of a pipeline, over all of its runs.
 
-Every rank cuts the batch that all of them get into microbatches and runs the module's own step on
-each (``step_runner.py``), as far as its stages go (``stage/``), in the order of the schedule
-(``runtime/``). A batch of training is in ``training.py``, one of the other loops in
-``evaluation.py``. The axis of the engine is in ``axis.py``.
+All ranks get the same batch. Each splits it into microbatches and runs its stages of the module's
+own step on them (``step_runner.py``, ``stage/``), in the order of the schedule (``runtime/``).
+``training.py`` has the training batch, ``evaluation.py`` a batch of the other loops, ``axis.py``
+the axis of the engine.
 """
 
 import math
@@ -52,35 +52,35 @@ from boltmesh.strategies.torch_compat.optimizers import OverflowAgreement
 from boltmesh.telemetry.traffic import CONTROL
 
 SEED_STRIDE = 1_000_003
-"""Between the seeds of two steps: a prime above any number of microbatches."""
+"""Distance of the seeds of two steps: a prime above any number of microbatches."""
 
 
 class StagedModel:
-    """The model of the ranks of one pipeline, of which each holds its stages.
+    """The model of one pipeline; each rank holds its stages.
 
     Args:
-        options: Of the pipeline.
+        options: Options of the pipeline.
     """
 
     def __init__(self, options: PipelineOptions) -> None:
         self.options = options
         self.placement: StagePlacement | None = None
-        """None before a model was placed."""
+        """None before ``place``."""
         self._overflow = OverflowAgreement()
         self._has_chosen = False
-        """Whether the loss of a batch was looked at before a schedule was chosen."""
+        """Whether the automatic schedule was chosen from the loss of a batch."""
         self._has_checked_rows = False
-        """Whether layers were looked at for mixing the rows of a batch."""
+        """Whether layers were checked for mixed rows."""
         self.cutter = MicrobatchSplitter()
         self.others = PeerPipelines(1, 1, self._fail)
-        """The replicas of this pipeline."""
+        """The other pipelines of the job."""
         self.signals = SharedSignals()
-        """What ranks are told from outside, as they tell each other at the end of each run."""
+        """Signals such as SIGTERM, exchanged between ranks at the end of each run."""
 
     # Placing the model.
 
     def begin(self, context: PipelineContext) -> None:
-        """Take the context of a run: called for every run, before ``place``.
+        """Set the context of a run. Called for every run, before ``place``.
 
         Collective over all ranks.
         """
@@ -97,17 +97,17 @@ class StagedModel:
         rest: tuple[Any, ...],
         around: Around,
     ) -> None:
-        """Cut the model, and let go of what other ranks hold. Collective over all ranks.
+        """Cut the model and free the parameters of other ranks. Collective over all ranks.
 
         Args:
-            module: The whole model. What of it was deferred is left for ``make``.
-            step: The method that the run begins with.
-            batch: One that it is called with.
-            rest: What it is called with behind the batch.
-            around: Precision.
+            module: The whole model. ``make`` materializes its deferred parameters.
+            step: The first step method of the run.
+            batch: A batch for it.
+            rest: The arguments of the step that follow the batch.
+            around: The precision context.
 
         Raises:
-            ConfigError: When model or batch cannot be cut.
+            ConfigError: The model or the batch cannot be cut.
         """
         self.close()
         self.placement = None
@@ -158,16 +158,16 @@ class StagedModel:
         self.placement = placement
 
     def make(self) -> None:
-        """Make what was deferred of this rank's stages, on the device.
+        """Materialize the deferred parameters of this rank's stages on the device.
 
-        To be called after every dry run on the CPU, which needs the whole model there.
+        Called after all dry runs on the CPU, which need the whole model there.
         """
         assert self.placement is not None
         self._unmade.make(set(self.holdings.parameters), self.context.device)
         refuse_calls_outside(self.placement.plans.units)
 
     def _build_executor(self, context: PipelineContext) -> PipelineRuntime:
-        """Return what performs schedules on this model, in all runs. Collective over all ranks."""
+        """Return the runtime of this model for all runs. Collective over all ranks."""
         num_ranks = context.group.size()
         return PipelineRuntime(
             context.group,
@@ -187,19 +187,19 @@ class StagedModel:
         )
 
     def move_absent(self, device: torch.device) -> None:
-        """Make what other ranks hold seem to be on a device, before the model is moved to it."""
+        """Set the device of absent parameters, before the model is moved to it."""
         if self.placement is not None:
             self.holdings.move_absent(device)
 
     def start(self) -> None:
-        """Called when parameters are on their device. Collective over the pipeline."""
+        """Broadcast shared state, with parameters on the device. Collective over the pipeline."""
         assert self.placement is not None
         self.holdings.shared.broadcast()
-        # Where nobody seeds, ranks have drawn different ones.
+        # Without a seed ranks have drawn different values.
         self.runner.non_stage_state.broadcast(self.placement.division.loose_buffers)
 
     def record_plan(self, accumulated: int) -> None:
-        """Tell the run's recorder what will be run; called for every run.
+        """Record the plan of the run. Called for every run.
 
         Args:
             accumulated: Batches in an optimizer step.
@@ -214,15 +214,15 @@ class StagedModel:
         recorder.schedule(self.expectations.forecast.plan(self.programs.schedule, accumulated))
 
     def follow_scaler(self) -> None:
-        """Make all stages skip a step when gradients of one have overflown.
+        """Make all stages skip a step if the gradients of one overflow.
 
-        To be called before a run that trains; until ``close``.
+        Called before training; lasts until ``close``.
         """
         context = self.context
         self._overflow.begin(context.scaler, context.group, context.device)
 
     def close(self) -> None:
-        """End what runs beside the training. Parameters stay as they are."""
+        """Stop background work. Parameters do not change."""
         self._overflow.end()
         self.signals.forget()
         self.others.close()
@@ -235,47 +235,48 @@ class StagedModel:
 
     @property
     def delayed(self) -> DelayedGradients | None:
-        """What applies gradients a step late, where the schedule does."""
+        """Gradients that are applied a step late; None if the schedule is synchronous."""
         return None if self.placement is None else self.runner.delayed
 
     def drain(self) -> None:
-        """Do the backward passes that were left to a next batch. Collective over the pipeline.
+        """Run the backward passes that were left for the next batch. Collective over the pipeline.
 
-        To be called before anything but a batch of training.
+        Called before anything other than a training batch.
         """
         if self.delayed is not None:
             self.delayed.drain()
 
     def find_metrics(self) -> None:
-        """Take note of the module's metrics, which it may make at any time before a loop begins."""
+        """Find the module's metrics, which it may make at any time before a loop begins."""
         self.metrics.clear()
         self.metrics.update(find_metrics(self.module))
 
     def before_batch(self) -> None:
-        """Let the data axis make parameters ready. Collective over all ranks.
+        """Let the data axis prepare parameters for a batch. Collective over all ranks.
 
-        What fails here is told to the whole pipeline: a step that was taken on the host or on a
-        disk meanwhile may turn out to have failed, on this rank alone.
+        A failure ends the step on the whole pipeline: an optimizer step on the host or on a disk
+        may have failed on this rank alone.
         """
         try:
             self.others.run_collective(self.context.data.before_batch)
-        except Exception as error:  # noqa: BLE001 - told to all ranks and raised again
+        except Exception as error:  # noqa: BLE001 - sent to all ranks and raised again
             self.runner.refuse(error)
 
     def cut(self, batch: Any) -> tuple[list[Any], list[int]]:
-        """Return a batch's microbatches and how many rows each has.
+        """Return a batch's microbatches and their numbers of rows.
 
-        Collective over the pipeline where it cannot be cut, so that no rank waits for this one.
+        Collective over the pipeline if the batch cannot be cut, so that no rank waits for this one.
         """
         try:
             return self.parts_of(batch)
-        except Exception as error:  # noqa: BLE001 - told to all ranks and raised again
+        except Exception as error:  # noqa: BLE001 - sent to all ranks and raised again
             self.runner.refuse(error)
 
     def cut_if_possible(self, batch: Any) -> tuple[list[Any], list[int]]:
-        """Return the same, and the whole batch where it cannot be cut.
+        """Return a batch's microbatches, or the whole batch if it cannot be cut.
 
-        Also where ranks of other pipelines, which may have more batches, compute with this one.
+        The whole batch, too, if ranks of other pipelines, which may have more batches, compute
+        layers with this one.
         """
         if self.context.coupled is not None:
             return [batch], [1]
@@ -285,23 +286,24 @@ class StagedModel:
             return [batch], [1]
 
     def parts_of(self, batch: Any) -> tuple[list[Any], list[int]]:
-        """Return the same; raise on this rank alone where it cannot be cut."""
+        """Return a batch's microbatches; raises on this rank alone if it cannot be cut."""
         wanted = self.options.num_microbatches(self.context.group.size())
         if wanted == 1:
             return [batch], [1]
         return self.cutter.cut(batch, wanted, fewest_rows(self._norms_of_rows))
 
     def check_coupled(self, number: float | Tensor, text: str) -> None:
-        """Refuse a number of this batch that is another one for ranks that compute with this one.
+        """Refuse a number of this batch that differs on ranks that compute layers with this one.
 
-        Collective over these.
+        Collective over these ranks.
 
         Args:
-            number: The same on all ranks of the pipeline; read only where there are such ranks.
-            text: For the error, with room for the smallest and the largest number.
+            number: Equal on all ranks of the pipeline, shape ``()`` if a tensor; read only if there
+                are such ranks.
+            text: Format of the error, with places for the smallest and the largest number.
 
         Raises:
-            ConfigError: On all of these ranks.
+            ConfigError: The numbers differ; raised on all of these ranks.
         """
         group = self.context.coupled
         if group is None:
@@ -316,18 +318,18 @@ class StagedModel:
 
     @property
     def has_open_schedule(self) -> bool:
-        """Whether the schedule is still to be chosen by the loss of the first batch."""
+        """Whether the loss of the next batch decides the schedule."""
         return self.options.schedule == AUTOMATIC_SCHEDULE and not self._has_chosen
 
     def choose_schedule(
         self, run: MicrobatchRun, around: Around, trial: Callable[[], Trial]
     ) -> None:
-        """Change to ``gpipe`` where the loss needs the whole batch. Collective over the pipeline.
+        """Change to ``gpipe`` if the loss needs the whole batch. Collective over the pipeline.
 
         Args:
             run: The batch in microbatches.
-            around: Precision.
-            trial: Makes the end of the step, to be tried.
+            around: The precision context.
+            trial: Makes the end of the step, for the proof.
         """
         with long_phase(
             "looks for the schedule that the loss needs", is_shown=dist.get_rank() == 0
@@ -348,7 +350,7 @@ class StagedModel:
     def _find_schedule(
         self, run: MicrobatchRun, around: Around, trial: Callable[[], Trial]
     ) -> tuple[JoinedRun | str, BatchLossError | None]:
-        """Return how microbatches are joined, and why no weights put the loss together.
+        """Return how microbatches are joined, and why their losses cannot be added up, or None.
 
         Collective over the pipeline.
         """
@@ -363,7 +365,7 @@ class StagedModel:
         return joined, self._find_problem(trial)
 
     def _find_problem(self, trial: Callable[[], Trial]) -> BatchLossError | None:
-        """Return why no weights put the loss together. Collective over the pipeline."""
+        """Return why losses of microbatches cannot be added up. Collective over the pipeline."""
         found: tuple[str, str] | None = None
         with suppress(Exception):  # raised again within the step, on all ranks
             problem = self.loss_checks.find_problem(trial) if self.holds_last_stage else None
@@ -375,7 +377,8 @@ class StagedModel:
         """Return how the outputs of microbatches are joined to the batch's.
 
         Returns:
-            Why they cannot be; None where the schedule begins backward passes before it has all.
+            The reason if they cannot be joined; None if backward passes begin before all outputs
+            exist.
         """
         return self._join(run, around) if self.programs.has_forwards_first else None
 
@@ -390,10 +393,10 @@ class StagedModel:
             self.runner.refuse(error)
 
     def row_check(self, run: MicrobatchRun) -> See | None:
-        """Return what looks at the first microbatches of the first batch, see ``RowCheck``.
+        """Return the check of the first microbatches of the first batch, see ``RowCheck``.
 
-        None where ranks of other pipelines compute with this one: they would meet the runs of the
-        check in the place of their own. And where a row's products round by other rows.
+        None if ranks of other pipelines compute layers with this one, since their collectives would
+        be matched with those of the check; and if the rounding of a row depends on other rows.
         """
         context = self.context
         if self._has_checked_rows or context.coupled is not None or context.rounds_by_microbatch:
@@ -403,7 +406,12 @@ class StagedModel:
         return RowCheck(self.placement.plans, run, self.cutter.rows(run.batch)).see
 
     def seeds(self, ordinal: int, count: int) -> list[int]:
-        """Return what the random numbers of each microbatch start from."""
+        """Return the seed of each microbatch.
+
+        Args:
+            ordinal: Number of the batch.
+            count: Number of microbatches.
+        """
         start = self.context.seed + SEED_STRIDE * (ordinal + 1)
         return [(start + number) % 2**63 for number in range(count)]
 
@@ -423,10 +431,10 @@ class StagedModel:
 
     @property
     def bubble(self) -> float | None:
-        """Return the idle share of a batch of training, see ``PipelineRuntime.bubble``."""
+        """Return the idle share of a training batch, see ``PipelineRuntime.bubble``."""
         return self.executor.bubble
 
-    # What the executor tells.
+    # Callbacks of the runtime.
 
     def _record_chunk(
         self, stage: int, microbatch: int, kind: str, start_ns: int, end_ns: int

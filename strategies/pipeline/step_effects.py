@@ -1,10 +1,10 @@
-"""Sets what ``training_step`` sets in optimizers and on the Trainer once for a batch, on all ranks.
+"""Applies changes of ``training_step`` to optimizers and the Trainer once per batch, on all ranks.
 
-Each stage runs the step for each microbatch, as far as it goes. What it sets in the groups of
-optimizers is undone after each of these runs, so that ``group["lr"] *= 0.9`` counts once. What the
-end of the step has set equally for all microbatches, all ranks set when the batch is over: numbers
-are sent beside those that are logged. Options that microbatches set differently are refused, and
-one microbatch that ends the run ends it.
+Each stage runs its part of the step for each microbatch. Changes of the groups of optimizers are
+undone after each of these runs, so that ``group["lr"] *= 0.9`` counts once. If the end of the step
+has set an option equally for all microbatches, all ranks set it after the batch: numbers are sent
+beside logged ones. Options that microbatches set differently are refused, and one microbatch that
+ends the run ends it.
 """
 
 import warnings
@@ -23,7 +23,7 @@ from boltmesh.strategies.pipeline.step_report import Logged
 from boltmesh.strategies.torch_compat.tensors import times_written
 
 OPTION = "an option of an optimizer"
-"""Name of numbers that are set in the groups of optimizers, beside those that are logged."""
+"""Name, among logged values, of numbers that are set in the groups of optimizers."""
 
 _INSTEAD = (
     f"Set it in on_train_batch_end, or use schedule={WHOLE_BATCH!r}, which runs the end of the "
@@ -38,32 +38,32 @@ _KINDS: dict[str, Callable[[Any], Any]] = {
 }
 
 Place = tuple[int, int, str]
-"""The optimizer, its group, and the option."""
+"""Number of the optimizer, of its group, and the option."""
 
 Setting = tuple[bool, tuple[tuple[str, float], ...]]
 """Whether a value is a tuple, and the kinds and values of its numbers."""
 
 
 class StepEffects:
-    """Options of optimizers and ``should_stop``, which a step may set, on this rank.
+    """Options of optimizers and ``should_stop`` that a step sets, on this rank.
 
     Args:
-        module: Whose step it is; nothing is kept while it has no Trainer.
+        module: The module; nothing is kept while it has no Trainer.
     """
 
     def __init__(self, module: LightningModule) -> None:
         self._module = module
         self._settings: list[dict[Place, Setting]] = []
-        """By microbatch."""
+        """Changed options by microbatch."""
         self._stops: set[bool] = set()
 
     def begin(self) -> None:
-        """Forget the batch before."""
+        """Drop the changes of the batch before."""
         self._settings, self._stops = [], set()
 
     @contextmanager
     def undone(self) -> Iterator[None]:
-        """Within, a stage runs that does not reach the end of the step."""
+        """Return a context for a stage that does not reach the end of the step."""
         before = _Options(self._module)
         try:
             yield
@@ -73,7 +73,7 @@ class StepEffects:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Within, the step runs to its end, for one microbatch or for the whole batch."""
+        """Return a context for a run to the end of the step, of a microbatch or the batch."""
         trainer = trainer_of(self._module)
         if trainer is None:
             yield
@@ -89,11 +89,11 @@ class StepEffects:
         before.refuse_steps()
 
     def stops(self, loss: Tensor | None = None) -> bool:
-        """Return whether this rank ends the run: any microbatch may, and any handler of a signal.
+        """Return whether this rank ends the run, by any microbatch or a handler of a signal.
 
         Args:
-            loss: The batch's. One that is no number may be so by some microbatches alone; another
-                one is warned of.
+            loss: The batch's loss, shape ``()``. Microbatches that disagree about the end cause a
+                warning if it is finite.
         """
         if len(self._stops) > 1 and loss is not None and bool(loss.isfinite()):
             warnings.warn(
@@ -106,10 +106,10 @@ class StepEffects:
         return True in self._stops or (trainer is not None and trainer.should_stop)
 
     def logged(self) -> list[Logged]:
-        """Return what the end of the step has set, for ``apply`` on all ranks.
+        """Return the options that the end of the step has set, for ``apply`` on all ranks.
 
         Raises:
-            UnsupportedError: When microbatches set different values.
+            UnsupportedError: Microbatches set different values.
         """
         first, *others = self._settings or [{}]
         for each in others:
@@ -131,7 +131,7 @@ class StepEffects:
         ]
 
     def apply(self, logged: Iterable[Logged], *, stops: bool) -> list[Logged]:
-        """Set on this rank what the end of the step has set; return what else is logged."""
+        """Set the options of ``logged`` on this rank; return the other logged values."""
         rest: list[Logged] = []
         found: dict[Place, Any] = {}
         for each in logged:
@@ -155,7 +155,7 @@ class StepEffects:
 
 
 class _Options:
-    """The options of all optimizers as they are, and the steps that schedulers have taken."""
+    """A copy of the options of all optimizers, and the step counts of schedulers."""
 
     def __init__(self, module: LightningModule) -> None:
         trainer = trainer_of(module)
@@ -175,10 +175,10 @@ class _Options:
         self._steps = [(each.scheduler, each.scheduler.last_epoch) for each in configs]
 
     def changed(self) -> dict[Place, Setting]:
-        """Return the options that have other values now.
+        """Return the options that have changed.
 
         Raises:
-            UnsupportedError: When one has a value that is no number and no tuple of numbers.
+            UnsupportedError: A value is neither a number nor a tuple of numbers.
         """
         return {
             (number, place, option): _setting(option, group.get(option))
@@ -197,7 +197,7 @@ class _Options:
         return type(now) is not type(value) or bool(now != value)
 
     def put_back(self) -> None:
-        """Let the options be what they were."""
+        """Restore the options."""
         for *_, group, before in self._groups:
             if any(self._has_changed(option, group, before) for option in {**before, **group}):
                 group.clear()
@@ -207,10 +207,10 @@ class _Options:
                 tensor.copy_(value)
 
     def refuse_steps(self) -> None:
-        """Raise where a scheduler has stepped.
+        """Refuse steps of schedulers.
 
         Raises:
-            UnsupportedError: Always then.
+            UnsupportedError: A scheduler has stepped.
         """
         if any(each.last_epoch != step for each, step in self._steps):
             raise UnsupportedError(

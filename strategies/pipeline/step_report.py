@@ -1,13 +1,13 @@
-"""Logs and result of a step of the last stage, on every rank of the pipeline.
+"""Brings the logs and the result of a step from the last stage to every rank of the pipeline.
 
 Only the last stage runs a step to its end, on one microbatch after the other. ``StepLogs`` keeps
-its calls of ``self.log``, which are brought together over the microbatches and repeated on all
-ranks, so that monitors, loggers and reductions at the end of an epoch find the same keys and values
-everywhere. What the other stages log on their way is worth nothing and dropped.
+its calls of ``self.log``, which are combined over the microbatches and repeated on all ranks, so
+that monitors, loggers and reductions at the end of an epoch have the same keys and values
+everywhere. Values that other stages log have no data and are dropped.
 
-``LastStageBroadcast`` is a row among the numbers that ranks exchange at the end of each run. The
-length of a row is a function by itself, so that a plan counts the same bytes with no group.
-``SharedSignals`` puts what a rank learns from outside, such as SIGTERM, in front of that row.
+``LastStageBroadcast`` makes a row of the numbers that ranks exchange at the end of each run. The
+length of a row is a separate function, so that a plan counts the same bytes without a group.
+``SharedSignals`` puts signals from outside, such as SIGTERM, in front of that row.
 """
 
 from collections import Counter
@@ -41,15 +41,15 @@ from boltmesh.strategies.pipeline.metrics import Given, MetricCalls, MetricValue
 from boltmesh.strategies.torch_compat.tensors import scalar_on
 
 METRIC_ARGUMENT = "an argument of a metric"
-"""Prefix of numbers that metrics are called with, beside those that are logged."""
+"""Name, among logged values, of numbers that are arguments of metrics."""
 
 RuleOf = Callable[[Key, list[Noted]], LogRule]
-"""Returns how the values of a key are put together."""
+"""Returns the rule that combines the values of a key."""
 
 
 @dataclass(frozen=True)
 class MetricName:
-    """Stands for a ``torchmetrics.Metric`` of the module: the same one on another rank."""
+    """Name of a ``torchmetrics.Metric`` of the module, which is the same on every rank."""
 
     attribute: str
 
@@ -61,19 +61,19 @@ class _LoggedKey:
     options: dict[str, Any]
     noted: list[Noted] = field(default_factory=list)
     batch_sizes: dict[int, int] = field(default_factory=dict)
-    """That the step gave, by microbatch."""
+    """``batch_size`` of the calls, by microbatch."""
     metric: MetricName | MetricValue | None = None
 
 
 class StepLogs:
-    """Takes the place of ``module.log`` while a step runs. Made for each step."""
+    """Replaces ``module.log`` while a step runs. Made for each step."""
 
     def __init__(self, module: LightningModule, metrics: MetricCalls | None = None) -> None:
-        """Keep what a step logs.
+        """Keep the values that a step logs.
 
         Args:
-            module: Whose ``log`` is taken.
-            metrics: Keeps what it calls metrics with; thrown away if None.
+            module: The module whose ``log`` is replaced.
+            metrics: Keeps calls of metrics; dropped if None.
         """
         self._module = module
         self.metrics = MetricCalls(find_metrics(module)) if metrics is None else metrics
@@ -82,7 +82,7 @@ class StepLogs:
 
     @contextmanager
     def of_microbatch(self, index: int) -> Iterator[None]:
-        """Within, calls of ``self.log`` are kept as this microbatch's."""
+        """Return a context in which calls of ``self.log`` are kept for a microbatch."""
         self._microbatch = index
         with (
             patched(self._module, log=self._log),
@@ -129,13 +129,13 @@ class StepLogs:
         rule_of: RuleOf | None = None,
         is_of_batch: Callable[[Key], bool | None] = lambda _: None,
     ) -> list["Logged"]:
-        """Return what the step logged as a whole, in the order of the first calls.
+        """Return the logged values of the whole batch, in the order of the first calls.
 
         Args:
-            weights: What the microbatches are worth.
-            rule_of: Returns how the values of a key are put together; by default as they look.
-            is_of_batch: Returns whether each microbatch gives the batch's ``batch_size`` for a key,
-                else its own; None if that is unknown.
+            weights: Weights of the microbatches.
+            rule_of: Returns the rule of a key; by default the usual rule.
+            is_of_batch: Returns whether each microbatch logs a key with the batch's ``batch_size``
+                rather than its own; None if unknown.
         """
         logged = []
         for (name, key), entry in self._entries.items():
@@ -154,7 +154,7 @@ class StepLogs:
 
 
 def _check_loggable(name: str, value: Any) -> None:
-    """Refuse what Lightning would, where the author called ``self.log`` with it.
+    """Refuse values that Lightning would refuse, at the user's call of ``self.log``.
 
     Raises:
         ValueError: With what to log instead.
@@ -178,14 +178,17 @@ class Logged:
 
     name: str
     key: str | None
-    """Key of the dict that was logged under ``name``; None where it was a value."""
+    """Key of the dict that was logged under ``name``; None for a single value."""
     value: Tensor | MetricName | MetricValue
-    """0-dim, float64; or which metric of the module, or what a call of one gives."""
+    """Shape ``()`` and fp64; or a metric of the module, or the result of a call of one."""
     options: dict[str, Any]
 
 
 def take_numbers(logged: Iterable[Logged]) -> tuple[list[Logged], dict[str, Tensor]]:
-    """Return what was logged, and apart from it numbers that metrics were called with, by key."""
+    """Separate logged values from numbers that are arguments of metrics; these by key.
+
+    The numbers have the shape ``()`` and fp64.
+    """
     kept: list[Logged] = []
     numbers: dict[str, Tensor] = {}
     for each in logged:
@@ -197,12 +200,12 @@ def take_numbers(logged: Iterable[Logged]) -> tuple[list[Logged], dict[str, Tens
 
 
 def repeat(module: LightningModule, logged: Iterable[Logged], given: Given = ()) -> None:
-    """Make the calls again, on this rank's module.
+    """Repeat the calls of ``log`` on this rank's module.
 
     Args:
-        module: Whose ``log`` is called.
-        logged: By the last stage.
-        given: What calls of metrics gave for the whole batch.
+        module: The module.
+        logged: The logged values of the last stage.
+        given: Results of calls of metrics for the whole batch.
     """
     groups: dict[tuple[str, int], dict[str, Any]] = {}
     calls: Counter[Key] = Counter()
@@ -226,10 +229,10 @@ def repeat(module: LightningModule, logged: Iterable[Logged], given: Given = ())
 
 
 def _by_call(noted: Sequence[Noted]) -> list[list[Noted]]:
-    """Return the values of each call of ``self.log`` under one key.
+    """Return the values of one key by call of ``self.log``.
 
-    Lightning shows the last call's as the step's value. Where microbatches make different numbers
-    of calls, as in a loop over rows, all of them are one.
+    Lightning shows the value of the last call. If microbatches make different numbers of calls, as
+    in a loop over rows, all of them count as one.
     """
     parts: dict[int, list[Noted]] = {}
     for each in noted:
@@ -270,34 +273,34 @@ def _attribute_of(module: Module, metric: Metric) -> str:
 
 
 _FLAGS = 4
-"""Numbers that every batch has on the way: whether there is news, a loss, a dict around it, and
-whether this rank, which may be any, ends the run."""
+"""Number of flags in each row: whether names or options have changed, whether there is a loss, a
+dict around it, and whether this rank, which may be any, ends the run."""
 
 _VALUES = 2
-"""Numbers beside those that are logged: the loss, and what gradients are divided by."""
+"""Number of values beside logged ones: the loss, and the divisor of gradients."""
 
 
 def length_of_row(num_logged: int, *, is_on_host: bool) -> int:
-    """Return the numbers of a row where a step logs so many, and values are on the host or not."""
+    """Return the length of a row for a step with ``num_logged`` logged numbers."""
     return _FLAGS + (_VALUES + num_logged) * is_on_host
 
 
 def broadcast_size(num_logged: int, *, is_on_host: bool) -> tuple[int, int]:
-    """Return the bytes and the calls of a batch's broadcast from the last stage."""
+    """Return the bytes and calls of a batch's broadcast from the last stage."""
     return (0, 0) if is_on_host else ((_VALUES + num_logged) * torch.float64.itemsize, 1)
 
 
 class LastStageBroadcast:
-    """Brings what the last stage found out to the other ranks.
+    """Sends the last stage's results to the other ranks.
 
-    It rides on what ranks tell each other at the end of each run anyway (``row`` and ``take``).
-    Names and options are sent only when they change, and apart. Values on a device stay there and
-    are broadcast from it, for whoever asked for them would wait for all that it has to do.
+    They are part of the rows that ranks exchange at the end of each run (``row`` and ``take``).
+    Names and options are sent separately, and only when they change. Values on a device stay there
+    and are broadcast from it, because a read would wait for all queued work.
 
     Args:
-        group: The pipeline.
-        source: Global rank that holds the last stage.
-        device: Where values are.
+        group: The ranks of the pipeline.
+        source: Global rank of the last stage.
+        device: Device of the values.
     """
 
     def __init__(self, group: ProcessGroup, source: int, device: torch.device) -> None:
@@ -307,7 +310,7 @@ class LastStageBroadcast:
         self._device = device
         self._known: list[tuple[Any, ...]] = []
         self._found: tuple[list[tuple[Any, ...]], Tensor] | None = None
-        """On the last stage's rank what is logged and the values, between ``row`` and ``take``."""
+        """Logged keys and values on the last stage's rank, between ``row`` and ``take``."""
         self.is_mapping = False
         """Whether the last step returned a dict."""
         self.stops = False
@@ -323,15 +326,15 @@ class LastStageBroadcast:
 
     @property
     def length(self) -> int:
-        """Numbers of a row, as long as steps log what the last one has logged."""
+        """Length of a row, if the step logs the same keys as the last one."""
         return length_of_row(self._num_logged, is_on_host=self._is_on_host)
 
     def size_per_batch(self) -> tuple[int, int]:
-        """Return the same for a batch that logs what the last one has logged."""
+        """Return bytes and calls of a batch's broadcast, if it logs the same keys as the last."""
         return broadcast_size(self._num_logged, is_on_host=self._is_on_host)
 
     def row_of_other(self, *, stops: bool) -> Tensor:
-        """Return the row of a rank without the last stage, ``(length,)``.
+        """Return the row of a rank without the last stage, shape ``(length,)``, fp64.
 
         Args:
             stops: Whether it ends the run.
@@ -349,12 +352,12 @@ class LastStageBroadcast:
         is_mapping: bool,
         stops: bool = False,
     ) -> Tensor:
-        """Return the row of the last stage's rank, ``(length,)``.
+        """Return the row of the last stage's rank, shape ``(length,)``, fp64.
 
         Args:
-            loss: The batch's, 0-dim; None where the step gave none.
-            total: What gradients are to be divided by.
-            logged: What the other ranks are to log.
+            loss: The batch's loss, shape ``()``; None without one.
+            total: Divisor of gradients, shape ``()`` if a tensor.
+            logged: Values for the other ranks to log.
             is_mapping: Whether the step returned a dict.
             stops: Whether it ended the run.
         """
@@ -377,10 +380,10 @@ class LastStageBroadcast:
         """Return the report of the last stage. Collective over the pipeline.
 
         Args:
-            rows: Those of all ranks, in their order.
+            rows: Rows of all ranks in order, shape ``(R, length)``, fp64.
 
         Returns:
-            Loss, total and what to log.
+            Loss, shape ``()`` and fp64, or None; divisor of gradients, the same; values to log.
         """
         row = rows[self._source_in_group]
         is_news, has_loss, self.is_mapping, _ = map(bool, row[:_FLAGS].tolist())
@@ -406,39 +409,39 @@ class LastStageBroadcast:
 
 
 NUM_SIGNALS = 2
-"""Numbers that each rank sends for signals, see ``SigtermAgreement``."""
+"""Number of signals that each rank sends, see ``SigtermAgreement``."""
 
 Signals = tuple[float, float]
 
 
 class SharedSignals:
-    """Sends the signals of this rank to the others, and keeps those that it receives."""
+    """Sends the signals of this rank to the others and keeps received ones."""
 
     def __init__(self) -> None:
         self.own: Callable[[], Signals] = _no_signals
-        """Called at the end of each run for the signals that this rank has got."""
+        """Called at the end of each run; returns the signals of this rank."""
         self._received = _no_signals()
 
     def row(self) -> Tensor:
-        """Return the signals of this rank, ``(NUM_SIGNALS,)``."""
+        """Return the signals of this rank, shape ``(NUM_SIGNALS,)``, fp64."""
         return torch.tensor(self.own(), dtype=torch.float64)
 
     def receive(self, rows: Tensor) -> None:
         """Keep the signals of all ranks.
 
         Args:
-            rows: Those of all ranks, ``(num_ranks, NUM_SIGNALS)``.
+            rows: Rows of all ranks, shape ``(R, NUM_SIGNALS)``.
         """
         sigterm, requeue = rows.amax(0).tolist()
         self._received = max(self._received[0], sigterm), max(self._received[1], requeue)
 
     def take_received(self) -> Signals:
-        """Return the largest signal of any rank, by runs since the last call."""
+        """Return the maximum of all ranks' signals in the runs since the last call."""
         received, self._received = self._received, _no_signals()
         return received
 
     def forget(self) -> None:
-        """Stop asking, and drop the signals that were received."""
+        """Stop sending signals, and drop received ones."""
         self.own, self._received = _no_signals, _no_signals()
 
 

@@ -1,7 +1,7 @@
-"""Runs steps over the stages of all ranks: with backward passes, forward alone, or layer by layer.
+"""Runs steps over the stages of all ranks: with backward passes, forward only, or layer by layer.
 
-What is made of a batch of training is in ``training.py``, of one of the other loops in
-``evaluation.py``; the order in which chunks are computed and handed on is the executor's.
+``training.py`` handles the results of a training batch, ``evaluation.py`` those of the other loops;
+the runtime orders chunks and messages.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -42,12 +42,12 @@ if TYPE_CHECKING:
 
 
 class StepRunner:
-    """Runs steps on a model that is placed. All of it is collective over the pipeline.
+    """Runs steps on a placed model. All methods are collective over the pipeline.
 
     Args:
-        model: In the context of the run that places it.
-        placement: How it is divided, and how steps run on that.
-        num_microbatches: Of the batch that the model was divided by.
+        model: The model, in the context of the run that places it.
+        placement: Its division into stages and its step plans.
+        num_microbatches: Microbatches of the sample batch.
     """
 
     def __init__(
@@ -55,11 +55,11 @@ class StepRunner:
     ) -> None:
         module, holdings, programs = model.module, model.holdings, model.programs
         self.digest = BatchDigest()
-        """Of the batch that the next step gets."""
+        """Digest of the next step's batch."""
         self.is_relaying = False
-        """Whether a step or function runs now, each unit on its rank."""
+        """Whether a step or function runs layer by layer now."""
         self.effects = StepEffects(module)
-        """Options of optimizers and ``should_stop``, as the step of a batch sets them."""
+        """Options of optimizers and ``should_stop`` that the step of a batch sets."""
         self._module = module
         self._metrics = model.metrics
         self._placement = placement
@@ -74,7 +74,7 @@ class StepRunner:
             module, self._whole.stages, programs.rank_of_stage, model.context.group
         )
         self.delayed: DelayedGradients | None = None
-        """Where the schedule applies gradients a step late."""
+        """Gradients that are applied a step late; None if the schedule is synchronous."""
         if programs.is_asynchronous:
             sites = ParamSites(module, holdings.parameters)
             self.delayed = DelayedGradients(
@@ -90,18 +90,21 @@ class StepRunner:
         joined: JoinedRun | None = None,
         see: See | None = None,
     ) -> tuple[StepLogs, Tensor]:
-        """Run all chunks of this rank.
+        """Run all chunks of this rank for a training batch.
 
         Args:
             run: The step and its microbatches.
-            finish: Takes what the last stage returned.
-            around: Precision.
-            found: Gives what the last stage's rank tells the others, ``sharing.row``.
-            joined: How the end of the step is run on the whole batch; None: on each microbatch.
-            see: Called with what each microbatch of a stage begins with.
+            finish: Takes the results of the last stage.
+            around: The precision context.
+            found: Returns the row of the last stage's rank, see ``LastStageBroadcast.row``.
+            joined: The end of the step on the whole batch; None runs it on each microbatch.
+            see: Called with the inputs of each microbatch of a stage.
 
         Returns:
-            What the last stage logged, and the reports of all ranks.
+            The logs of the last stage, and the rows of all ranks, shape ``(R, length)``, fp64.
+
+        Raises:
+            PipelineError: A stage failed on any rank, or ranks have different batches.
         """
         try:
             with around():
@@ -110,7 +113,7 @@ class StepRunner:
                     refuse_writes(runs[0][0].plan.events, "with schedule='pipedream_2bw'")
                 count = len(run.parts) if joined is None else 1
                 metrics = self._metric_calls(run, [each[0].plan.metrics for each in runs], count)
-        except Exception as error:  # noqa: BLE001 - told to all ranks and raised again
+        except Exception as error:  # noqa: BLE001 - sent to all ranks and raised again
             self.refuse(error)
         logs = StepLogs(self._module, metrics)
         self.effects.begin()
@@ -168,8 +171,8 @@ class StepRunner:
     ) -> list[MicrobatchStage]:
         """Return this rank's stages, the last one up to its last unit.
 
-        What the step itself changes stays once: of the end of the step on the last stage's rank, of
-        the first microbatch on others.
+        Changes by the step itself are kept once: on the last stage's rank those of the end of the
+        step, on others those of the first microbatch.
         """
         holds_end = self._end in self._whole.stages
 
@@ -192,7 +195,7 @@ class StepRunner:
         ]
 
     def _stage_runs(self, run: MicrobatchRun) -> list[tuple[StageRun, ...]]:
-        """Return how each microbatch runs on each stage."""
+        """Return the stages of each microbatch."""
         return self._placement.plans.stages_of_parts(
             run.step, run.parts, run.rest, run.kwargs, run.seeds
         )
@@ -200,7 +203,7 @@ class StepRunner:
     def _metric_calls(
         self, run: MicrobatchRun, called: Sequence[tuple[MetricTrace, ...]], count: int
     ) -> MetricCalls:
-        """Return what keeps the calls of metrics that a step makes."""
+        """Return an object that keeps the step's calls of metrics."""
         of_batch: tuple[MetricTrace, ...] = ()
         if any(called):
             plans = self._placement.plans.stages(
@@ -229,18 +232,19 @@ class StepRunner:
 
         Args:
             run: The step and its microbatches.
-            last: The last stage, by microbatch; ends behind its last unit.
-            around: Precision.
-            during: What each microbatch is run in, on each stage.
+            last: The last stage up to its last unit, by microbatch.
+            around: The precision context.
+            during: Context of each microbatch, on each stage.
 
         Returns:
-            What it gave for each microbatch; nothing on the other stages' ranks.
+            The outputs of ``last`` by microbatch, of the shapes of its ``values_out``; empty on the
+            other stages' ranks.
         """
         program = self._programs.of(len(run.parts)).forward_only
         try:
             with around():
                 planned = self._stage_runs(run)
-        except Exception as error:  # noqa: BLE001 - told to all ranks and raised again
+        except Exception as error:  # noqa: BLE001 - sent to all ranks and raised again
             self.refuse(error)
         runs = [(*each[: self._end], last[number]) for number, each in enumerate(planned)]
         stages = [
@@ -274,16 +278,16 @@ class StepRunner:
         return outcome
 
     def relay(self, run: MicrobatchRun) -> Any:
-        """Run a step on the whole batch, each unit on its rank; return what it returns."""
+        """Run a step on the whole batch, each unit on its rank, and return its result."""
         step = partial(getattr(self._module, run.step), run.batch, *run.rest, **run.kwargs)
         return self._relay(run.step, step, run.seeds[0])
 
     def relay_outside_of_steps(self, name: str, function: Callable[[], Any]) -> Any:
-        """Run a function of the model, each unit on its rank; return what it returns.
+        """Run a function of the model, each unit on its rank, and return its result.
 
         Args:
-            name: For errors.
-            function: The same on all ranks, whose generators stand at the same place.
+            name: Name of the function, for errors.
+            function: The same on all ranks, with generators in the same state.
         """
         return self._relay(name, function, self._context.seed, seeds=False)
 
@@ -295,9 +299,9 @@ class StepRunner:
             return made.run(function, seed, seeds=seeds)
 
     def refuse(self, error: Exception) -> NoReturn:
-        """Raise what keeps this rank from a step, on all ranks. In the place of the step."""
+        """Raise this rank's error on all ranks, in the place of a step."""
         self._executor.refuse(self._whole, error)
 
     def _finish(self, num_microbatches: int) -> None:
-        """Do the backward passes that are left of so many microbatches, and nothing else."""
+        """Run only the backward passes that are left of ``num_microbatches``."""
         self._run(self._programs.asynchronous(num_microbatches, 0), [])

@@ -1,10 +1,10 @@
-"""One batch of training: forward and backward passes of its microbatches, and the loss of all.
+"""A training batch: forward and backward passes of its microbatches, and the batch's loss.
 
-Lightning calls ``training_step``, then ``zero_grad``, then ``backward``. A schedule makes its
-gradients inside the first of these, where the second would wipe them. So ``GradHandoff`` takes them
-out of ``.grad`` at once, and the loss that the step returns adds them when its backward pass comes:
-every hook fires once and in its order, and accumulation, clipping and loss scaling see what they
-would have seen.
+Lightning calls ``training_step``, then ``zero_grad``, then ``backward``. A schedule computes
+gradients in the first of these calls, and the second would clear them. So ``GradHandoff`` moves
+them out of ``.grad`` at once, and the backward pass of the returned loss adds them back: every hook
+is called once and in order, and accumulation, clipping and loss scaling see the same gradients as
+without a pipeline.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 class GradHandoff:
-    """Gradients of one schedule, until the backward pass of its loss adds them to ``.grad``."""
+    """Keeps the gradients of a step until the backward pass of its loss adds them to ``.grad``."""
 
     def __init__(self, parameters: Iterable[Parameter]) -> None:
         self._parameters = list(parameters)  # the step may unfreeze some
@@ -51,9 +51,9 @@ class GradHandoff:
 
     @contextmanager
     def capture(self) -> Iterator[None]:
-        """Within, gradients start from none; afterwards they are here and not in ``.grad``.
+        """Return a context in which ``.grad`` starts from None, and whose gradients are taken here.
 
-        What ``.grad`` held before, from batches that this one is accumulated to, is back then.
+        Earlier values of ``.grad``, from accumulated batches, are restored at the end.
         """
         before = [each.grad for each in self._parameters]
         for each in self._parameters:
@@ -66,16 +66,16 @@ class GradHandoff:
                 each.grad = gradient
 
     def made(self) -> dict[int, Tensor | None]:
-        """Return the gradients, by identity of their parameter."""
+        """Return the gradients, in the shapes of their parameters, by identity of the parameter."""
         pairs = zip(self._parameters, self._made, strict=True)
         return {id(parameter): gradient for parameter, gradient in pairs}
 
     def set(self, gradients: Mapping[int, Tensor]) -> None:
-        """Set gradients that were made elsewhere, by identity of their parameter."""
+        """Set gradients, in the shapes of their parameters, by identity of the parameter."""
         self._made = [gradients.get(id(each)) for each in self._parameters]
 
     def replace(self, gradients: Mapping[int, Tensor]) -> None:
-        """Replace some gradients, by identity of their parameter."""
+        """Replace some gradients, in the shapes of their parameters, by identity of these."""
         self._made = [
             gradients.get(id(parameter), gradient)
             for parameter, gradient in zip(self._parameters, self._made, strict=True)
@@ -84,27 +84,29 @@ class GradHandoff:
     def attach_to_loss(
         self, loss: Tensor, total: Tensor | float = 1.0, *, then: Callable[[], None] = noop
     ) -> Tensor:
-        """Return a loss with this value whose backward pass adds the gradients.
+        """Return a loss of this value whose backward pass adds the gradients.
 
         Args:
-            loss: 0-dim; its value is what callbacks and loggers see.
-            total: What the gradients are to be divided by: the sum of the microbatches' weights,
-                times a loss scale if they were made with one. Without any weight there is nothing
-                to divide, and gradients are zeros.
+            loss: Shape ``()``; callbacks and loggers see its value.
+            total: Divisor of the gradients: the sum of the microbatches' weights, times a loss
+                scale if they were computed with one. If it is 0, gradients become zeros.
             then: Called within the backward pass, when the gradients are in ``.grad``.
+
+        Returns:
+            Shape ``()``, in the dtype of ``loss``.
         """
         signed: Tensor = _HandoffFunction.apply(loss.detach().requires_grad_(), self, total, then)  # type: ignore[no-untyped-call]
         return signed
 
     def add(self, factor: Tensor) -> None:
-        """Add the gradients, times a 0-dim factor, to ``.grad``; they are given away."""
+        """Add the gradients, times a factor of shape ``()``, to ``.grad``. Called once."""
         made, self._made = self._made, []
         pairs = [
             (parameter, gradient)
             for parameter, gradient in zip(self._parameters, made, strict=True)
             if gradient is not None
         ]
-        # Only on the host is it free to ask.
+        # Comparing the factor synchronizes unless it is on the host.
         if pairs and not (factor.device.type == "cpu" and factor == 1):
             torch._foreach_mul_([gradient for _, gradient in pairs], factor)
         for parameter, gradient in pairs:
@@ -130,7 +132,7 @@ class _HandoffFunction(torch.autograd.Function):
     @staticmethod
     @override
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        # In the same way on every rank, in no less than fp32: parts of the model take equal steps.
+        # Same arithmetic on every rank, in at least fp32, so that parts of the model step equally.
         scale = gradients[0].double()
         total = scalar_on(ctx.total, scale.device)
         factor = torch.where(total == 0, 0.0, scale / total)
@@ -140,18 +142,18 @@ class _HandoffFunction(torch.autograd.Function):
 
 
 def gradient_scale(context: "PipelineContext", num_microbatches: int) -> Tensor | float:
-    """Return what the loss of each microbatch is multiplied by before its backward pass.
+    """Return the factor of each microbatch's loss before its backward pass.
 
-    A microbatch's mean has gradients that are larger than those of the whole batch's mean, by the
-    number of microbatches, and fp16 would overflow where one process does not. They are divided by
-    a power of two, which changes no bit of them, and multiplied by the scaler's scale.
+    Gradients of a microbatch's mean are larger than those of the whole batch's mean by the number
+    of microbatches, and fp16 would overflow earlier than in one process. They are divided by a
+    power of two, which is exact, and multiplied by the scaler's scale.
 
     Args:
-        context: Of the pipeline.
-        num_microbatches: Of the batch.
+        context: Context of the pipeline.
+        num_microbatches: Microbatches of the batch.
 
     Returns:
-        A number; or 0-dim fp32 on the device, where there is a scaler (asking would wait for it).
+        A number; with a scaler a tensor on the device, shape ``()`` and fp32, without a read.
     """
     part = 0.5 ** (num_microbatches - 1).bit_length()
     if context.scaler is None:
@@ -182,21 +184,26 @@ def training_step(
     ordinal: int,
     around: Around,
 ) -> Any:
-    """Run forward and backward passes of a batch; return a loss that hands gradients over.
+    """Run forward and backward passes of a batch; return a loss whose backward pass adds gradients.
 
     Collective over the pipeline, and over the pipelines of all data ranks.
 
     Args:
-        model: Of the pipeline.
-        args: Of ``training_step``: the batch on the device, and its number.
-        kwargs: Also of it.
-        ordinal: Of the batch in the whole run, for random numbers that repeat.
-        around: Precision.
+        model: The model of the pipeline.
+        args: Positional arguments of ``training_step``: the batch on the device, and its number.
+        kwargs: Keyword arguments of ``training_step``.
+        ordinal: Number of the batch in the whole run, for reproducible random numbers.
+        around: The precision context.
 
     Returns:
-        The loss of the whole batch, or a dict with it where the step returned one; None where
-        every microbatch gave None. What else is in the dict is on the last stage's rank. The
-        gradients are those of the batch before where the schedule applies them a step late.
+        The loss of the whole batch, shape ``()`` and at least fp32, or a dict with it if the step
+        returned one; None if every microbatch gave None. Other items of the dict are on the last
+        stage's rank. The gradients are those of the batch before if the schedule applies them a
+        step late.
+
+    Raises:
+        PipelineError: A stage failed on any rank, or ranks have different batches.
+        ConfigError: The batch cannot be cut, or no weights make losses add up to the batch's.
     """
     model.before_batch()
     parts, sizes = model.cut(args[0])
@@ -248,11 +255,11 @@ def training_step(
 
 
 def _reader(checks: StepLossCheck, joined: JoinedRun | str | None) -> Read:
-    """Return what reads the loss of a microbatch.
+    """Return the reader of a microbatch's loss.
 
     Args:
         checks: Loss checks of the step.
-        joined: Why microbatches are not joined; None where their schedule never does it.
+        joined: Why microbatches cannot be joined; None if the schedule does not join them.
     """
     if not isinstance(joined, str):
         return checks.read
@@ -290,15 +297,15 @@ def _trial(
 def _take_report(
     model: "StagedModel", logs: StepLogs, rows: Tensor, numbers: Mapping[str, Tensor]
 ) -> tuple[Tensor | None, Tensor | float]:
-    """Return the loss and what gradients are divided by, and log what the last stage has logged.
+    """Return the loss and the divisor of gradients, and repeat the logs of the last stage.
 
     Collective over the pipeline.
 
     Args:
-        model: Of the pipeline.
-        logs: Of the step.
-        rows: What ranks have told at its end.
-        numbers: That metrics were called with, on the last stage's rank.
+        model: The model of the pipeline.
+        logs: Logs of the step.
+        rows: Rows of all ranks at its end, shape ``(R, length)``, fp64.
+        numbers: Arguments of metrics by key, each of shape ``()``; on the last stage's rank.
     """
     loss, total, logged = model.sharing.take(rows)
     logged = model.runner.effects.apply(logged, stops=model.sharing.stops)
@@ -310,19 +317,19 @@ def _take_report(
             else model.metric_sharing.receive()
         )
     repeat(model.module, logged, given)
-    # Of one type on all ranks: what Lightning divides it by comes back as a factor of gradients.
+    # The same dtype on all ranks: Lightning's division of it becomes a factor of gradients.
     dtype = next((each.dtype for each in model.module.parameters()), torch.float32)
     dtype = torch.promote_types(dtype, torch.float32)
     return None if loss is None else loss.to(dtype), total
 
 
 class _LastStage:
-    """Weighs the losses that the last stage returns, and puts together what the batch has.
+    """Weights the losses of the last stage, and combines them and other results of the batch.
 
     Args:
-        model: Of the pipeline.
+        model: The model of the pipeline.
         checks: Loss checks of the step.
-        weights: Weighs the losses.
+        weights: Weights of the losses.
         sizes: Rows of each microbatch.
     """
 
@@ -334,7 +341,7 @@ class _LastStage:
         sizes: Sequence[int],
     ) -> None:
         self.numbers: dict[str, Tensor] = {}
-        """Numbers that metrics were called with."""
+        """Numbers that are arguments of metrics, by key."""
         self._model, self._checks, self._step_weights, self._sizes = model, checks, weights, sizes
         self._scale: Tensor | float = 1.0
         if model.holds_last_stage:
@@ -343,20 +350,20 @@ class _LastStage:
         self._weights: dict[int, Tensor | float] = {}
         self._losses: dict[int, Tensor] = {}
         self._of_kind: dict[bool, int] = {}
-        """The first microbatches with something to learn and with nothing."""
+        """The first microbatch without (True) and with (False) something to learn."""
         self._sum: Tensor | None = None
         self._extra: dict[int, dict[str, Any]] = {}
         self._numbers: dict[Key, list[Noted]] = {}
 
     def finish(self, number: int, result: Any) -> tuple[Tensor, ...]:
-        """Return the loss of a microbatch, weighed and scaled, if the step returned one."""
+        """Return a microbatch's loss, shape ``()``, weighted and scaled; empty without one."""
         loss = result.get("loss") if isinstance(result, Mapping) else result
         if loss is None:
             return ()
         scaled, self._weights[number] = self._step_weights.weigh(loss, self._sizes[number])
         self._losses[number] = loss.detach()
         self._of_kind.setdefault(is_none(loss), number)
-        value = scaled.detach().double()  # a sum in the type of a half would be off by some bits
+        value = scaled.detach().double()  # a sum in a narrower dtype would lose bits
         self._sum = value if self._sum is None else self._sum + value
         if isinstance(result, Mapping):
             self._is_mapping = True
@@ -370,7 +377,7 @@ class _LastStage:
         return (scaled * self._scale,)
 
     def report(self, logs: StepLogs) -> Tensor:
-        """Return what other ranks take of the batch: its loss, its weight, what it logged."""
+        """Return the row for the other ranks: loss, total weight and logged values."""
         if (both := self._rows_with_and_without_loss()) is not None:
             self._checks.prove_empty(*both)
         known = self._microbatch_weights()
@@ -387,7 +394,7 @@ class _LastStage:
         )
 
     def _rows_with_and_without_loss(self) -> list[range] | None:
-        """Return the rows of two microbatches, of which the second one had nothing to learn."""
+        """Return the rows of a microbatch with a loss and of one with nothing to learn, or None."""
         if len(self._of_kind) < 2:
             return None
         numbers = self._of_kind[False], self._of_kind[True]
@@ -399,12 +406,12 @@ class _LastStage:
         )
 
     def _loss(self, total: Tensor | float) -> Tensor | None:
-        """Return the loss of the batch; None where no microbatch gave any."""
+        """Return the loss of the batch, shape ``()`` and fp64; None if no microbatch gave one."""
         if self._sum is None:
             return None
         if isinstance(total, float) and total:
             return self._sum / total
-        # Where nothing counts none of them is trained: the mean of the rows is what is logged.
+        # If the total weight is 0, nothing is trained, and the mean over rows is logged.
         sizes = [self._sizes[number] for number in self._losses]
         pairs = zip(self._losses.values(), sizes, strict=True)
         mean = sum((loss * size for loss, size in pairs), torch.zeros_like(self._sum)) / sum(sizes)
@@ -412,7 +419,7 @@ class _LastStage:
         return torch.where(whole == 0, mean, self._sum / whole)
 
     def merged(self) -> dict[str, Any]:
-        """Return what else was returned, put together."""
+        """Return the other items that the step returned, merged."""
         numbers = sorted(self._extra)
         if not numbers:
             return {}

@@ -277,7 +277,7 @@ class StagePlans:
         kwargs: Mapping[str, Any] | None,
         seed: int | None,
     ) -> tuple[_KnownSignature, tuple[Any, ...]]:
-        """Return the plans for batches like this one, and the values that the step reads."""
+        """Return the plans for batches like this one, and the values read from it."""
         known = self._of_signature(state, batch, rest, kwargs)
         if () in known.traces:
             return known, ()

@@ -1,17 +1,15 @@
-"""Runs a step as one stage: receives what earlier stages made, stops where the next one begins.
+"""Runs a step as one stage: with values of earlier stages, up to the beginning of the next one.
 
 [Note: The tail of a step]
-Behind the last unit there is one more stage, which has no unit. What crosses the boundary to it are
-the values that the last unit made, or that earlier units made and that are used again: logits as a
-rule. Microbatches can be joined there, since what units give for a row does not depend on other
-rows; means, counts and metrics come later. So whoever runs the tail on values of the whole batch
-gets what one process gets, whatever the step computes of them: no rule has to be known of how to
-put a number together that was taken of parts.
+Behind the last unit there is one more stage without units, the tail. The values sent over the
+boundary to it come from the last unit, or from earlier units if they are used again: usually
+logits. Microbatches can be joined there, since outputs of units for a row do not depend on other
+rows; means, counts and metrics come later. So the tail, run on values of the whole batch, gives the
+results of one process, whatever it computes: no rules are needed to combine results of parts.
 
-The values must not come from a part of the batch in another order than the tail expects
-(``merge.py``). And where code between units draws random numbers before the tail begins, the
-tail draws them again when it is run: only with the seed and the shapes of the first time are
-they the same, so such a batch is not divided.
+The values of parts must be in the order that the tail expects (``merge.py``). If code between units
+draws random numbers before the tail begins, the tail draws them again when it is run. They are the
+same only with the same seed and shapes, so such a batch is not divided.
 """
 
 import math
@@ -40,12 +38,12 @@ from boltmesh.strategies.torch_compat.modules import distributions_unchecked
 
 
 def placeholder(spec: TensorSpec, *, is_written: bool) -> Tensor:
-    """Return a tensor that has the place of one that another stage has.
+    """Return a tensor in the place of one of another stage, with its shape, dtype and device.
 
     Args:
-        spec: Its layout.
-        is_written: Whether the step writes into it. Otherwise all of its elements are one element
-            in memory: it takes none, and an unforeseen use is seen as NaN in the loss.
+        spec: Layout of the tensor.
+        is_written: Whether the step writes into it. Otherwise all of its elements share one
+            element of memory, and an unexpected use shows as NaN in the loss.
     """
     if is_written:
         return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
@@ -53,10 +51,10 @@ def placeholder(spec: TensorSpec, *, is_written: bool) -> Tensor:
 
 
 class ParameterWrites:
-    """The writes of a step to parameters, which each stage would do for each microbatch.
+    """Executes the writes of a step to parameters once per batch instead of per microbatch.
 
-    One that precedes all uses of its parameter is done by the first microbatch on each rank, one
-    behind them when all microbatches have run. Outside of ``of_batch`` they are left out.
+    A write before all uses of its parameter runs with the first microbatch on each rank, one after
+    them when all microbatches have run. Outside of ``of_batch`` writes are skipped.
     """
 
     def __init__(self) -> None:
@@ -65,7 +63,7 @@ class ParameterWrites:
 
     @contextmanager
     def of_batch(self) -> Iterator[None]:
-        """Within it, microbatches of one batch run."""
+        """Return a context for the microbatches of one batch."""
         self._done = set()
         try:
             yield
@@ -77,11 +75,11 @@ class ParameterWrites:
             self._late = []
 
     def left_out(self) -> AbstractContextManager[None]:
-        """Within it, stages run beside the microbatches of the batch."""
+        """Return a context for runs of stages other than the batch's microbatches."""
         return patched(self, _done=None)
 
     def do(self, plan: EventPlan, write: Callable[[], Any]) -> None:
-        """Do a write, once, as it was planned."""
+        """Execute a planned write once."""
         assert plan.writes is not None
         if self._done is None or plan.writes in self._done:
             return
@@ -93,10 +91,10 @@ class ParameterWrites:
 
 
 class BetweenUnitsReplay(OwnFunctionMode):
-    """Counts functions of torch between units, and hands results of some of them to a stage.
+    """Counts calls of torch functions between units, and passes some results to a stage.
 
-    Every function is compared with the one that the probe saw there. Active up to the last value
-    that has to be found, and never inside a unit.
+    Every call is compared with the one in the trace. Active up to the last event that has to be
+    matched, and never inside a unit.
     """
 
     def __init__(
@@ -113,21 +111,21 @@ class BetweenUnitsReplay(OwnFunctionMode):
         self.is_on = False
 
     def start(self) -> None:
-        """Watch from here on."""
+        """Intercept calls from here on."""
         self.is_on = True
         self.__enter__()
 
     def stop(self) -> None:
-        """Watch nothing more, until ``start``."""
+        """Intercept nothing until ``start``."""
         if self.is_on:
             self.is_on = False
             self.__exit__(None, None, None)
 
     def pass_unit(self, event: int) -> None:
-        """Note that a unit is called.
+        """Record a call of a unit.
 
         Raises:
-            DivergenceError: When the probe saw something else before it.
+            DivergenceError: The trace has other calls before it.
         """
         if self.position <= self.plan.last_watched and self.position != event:
             raise DivergenceError(
@@ -153,7 +151,7 @@ class BetweenUnitsReplay(OwnFunctionMode):
         return self._follow(name, call())
 
     def _follow(self, name: str, result: Any) -> Any:
-        """Compare an event with the plan; return what the step goes on with."""
+        """Compare an event with the plan; return the result for the step."""
         event = self.position
         if event > self.plan.last_watched:
             return result
@@ -166,7 +164,7 @@ class BetweenUnitsReplay(OwnFunctionMode):
 
 
 def explain(plan: StagePlan, event: int, what: str) -> str:
-    """Return a message for a step that does not do what the probe saw."""
+    """Return a message for a step that differs from its trace."""
     events = plan.events
     expected = f"{events[event].name} ({events[event].place})" if event < len(events) else "its end"
     return (
@@ -187,7 +185,7 @@ class _NextStage(BaseException):
 
 
 class _UnitCall:
-    """What a stage does when the step calls a unit."""
+    """Handling of one call of a unit by a stage."""
 
     __slots__ = ("ends_run", "event", "handling", "is_own", "name", "numbers", "ready")
 
@@ -200,15 +198,15 @@ class _UnitCall:
         self.is_own = is_own
         """Whether this stage runs it."""
         self.ends_run = ends_run
-        """Whether a later stage runs it, and all that follows."""
+        """Whether the stage's run ends here, because a later stage runs the call."""
         self.ready: Any = NOT_READY
-        """What a unit of another stage gives, where that is always the same."""
+        """Constant result of another stage's unit, if it has one."""
         self.numbers: tuple[tuple[int, float], ...] = ()
-        """Leaves of its output, with their places, that later stages have as they were traced."""
+        """Numbers in its output, by leaf, for which later stages use the traced values."""
 
 
 class StageRun:
-    """One stage of a step, for batches of one signature. Not for two threads at once."""
+    """One stage of a step, for batches of one signature. Not thread-safe."""
 
     def __init__(
         self,
@@ -222,12 +220,12 @@ class StageRun:
         """Prepare the stage.
 
         Args:
-            root: The whole model, whose method ``step`` is run.
+            root: The whole model, whose method ``step`` runs.
             units: All units by name.
             step: The name of the method.
-            plan: What the stage does.
-            boundaries: How values cross from one stage to the next.
-            writes: Does the step's writes to parameters; by default they are left out.
+            plan: Plan of the stage.
+            boundaries: How values are sent from one stage to the next.
+            writes: Executes the step's writes to parameters; by default they are skipped.
         """
         self.boundaries = boundaries or StageBoundaries()
         self.writes = writes or ParameterWrites()
@@ -252,21 +250,20 @@ class StageRun:
         """Run the stage on one batch.
 
         Args:
-            received: What the boundary before this stage carries, as ``plan.values_in`` says. Those
-                that need a gradient get ``requires_grad``.
-            args: What the step is called with.
-            kwargs: Also what the step is called with.
-            seed: What random numbers start from: equal on all stages, another for each microbatch.
-                Torch's generators stand afterwards as before; those of numpy and Python do not,
-                see :class:`RandomStreams`. None draws from them as they stand.
+            received: Values of the boundary before this stage, of the shapes and dtypes in
+                ``plan.values_in``. Those that need a gradient get ``requires_grad``.
+            args: Positional arguments of the step.
+            kwargs: Keyword arguments of the step.
+            seed: Seed of random numbers: equal on all stages, different for each microbatch.
+                torch's generators are restored afterwards; those of numpy and Python are not, see
+                :class:`RandomStreams`. None draws from their current states.
 
         Returns:
-            A tuple of tensors for the next stage, as ``plan.values_out`` says; on the last stage
-            what the step returns.
+            A tuple of tensors for the next stage, of the shapes and dtypes in
+            ``plan.values_out``; on the last stage the result of the step.
 
         Raises:
-            DivergenceError: When the step calls other units than its probe did, or in another
-                order.
+            DivergenceError: The step calls other units than in its trace, or in another order.
         """
         args, kwargs = own_arguments((args, dict(kwargs or {})), self.plan.written_arguments)
         self.received = list(map(self._prepare_received, range(len(received)), received))
@@ -304,7 +301,7 @@ class StageRun:
             self.watch.stop()
 
     def _events_up_to_next_stage(self) -> list[tuple[int, int]]:
-        """Return the unit calls of the stage's run, each with its stage less this one."""
+        """Return the unit calls of the stage's run, each with its stage relative to this one."""
         stages = [each - self.plan.stage for each in self.plan.stage_of_call]
         count = len(stages)
         if self.plan.is_in_order:
@@ -338,14 +335,14 @@ class StageRun:
         is_written = (event, leaf) in self.plan.written_outputs
         stand_in = placeholder(made, is_written=is_written)
         if output.needs_grad[leaf] and (event, leaf) in self.plan.grad_queries and not is_written:
-            stand_in.requires_grad_()  # code between units branches on it, as VectorQuantize does
+            stand_in.requires_grad_()  # code between units reads it, as in VectorQuantize
         return stand_in
 
     def _prepare_received(self, slot: int, tensor: Tensor) -> Tensor:
         spec = self.plan.values_in[slot]
         if spec.needs_grad and not tensor.requires_grad:
             tensor.requires_grad_()
-        # A leaf that needs a gradient cannot be changed in place; the step is about to.
+        # The step changes it in place, which a leaf that needs a gradient does not allow.
         tensor = tensor.clone() if slot in self.plan.copies else tensor
         return self.boundaries.received(tensor, spec)
 
@@ -413,7 +410,7 @@ class StageRun:
         return output.build(self._handle_leaves(leaves, call.handling))
 
     def _handle(self, result: Any, handling: EventPlan) -> Any:
-        """Put received values into a result and remember what is filled or sent later."""
+        """Put received values into a result and keep values that are filled or sent later."""
         leaves, build = take_apart(result)
         made = self._handle_leaves(leaves, handling)
         return build(made) if handling.receive else result
@@ -438,7 +435,7 @@ class StageRun:
     def _sent(self) -> tuple[Tensor, ...]:
         pairs = zip(self.plan.sent_numbers, self.plan.values_out, strict=True)
         sent = [self.boundaries.sent(self.kept[number], spec) for number, spec in pairs]
-        # What only passes through has to come out of a function, as everything else that is sent.
+        # A leaf that only passes through needs a node in the graph, as other sent values have.
         return tuple(
             each.view_as(each) if each.requires_grad and each.is_leaf else each for each in sent
         )
@@ -450,7 +447,7 @@ class StageRun:
         return result
 
     def _forget(self) -> None:
-        """Hold no activation longer than the run."""
+        """Free all activations at the end of the run."""
         self.received = []
         self.kept = {}
         self.watch = None
@@ -459,25 +456,25 @@ class StageRun:
 
 @dataclass(frozen=True, eq=False)
 class Tail:
-    """A step cut once more, behind its last unit, for batches of one signature.
+    """A step that is cut behind its last unit, too, for batches of one signature.
 
-    ``last.forward(received, args, seed=...)`` runs the last stage's units and gives the values
-    that live behind them, as ``values_in`` of ``end.plan`` says. ``end.forward(values, args,
-    seed=...)`` runs no unit: these give the values, and the step goes on to its end and returns
-    what it returns. The values may come from anywhere, such as several microbatches of the last
-    stage joined to one batch; where grad mode is on, those that need a gradient get one.
-    Parameters outside of units that it uses are ``end.plan.parameters``.
+    ``last.forward(received, args, seed=...)`` runs the last stage's units and returns the values
+    of ``end.plan.values_in``. ``end.forward(values, args, seed=...)`` runs the step from there to
+    its end, with these values in place of units' outputs, and returns its result. The values may
+    come from several microbatches of the last stage joined to one batch; in grad mode, those that
+    need a gradient get one. ``end.plan.parameters`` are the parameters outside of units that it
+    uses.
     """
 
     last: StageRun
     end: StageRun
     draws_before: bool
-    """Whether code between units draws random numbers before ``end`` begins: with another batch
-    or seed than ``last`` had, ``end`` would draw others."""
+    """Whether code between units draws random numbers before ``end`` begins: ``end`` draws others
+    if its batch or seed differs from that of ``last``."""
 
 
 def _compare_numbers(call: _UnitCall, result: Any) -> None:
-    """Refuse a number that is not the one that later stages have."""
+    """Refuse a number other than the one that later stages have."""
     leaves, _ = take_apart(result)
     for at, known in call.numbers:
         found = leaves[at] if at < len(leaves) else None

@@ -1,8 +1,8 @@
-"""What one run of a step does: which layers it calls, and which values it makes, uses and keeps.
+"""``StepTrace``: the calls of units in one run of a step, and the values it makes, uses and keeps.
 
-``SavedTensorWatch`` notes, as a step is probed, what autograd would keep of it for the backward
-pass. ``place_of`` says which line of the user's code is running, for messages. ``StateWatch``
-finds what a step leaves behind on modules.
+``SavedTensorWatch`` records the tensors that autograd would keep for the backward pass.
+``StateWatch`` finds the buffers and attributes of modules that a step changes. ``place_of`` gives
+the line of the user's code that is running, for messages.
 """
 
 import math
@@ -34,7 +34,7 @@ from boltmesh.strategies.torch_compat.tensors import (
 
 _HERE = Path(__file__).absolute().parent
 MACHINERY = (*OF_TORCH, *(f"{each}{os.sep}" for each in (_HERE, _HERE.parents[1] / "torch_compat")))
-"""Where files lie of which no line belongs to a step."""
+"""Folders of files without lines of a user's step."""
 
 
 def line_of_step() -> str:
@@ -50,7 +50,7 @@ def place_of(error: BaseException) -> str:
 
 
 def write_refused(parameter: str, place: str, how: str) -> ConfigError:
-    """Return what is raised for a write to a parameter that stages cannot do once for a batch."""
+    """Return the error for a write to a parameter that stages cannot do once for a batch."""
     return ConfigError(
         f"{parameter!r} is written to in the step ({place}) {how}, and each stage of the pipeline "
         f"runs the step for each microbatch. Write to it from itself alone, before all of its uses "
@@ -73,57 +73,57 @@ class TensorSpec:
 
     @classmethod
     def of(cls, tensor: Tensor) -> "TensorSpec":
-        """Return the layout of a tensor."""
+        """Return the layout of a tensor of any shape."""
         return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its elements."""
+        """Number of bytes of its elements."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class Argument:
-    """A leaf of a unit's output that is, as the same object, a leaf of its arguments."""
+    """A leaf of a unit's output that is the same object as a leaf of its arguments."""
 
     index: int
 
 
 @dataclass(frozen=True)
 class UnitOutput:
-    """What a unit gives for arguments of one signature."""
+    """Output of a unit for arguments of one signature."""
 
     leaves: tuple[object, ...]
     """A :class:`TensorSpec` for a tensor, an :class:`Argument`, or the value of any other leaf."""
     build: Build
     needs_grad: tuple[bool, ...]
-    """For every leaf: whether it is a tensor that needs a gradient."""
+    """Whether each leaf is a tensor that needs a gradient."""
     written_buffers: tuple[str, ...] = ()
     """Buffers of the unit that its forward writes to or replaces."""
 
 
 @dataclass
 class Value:
-    """A tensor that depends on what units compute."""
+    """A tensor that depends on outputs of units."""
 
     made_at: int
-    """The event that made the tensor object; NO_EVENT where it was there before the step."""
+    """The event that made the tensor object; NO_EVENT if it existed before the step."""
     leaf: int
-    """Which of the tensors of that event's result it is."""
+    """Index among the tensors of that event's result."""
     origin: str
     spec: TensorSpec
     storage: int
     """Equal for values that share memory."""
     is_side_effect: bool = False
-    """It came out of a unit by another way than its return value."""
+    """Whether it came from a unit other than in its result."""
     is_of_metric: bool = False
-    """A metric gave it, before the event :attr:`made_at`; the last stage has it."""
+    """Whether a metric returned it, before the event :attr:`made_at`; the last stage has it."""
     needs_grad: list[tuple[int, bool]] = field(default_factory=list)
     """Whether it needs a gradient from an event on, oldest first."""
     uses: list[int] = field(default_factory=list)
-    """The events that need it, oldest first."""
+    """The events that use it, oldest first."""
     follows_batch: bool = False
-    """Whether it was made of the batch's data, or may have been."""
+    """Whether it is, or may be, computed from the batch's data."""
 
     def needs_grad_before(self, event: int) -> bool:
         """Whether it needs a gradient when ``event`` begins."""
@@ -137,13 +137,13 @@ class TraceEvent:
     name: str
     is_unit: bool
     parameters: frozenset[str] = frozenset()
-    """Parameters that a function used where it met a value of a unit, itself or by what was made
-    of them before. Of a unit's call: parameters that its arguments were made of, and those that
-    are not its own and that it used."""
+    """Parameters that a function with a value of a unit used, directly or through tensors computed
+    from them. For a call of a unit: parameters that its arguments were computed from, and
+    parameters of other modules that it used."""
     place: str = ""
-    """The line of the step that caused it, for messages."""
+    """The line of the step, for messages."""
     writes: str = ""
-    """The parameter that it writes to, from that parameter's own values alone."""
+    """The parameter that it writes to, using only that parameter's own values."""
 
 
 def refuse_writes(events: Iterable[TraceEvent], how: str) -> None:
@@ -159,7 +159,7 @@ def refuse_writes(events: Iterable[TraceEvent], how: str) -> None:
 
 @dataclass
 class ValueRead:
-    """A look of Python at a value of a unit."""
+    """A read of a unit's value by Python."""
 
     event: int
     """The number of events before it."""
@@ -167,7 +167,7 @@ class ValueRead:
     place: str
     origin: str
     values: list[Value] = field(default_factory=list)
-    """What was looked at."""
+    """The values read."""
 
 
 @dataclass(frozen=True)
@@ -177,57 +177,58 @@ class MetricTrace:
     name: str
     method: str
     shapes: tuple[tuple[int, ...] | None, ...]
-    """Of the leaves of its arguments; None for what is no tensor."""
+    """Shapes of the leaves of its arguments; None for a leaf that is no tensor."""
 
 
 @dataclass
 class StepTrace:
-    """One run of a step on one batch, without what its layers compute."""
+    """One run of a step on one batch, without the data of its layers' outputs."""
 
     events: list[TraceEvent] = field(default_factory=list)
     values: list[Value] = field(default_factory=list)
     outputs: dict[int, UnitOutput] = field(default_factory=dict)
-    """What units give, by event."""
+    """Outputs of units, by event."""
     writes: dict[int, list[int]] = field(default_factory=dict)
     """The events that wrote into a storage, by :attr:`Value.storage`."""
     grad_queries: set[tuple[int, int]] = field(default_factory=set)
-    """Tensors of which the step reads ``requires_grad``, by the event that made them and leaf."""
+    """Tensors whose ``requires_grad`` the step reads, by the event that made them and leaf."""
     functions: list[tuple[int, int]] = field(default_factory=list)
-    """Calls of a user's ``torch.autograd.Function`` through which gradients go: the first event
-    within, and its own event."""
+    """Differentiated calls of a user's ``torch.autograd.Function``: the first event within, and its
+    own event."""
     readings: list[ValueRead] = field(default_factory=list)
     answers: list[Hashable] = field(default_factory=list)
-    """What Python read out of the batch, in order: with other answers the run may differ."""
+    """Values that Python read from the batch, in order; with others the run may differ."""
     parameter_reads: dict[int, frozenset[str]] = field(default_factory=dict)
-    """Parameters that Python looked at, by the number of events before."""
+    """Parameters that Python read, by the number of events before."""
     stale_uses: dict[str, int] = field(default_factory=dict)
-    """By parameter, the first event that uses what was made of it before the step wrote to it."""
+    """The first event that uses a tensor computed from a parameter before the step wrote to it, by
+    parameter."""
     metrics: list[MetricTrace] = field(default_factory=list)
     """The calls of metrics, in order."""
     parameters_out: frozenset[str] = frozenset()
-    """Parameters that the step hands out, itself or what was made of them."""
+    """Parameters that the step returns or logs, directly or through tensors computed from them."""
     draws_random: bool = False
     """Whether code between units draws random numbers after the first unit."""
     draws: list[int] = field(default_factory=list)
-    """The events between units that drew random numbers; NO_EVENT where it was none of torch's."""
+    """The events between units that drew random numbers; NO_EVENT for other than torch's."""
     draws_host_random: bool = False
     """Whether numpy or Python draw random numbers once the first unit has begun, anywhere."""
     sees_one_value: bool = False
-    """Whether a norm takes moments of one value for each channel, which needs more rows."""
+    """Whether a batch norm has one value per channel, and needs more rows."""
     changed_buffers: dict[str, int] = field(default_factory=dict)
-    """Buffers outside of units that the step writes or replaces, with the last event that put into
-    them what a unit gave; NO_EVENT where none did."""
+    """Buffers outside of units that the step writes or replaces, with the last event that put a
+    unit's value into them; NO_EVENT if none did."""
     written_arguments: frozenset[int] = frozenset()
-    """Leaves of what the step is called with that it writes to."""
+    """Leaves of the step's arguments that it writes to."""
     changed_attributes: frozenset[tuple[str, str]] = frozenset()
     """Attributes that the step sets or fills on modules outside of units: module and name."""
     attributes_of_units: frozenset[tuple[str, str]] = frozenset()
     """Those of them that hold values of units."""
     flops: dict[str, int] = field(default_factory=dict)
-    """Of all forward calls of a unit together; empty unless they were counted."""
+    """Floating point operations of all forward calls of a unit; empty unless counted."""
     kept: dict[str, dict[int, int]] = field(default_factory=dict)
-    """By unit, what autograd keeps of it and of the code behind it up to the next one: bytes by
-    storage, named as in :attr:`Value.storage`. Empty unless it was noted."""
+    """Bytes that autograd keeps of a unit and of the code behind it up to the next one, by unit and
+    storage (see :attr:`Value.storage`). Empty unless recorded."""
 
     def unit_events(self) -> list[int]:
         """Return the events that are calls of units."""
@@ -235,11 +236,11 @@ class StepTrace:
 
 
 class SavedTensorWatch:
-    """Fills ``StepTrace.kept``: storages that operators save, by the unit during or after which.
+    """Fills ``StepTrace.kept``: storages that operators save during or after each unit.
 
-    Tensors that exist in a probe (the batch, what is made of it alone) and parameters are there
-    anyway, and left out. What a unit gets counts as kept by it: its first operators save it, and a
-    layer that is run again in the backward pass keeps nothing else.
+    Tensors with data (the batch, and tensors computed from it alone) and parameters exist anyway
+    and are left out. Inputs of a unit count as kept by it: its first operators save them, and a
+    layer that runs again in the backward pass keeps nothing else.
     """
 
     def __init__(self, root: Module, trace: StepTrace, mode: FakeTensorMode) -> None:
@@ -248,15 +249,15 @@ class SavedTensorWatch:
         self._num_repeated = 0
         state = [*root.parameters(), *root.buffers()]
         self._alive = [make_fake(each, mode) for each in state]
-        """All tensors seen, so that no storage's key is used twice."""
+        """All tensors seen, so that keys of storages stay unique."""
         self._left_out = set(map(storage_key, self._alive))
 
     def watching(self) -> AbstractContextManager[Any]:
-        """Within it, what is saved is noted."""
+        """Return a context in which saved tensors are recorded."""
         return saved_tensors_hooks(self._pack, lambda packed: packed)
 
     def begin_unit(self, name: str, arguments: Any) -> None:
-        """Say that a unit is called, with tensors that a backward pass through it will need."""
+        """Begin a unit's call; its arguments are kept for the backward pass."""
         self._unit = name
         self._trace.kept.setdefault(name, {})
         if torch.is_grad_enabled():
@@ -264,9 +265,9 @@ class SavedTensorWatch:
                 self._note(each)
 
     def _pack(self, tensor: Tensor) -> Tensor:
-        if not _is_weight_cast(tensor):  # one for all microbatches, so none of this one
+        if not _is_weight_cast(tensor):  # exists once for all microbatches
             self._note(tensor)
-        # Itself, an operator's output would hold the operator that holds it.
+        # Detached: an operator's output and the operator would keep each other alive.
         return tensor.detach()
 
     def _note(self, tensor: Tensor) -> None:
@@ -279,29 +280,29 @@ class SavedTensorWatch:
             kept[key] = tensor.untyped_storage().nbytes()
 
     def saved(self) -> Set[int]:
-        """Return what was noted so far of the unit that was begun last."""
+        """Return the storages recorded so far for the current unit."""
         return set(self._trace.kept[self._unit])
 
     def saved_since(self, before: Set[int], result: Any) -> list[tuple[int | None, int]]:
-        """Return what was noted since, by size, and which tensor of the unit's result it is."""
+        """Return the storages recorded since: index of the tensor in the unit's result, bytes."""
         kept = self._trace.kept[self._unit]
         place = {storage_key(each): at for at, each in enumerate(tensors_in(result))}
         return [(place.get(key), size) for key, size in kept.items() if key not in before]
 
     def repeat(self, saved: Sequence[tuple[int | None, int]], result: Any) -> None:
-        """Note as much for the unit that was begun last, which gives ``result``."""
+        """Record the same for the current unit, with its own ``result``."""
         kept, made = self._trace.kept[self._unit], tensors_in(result)
         for at, size in saved:
             if at is None:
                 self._num_repeated += 1
-                kept[-self._num_repeated] = size  # of no tensor that exists
+                kept[-self._num_repeated] = size  # the tensor does not exist here
             else:
                 self._alive.append(made[at].detach())
                 kept[storage_key(made[at])] = size
 
 
 def _is_weight_cast(tensor: Tensor) -> bool:
-    """Whether autocast made a tensor of a trained parameter, transposed or not."""
+    """Whether a tensor is autocast's copy of a trained parameter, transposed or not."""
     node = tensor.grad_fn
     while node is not None and node.name() in {"TBackward0", "TransposeBackward0"}:
         node = node.next_functions[0][0]
@@ -312,19 +313,19 @@ def _is_weight_cast(tensor: Tensor) -> bool:
 
 
 def version_of(value: Any) -> int:
-    """Return how often a tensor was written to, 0 where torch does not count."""
+    """Return the number of writes to a tensor, 0 if torch does not count them."""
     return times_written(value) if isinstance(value, Tensor) and not value.is_inference() else 0
 
 
 _OWN = frozenset(vars(Module()))
-"""What torch itself keeps on a module."""
+"""Attributes that torch itself keeps on a module."""
 
 
 class StateWatch:
-    """Remembers modules as they are; compares them with what they are later.
+    """Records the state of modules and compares it with their later state.
 
     Args:
-        modules: By name; their children are not looked at.
+        modules: Modules by name, without their children.
     """
 
     def __init__(self, modules: Mapping[str, Module]) -> None:
@@ -337,12 +338,12 @@ class StateWatch:
         self._attributes = {name: _attributes(each) for name, each in modules.items()}
 
     def changed_buffers(self, is_written: Callable[[Tensor], bool]) -> dict[str, Tensor]:
-        """Return the buffers that were written or replaced, by dotted name, as they are now.
+        """Return the buffers that were written or replaced, with new values, by dotted name.
 
-        They are compared by value too: no version counts what is written through ``.data``.
+        They are compared by value too, since writes through ``.data`` are not counted.
 
         Args:
-            is_written: Whether a value without data was written into a tensor.
+            is_written: Returns whether a value without data was written into a tensor.
         """
         changed: dict[str, Tensor] = {}
         for (name, key), (before, written, value) in self._buffers.items():
@@ -355,7 +356,7 @@ class StateWatch:
         return changed
 
     def changed_attributes(self) -> frozenset[tuple[str, str]]:
-        """Return the attributes that are others or hold others, by module and name."""
+        """Return the attributes that were replaced or whose members changed, by module and name."""
         return frozenset(
             (name, key)
             for name, before in self._attributes.items()

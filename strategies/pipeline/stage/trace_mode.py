@@ -1,4 +1,4 @@
-"""Watches the code between units: which values of units it makes, uses and changes."""
+"""Traces the code between units: the values that it makes, uses and changes."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -58,10 +58,10 @@ from boltmesh.strategies.torch_compat.tensors import (
 
 
 class BetweenUnitsTracer(OwnFunctionMode):
-    """Notes into a trace what functions of torch do with values of units.
+    """Records in a trace what torch functions do with values of units.
 
-    Values of units are the tensors without data; all others have some. A tensor with data into
-    which the step writes a value of a unit counts as a value of that unit from then on.
+    Values of units are fake tensors; all others have data. A tensor with data into which the step
+    writes a value of a unit counts as a value of that unit from then on.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class BetweenUnitsTracer(OwnFunctionMode):
             storage_key(local_tensor(parameter)): name for name, parameter in named
         }
         self.stale: dict[int, str] = {}
-        """By tensors that were made of a parameter before the step wrote to it, its name."""
+        """Name of the parameter, by tensors computed from it before the step wrote to it."""
         self.values: dict[int, Value] = {}
         self.values_of_storage: dict[int, list[tuple[Tensor, Value]]] = {}
         self.made: dict[int, tuple[int, int]] = {}
@@ -90,22 +90,22 @@ class BetweenUnitsTracer(OwnFunctionMode):
         self.tainted: set[int] = set()
         self.written_by_units: dict[int, list[int]] = {}  # buffers, by memory
         self.data_writes: dict[int, int] = {}
-        """By storage, the last event that wrote into it, whatever it was."""
+        """The last event that wrote into a storage, with any value, by storage."""
         self.storage_behind: dict[int, int] = {}
-        """The storage with data that a storage without data stands for."""
+        """The storage with data that a storage without data represents."""
         self.from_batch: set[int] = set()
-        """Memory that holds what was made of the batch."""
+        """Storages of values computed from the batch."""
         self.from_sizes: set[int] = set()
-        """Memory whose contents follow from the sizes of the batch, such as positions."""
+        """Storages whose contents follow from the sizes of the batch, such as positions."""
         self.kept: list[Tensor] = []
-        """All tensors seen, so that no address is used twice."""
+        """All tensors seen, so that addresses stay unique."""
         self.to_end: list[Value] = []
         self.has_unreturned = False
-        """Whether a value came out of a unit by another way than its return value."""
+        """Whether a value came from a unit other than in its result."""
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Watch nothing within it."""
+        """Return a context without tracing."""
         self.__exit__(None, None, None)
         try:
             yield
@@ -159,7 +159,7 @@ class BetweenUnitsTracer(OwnFunctionMode):
 
     @override
     def call_function(self, name: str, call: Callable[[], Any], arguments: Any) -> Any:
-        """Note a call of a function of the user's: its results are others than in its forward."""
+        """Record a call of a user's function: its results differ from those in its forward."""
         begun, given = len(self.trace.events), tensors_in(arguments)
         result = call()
         parameters = self._parameters_of(given)
@@ -175,12 +175,12 @@ class BetweenUnitsTracer(OwnFunctionMode):
         return result
 
     def follow(self, batch: Any) -> None:
-        """Note of which tensors it is to be known what is made of them."""
+        """Record tensors computed from those of the batch from now on."""
         self.kept += tensors_in(batch)
         self.from_batch.update(map(storage_key, tensors_in(batch)))
 
     def begin_unit(self, name: str, arguments: Any) -> Any:
-        """Note that a unit is called; return the arguments that it gets."""
+        """Record the beginning of a unit's call; return the arguments for the unit."""
         arguments = self._with_twins(arguments)
         given = tensors_in(arguments)
         for tensor in given:
@@ -193,7 +193,7 @@ class BetweenUnitsTracer(OwnFunctionMode):
     def end_unit(
         self, result: Any, output: UnitOutput, borrowed: list[Parameter], written: list[Tensor]
     ) -> None:
-        """Note what a unit gave, whose parameters it used, which arguments and buffers it wrote."""
+        """Record a unit's result, parameters of others that it used, and tensors that it wrote."""
         given = [tensor for tensor, _ in self.unit_before]
         event = self.unit_event
         event = replace(event, parameters=event.parameters | self._parameters_of([*borrowed]))
@@ -208,12 +208,12 @@ class BetweenUnitsTracer(OwnFunctionMode):
                 self._note_write(index, memory)
 
     def note_answer(self, answer: Any) -> None:
-        """Note what was read out of the batch."""
+        """Record a value read from the batch."""
         self.trace.answers.append(answer)
         self.after_read()
 
     def add_of_metric(self, tensors: list[Tensor], origin: str) -> None:
-        """Note tensors without data that a metric made of values of units."""
+        """Record fake tensors that a metric computed from values of units."""
         for number, tensor in enumerate(tensors):
             self.kept.append(tensor)
             made_at = len(self.trace.events)
@@ -224,15 +224,15 @@ class BetweenUnitsTracer(OwnFunctionMode):
             self._keep_value(tensor, value)
 
     def keep_to_end(self, tensors: list[Tensor]) -> None:
-        """Note that the step hands tensors out."""
+        """Record tensors that the step returns or logs."""
         found = [self.twins.get(id(tensor), tensor) for tensor in tensors]
         self.to_end += [self._value_of(tensor) for tensor in found if is_fake(tensor)]
         self.trace.parameters_out |= self._parameters_of(found)
 
     def last_change(self, tensor: Tensor) -> int:
-        """Return the last event that put into a tensor what a unit gave, or something behind one.
+        """Return the last event that put a unit's value, or one from behind a unit, into a tensor.
 
-        NO_EVENT if none did: every stage runs what precedes all units.
+        NO_EVENT if none did: every stage runs the code before all units.
         """
         made_at = self.values[id(tensor)].made_at if id(tensor) in self.values else NO_EVENT
         writes = self.trace.writes.get(self._storage_of(tensor), [])
@@ -242,15 +242,15 @@ class BetweenUnitsTracer(OwnFunctionMode):
         return max(made_at, *writes[-1:], other if is_behind else NO_EVENT)
 
     def is_written(self, tensor: Tensor) -> bool:
-        """Whether the step put into a tensor with data what a unit gave, in whatever way."""
+        """Whether the step put a unit's value into a tensor with data, in any way."""
         return storage_key(tensor) in self.tainted
 
     def finish(self) -> None:
-        """Note that the step has ended."""
+        """Record the end of the step."""
         for value in self.to_end:
             value.uses.append(len(self.trace.events))
         for value in self.trace.values:
-            # What Python reads out of a batch may come back anywhere, as a number.
+            # Numbers that Python reads from a batch may be used anywhere.
             value.follows_batch = value.storage in self.from_batch or bool(self.trace.answers)
 
     def _execute(
@@ -292,7 +292,7 @@ class BetweenUnitsTracer(OwnFunctionMode):
             return select(name, args, kwargs, answer=self.answer)
 
     def _refuse_through_units(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Refuse derivatives by what a unit has used: a stage has a part of their graph."""
+        """Refuse derivatives by inputs of units: a stage has only a part of their graph."""
         by = tensors_in(args[1] if len(args) > 1 else kwargs.get("inputs"))
         last = self.trace.unit_events()[-1]
         first_uses = [
@@ -305,7 +305,7 @@ class BetweenUnitsTracer(OwnFunctionMode):
             refuse_derivative(f"The step ({line_of_step()})")
 
     def _set_data(self, tensor: Tensor, value: Tensor) -> None:
-        """Count ``tensor.data = value`` as a write: ``value`` has no memory to be set to."""
+        """Count ``tensor.data = value`` as a write: ``value`` has no memory."""
         if tensor.shape != value.shape or tensor.dtype != value.dtype:
             raise ConfigError(
                 f".data of a tensor of the shape {tuple(tensor.shape)} in {tensor.dtype} is set at "
@@ -322,7 +322,7 @@ class BetweenUnitsTracer(OwnFunctionMode):
     def _note_parameter_write(
         self, name: str, parameter: str, written: Tensor, given: list[Tensor]
     ) -> Tensor | None:
-        """Note a write that stages do once for a batch; nothing is written here."""
+        """Record a write that stages do once for a batch, without executing it."""
         trace, place = self.trace, line_of_step()
         is_own = self._parameters_of(given) <= {parameter} and not any(map(is_fake, given))
         if not is_own or self.follows_batch(given) or trace.draws or RANDOM.match(name):
@@ -407,7 +407,7 @@ class BetweenUnitsTracer(OwnFunctionMode):
         return frozenset().union(*found)
 
     def _add(self, event: TraceEvent, given: list[Tensor], before: list[tuple[Tensor, int]]) -> int:
-        """Add an event with what it uses and changes; return its number."""
+        """Add an event with the values that it uses and changes; return its number."""
         index = len(self.trace.events)
         self.trace.events.append(event)
         for tensor in given:
@@ -437,7 +437,7 @@ class BetweenUnitsTracer(OwnFunctionMode):
         return any(self._storage_of(tensor) in self.from_batch for tensor in given)
 
     def _follows_sizes(self, given: list[Tensor]) -> bool:
-        """Whether batches of one signature have the same values in all of these tensors."""
+        """Whether all of these tensors have the same values for batches of one signature."""
         return bool(given) and all(self._storage_of(tensor) in self.from_sizes for tensor in given)
 
     def _note_write(self, index: int, storage: int) -> None:
@@ -509,7 +509,7 @@ class BetweenUnitsTracer(OwnFunctionMode):
         return (own or calls or [NO_EVENT])[-1]
 
     def _holder_of(self, fake: Tensor) -> str:
-        """Return under which attribute a layer left a tensor that it did not return."""
+        """Return the attribute in which a layer left a tensor that it did not return."""
         for name, module in self.root.named_modules():
             for attribute, value in vars(module).items():
                 if value is fake:

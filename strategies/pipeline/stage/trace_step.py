@@ -1,7 +1,7 @@
-"""Runs a step without running its layers, and notes what it does with what they would give.
+"""Traces a step without running its layers.
 
-Kept too is what the step leaves behind on modules between units: buffers and attributes. What units
-give is found once: ``unit_outputs.py``.
+The trace has the step's use of layers' outputs, and its changes of buffers and attributes of
+modules outside of units. Outputs of units are found once: ``unit_outputs.py``.
 """
 
 import warnings
@@ -72,11 +72,11 @@ def _called(root: Module, step: str, args: tuple[Any, ...], kwargs: Mapping[str,
 
 
 LOGGING = ("log", "log_dict")
-"""Methods of a LightningModule that hand values out of the step."""
+"""Methods of a LightningModule that take values out of the step."""
 
 
 class _KnownReads(BaseException):
-    """What was read out of the batch so far belongs to a run that is known in full."""
+    """The values read from the batch so far are those of a known trace."""
 
     def __init__(self, trace: StepTrace) -> None:
         super().__init__()
@@ -96,28 +96,30 @@ def probe(
     known: Mapping[tuple[Any, ...], StepTrace] | None = None,
     remembered: dict[Any, UnitOutput] | None = None,
 ) -> StepTrace:
-    """Return what a step does with one batch, without running any unit and without a trace of it.
+    """Trace a step on one batch, without running any unit and without side effects.
 
-    Values that depend on units have shape and type and no data; what is made of the batch and of
-    parameters outside of units is computed. Autocast and grad mode are the caller's. Where the step
-    looks at data of a unit, it goes on with a guess, twice, and uses of both runs count.
+    Values that depend on units are fake tensors; values of the batch and of parameters outside of
+    units are computed. Autocast and grad mode are the caller's. If the step reads data of a unit,
+    it continues with a guess, twice, and uses in both runs count.
 
     Args:
         root: The whole model; parameters inside of units may have no values.
-        units: What is not run, by name.
+        units: The units, which are not run, by name.
         step: The name of the method of ``root``, such as ``training_step``.
-        args: What it is called with; the tensors have data.
-        kwargs: Also what it is called with.
-        seed: What the generators of random numbers start from; as they stand if None.
+        args: Positional arguments of the step; tensors of any shape, with data.
+        kwargs: Keyword arguments of the step.
+        seed: Seed of the random generators; None keeps their states.
         counts_flops: Whether to count each unit's floating point operations.
-        notes_kept: Whether to note what autograd keeps of each unit; ``torch.func`` fails then.
-        known: Earlier traces of batches of the same signature, by what was read out of them. One
-            that fits is returned as soon as that is clear.
-        remembered: What units gave in earlier probes of batches of the same signature; filled here.
+        notes_kept: Whether to record the memory that autograd keeps of each unit; ``torch.func``
+            fails then.
+        known: Earlier traces of batches of the same signature, by the values read from them. One
+            that fits is returned as soon as that is known.
+        remembered: Outputs of units in earlier traces of batches of the same signature; filled
+            here.
 
     Raises:
-        ConfigError: When a unit cannot be run on tensors without data, or the step does something
-            with what units give that other stages could not do.
+        ConfigError: A unit cannot be run on fake tensors, or the step uses outputs of units in a
+            way that is not possible on other stages.
     """
     counts = {"counts_flops": counts_flops, "notes_kept": notes_kept}
     tried: list[_StepTracer] = []
@@ -127,7 +129,7 @@ def probe(
         return tried[-1].run(step, args, kwargs or {}, answer=answer)
 
     def run_kinds(*, answer: bool = False, **options: Any) -> StepTrace:
-        """Run the first unit of each kind, or all of them where the step shows the difference."""
+        """Run the first unit of each kind, or all units if the step depends on the difference."""
         try:
             trace = run(answer=answer, repeats=True, **options)
         except Exception:
@@ -146,7 +148,7 @@ def probe(
         for answer in (False, True):
             try:
                 trace = run_kinds(answer=answer, known=known, remembered=remembered, **counts)
-                if tried[-1].has_recalled:  # nothing known fits: what units leave behind counts now
+                if tried[-1].has_recalled:  # a new trace needs side effects of units, too
                     trace = run_kinds(answer=answer, **counts)
                 break
             except Exception as error:
@@ -176,7 +178,7 @@ def probe(
 
 
 def _refuse_carried(tracer: "_StepTracer", step: str) -> None:
-    """Refuse a step that gives a layer what it has kept of the batch before.
+    """Refuse a step that passes a state of the batch before to a layer.
 
     Raises:
         UnsupportedError: Naming the layer and where it is kept.
@@ -192,11 +194,11 @@ def _refuse_carried(tracer: "_StepTracer", step: str) -> None:
 
 
 MOST_CALLS = 64
-"""A step that values end, as ``generate`` does, may call a unit so often on a guess."""
+"""Limit of calls of a unit in a step that ends by values, as ``generate`` does, on a guess."""
 
 
 class _StepTracer:
-    """One run of a step without its layers."""
+    """Traces one run of a step without its layers."""
 
     def __init__(
         self,
@@ -225,13 +227,13 @@ class _StepTracer:
         self.calls: Counter[str] = Counter()
         self.is_inside = False
         self.host_random: tuple[Any, Any] | None = None
-        """Where numpy and Python stood when the first unit was called."""
+        """States of the generators of numpy and Python at the first call of a unit."""
         self.left: dict[tuple[str, str], Any] = {}
         """Values of units that the step leaves in attributes, by module and name."""
         self.carried: dict[tuple[str, str], Any] = {}
-        """Those that a step before has left."""
+        """Values that the step before has left, by module and name."""
         self.carried_to: str | None = None
-        """The first unit that is called with some of them."""
+        """The first unit that is called with values of ``carried``."""
         self.trace = StepTrace()
         self.mode = fake_tensors()
         self.keeping = SavedTensorWatch(root, self.trace, self.mode) if notes_kept else None
@@ -256,7 +258,7 @@ class _StepTracer:
             stack.enter_context(distributions_unchecked())
             stack.enter_context(without_nested_batches())
             stack.enter_context(warnings.catch_warnings())
-            # Torch looks at .grad when it describes a tensor that meets one without data.
+            # torch reads .grad when it describes a tensor beside a fake one.
             warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
             self.replaced = stack.enter_context(ReplacedForwards(self.units, forwards))
             self.stack = stack.enter_context(ExitStack())
@@ -362,7 +364,7 @@ class _StepTracer:
         if first is not None:
             return self._repeat(first, key, arguments)
         if name not in self.has_run:
-            # Until the end: the step may look at what a unit leaves on itself.
+            # Until the end, because the step may read attributes that a unit sets on itself.
             self.has_run.add(name)
             self.stack.enter_context(modules_unchanged(self.units[name].modules()))
         before = versions(arguments)
@@ -387,7 +389,7 @@ class _StepTracer:
         return called
 
     def _repeat(self, first: FirstCall, key: Key | None, arguments: Any) -> FakeCall:
-        """Return what another unit of the same kind gave, for these arguments."""
+        """Return the output of another unit of the same kind, for these arguments."""
         output = first.call.output
         result = recall(output, arguments, self.mode)
         if self.keeping is not None:
@@ -398,16 +400,16 @@ class _StepTracer:
 
     @property
     def has_repeated(self) -> bool:
-        """Whether a unit was not run, as another one of its kind was."""
+        """Whether the output of a unit was taken from another of its kind."""
         return self.kinds is not None and self.kinds.has_repeated
 
     def _hand_out(self, *values: Any, **options: Any) -> None:
-        """Note that values leave the step: the last stage has to have them at its end."""
+        """Record values that leave the step, which the last stage needs at its end."""
         with self.between.paused():
             self.between.keep_to_end(tensors_in(list(values) + list(options.values())))
 
     def _call_metric(self, call: MetricCall) -> Any:
-        """Note that a metric takes values out of the step, and guess what it gives for them."""
+        """Record a call of a metric, and return a guess of its result."""
         if self.is_inside:
             raise ConfigError(
                 f"a layer calls the metric {call.name!r}, and other ranks than the one of that "
@@ -435,10 +437,10 @@ class _StepTracer:
 
 
 def _merge(trace: StepTrace, other: StepTrace, *, is_cut: bool = False) -> None:
-    """Add the uses that a step has when what it read of its layers was something else.
+    """Add the uses of values in a second trace with the other guess.
 
     Raises:
-        ConfigError: When it then calls other units, or in another order.
+        ConfigError: It calls other units, or in another order.
     """
     called, otherwise = ([run.events[i].name for i in run.unit_events()] for run in (trace, other))
     if (called[: len(otherwise)] if is_cut else called) != otherwise:
@@ -467,7 +469,7 @@ def _with_data(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def without_weight_cache() -> Iterator[None]:
-    """Keep casts of weights without values out of the cache that real steps read."""
+    """Keep casts of fake weights out of autocast's cache, which real steps use."""
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:

@@ -1,13 +1,12 @@
-"""Outputs of units that are known without running them: of an earlier call, or of another block.
+"""Outputs of units that are known without a run: from an earlier call, or from another block.
 
 [Note: Blocks of one kind]
-A model of 80 equal layers would run 80 of them on tensors without data, one like the other. So the
-first of a kind runs, and the others give what it gave, where nothing can tell them apart: classes,
-settings, parameters and buffers by shape and type, hooks, what a tensor plan has put around their
-methods, arguments by layout, and the modes of torch. A setting in which they differ, such as a
-layer's own number, must not have been read by the first one. What the first one did besides giving
-its output (attributes that it set, random numbers that it drew, data that it read or wrote) is done
-by each of them, so they are run.
+A trace of a model of 80 equal layers would run all 80 on fake tensors. So the first of a kind runs,
+and the others get its output if they are equal in everything that matters: classes, settings,
+shapes and dtypes of parameters and buffers, hooks, wrappers of a tensor plan, layouts of arguments,
+and torch's modes. A setting in which they differ, such as a layer's number, must not have been read
+by the first one. If the first one has side effects (attributes set, random numbers drawn, data read
+or written), all of them are run.
 """
 
 from collections import Counter
@@ -36,7 +35,7 @@ from boltmesh.strategies.torch_compat.tensors import (
 Key = tuple[Hashable, ...]
 
 Setting = tuple[str, str]
-"""A constant that a unit has as an attribute: the module's name in it, and the attribute's."""
+"""A constant attribute within a unit: name of the module in the unit, and of the attribute."""
 
 _TENSORS = ("_parameters", "_buffers")
 
@@ -45,16 +44,16 @@ _DESCRIBED = {"_modules", *_TENSORS}
 _STATE_DICT_HOOKS = {"_state_dict_hooks", "_state_dict_pre_hooks"} | {
     f"_load_state_dict_{when}_hooks" for when in ("pre", "post")
 }
-"""They are no part of a forward."""
+"""Hooks that do not take part in a forward."""
 
 _HOOKS = {f"_{way}{hooks}" for way in ("forward", "backward") for hooks in ("_hooks", "_pre_hooks")}
 _HOOKS |= {f"_forward{which}_hooks_with_kwargs" for which in ("", "_pre")}
 _HOOKS |= {"_forward_hooks_always_called"}
-"""Hooks of torch by numbers that are counted over all modules of the process."""
+"""torch's dictionaries of hooks, whose keys are numbered over all modules of the process."""
 
 
 def key_of(unit: str, arguments: Any) -> Key | None:
-    """Return what decides what a unit gives, None where an argument may hold more than it shows."""
+    """Return a key of a unit's output for these arguments; None if they contain other objects."""
     described: list[Hashable] = [unit]
     for leaf in take_apart(arguments)[0]:
         if isinstance(leaf, Tensor):
@@ -68,7 +67,7 @@ def key_of(unit: str, arguments: Any) -> Key | None:
 
 
 def versions(arguments: Any) -> list[int]:
-    """Return how often each tensor among arguments was written: a unit may change them."""
+    """Return the number of writes to each tensor among arguments: a unit may change them."""
     leaves = take_apart(arguments)[0]
     return [
         times_written(leaf)
@@ -78,7 +77,7 @@ def versions(arguments: Any) -> list[int]:
 
 
 def recall(output: UnitOutput, arguments: Any, mode: FakeTensorMode) -> Any:
-    """Return a result as a unit gave it before, on tensors without data."""
+    """Return a unit's earlier result as fake tensors of the same shapes, strides and dtypes."""
     given = take_apart(arguments)[0]
     leaves: list[Any] = []
     for made, needs_grad in zip(output.leaves, output.needs_grad, strict=True):
@@ -104,17 +103,17 @@ class FirstCall:
     settings: Mapping[Setting, Hashable]
     """Constants of that unit."""
     read: frozenset[Setting]
-    """Those of its settings that it read, of all in which units of its kind differ."""
+    """The settings that it read, among those in which units of its kind differ."""
     saved: Any
-    """Memory that autograd keeps of it, as the caller noted it."""
+    """Memory that autograd keeps of it, recorded by the caller."""
 
 
 class KnownUnits:
     """Outputs of units in one run of a step, for other units of their kind.
 
     Args:
-        units: By name.
-        forwards: What they have as an attribute ``forward`` of their own, by name.
+        units: Units by name.
+        forwards: Values of an attribute ``forward`` on the instances, by name.
     """
 
     def __init__(self, units: Mapping[str, Module], forwards: Mapping[str, Any]) -> None:
@@ -129,10 +128,10 @@ class KnownUnits:
         self._differing = _differing(self._kinds, self._settings)
         self._calls: dict[Hashable, list[FirstCall]] = {}
         self.has_repeated = False
-        """Whether a unit was given what another one gave."""
+        """Whether a unit got the output of another one."""
 
     def find(self, name: str, key: Key | None, arguments: Any) -> FirstCall | None:
-        """Return what another unit of the same kind gave for such arguments."""
+        """Return a call of another unit of the same kind with such arguments, or None."""
         if key is None or self._counts[self._kinds[name]] == 1:
             return None
         own = self._settings[name]
@@ -144,7 +143,7 @@ class KnownUnits:
 
     @contextmanager
     def watched(self, name: str, key: Key | None, arguments: Any) -> Iterator["WatchedCall"]:
-        """Within it, a unit is run whose output others may get: set ``call`` of what this gives."""
+        """Return a context for the run of a unit; set ``call`` of its value, for other units."""
         watched = WatchedCall()
         kind = self._kinds[name]
         if key is None or self._counts[kind] == 1:
@@ -184,18 +183,18 @@ class KnownUnits:
 
 @dataclass
 class WatchedCall:
-    """A call of a unit whose output others may get; the caller fills it in."""
+    """A call of a unit whose output others may get; filled by the caller."""
 
     call: FakeCall | None = None
     saved: Any = None
 
 
 def describe_unit(unit: Module, forward: Any) -> tuple[Hashable, dict[Setting, Hashable]]:
-    """Return what units of a kind have in common, and the constants in which they may differ.
+    """Return the kind of a unit, and the constants in which units of a kind may differ.
 
     Args:
         unit: The module.
-        forward: What it has as an attribute ``forward`` of its own.
+        forward: Value of an attribute ``forward`` on the instance.
     """
     names = {module: name for name, module in unit.named_modules()}
     kind: list[Hashable] = []
@@ -224,7 +223,7 @@ def describe_unit(unit: Module, forward: Any) -> tuple[Hashable, dict[Setting, H
 
 
 def _numbers_of_hooks(attributes: Mapping[str, Any]) -> dict[int, int]:
-    """Return the places of a module's hooks among each other, by the numbers that torch counts."""
+    """Return the order of a module's hooks, by torch's numbers."""
     found = {number for key in _HOOKS for number in attributes.get(key, ())}
     return {number: place for place, number in enumerate(sorted(found))}
 
@@ -235,7 +234,7 @@ def _layout(tensor: Tensor) -> Hashable:
 
 
 def _content(value: Any, names: Mapping[Module, str]) -> Hashable:
-    """Return what is equal for attributes of two units that do the same; else their identities.
+    """Return a key that is equal for attributes with the same effect in two units.
 
     Args:
         value: The attribute, or a part of it.
@@ -259,7 +258,7 @@ def _content(value: Any, names: Mapping[Module, str]) -> Hashable:
     if kind is set and all(map(is_constant, value)):
         return kind, frozenset(value)
     if kind.__module__.startswith(_WRAPPERS):
-        # Without what differs between wrappers of two units and decides nothing, such as names.
+        # Without state that differs between units and has no effect, such as names.
         state = value.of_its_kind() if hasattr(value, "of_its_kind") else vars(value)
         return kind, _content(dict(state), names)
     return kind, id(value)
@@ -270,13 +269,13 @@ _WRAPPERS = (
     "boltmesh.strategies.patch",
     "boltmesh.strategies.pipeline.stage.units",
 )
-"""Where classes lie whose objects strategies put around methods. They hold all they use."""
+"""Packages of the strategies' wrappers of methods, whose attributes have all their state."""
 
 
 def _differing(
     kinds: Mapping[str, int], settings: Mapping[str, Mapping[Setting, Hashable]]
 ) -> dict[int, set[Setting]]:
-    """Return by kind the settings in which its units differ."""
+    """Return the settings in which units of a kind differ, by kind."""
     firsts: dict[int, Mapping[Setting, Hashable]] = {}
     found: dict[int, set[Setting]] = {}
     for name, kind in kinds.items():
@@ -288,7 +287,7 @@ def _differing(
 
 
 class _Read:
-    """An attribute of a class that notes that it is read on an instance."""
+    """A descriptor that records reads on instances."""
 
     def __init__(self, key: str, note: Any) -> None:
         self._key = key
@@ -312,7 +311,7 @@ class _Read:
 
 @contextmanager
 def _reads_of(unit: Module, settings: Collection[Setting]) -> Iterator[set[Setting]]:
-    """Within it, reads of settings of a unit are noted in what it gives."""
+    """Return a context whose value collects the settings of a unit that are read within it."""
     read: set[Setting] = set()
     modules = dict(unit.named_modules())
     names = {module: name for name, module in modules.items()}
@@ -340,7 +339,7 @@ _HEAP_TYPE = 1 << 9
 
 
 def _attributes(unit: Module) -> list[Any]:
-    """Return what a unit's modules hold, for comparison: identities, and those of members."""
+    """Return the identities of a unit's attributes and of their members, for comparison."""
     found: list[Any] = []
     for module in unit.modules():
         for key, value in vars(module).items():
@@ -356,7 +355,7 @@ def _random_state() -> tuple[Any, ...]:
 
 
 def _has_own_memory(call: FakeCall, arguments: Any) -> bool:
-    """Whether what a unit made shares memory with nothing else that it gave or was given."""
+    """Whether a unit's new tensors share memory neither with each other nor with arguments."""
     leaves = take_apart(call.result)[0]
     pairs = zip(leaves, call.output.leaves, strict=True)
     made = [storage_key(leaf) for leaf, spec in pairs if isinstance(spec, TensorSpec)]

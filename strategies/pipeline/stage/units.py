@@ -1,7 +1,7 @@
-"""Units: modules whose calls a stage runs or leaves out as a whole, and what replaces the others.
+"""Units: modules whose calls a stage runs or replaces as a whole.
 
-``ReplacedForwards`` takes the place of units' forward for as long as one run of the step lasts.
-Parameters of other stages are absent: in their places, of their shapes, without their memory.
+``ReplacedForwards`` replaces units' forward for one run of the step. Parameters of other stages are
+absent: they keep their places and shapes and have no memory.
 """
 
 import math
@@ -20,18 +20,18 @@ from boltmesh.strategies.torch_compat.modules import has_full_backward_hooks, is
 
 
 def find_stage_units(root: Module) -> dict[str, Module]:
-    """Return what may be given to stages, by dotted name: no unit lies within another one.
+    """Return the units of a model by dotted name; no unit is within another one.
 
-    Units are the repeated blocks, and every outermost other module with parameters that holds no
-    block: embeddings, a final norm, a head. What has no parameters is code between units, as the
-    step itself is, but for layers that keep running statistics.
+    Units are the repeated blocks, and every outermost other module with parameters that contains
+    no block: embeddings, a final norm, a head. Modules without parameters are code between units,
+    as is the step itself, except for layers with running statistics.
     """
     blocks = set(find_blocks(root).values())
     return dict(_within(root, "", blocks, set()))
 
 
 def unit_parameters(root: Module, units: dict[str, Module]) -> dict[str, frozenset[str]]:
-    """Return which parameters each unit holds, by their first names in ``root``."""
+    """Return the parameters of each unit, by their first names in ``root``."""
     names = {parameter: name for name, parameter in root.named_parameters()}
     return {
         unit: frozenset(names[parameter] for parameter in module.parameters())
@@ -55,7 +55,7 @@ def _within(
 
 
 def _keeps_statistics(module: Module) -> bool:
-    """Whether calls change its buffers: left to every stage, it would see what none computed."""
+    """Whether calls change its buffers: as code between units it would see placeholders."""
     return any(
         getattr(each, "track_running_stats", False) and next(each.buffers(), None) is not None
         for each in module.modules()
@@ -93,7 +93,7 @@ class Recorded(NamedTuple):
 
     output: Any
     lists: dict[str, list[Any]]
-    """By what was asked for, such as ``router_logits``."""
+    """Recorded values, by kind such as ``router_logits``."""
 
 
 def _records() -> dict[str, list[Any]]:
@@ -105,7 +105,7 @@ def _records() -> dict[str, list[Any]]:
 
 
 def with_records(forward: Forward) -> Forward:
-    """Return a unit's forward that gives ``Recorded`` where hooks within it have recorded."""
+    """Return a unit's forward that returns ``Recorded`` if hooks within it have recorded."""
 
     @wraps(forward)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -121,7 +121,7 @@ def with_records(forward: Forward) -> Forward:
 
 
 def _without_records(forward: Forward, *args: Any, **kwargs: Any) -> Any:
-    """Call what replaces a unit's forward, and record what its hooks would have."""
+    """Call the replacement of a unit's forward, and record the values of its hooks."""
     result = forward(*args, **kwargs)
     if not isinstance(result, Recorded):
         return result
@@ -132,16 +132,16 @@ def _without_records(forward: Forward, *args: Any, **kwargs: Any) -> Any:
 
 
 class ReplacedForwards:
-    """Within it, ``forwards[name]`` is called instead of the forward of each unit.
+    """A context in which ``forwards[name]`` replaces the forward of each unit.
 
-    What it gives as ``Recorded`` is recorded for the model. Hooks run as ever. They stand on the
-    instances and are taken back at the end, so copies, checkpoints and recomputation in the
-    backward pass meet the modules as they are. It may be entered again and again, for every
+    Values in a ``Recorded`` result are recorded for the model. Hooks run as usual. Replacements are
+    attributes of the instances and are removed at the end, so copies, checkpoints and recomputation
+    in the backward pass see the original modules. It may be entered repeatedly, for every
     microbatch, but not within itself.
 
     Args:
-        units: By name.
-        forwards: By names of units; called with what the unit is called with.
+        units: Units by name.
+        forwards: Replacements by name of the unit, called with the unit's arguments.
     """
 
     def __init__(self, units: Mapping[str, Module], forwards: Mapping[str, Forward]) -> None:
@@ -153,7 +153,7 @@ class ReplacedForwards:
         self._before: dict[str, Any] = {}
 
     def own(self, name: str) -> Forward:
-        """Return the forward that a unit has by itself, ``with_records``; to be called within."""
+        """Return a unit's original forward, ``with_records``; to be called within the context."""
         before: Any = self._before[name]
         if before is not MISSING:
             return with_records(before)
@@ -166,7 +166,7 @@ class ReplacedForwards:
             attributes["forward"] = replaced
 
     def on_instances(self) -> dict[str, Any]:
-        """Return what units have as a forward of their own, not their class's, by name."""
+        """Return forwards that units have as attributes of the instance, by name."""
         return {name: each for name, each in self._before.items() if each is not MISSING}
 
     def __enter__(self) -> Self:
@@ -186,19 +186,19 @@ class ReplacedForwards:
 
 
 class AbsentError(ConfigError):
-    """A step asks for values that another rank holds. Not every rank of the pipeline raises it."""
+    """A step needs values that another rank holds. Not every rank of the pipeline raises it."""
 
 
 def refuse_calls_outside(units: Mapping[str, Module]) -> None:
-    """Let units whose values another rank has raise where no step calls them.
+    """Make units of other ranks raise if they are called outside of a step.
 
-    Within a step another function stands in the place of their ``forward``.
+    Within a step another function replaces their ``forward``.
 
     Args:
-        units: By name.
+        units: Units by name.
 
     Raises:
-        AbsentError: When one is called, in a hook of the user's say.
+        AbsentError: One is called, for example in a hook of the user; raised by that call.
     """
     for name, unit in units.items():
         if any(map(is_absent, unit.parameters())):
@@ -206,13 +206,13 @@ def refuse_calls_outside(units: Mapping[str, Module]) -> None:
 
 
 class _CallRefusal:
-    """A hook of a unit whose values another rank has."""
+    """Forward pre-hook of a unit of another rank."""
 
     def __init__(self, name: str) -> None:
         self._name = name
 
     def of_its_kind(self) -> dict[str, Any]:
-        """Return what decides what it does where it raises nothing."""
+        """Return the state that matters when it does not raise; see ``unit_outputs.py``."""
         return {}
 
     def __call__(self, module: Module, _: Any) -> None:
@@ -225,7 +225,7 @@ class _CallRefusal:
 
 
 def explain_write(error: BaseException) -> None:
-    """Say what to do where torch refuses to write to a parameter that another rank has."""
+    """Add advice to torch's error for a write to a parameter of another rank."""
     text = str(error)
     if isinstance(error, RuntimeError) and _WRITTEN in text and _SAYS not in text:
         advice = (
@@ -244,14 +244,14 @@ _SAYS = "torch says:"
 def make_absent(parameters: Iterable[Parameter], device: torch.device | None = None) -> None:
     """Free the memory of parameters that another stage holds.
 
-    They stay the same objects of the same shape and type, in their modules and in optimizers. All
-    elements are one element in memory, NaN where the type has it: an unforeseen use is seen
-    in the loss, and an optimizer finds no gradient and leaves them alone.
+    They stay the same objects of the same shape and dtype, in their modules and in optimizers. All
+    elements share one element of memory, NaN if the dtype has it: an unexpected use shows in the
+    loss, and an optimizer finds no gradient and skips them.
 
     Args:
-        parameters: They may be absent already.
-        device: Where they are to seem to be, by default where they are. Moving them as torch does
-            would give them the memory of all their elements.
+        parameters: Parameters of any shape; they may be absent already.
+        device: Their new device, by default the current one. Moving them by torch would allocate
+            all of their elements.
     """
     for parameter in parameters:
         parameter.data = one_element(parameter.shape, parameter.dtype, device or parameter.device)
@@ -259,13 +259,13 @@ def make_absent(parameters: Iterable[Parameter], device: torch.device | None = N
 
 
 def one_element(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return a tensor whose elements are one element in memory: NaN where the type has it."""
+    """Return a tensor of this shape with one element of memory: NaN if the dtype has it, or 0."""
     fill = math.nan if dtype.is_floating_point or dtype.is_complex else 0
     return torch.full((), fill, dtype=dtype, device=device).expand(shape)
 
 
 def is_absent(parameter: torch.Tensor) -> bool:
-    """Whether another stage holds the parameter, and this one only its shape."""
+    """Whether another stage holds a parameter, of any shape, and this one has no values of it."""
     if parameter.is_meta:  # no rank holds it yet
         return False
     if parameter.untyped_storage().nbytes() != parameter.element_size():
@@ -274,6 +274,6 @@ def is_absent(parameter: torch.Tensor) -> bool:
 
 
 def outside_of(root: Module, units: Iterable[Module]) -> dict[str, Module]:
-    """Return the modules that lie in no unit, by dotted name."""
+    """Return the modules outside of units, by dotted name."""
     inside = {part for unit in units for part in unit.modules()}
     return {name: each for name, each in root.named_modules() if each not in inside}
