@@ -25,8 +25,8 @@ from boltmesh.strategies.object_collectives import gather_objects
 from boltmesh.strategies.pytree import is_constant_list, leaves
 
 MOST_ELEMENTS: Final = 1024
-"""Sampled elements of a tensor. If one in a hundred differs, one tensor alone distinguishes all but
-one in 30,000 batches."""
+"""Number of sampled elements of a tensor. If one in a hundred differs, one tensor alone
+distinguishes all but one in 30,000 batches."""
 
 _TAKE_DTYPES: Final = (
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64),
@@ -53,11 +53,11 @@ class BatchDigest:
 def batch_digest(batch: Any, *, is_last: bool = False) -> BatchDigest:
     """Return the digest of a batch.
 
-    It covers all shapes, types, strings and numbers, and a sample of the elements of tensors on the
-    CPU. No device is waited for, so of tensors on other devices it covers the shape only.
+    It covers all shapes, dtypes, strings and numbers, and a sample of the elements of tensors on
+    the CPU. It does not wait for a device, so it covers only shape and dtype of other tensors.
 
     Args:
-        batch: As the DataLoader returned it.
+        batch: The DataLoader's batch; tensors may have any shape and dtype.
         is_last: Whether it is the last one of the loader.
     """
     hasher = hashlib.blake2b(b"last" if is_last else b"", digest_size=7)
@@ -75,7 +75,7 @@ def explain_difference(batches: Mapping[int, BatchDigest], *, group: str = "pipe
     """Return the error for ranks whose batches differ.
 
     Args:
-        batches: By global rank; at least two differ.
+        batches: Digests by global rank; at least two differ.
         group: Kind of the group, for the error.
     """
     (first, mine), *others = batches.items()
@@ -143,7 +143,7 @@ def _positions(count: int) -> Tensor:
 
 
 BYTES_PER_RANK = torch.int64.itemsize
-"""That ``SameBatchCheck`` moves for each batch."""
+"""Bytes per rank that ``SameBatchCheck`` moves for each batch."""
 
 
 class _PendingCheck(NamedTuple):
@@ -151,7 +151,7 @@ class _PendingCheck(NamedTuple):
     """The object that the step will get."""
     digest: BatchDigest
     row: torch.Tensor
-    """Digest numbers by rank, shape ``(num_ranks,)``; summed over the ranks."""
+    """Digest numbers by rank, shape ``(R,)``, int64; summed over the ranks."""
     work: Work | None
 
 
@@ -159,7 +159,7 @@ class SameBatchCheck:
     """Compares each batch within a group of ranks that share it.
 
     Args:
-        group: Its ranks, on the CPU and of its own, so that no kernel is waited for.
+        group: Its ranks in a separate group on the CPU, so that it waits for no kernel.
         name: Kind of the group, for errors.
     """
 
@@ -172,8 +172,8 @@ class SameBatchCheck:
         """Begin to compare a batch. Collective over the group.
 
         Args:
-            batch: As the step will get it.
-            digest: Computed where its values can be read without waiting for a device.
+            batch: The batch for the step.
+            digest: Its digest, computed where a read does not wait for a device.
         """
         row = torch.zeros(self._group.size(), dtype=torch.int64)
         row[self._group.rank()] = digest.number

@@ -137,7 +137,7 @@ class _FakeOptimizer:
                 self._collected[id(each)] = grad.clone() if known is None else known + grad
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear them."""
+        """Clear the gradients."""
         self.optimizer.zero_grad(set_to_none=set_to_none)
 
     @contextmanager

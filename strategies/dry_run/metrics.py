@@ -126,7 +126,7 @@ class GroupMetrics:
         self.group = group
 
     def __call__(self, state: Tensor, group: Any = None) -> list[Tensor]:
-        """Return the state of each rank. Collective over the group."""
+        """Return the state of each rank; shapes may differ. Collective over the group."""
         return gather_all_tensors(state, self.group)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "GroupMetrics":
@@ -243,7 +243,7 @@ _OWN = frozenset(vars(MeanMetric()))
 
 
 def settings_of(metric: MetricKind) -> dict[str, Any]:
-    """Return the numbers and strings that authors keep on a metric, by attribute."""
+    """Return the numbers and strings that users set on a metric, by attribute."""
     if not isinstance(metric, Metric):
         return {}
     return {k: each for k, each in vars(metric).items() if k not in _OWN and is_constant(each)}

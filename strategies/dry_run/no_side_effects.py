@@ -112,7 +112,7 @@ def writes_to_first(name: str) -> bool:
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """Return how Python calls a function of torch; a property by its own name."""
+    """Return the Python name of a function of torch; a property has its own name."""
     name = getattr(function, "__name__", "")
     if name in {"__get__", "__set__", "__delete__"}:
         return f"{getattr(function.__self__, '__name__', name)}.{name}"  # type: ignore[attr-defined]
@@ -120,7 +120,7 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 class ParametersUnchanged(TorchFunctionMode):
-    """Undoes at its end what functions of torch have written to parameters of a module.
+    """Undoes writes of torch functions to parameters of a module at its end.
 
     A parameter is copied before the first write to it.
     """
@@ -146,7 +146,7 @@ class ParametersUnchanged(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def changed(self) -> dict[Tensor, Tensor]:
-        """Return copies of the parameters whose values are not those before the first write."""
+        """Return copies of the values of changed parameters, in their shapes, by parameter."""
         now = {each: local_tensor(each).detach() for each, _, _ in self._before.values()}
         before = {each: value for each, _, value in self._before.values()}
         return {
@@ -157,13 +157,13 @@ class ParametersUnchanged(TorchFunctionMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         for parameter, memory, value in self._before.values():
-            memory.copy_(value)  # of which there may be other tensors
+            memory.copy_(value)  # in place: other tensors may share it
             if local_tensor(parameter) is parameter:
                 parameter.data = memory
 
 
 def _is_expanded(buffer: Tensor) -> bool:
-    """Whether elements share memory, as those of a stand-in for a buffer that is not made yet."""
+    """Whether elements share memory, as in a stand-in for a buffer that is not materialized."""
     return any(
         stride == 0 and size > 1 for stride, size in zip(buffer.stride(), buffer.shape, strict=True)
     )

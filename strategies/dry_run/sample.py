@@ -119,7 +119,7 @@ def _gives_once(loader: Any) -> bool:
 
 
 def _collated(loader: DataLoader[Any]) -> Any:
-    """The loader's first batch, without its workers."""
+    """Return the loader's first batch, made without its workers."""
     sampler: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     batches = map(partial(_collate, loader), sampler)
     batch = next((each for each in batches if each is not None), None)  # the Trainer skips them too

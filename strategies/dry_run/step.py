@@ -1,13 +1,13 @@
 """Runs a user's step once, without logging, dropout or side effects, and compares two such runs.
 
-``DryRunOutcome`` holds what two runs are compared by, everything that training would use: the loss,
+``DryRunOutcome`` holds the results that are compared, everything that training would use: the loss,
 every gradient, and the outputs of the repeated blocks.
 
 ``difference`` does not depend on how sums are distributed: gradients are compared relative to their
 own size, but at least to a thousandth of the largest one, because gradients of key biases are zero
-up to rounding. A rounding may decide which expert a token goes to. How far apart two right runs can
-be is measured by a third one, of the whole model with parameters that differ by little more than
-roundings.
+up to rounding. A rounding may decide which expert a token goes to. A third run, of the whole model
+with parameters that differ by little more than roundings, shows how far apart two right runs can
+be.
 
 ``full_float32`` keeps torch from computing fp32 products with fewer bits: TF32, and bf16 on CPUs.
 ``converted`` and ``floats_in`` give a model and its batch another precision for such a comparison,
@@ -62,11 +62,11 @@ class DryRunOutcome:
     """Results of one run of a step."""
 
     values: list[Tensor] = field(default_factory=list)
-    """Values returned by the step, such as the loss, and values that it logged, in order."""
+    """Values that the step returned, such as the loss, and logged, in order; of any shape."""
     probed: dict[str, list[Tensor]] = field(default_factory=dict)
-    """First tensor of the output of each call of a probe, by name of the probe."""
+    """First tensor of the output of each call of a probe, of any shape, by name of the probe."""
     gradients: dict[str, Tensor] = field(default_factory=dict)
-    """Gradients by the first name of the parameter."""
+    """Gradients, in the shapes of their parameters, by first name of the parameter."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class DryRun:
         """Run the step and return its result with its graph, for analyses of operators.
 
         Args:
-            module: Has to be this one's; analyses pass it.
+            module: The same module, which analyses pass.
         """
         assert module is self.module
         with self._untraced(), torch.set_grad_enabled(self.trains):
@@ -146,7 +146,7 @@ class DryRun:
 
     def _call(self) -> tuple[Any, dict[int, Tensor]]:
         step = getattr(self.module, self.step)
-        args = copy.deepcopy(self.args)  # which steps may change in place
+        args = copy.deepcopy(self.args)  # a step may change them in place
         if self.trains and not self.module.automatic_optimization:
             with self.around(), manual_optimization_stub(self.module) as collected:
                 return step(*args), collected
@@ -163,7 +163,7 @@ class DryRun:
             _WithoutCollectives(type(self.module).__name__),
             ParametersUnchanged(self.module),
         ):
-            if not self.trains:  # for training Lightning leaves every module in its own mode
+            if not self.trains:  # Lightning does not change modes for training
                 self.module.eval()
             yield
 
@@ -263,21 +263,21 @@ ROUGH = 0.05
 """For sums in bf16: about six roundings."""
 
 PART = 2**24
-"""Elements that are compared at once: gradients of large vocabularies in fp64 would not fit."""
+"""Number of elements that are compared at once, so that fp64 copies of large gradients fit."""
 
 NUDGE = 1e-5
 """Relative change of parameters in the third run: a hundred times a rounding, so that decisions
 that a rounding may change do change."""
 
 _TIMES = 10
-"""A right run may be this many times as far as the third run: without discrete decisions that is
-about ``TOLERANCE``; if a token was routed elsewhere, it may be farther."""
+"""Allowed difference relative to that of the third run: about ``TOLERANCE`` without discrete
+decisions, more if a token was routed elsewhere."""
 
 _MOST = 0.1
-"""Larger differences are faults, whatever roundings decide."""
+"""Larger differences are errors, whatever roundings decide."""
 
 _SMALL = 1e-3
-"""Relative to the largest gradient: smaller gradients may be rounding alone."""
+"""Size relative to the largest gradient, below which gradients may be rounding alone."""
 
 
 def difference(
@@ -337,7 +337,7 @@ def difference(
 def _comparable(
     whole: DryRunOutcome, planned: DryRunOutcome, nudged: DryRunOutcome
 ) -> list[tuple[str, Tensor, Tensor, Tensor]]:
-    """Return the outputs of blocks that are whole in both; a layer may return its part."""
+    """Return the outputs of blocks that have the same shape in all runs; others are parts."""
     return [
         (name, one, other, third)
         for name, several in whole.probed.items()
@@ -349,7 +349,7 @@ def _comparable(
 
 
 def _apart(one: Tensor, other: Tensor, least: float) -> float:
-    """Return the distance relative to the size of the first, or to a least size."""
+    """Return the largest difference relative to the size of the first tensor, or to ``least``."""
     if one.shape != other.shape:
         return float("inf")
     if not one.numel():
@@ -358,7 +358,7 @@ def _apart(one: Tensor, other: Tensor, least: float) -> float:
         return 0.0 if torch.equal(one, other) else float("inf")
     size = max(float(one.abs().max()), least, torch.finfo(torch.float32).tiny)
     parts = zip(*(torch.split(tensor.flatten(), PART) for tensor in (one, other)), strict=True)
-    # torch's maximum keeps nan, which is within no tolerance.
+    # torch's maximum propagates NaN, which fails every comparison.
     return float(torch.stack([_most_apart(*pair) for pair in parts]).max()) / size
 
 
@@ -375,9 +375,9 @@ def _ordinal(place: int) -> str:
 def full_float32() -> Iterator[None]:
     """Context in which products and convolutions of fp32 tensors are computed in fp32.
 
-    Each operator is switched by itself: torch raises where this interface, which may be read
-    always, is mixed with ``set_float32_matmul_precision`` or ``allow_tf32`` for several at once.
-    ``cudnn.flags``, which Hugging Face's CTC losses use, reads that of cuDNN: it is switched too.
+    Each operator is set separately: torch raises if this interface, which can always be read, is
+    mixed with ``set_float32_matmul_precision`` or ``allow_tf32`` for several operators.
+    ``cudnn.flags``, which Hugging Face's CTC losses use, reads that of cuDNN: it is set too.
     """
     cudnn: Any = torch.backends.cudnn
     backends: list[Any] = [
@@ -424,7 +424,7 @@ def converted(
 
 
 def floats_in(wide: torch.dtype, args: Any) -> Any:
-    """Return arguments of a step with their floats in a dtype, wider ones as they are."""
+    """Return arguments of a step with float tensors, of any shape, promoted to ``wide`` or more."""
     return replace_tensors(
         args,
         lambda tensor: (
@@ -437,7 +437,7 @@ def floats_in(wide: torch.dtype, args: Any) -> Any:
 
 @contextmanager
 def parameters_kept(root: Module) -> Iterator[None]:
-    """Restore parameters afterwards, which are replaced by shards meanwhile."""
+    """Return a context after which parameters, which shards replace in it, are restored."""
     before = {parameter: parameter.data for parameter in root.parameters()}
     try:
         yield

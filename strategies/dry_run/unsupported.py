@@ -41,12 +41,12 @@ _LOCAL_NORMS: dict[str, Callable[..., Any]] = {
 
 
 def refuse_collective(function: Callable[..., Any], values: Iterable[object], place: str) -> None:
-    """Refuse a collective of the user's code over all ranks, where they share one model.
+    """Refuse a collective of the user's code over all ranks, if they share one model.
 
     Args:
         function: A function of torch that is called.
-        values: Its arguments; a group among them says that the author knows the ranks.
-        place: Who calls it.
+        values: Its arguments; a process group other than the default one is allowed.
+        place: The caller, for the error.
 
     Raises:
         UnsupportedError: Naming the function.
@@ -64,7 +64,7 @@ def refuse_collective(function: Callable[..., Any], values: Iterable[object], pl
 
 
 def refuse_derivative(place: str) -> NoReturn:
-    """Refuse derivatives through layers by code between them, where stages divide the layers.
+    """Refuse derivatives through layers by code between them, if stages divide the layers.
 
     Raises:
         UnsupportedError: Naming the place.
@@ -141,17 +141,17 @@ def refuse_run(
     synchronises_norms: bool,
     because: Reasons,
 ) -> None:
-    """Refuse what each rank would do separately, with its part of the model.
+    """Refuse features that would run separately on each rank, with its part of the model.
 
     Args:
-        trainer: About to run.
-        module: Its module.
-        step: The method of its first loop.
+        trainer: The Trainer that is about to run.
+        module: Its LightningModule.
+        step: Step method of its first loop.
         synchronises_norms: Whether ``sync_batchnorm`` is on.
         because: The reasons of the axis.
 
     Raises:
-        UnsupportedError: Naming it, and what to do instead.
+        UnsupportedError: Naming the feature, and what to do instead.
     """
     if draws_from_iterator(module, step):
         raise UnsupportedError(
@@ -175,7 +175,7 @@ def refuse_undividable(module: LightningModule, *, instead: str, sparse: str) ->
     """Refuse parameters that cannot be divided, or that are divided already.
 
     Args:
-        module: About to be divided.
+        module: The module to divide.
         instead: The alternative if another strategy has divided it.
         sparse: Completes the message about sparse gradients.
 
@@ -212,7 +212,7 @@ def refuse_lazy(module: LightningModule) -> None:
 
 
 def refuse_untrained(module: Module) -> None:
-    """Refuse a module of which nothing is trained.
+    """Refuse a module without trained parameters.
 
     Raises:
         ConfigError: Naming it.
@@ -222,7 +222,7 @@ def refuse_untrained(module: Module) -> None:
 
 
 def nothing_to_train(name: str) -> str:
-    """Return what is said of a module of which nothing is trained."""
+    """Return the message for a module without trained parameters."""
     return (
         f"{name} has no parameter that requires a gradient, so there is nothing to train. Set "
         f"requires_grad of what is to be trained, or run validate, test or predict."
@@ -236,9 +236,9 @@ def refuse_quantized(module: LightningModule, strategy: str, *, divides_layers: 
     tensors, which torch's collectives do not take: data ranks keep them whole.
 
     Args:
-        module: About to be placed.
-        strategy: Its class, for messages.
-        divides_layers: Layers are divided, copied, or looked at without data.
+        module: The module to place.
+        strategy: Class name of the strategy, for messages.
+        divides_layers: Layers are divided, copied, or run on fake tensors.
 
     Raises:
         UnsupportedError: Naming the parameter.
@@ -268,7 +268,7 @@ _CALLBACKS: dict[type[Callback], tuple[str, str]] = {
 
 
 def refuse_callbacks(callbacks: Iterable[Callback], strategy: str) -> None:
-    """Refuse callbacks that would take a rank's part of the model for the whole.
+    """Refuse callbacks that would treat a rank's part of the model as the whole.
 
     Args:
         callbacks: Callbacks of the Trainer.
@@ -287,7 +287,7 @@ def refuse_callbacks(callbacks: Iterable[Callback], strategy: str) -> None:
 
 
 def refuse_lone_work(trainer: Trainer) -> None:
-    """Refuse what one rank would do alone, with a part of the model.
+    """Refuse callbacks and loggers that would use the model on one rank alone.
 
     Raises:
         UnsupportedError: Naming the callback or the logger.

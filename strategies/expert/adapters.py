@@ -1,7 +1,7 @@
-"""Adapters that peft puts on stacked parameters (``target_parameters`` of its ``LoraConfig``).
+"""Adapters of peft on stacked parameters (``target_parameters`` of its ``LoraConfig``).
 
-They are matrices of all experts: the rows of ``lora_A`` are those of one expert after the other,
-the columns of ``lora_B`` those of experts in turns.
+They are matrices of all experts: the rows of ``lora_A`` are grouped by expert, the columns of
+``lora_B`` are interleaved over experts.
 """
 
 import sys
@@ -11,18 +11,18 @@ from torch.nn import Module, Parameter
 
 
 def adapter_type() -> Any:
-    """Return the class of modules that adapt a stack; an empty tuple while peft is not loaded."""
+    """Return the class of modules that adapt a stack; an empty tuple if peft is not loaded."""
     return getattr(sys.modules.get("peft.tuners.lora.layer"), "ParamWrapper", ())
 
 
 def without_adapters(module: Module) -> dict[str, Parameter]:
-    """Return the parameters below a module that are no adapters, by name."""
+    """Return the parameters below a module, without those of adapters, by name."""
     adapters = tuple(_adapters_of(module))
     return {n: p for n, p in module.named_parameters() if not n.startswith(adapters)}
 
 
 def adapters_by_columns(module: Module) -> list[str]:
-    """Return the names of adapters below a module whose columns are those of experts in turns."""
+    """Return the names of adapters below a module with columns interleaved over experts."""
     columns = tuple(f"{prefix}B." for prefix in _adapters_of(module))
     return [name for name, _ in module.named_parameters() if name.startswith(columns)]
 
@@ -32,8 +32,8 @@ def fault_of_adapters(module: Module, name: str, num_experts: int) -> str | None
 
     Args:
         module: The experts.
-        name: Their name within the model.
-        num_experts: How many they are.
+        name: Name of the module within the model.
+        num_experts: Number of its experts.
     """
     for prefix, number in _adapters_of(module).items():
         if number != num_experts:  # peft takes a matrix, such as biases, for one expert
@@ -42,6 +42,6 @@ def fault_of_adapters(module: Module, name: str, num_experts: int) -> str | None
 
 
 def _adapters_of(module: Module) -> dict[str, int]:
-    """Return prefixes of adapters' names below a module, each with its number of experts."""
+    """Return the number of experts of the adapters below a module, by prefix of their names."""
     kind, named = adapter_type(), module.named_modules()
     return {f"{n}.lora_".lstrip("."): m.num_experts for n, m in named if isinstance(m, kind)}

@@ -1,11 +1,11 @@
-"""The expert axis: divides the experts of a model over ranks that have batches of their own.
+"""``ExpertAxis``: divides the experts of a model over ranks with different batches.
 
-It folds the ranks of a stage, those of the data, context and tensor axes: groups of neighbours have
-all experts together, and ranks at the same place of such groups have the same ones. Beside a
-pipeline these are the experts of a stage, and rows are exchanged for each microbatch. Everything
-else of the model is what the other axes make of it. Ranks of a context group have positions of
-their own, and send the rows of these. Ranks of a tensor group have the same rows: each sends its
-part of them to whole experts, or all of them to its part of the layers of each expert.
+It folds the ranks of a stage, those of the data, context and tensor axes: groups of adjacent ranks
+have all experts together, and ranks at the same index of such groups have the same ones. Beside a
+pipeline these are the experts of a stage, and rows are exchanged for each microbatch. The other
+axes handle the rest of the model. Ranks of a context group have different positions, and send the
+rows of these. Ranks of a tensor group have the same rows: each sends a part of them to whole
+experts, or all of them to its part of the layers of each expert.
 """
 
 import math
@@ -61,13 +61,13 @@ _FOLDED = tuple(axis for axis in AXES if axis != "pipeline")
 
 
 class ExpertAxis(Axis):
-    """Keeps experts on some ranks each, and sends rows to them.
+    """Keeps each expert on some of the ranks, and sends rows to it.
 
     Args:
         asked: Ranks that have all experts together, or ``"node"``.
-        capacity: Rows that an expert takes of a rank's batch in training, over those of an even
-            load. None: all.
-        bias_rate: By how much a router's correction bias changes in a step. None: not at all.
+        capacity: Most rows of a rank's batch for an expert in training, relative to an even load.
+            None: no limit.
+        bias_rate: Change of a router's correction bias in a step. None: no correction.
         on_rows: Calls experts with this rank's rows of a sequence that a context axis divides.
         divides_layers: Whether the tensor plan divides the layers of each expert.
     """
@@ -89,16 +89,16 @@ class ExpertAxis(Axis):
         self._on_rows = on_rows
         self._divides_layers = divides_layers
         self._folded = [axis for axis in _FOLDED if axis != "tensor" or not divides_layers]
-        """Axes whose ranks have experts together."""
+        """Axes over whose ranks experts are divided."""
         self.asked, self.capacity, self.bias_rate = asked, capacity, bias_rate
         self._biases: RouterBiases | None = None
         self._hooks: list[RemovableHandle] = []
         self._found: tuple[list[Experts], Findings] = [], Findings()
-        """Experts of a module that is about to be divided, as all ranks have agreed."""
+        """Experts of a module that is about to be divided, agreed on by all ranks."""
         self.divided: dict[str, DividedExperts] = {}
-        """By the name of the module."""
+        """Divided experts by name of the module."""
         self._module: LightningModule | None = None
-        """The module that has them."""
+        """The LightningModule that has them."""
         self._replicas: ProcessGroup | None = None
         """The ranks that have the same experts."""
 
@@ -210,7 +210,7 @@ class ExpertAxis(Axis):
         if autocast_dtype(strategy.precision_plugin) is not None:
             around = strategy.host_step_context(step)
         run = DryRun(module, step, (batch, *step_arguments(module, step)), _CPU, around=around)
-        # Under manual optimisation backward passes are part of the step.
+        # Backward passes are part of the step under manual optimisation.
         has_backward = not module.automatic_optimization
         watched = partial(run.run, has_backward=has_backward)
         with values_in_calls(module):
@@ -262,7 +262,7 @@ class ExpertAxis(Axis):
     @override
     @contextmanager
     def without_collectives(self) -> Iterator[None]:
-        # Authors' code runs on whole parameters, also when this rank has no more than its rows.
+        # The user's code runs with whole shapes of parameters that this rank has rows of.
         with ExitStack() as stack:
             for divided in self.divided.values():
                 divided.take_off()
@@ -271,9 +271,9 @@ class ExpertAxis(Axis):
             yield
 
     def _agreed(self, found: Findings) -> list[Experts]:
-        """Return the experts that one rank has found and none contradicts. Collective.
+        """Return the experts that a rank has found and no rank contradicts. Collective.
 
-        Those of others are noted.
+        Records the reasons of the other ranks.
         """
         even = [layer for layer, _ in found.even]
         findings = gather_objects((found.experts, even, found.whole))
@@ -307,10 +307,10 @@ class ExpertAxis(Axis):
     def _prove_and_divide(
         self, module: LightningModule, experts: Sequence[Experts], found: Findings, step: str
     ) -> None:
-        """Divide what is proven; say what stays whole. Collective.
+        """Divide proven experts; warn about experts that stay whole. Collective.
 
         Raises:
-            ConfigError: When everything stays whole.
+            ConfigError: All experts stay whole.
         """
         strategy, group = self.strategy, self.strategy.groups[self.name]
         is_mixed = autocast_dtype(strategy.precision_plugin) is not None
@@ -374,20 +374,20 @@ class ExpertAxis(Axis):
         )
 
     def _places(self, divided: DividedExperts) -> int:
-        """Return the rows that an expert takes of each rank's batch. Collective."""
+        """Return the most rows of each rank's batch for an expert. Collective."""
         assert self.capacity is not None
         shape = self._part(divided).part(self._sharing)
         of_ranks = gather_objects(math.ceil(shape.num_rows) * shape.num_choices)
         return max(1, math.ceil(self.capacity * max(of_ranks) / shape.num_experts))
 
     def _part(self, divided: DividedExperts) -> ExchangeShape:
-        """Return the sizes of an exchange of rows that this rank and its tensor group have."""
+        """Return the sizes of an exchange of the rows of this rank and its tensor group."""
         part = divided.shape.part(self.strategy.layout.size("context"))
         return part.part(self._parts_per_batch)
 
     @property
     def _sharing(self) -> int:
-        """Ranks that have the same rows and send a part of them each."""
+        """Number of ranks that have the same rows and each send a part of them."""
         return 1 if self._divides_layers else self.strategy.layout.tensor
 
     @property
@@ -396,7 +396,7 @@ class ExpertAxis(Axis):
 
     @property
     def _held(self) -> list[DividedExperts]:
-        """Return the experts that this rank's stages have."""
+        """Return the experts of this rank's stages."""
         held = set(map(id, self.strategy.held_parameters()))
         return [
             divided
@@ -405,7 +405,7 @@ class ExpertAxis(Axis):
         ]
 
     def _count(self, name: str, chosen: Tensor, num_experts: int) -> None:
-        # The recorder is that of the run: another one for each fit.
+        # Read the recorder each time: every fit has a new one.
         if self._counts_rows:
             self.strategy.recorder.expert_rows(name, chosen, num_experts)
         is_training = self.divided[name].module.training and not is_in_backward()
@@ -485,7 +485,7 @@ class ExpertAxis(Axis):
 
 
 def _reasons(whole: dict[str, str]) -> "list[str]":
-    """Return a text for each reason, with the first modules that it holds for."""
+    """Return a text for each reason, with the first modules that have it."""
     names: dict[str, list[str]] = {}
     for name, reason in whole.items():
         names.setdefault(reason, []).append(name)

@@ -1,8 +1,8 @@
-"""Runs the experts of a module on the ranks that own them, in the place of its ``forward``.
+"""Runs the experts of a module on the ranks that own them, in place of its ``forward``.
 
-The author's own code runs there, with one expert for each row: its activation, biases, clamps and
-weighting, and the kernel it has chosen, stay what they are. Only its whole numbers that count
-experts are set to those of a rank.
+The user's own code runs there, with one expert per row: its activation, biases, clamps, weights and
+choice of kernel do not change. Only its integer attributes that count experts are set to those of a
+rank.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,7 +39,7 @@ def _called(run: Callable[..., Tensor], args: tuple[Any, ...], kwargs: Mapping[s
 
 
 def by_rows(on_rows: OnRows, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a module's forward that is called with this rank's rows."""
+    """Return a module's forward that ``on_rows`` calls with this rank's rows."""
 
     def run(*args: Any, **kwargs: Any) -> Tensor:
         return on_rows(forward, args, kwargs)
@@ -48,12 +48,12 @@ def by_rows(on_rows: OnRows, forward: Callable[..., Tensor]) -> Callable[..., Te
 
 
 class DividedExperts:
-    """The experts of one module, of which each rank of a group runs its own.
+    """The experts of one module, divided over a group: each rank runs its own.
 
     Args:
-        module: Whose ``forward`` this takes the place of.
-        experts: What was found of it.
-        call: A call of it: widths and types of rows.
+        module: The module whose ``forward`` this replaces.
+        experts: Its experts.
+        call: A call of it, for widths and dtypes of rows.
         group: The ranks that have all experts together.
         around: Context in which a step of the run computes, such as autocast.
     """
@@ -69,11 +69,11 @@ class DividedExperts:
         self.module, self.experts, self.name = module, experts, experts.name
         self.exchange = ExpertExchange(experts.name, experts.num_experts, group)
         self.count: Callable[[str, Tensor, int], None] = noop
-        """Called with the module's name, the experts that it has chosen, and their number."""
+        """Called with the module's name, the chosen experts ``(N, K)``, and number of experts."""
         self.equal_rows: EqualRows | None = None
-        """Ranks that have the same rows as this one; None: there are none."""
+        """Ranks that have the same rows as this one; None without any."""
         self.on_rows: OnRows = _called
-        """Calls a function of rows with those of this rank, where tensors stand for others' too."""
+        """Calls a function with this rank's rows, if tensors also represent those of others."""
         self._before = vars(module).get("forward")
         self._forward = unwrapped(module.forward)
         self._around = around
@@ -88,7 +88,7 @@ class DividedExperts:
         self.shape = ExchangeShape.of(experts, call)
         self._shapes = {name: p.shape for name, p in module.named_parameters()}
         self.owned: OwnedModules | OwnedColumns | None = None
-        """Parameters that are brought to this rank for each batch."""
+        """Parameters that are sent to this rank for each batch."""
         if experts.columns:
             names = [each.removeprefix(f"{experts.name}.") for each in experts.columns]
             owners = [module.get_submodule(each.rpartition(".")[0]) for each in names]
@@ -97,7 +97,7 @@ class DividedExperts:
 
     @property
     def note(self) -> Callable[[str], None]:
-        """Called before each exchange with what this rank is about to do."""
+        """Called before each exchange with a description of it."""
         return self.exchange.note
 
     @note.setter
@@ -105,13 +105,13 @@ class DividedExperts:
         self.exchange.note = note
 
     def set_capacity(self, capacity: int) -> None:
-        """Let an expert take so many rows of each rank's batch in training, and no more."""
+        """Limit the rows of each rank's batch for an expert in training."""
         self.exchange.capacity = capacity
         self.shape = replace(self.shape, capacity=capacity)
 
     def put_on(self) -> None:
-        """Take the place of the module's ``forward``; parameters are those of this rank's part."""
-        # A tensor plan sums what its ranks compute of each expert where all rows are back.
+        """Replace the module's ``forward``; its parameters are this rank's part."""
+        # A tensor plan sums its ranks' parts of results after all rows are back.
         self._put(self)
         self._set_counts(self.exchange.num_local)
 
@@ -135,11 +135,11 @@ class DividedExperts:
             setattr(owner, key, number)
 
     def is_on(self) -> bool:
-        """Whether this has the place of the module's ``forward``."""
+        """Whether this replaces the module's ``forward``."""
         return unwrapped(self.module.forward) is self
 
     def whole_shapes(self) -> AbstractContextManager[None]:
-        """Within it, parameters that this rank has rows of have their whole shape, and no data."""
+        """Return a context in which divided parameters have their whole shape, and no data."""
         device, stand_ins = self._device, {}
         for name, each in self.module.named_parameters():
             shape = self._shapes[name]
@@ -149,11 +149,15 @@ class DividedExperts:
         return swapped_state(self.module, stand_ins)
 
     def part(self, name: str, whole: Tensor) -> Tensor | None:
-        """Return what this rank computes with of a parameter below the module, None if nothing.
+        """Return this rank's part of a parameter below the module, None if it has none.
 
         Args:
-            name: Below the module.
-            whole: A tensor of its shape.
+            name: Name below the module.
+            whole: Tensor of the parameter's shape; its first dim is of experts, or its columns are
+                interleaved over experts.
+
+        Returns:
+            Shape ``whole.shape`` with that dim divided by the ranks of the group.
         """
         group = self.exchange.group
         if isinstance(self.owned, OwnedColumns) and f"{self.name}.{name}" in self.experts.columns:
@@ -162,11 +166,11 @@ class DividedExperts:
 
     @property
     def _device(self) -> torch.device:
-        """Where this rank computes; experts of others have no values here."""
+        """Device of this rank; experts of other ranks have no values here."""
         return next(each.device for each in self.module.parameters() if not each.is_meta)
 
     def attend(self) -> None:
-        """Run this rank's experts for the others, which have rows where it has none. Collective."""
+        """Run this rank's experts for the rows of others, without own ones. Collective."""
         device = self._device
         rows = torch.empty((0, self.shape.width), dtype=self._rows_type, device=device)
         chosen = torch.empty((0, 1), dtype=torch.long, device=device)
@@ -176,7 +180,7 @@ class DividedExperts:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's forward with rows of all ranks of the group. Collective over it."""
+        """Run the module's forward with the rows of all ranks. Collective over the group."""
         return self.on_rows(self._exchange, args, kwargs)
 
     def _exchange(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -197,7 +201,17 @@ class DividedExperts:
         return result.reshape(*rows.shape[:-1], self.shape.output_width)
 
     def run(self, rows: Tensor, chosen: Tensor, weights: Tensor, compute: Compute) -> Tensor:
-        """Return the results of rows, see ``ExpertExchange.run``. Collective."""
+        """Return the results of rows, see ``ExpertExchange.run``. Collective over the group.
+
+        Args:
+            rows: Shape ``(N, E)``.
+            chosen: Numbers of experts, shape ``(N, K)``, int64.
+            weights: Shape ``(N, K)``.
+            compute: Runs the experts of this rank.
+
+        Returns:
+            Shape ``(N, output width)``.
+        """
         equal, num_rows = self.equal_rows, rows.shape[0]
         if equal is not None:
             rows, chosen, weights = map(equal.part, (rows, chosen, weights))
@@ -208,7 +222,7 @@ class DividedExperts:
         return results if equal is None else equal.whole(results, num_rows)
 
     def _sizes(self, given: Mapping[Slot, Any], rows: Tensor) -> Sequence[int]:
-        """Return the rows of each expert, which are given in the order of experts."""
+        """Return the number of rows of each expert; rows are in the order of experts."""
         if self.experts.kind == "batched":
             number = self.experts.num_experts
             return [rows.shape[0] // number] * number
@@ -216,7 +230,7 @@ class DividedExperts:
         return sizes
 
     def _weights(self, given: Mapping[Slot, Any], chosen: Tensor, rows: Tensor) -> Tensor:
-        """Return the weight of each choice."""
+        """Return the weight of each choice, shape ``(N, K)``."""
         slot = self.experts.slots.get("weights")
         if slot is None:
             return rows.new_ones(chosen.shape)
@@ -227,7 +241,7 @@ class DividedExperts:
         return flat.gather(1, chosen.long()) if self._is_dense(flat, chosen) else flat
 
     def _is_dense(self, weights: Tensor, chosen: Tensor) -> bool:
-        """Whether there is a weight of each expert, also of those that were not chosen."""
+        """Whether weights have the shape ``(N, X)``: also of experts that are not chosen."""
         return weights.shape[-1] != chosen.shape[-1]
 
     def _computing(
@@ -246,19 +260,22 @@ class DividedExperts:
         local: Tensor,
         weights: Tensor,
     ) -> Tensor:
-        """Run the author's code on this rank's experts.
+        """Run the user's code on this rank's experts.
 
         Args:
-            args: That the module was called with on this rank.
-            kwargs: Likewise.
-            rows: ``[P, H]``, of all ranks.
-            local: ``[P]``, which of this rank's experts each wants.
-            weights: ``[P]``.
+            args: Positional arguments of the module on this rank.
+            kwargs: Keyword arguments of the module on this rank.
+            rows: Rows of all ranks, one per choice, shape ``(N, E)``.
+            local: Number of the expert among this rank's, shape ``(N,)``.
+            weights: Shape ``(N,)``.
+
+        Returns:
+            Shape ``(N, output width)``.
         """
         if not rows.shape[0]:
             if not self.experts.columns:
                 return self.empty(rows)
-            # A call alone shows which of its adapters are in use: one row for each expert.
+            # Only a call shows which adapters are in use: make one with a row for each expert.
             each = torch.arange(self.exchange.num_local, device=local.device)
             made_up = rows.new_zeros((len(each), rows.shape[1]))
             results = self.compute(args, kwargs, made_up, each, weights.new_zeros(len(each)))
@@ -266,7 +283,7 @@ class DividedExperts:
         slots = self.experts.slots
         given = arguments(args, kwargs)
         if self.experts.kind == "batched":
-            # Every rank sends as many rows for each of these experts.
+            # Every rank sends equally many rows for each of these experts.
             order = local.argsort(stable=True)
             own = rows.index_select(0, order)
             if self._is_stacked:
@@ -281,7 +298,7 @@ class DividedExperts:
             given |= {slots["rows"]: rows.index_select(0, order), slots["sizes"]: as_given(sizes)}
             result = self._call(given)
             return result.index_select(0, order.argsort())
-        # A rank that only attends has no call of its own to copy the rest of.
+        # A rank without rows in ``attend`` has no call to copy the other arguments from.
         chosen = given.get(slots["experts"])
         kind = torch.long if chosen is None else chosen.dtype
         own_weights = self._own_weights(given, chosen, local, weights)
@@ -300,7 +317,14 @@ class DividedExperts:
         return wide.scatter(1, local[:, None], weights[:, None])
 
     def empty(self, rows: Tensor) -> Tensor:
-        """Return the result of no rows, on which everything depends that computes one."""
+        """Return results of no rows, zeros in the graph of all parameters that compute one.
+
+        Args:
+            rows: Shape ``(N, E)``.
+
+        Returns:
+            Shape ``(N, output width)``.
+        """
         shape = rows.shape[0], self.shape.output_width
         result = rows.new_zeros(shape, dtype=self._output_type or rows.dtype)
         return with_unused(result, self.module.parameters())
@@ -316,14 +340,14 @@ class DividedExperts:
 
 
 _NUMBERS = frozenset({torch.int16, torch.int32, torch.int64})
-"""Types of a tensor that is an index; torch takes others for masks, or not at all."""
+"""Dtypes of a tensor that is an index; torch treats others as masks, or refuses them."""
 
 
 class _Stack(Tensor):
-    """The parameters of several experts, of which ``stack[i]`` gives those of one.
+    """The parameters of several experts, shape ``(X, *)``; ``stack[i]`` is that of one.
 
-    The gradient of an indexed tensor is as large as the tensor, mostly zeros: of E experts that are
-    indexed one after the other, autograd fills and adds up E stacks. Here it joins E gradients.
+    The gradient of an indexed tensor is as large as the tensor, mostly zeros: for X experts that
+    are indexed one after the other, autograd fills and sums X stacks. Here it joins X gradients.
     """
 
     __torch_function__ = disabled_torch_function  # type: ignore[assignment]
@@ -342,7 +366,7 @@ class _Stack(Tensor):
 
 @contextmanager
 def _taken_apart(module: Module, num_experts: int) -> Iterator[None]:
-    """Within it, parameters of a module that are stacks of experts are ``_Stack``."""
+    """Return a context in which a module's stacks of experts are ``_Stack``."""
     stacks = [
         (owner, name, parameter)
         for owner in module.modules()

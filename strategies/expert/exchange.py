@@ -1,22 +1,21 @@
-"""Sends rows to the ranks that have their experts, and brings the results back.
+"""Sends rows to the ranks that have their experts, and returns the results.
 
-``ExpertExchange.run`` is a forward pass of one layer's experts. Each rank has tokens of its own,
-and chooses experts for them that may be on other ranks:
+``ExpertExchange.run`` is a forward pass of one layer's experts. Each rank has different tokens, and
+chooses experts for them that may be on other ranks:
 
-1. ``RoutePlan``: how many rows and choices go to each rank. The numbers are exchanged first, and
-   read by the host once, on a stream beside that of the computation; nothing else waits.
+1. ``RoutePlan``: numbers of rows and choices for each rank. They are exchanged first, and the host
+   reads them once, on a separate stream; nothing else waits.
 2. ``_Dispatch``: a row goes to a rank once, however many of its experts are there, with the numbers
-   and weights of all that it has chosen. In the backward pass the gradients of rows and weights
-   come back.
-3. There every choice of a local expert becomes a row, with its weight.
-4. ``RoutePlan.bring_back``: the sum of each row's results goes back, and is added to those of
-   other ranks.
+   and weights of all of its choices. The backward pass returns the gradients of rows and weights.
+3. On that rank every choice of a local expert becomes a row, with its weight.
+4. ``RoutePlan.bring_back``: the sum of each row's results is sent back, and added to those of other
+   ranks.
 
 [Note: Each rank takes part in each exchange]
-The exchanges of the backward pass are collectives as well, so a rank to which no row was sent has
-to be in the graph like any other. Rows and weights are one node, which sends zeros where there is
-no gradient, and ``_Unused`` connects what was not computed with: zeros as gradients of unused
-weights, as one process has for a stacked parameter.
+The exchanges of the backward pass are collectives as well, so a rank that received no row has to be
+in the graph like any other. Rows and weights are one node, which sends zeros for missing gradients,
+and ``_Unused`` connects unused tensors: gradients of unused weights are zeros, as in one process
+with a stacked parameter.
 
 Source: GShard, Lepikhin et al. 2020, https://arxiv.org/abs/2006.16668
 """
@@ -37,25 +36,36 @@ from boltmesh.strategies.torch_compat.autograd import linear_map
 from boltmesh.strategies.torch_compat.communication import all_gather_single
 
 Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Returns ``[P, H]`` for rows ``[P, H]``, one local expert each ``[P]`` and its weight ``[P]``."""
+"""Takes rows ``(N, E)``, a local expert for each ``(N,)`` and its weight ``(N,)``; returns results
+``(N, output width)``."""
 
 
 @dataclass(frozen=True)
 class RoutePlan:
-    """Numbers of rows in one exchange. Ranks are those of the group, in its order."""
+    """Numbers of rows in one exchange, by rank of the group."""
 
     group: ProcessGroup
     sent_rows: list[int]
-    """Rows to each rank."""
+    """Rows sent to each rank."""
     received_rows: list[int]
+    """Rows received from each rank."""
 
     @classmethod
     def even(cls, group: ProcessGroup, count: int) -> "RoutePlan":
-        """Return the plan by which each rank sends as many rows to each."""
+        """Return the plan by which each rank sends ``count`` rows to each."""
         return cls(group, *([[count] * group.size()] * 2))
 
     def swap(self, tensor: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        """Send parts of a tensor along its first dim; return what came. Collective."""
+        """Send parts of a tensor along its first dim; return the received rows. Collective.
+
+        Args:
+            tensor: Shape ``(sum(sent), *)``; the other dims are equal on all ranks.
+            sent: Rows for each rank.
+            received: Rows from each rank.
+
+        Returns:
+            Shape ``(sum(received), *)``.
+        """
         came = tensor.new_empty((sum(received), *tensor.shape[1:]))
         dist.all_to_all_single(came, tensor.contiguous(), received, sent, group=self.group)
         return came
@@ -63,7 +73,7 @@ class RoutePlan:
     def swap_together(
         self, tensors: Sequence[Tensor], sent: list[int], received: list[int]
     ) -> list[Tensor]:
-        """Do what ``swap`` does for several tensors ``[R, .]``, in one message. Collective."""
+        """Run ``swap`` for several tensors ``(sum(sent), width)`` in one message. Collective."""
         if len(tensors) == 1:
             return [self.swap(tensors[0], sent, received)]
         parts = [each.contiguous().view(torch.uint8) for each in tensors]
@@ -75,7 +85,14 @@ class RoutePlan:
         ]
 
     def bring_back(self, results: Tensor) -> Tensor:
-        """Send results to the ranks that the rows are from. Collective, as its backward pass is."""
+        """Send results to the source ranks of their rows. Collective, and so is its backward pass.
+
+        Args:
+            results: Shape ``(received rows, width)``.
+
+        Returns:
+            Shape ``(sent rows, width)``.
+        """
         return linear_map(
             results,
             lambda results: self.swap(results, self.received_rows, self.sent_rows),
@@ -84,7 +101,7 @@ class RoutePlan:
 
 
 class _Dispatch(torch.autograd.Function):
-    """Rows and what belongs to them, see [Note: Each rank takes part in each exchange]."""
+    """Sends rows with weights and numbers, see [Note: Each rank takes part in each exchange]."""
 
     @staticmethod
     @override
@@ -112,7 +129,7 @@ class _Dispatch(torch.autograd.Function):
 
 
 class _Unused(torch.autograd.Function):
-    """The first tensor as it is; the others get gradients of zero."""
+    """Returns the first tensor unchanged; the others get gradients of zero."""
 
     @staticmethod
     @override
@@ -127,10 +144,10 @@ class _Unused(torch.autograd.Function):
 
 
 class EqualRows:
-    """Rows that all ranks of a group have in common, such as those of a tensor group.
+    """Divides rows that are equal on all ranks of a group, such as a tensor group.
 
-    Each rank sends its part of them, and the results of all parts are put together. So the ranks
-    of the group do the work of one rank together, and gradients count every row once.
+    Each rank sends its part of them, and the results of all parts are gathered. So the ranks of the
+    group do the work of one rank together, and gradients count every row once.
 
     Args:
         group: The ranks.
@@ -140,7 +157,14 @@ class EqualRows:
         self.group = group
 
     def part(self, whole: Tensor) -> Tensor:
-        """Return this rank's part along the first dim. The backward pass is collective."""
+        """Return this rank's part along the first dim. The backward pass is collective.
+
+        Args:
+            whole: Shape ``(N, *)``, equal on all ranks.
+
+        Returns:
+            Shape ``(n, *)`` with ``n`` at most ``most(N)``.
+        """
         count = whole.shape[0]
         return linear_map(
             whole,
@@ -149,20 +173,20 @@ class EqualRows:
         )
 
     def whole(self, part: Tensor, count: int) -> Tensor:
-        """Return all rows, given this rank's part and their number. Collective."""
+        """Return all rows, shape ``(count, *)``, from this rank's part. Collective."""
         return linear_map(part, lambda part: self.joined(part, count), self.cut)
 
     def most(self, count: int) -> int:
-        """Return the rows of a part; the last ones may have fewer."""
+        """Return the number of rows of a part; the last parts may have fewer."""
         return -(-count // self.group.size())
 
     def cut(self, whole: Tensor) -> Tensor:
-        """Return a view of this rank's part."""
+        """Return a view of this rank's part of a tensor ``(N, *)``."""
         most = self.most(whole.shape[0])
         return whole[self.group.rank() * most : (self.group.rank() + 1) * most]
 
     def joined(self, part: Tensor, count: int) -> Tensor:
-        """Return all rows, without a gradient. Collective."""
+        """Return all rows, shape ``(count, *)``, without a gradient. Collective."""
         most = self.most(count)
         padded = part.new_zeros((most, *part.shape[1:]))
         padded[: part.shape[0]] = part
@@ -172,7 +196,12 @@ class EqualRows:
 
 
 def with_unused(result: Tensor, unused: Iterable[Tensor]) -> Tensor:
-    """Return the result, on which tensors that it was not computed with depend from now on."""
+    """Return the result with further tensors in its graph, which get gradients of zero.
+
+    Args:
+        result: Tensor of any shape.
+        unused: Tensors of any shapes that it was not computed from.
+    """
     connected: Tensor = _Unused.apply(result, *unused)  # type: ignore[no-untyped-call]
     return connected
 
@@ -182,7 +211,7 @@ class ExpertExchange:
 
     Args:
         name: The module, for messages.
-        num_experts: Experts of all ranks of the group; each has as many as any other, in order.
+        num_experts: Experts of all ranks of the group, divided equally and in order.
         group: The ranks that have all experts together.
     """
 
@@ -190,20 +219,24 @@ class ExpertExchange:
         self.name, self.num_experts, self.group = name, num_experts, group
         self.num_local = num_experts // group.size()
         self.capacity: int | None = None
-        """Rows that this rank may send to an expert in training; None: all, sizes are exchanged."""
+        """Most rows that this rank sends to an expert in training; None: all, with exchanged sizes.
+        """
         self.drop: Callable[[Tensor], None] = noop
-        """Called with the number of choices that found no place, still on the device."""
+        """Called with the number of dropped choices, shape ``()``, on the device."""
         self.note: Callable[[str], None] = noop
-        """Called before each exchange with what this rank is about to do."""
+        """Called before each exchange with a description of it."""
 
     def run(self, rows: Tensor, experts: Tensor, weights: Tensor, compute: Compute) -> Tensor:
-        """Return the sums of what the experts of each row give. Collective over the group.
+        """Return the sum over the chosen experts' results for each row. Collective over the group.
 
         Args:
-            rows: ``[T, H]``; another T on each rank, or 0.
-            experts: ``[T, k]``, numbers of experts.
-            weights: ``[T, k]``.
-            compute: Runs the experts of this rank; also called where no row came.
+            rows: Shape ``(N, E)``; N differs between ranks and may be 0.
+            experts: Numbers of experts, shape ``(N, K)``, int64.
+            weights: Shape ``(N, K)``; K may differ between ranks.
+            compute: Runs the experts of this rank; also called without rows.
+
+        Returns:
+            Shape ``(N, output width)``.
         """
         self.note(f"exchanged the rows of {self.name!r}")
         size, (num_rows, num_choices) = self.group.size(), experts.shape
@@ -243,10 +276,10 @@ class ExpertExchange:
     def run_in_places(
         self, rows: Tensor, experts: Tensor, weights: Tensor, compute: Compute
     ) -> Tensor:
-        """Return what ``run`` does, of the first ``capacity`` choices of each expert.
+        """Run the first ``capacity`` choices of each expert only; arguments as for ``run``.
 
-        All sizes are known before, so nothing waits for the device. Places that stay empty are
-        sent as zeros, and what comes back of them is not looked at. Collective over the group.
+        All sizes are known in advance, so nothing waits for the device. Empty places are sent as
+        zeros, and their results are ignored. Collective over the group.
         """
         assert self.capacity is not None
         self.note(f"exchanged the rows of {self.name!r}")
@@ -260,7 +293,7 @@ class ExpertExchange:
         is_kept = rank < self.capacity
         place = torch.where(is_kept, flat * self.capacity + rank, places)
         self.drop((~is_kept).sum())
-        # Places without a row send zeros, of several rows, as gradients of one are added in turn.
+        # Empty places send zeros from several rows: gradients of one row would be added serially.
         row = len(rows) + torch.arange(places + 1, device=flat.device) % self.capacity
         row.scatter_(0, place, rank_in_all // num_choices)
         zeros = rows.new_zeros((self.capacity, rows.shape[1]))
@@ -275,13 +308,14 @@ class ExpertExchange:
         return results.view(len(rows), num_choices, back.shape[1]).sum(1)
 
     def _exchange_sizes(self, sent: Tensor) -> Callable[[], Any]:
-        """Exchange numbers of what goes to each rank. Collective.
+        """Exchange numbers for each rank. Collective.
 
         Args:
-            sent: ``[n, m]``.
+            sent: Numbers by rank, shape ``(R, numbers)``.
 
         Returns:
-            What waits on the host for the numbers that were sent, and came: ``[2][m][n]``.
+            A function that waits on the host and returns the sent and the received numbers, as
+            lists ``[2][numbers][R]``.
         """
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.group)
@@ -289,11 +323,11 @@ class ExpertExchange:
 
 
 def _true_places(flags: Tensor, count: int) -> Tensor:
-    """Return where flags ``[N]`` are true.
+    """Return the indices of true flags, shape ``(count,)``, int64.
 
     Args:
-        flags: Booleans.
-        count: How often that is; asking would wait for the device.
+        flags: Booleans, shape ``(N,)``.
+        count: Number of true flags; counting them would wait for the device.
     """
     place = torch.where(flags, flags.cumsum(0) - 1, count)
     numbers = torch.arange(len(flags), device=flags.device)
@@ -301,7 +335,7 @@ def _true_places(flags: Tensor, count: int) -> Tensor:
 
 
 def _read_later(numbers: Tensor) -> Callable[[], Any]:
-    """Copy numbers to the host beside the work that follows; return what waits for them."""
+    """Copy numbers to the host asynchronously; return a function that waits for them."""
     device = numbers.device
     if device.type == "cpu":
         return numbers.tolist
@@ -321,4 +355,4 @@ def _read_later(numbers: Tensor) -> Callable[[], Any]:
 
 
 _STREAMS: dict[torch.device, torch.Stream] = {}
-"""By device, for copies of sizes."""
+"""Streams for copies of sizes, by device."""

@@ -1,4 +1,4 @@
-"""Bytes that exchanges of rows move in an optimizer step, if all experts are as likely."""
+"""Bytes of row exchanges in an optimizer step, if all experts are equally likely."""
 
 import math
 from collections.abc import Iterable
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 
 _COUNT_BYTES = 8
 _CHOICE_BYTES = 4
-"""The number of a choice's expert, beside the row."""
+"""Bytes of the number of a choice's expert, sent beside the row."""
 
 
 def expected_rows(num_rows: float, num_experts: int, num_choices: int, size: int) -> float:
-    """Rows that a rank sends in a forward pass, to itself too; each once for a rank.
+    """Return the rows that a rank sends in a forward pass, to itself too; each once per rank.
 
     Args:
         num_rows: Rows of this rank's batch.
@@ -30,7 +30,7 @@ def expected_rows(num_rows: float, num_experts: int, num_choices: int, size: int
 
 
 class ExchangeBytes(NamedTuple):
-    """One batch of one module."""
+    """Calls and payload bytes for one batch of one module."""
 
     calls: int
     payload: float
@@ -38,11 +38,11 @@ class ExchangeBytes(NamedTuple):
 
 @dataclass(frozen=True)
 class ExchangeShape:
-    """Sizes of one module's exchanges, as a watched call shows them."""
+    """Sizes of one module's exchanges, from a recorded call."""
 
     num_experts: int
     num_rows: float
-    """The mean of the ranks that have a part each."""
+    """Rows of this rank; the mean over ranks if each has a part."""
     num_choices: int
     width: int
     """Elements of a row."""
@@ -52,11 +52,11 @@ class ExchangeShape:
     weight_bytes: int
     """Bytes of a choice's weight."""
     is_weighted: bool
-    """Whether weights get gradients, where rows do."""
+    """Whether weights get gradients if rows do."""
     has_gradients: bool = True
-    """Whether rows get gradients: none do below the first layer that is trained."""
+    """Whether rows get gradients: not below the first trained layer."""
     capacity: int | None = None
-    """Rows that a rank sends to each expert, whatever was chosen; None: those that it chooses."""
+    """Fixed number of rows that a rank sends to each expert; None: the rows that choose it."""
 
     @classmethod
     def of(cls, experts: Experts, call: ExpertCall) -> "ExchangeShape":
@@ -83,11 +83,11 @@ class ExchangeShape:
         return replace(self, num_rows=self.num_rows / num_ranks)
 
     def joined(self, num_ranks: int, *, is_recomputed: bool) -> ExchangeBytes:
-        """Return what such ranks put together in a batch.
+        """Return the traffic by which such ranks gather their parts in a batch.
 
         Args:
             num_ranks: Ranks that have the same rows.
-            is_recomputed: Whether the forward pass runs once more in the backward pass.
+            is_recomputed: Whether the forward pass runs again in the backward pass.
         """
         num_rows = num_ranks * math.ceil(self.num_rows / num_ranks)
         forward = num_rows * self.output_width * self.row_bytes
@@ -100,11 +100,11 @@ class ExchangeShape:
         )
 
     def expected(self, size: int, *, is_recomputed: bool) -> ExchangeBytes:
-        """Return what a batch moves, forward and backward.
+        """Return the traffic of a batch, forward and backward.
 
         Args:
             size: Ranks that have all experts together.
-            is_recomputed: Whether the forward pass runs once more in the backward pass.
+            is_recomputed: Whether the forward pass runs again in the backward pass.
         """
         passes = 1 + is_recomputed
         rows: float
@@ -126,10 +126,10 @@ class ExchangeShape:
 
 
 def expected_bytes(shapes: Iterable[tuple[ExchangeShape, bool]], size: int) -> ExchangeBytes:
-    """Return what a batch moves in several modules.
+    """Return the traffic of a batch in several modules.
 
     Args:
-        shapes: With whether the forward pass runs once more in the backward pass.
+        shapes: Sizes of each module, and whether its forward pass runs again in the backward pass.
         size: Ranks that have all experts together.
     """
     each = [shape.expected(size, is_recomputed=again) for shape, again in shapes]

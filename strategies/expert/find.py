@@ -1,19 +1,19 @@
-"""Finds the experts of a model by what its modules do in one step.
+"""Finds the experts of a model from the calls of its modules in one step.
 
-Nothing is known by name but adapters of peft. While a step runs, ``WidthMode`` notes among how many
-something was chosen (``topk``, ``argmax``), and hooks look at what each module is given and gives.
-Experts are a module of one of these kinds:
+Names matter for adapters of peft only. During a step, ``WidthMode`` records the widths of choices
+(``topk``, ``argmax``), and hooks record inputs and outputs of each module. Experts are a module of
+one of these kinds:
 
-- *routed*: given rows, whole numbers ``[T, k]`` below the number of experts, and perhaps a weight
-  for each; all its parameters begin with a dim that the experts share. So are the experts of
-  transformers 5.
-- *sorted*: given rows in the order of their experts, and a list of how many each expert has.
-- *batched*: given equally many rows for each expert, ``[E, C, H]`` or ``[E C, H]``, and nothing
-  else, with stacked parameters of its own that are multiplied in one go.
-- *list*: calls equal modules of a list, as many as something was chosen from, with different
-  numbers of rows, or not all of them.
+- *routed*: gets rows, integers ``(N, K)`` below the number of experts, and possibly a weight for
+  each; the first dim of all its parameters is divided over experts. The experts of transformers 5
+  are of this kind.
+- *sorted*: gets rows in the order of their experts, and a list of the number of rows per expert.
+- *batched*: gets equally many rows for each expert, ``(X, N, E)`` or ``(X * N, E)``, and nothing
+  else, and has stacked parameters of its own that are multiplied in one call.
+- *list*: calls equal modules of a list, as many as the width of a choice, with different numbers of
+  rows, or not all of them.
 
-``find_experts`` also says of what looks like experts why it is none of these.
+``find_experts`` also returns the reasons why similar modules are none of these.
 """
 
 import math
@@ -53,28 +53,28 @@ class Experts:
     """Name of the module, within the model."""
     num_experts: int
     parameters: tuple[str, ...]
-    """Their names within the model."""
+    """Names of their parameters within the model."""
     slots: Mapping[str, Slot]
-    """Where ``rows``, ``experts``, ``weights`` and ``sizes`` are among the arguments."""
+    """Slots of ``rows``, ``experts``, ``weights`` and ``sizes`` among the arguments."""
     counts: tuple[tuple[str, str], ...] = ()
-    """Attributes that are the number of experts: names of the module and of the attribute."""
+    """Attributes with the number of experts: names of the module and of the attribute."""
     columns: tuple[str, ...] = ()
-    """Parameters whose columns are those of experts in turns, as adapters of stacks have them."""
+    """Parameters with columns interleaved over experts, as adapters of stacks have them."""
     members: tuple[str, ...] = ()
-    """Names of the experts in a list, in its order; those of other kinds are no modules."""
+    """Names of the experts in a list, in its order; empty for other kinds."""
 
 
 @dataclass(frozen=True)
 class ExpertCall:
-    """One call of experts: what the proof repeats."""
+    """One call of experts, which the proof repeats."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     output: Any
     rows: Tensor | None = None
-    """All rows that experts of a list were given, without values."""
+    """All input rows of experts in a list, shape ``(N, E)``, without values."""
     results: Tensor | None = None
-    """Outputs for these rows, without values."""
+    """Outputs for these rows, shape ``(N, output width)``, without values."""
     has_gradients: bool = True
     """Whether a module before it is trained, so that rows may need gradients."""
     is_parametrized: bool = False
@@ -90,19 +90,19 @@ def arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[Slot, An
 
 @dataclass
 class Findings:
-    """Results of watching a step."""
+    """Experts of a step."""
 
     experts: list[Experts] = field(default_factory=list)
     calls: dict[str, ExpertCall] = field(default_factory=dict)
-    """The first call of each, by name."""
+    """The first call of each module, by name."""
     whole: dict[str, str] = field(default_factory=dict)
-    """Why modules that choose among parameters stay whole, by name."""
+    """Reasons why modules that choose among parameters stay whole, by name."""
     even: list[tuple[Experts, ExpertCall]] = field(default_factory=list)
-    """Lists that were called with equally many rows: experts, if they are to another rank."""
+    """Lists called with equal numbers of rows: they are experts if another rank finds so."""
 
 
 class WidthMode(TorchFunctionMode):
-    """Notes the width of what is chosen from."""
+    """Records the widths of choices, the last dims of tensors ``(*, width)`` chosen from."""
 
     _CHOICES = frozenset({"topk", "argmax", "sort", "argsort", "max"})
 
@@ -122,11 +122,11 @@ class WidthMode(TorchFunctionMode):
 
 
 def find_experts(model: Module, step: Callable[[], object]) -> Findings:
-    """Watch one step of a model.
+    """Find the experts of a model in one step.
 
     Args:
-        model: Whose modules are looked at.
-        step: Runs it.
+        model: The model.
+        step: Runs a step of it.
     """
     seen: dict[str, ExpertCall] = {}
     lists = _lists_of(model)
@@ -194,14 +194,14 @@ def detached(call: ExpertCall, device: torch.device | None = None) -> ExpertCall
 
 
 class _TrainedBefore:
-    """Notes of each module whether parameters are trained that a module before it may have used."""
+    """Records for each module whether modules called before it have trained parameters."""
 
     def __init__(self, model: Module) -> None:
         self.before: dict[Module, bool] = {}
         self._is_any = any(each.requires_grad for each in model.parameters(recurse=False))
 
     def note(self, module: Module, *_: object) -> None:
-        """Note that a module begins or ends."""
+        """Record the beginning or end of a module's call."""
         is_new = module not in self.before
         self.before.setdefault(module, self._is_any)
         own = module.parameters(recurse=not is_new)
@@ -212,7 +212,7 @@ def _keep_call(
     seen: dict[str, ExpertCall], name: str, module: Module, args: Any, kwargs: Any, output: Any
 ) -> None:
     values = [*args, *kwargs.values()]
-    # Parameters of adapted and parametrized modules are in a module below.
+    # Parameters of adapted and parametrized modules are in a child module.
     is_around = isinstance(module, adapter_type()) or is_parametrized(module)
     has_experts = any(_are_choices(each) or _are_sizes(each) for each in values) or any(
         each.ndim == _STACKED for each in module.parameters(recurse=is_around)
@@ -257,7 +257,7 @@ def _routed(model: Module, name: str, call: ExpertCall, widths: set[int]) -> "Ex
     highest = int(experts.max())
     shared = ""
     own = without_adapters(module)
-    # A router may choose among one more: rows that go through no expert.
+    # A router may have one more choice, of no expert.
     leading = {p.shape[0] for p in own.values() if p.ndim}
     are_equal = len(leading) == 1 and max(leading) < max(widths, default=0)
     numbers = widths | leading if are_equal else widths
@@ -299,7 +299,7 @@ def _sorted(model: Module, name: str, call: ExpertCall) -> "Experts | str | None
 
 
 _STACKED = 3
-"""Dims of a stack of matrices."""
+"""Number of dims of a stack of matrices."""
 
 
 def _batched(
@@ -360,33 +360,33 @@ def _checked(
 
 @dataclass
 class _List:
-    """Equal modules of a list, and how a step calls them."""
+    """Equal modules in a list, and their calls in a step."""
 
     list_name: str
     name: str
     """Name of the module that calls them."""
     caller: Module
     experts: dict[str, Module]
-    """By name within the model."""
+    """The modules by name within the model."""
     call: ExpertCall | None = None
-    """The first call of the caller in which they were called as experts are; in any way, if none
-    was such a call."""
+    """The first call of the caller that calls them as experts; if there is none, its first call
+    that calls them."""
     is_called: bool = False
     _calls: list[tuple[Module, tuple[Any, ...], Any]] = field(default_factory=list)
-    """Those of experts since the caller was called, with what they were given and gave."""
+    """Calls of experts since the caller was called, with inputs and output."""
     are_called_as_experts: bool = False
     fault: str | None = None
-    """Why calls cannot be those of other ranks' rows."""
+    """Why they cannot be called with other ranks' rows."""
     _is_sure: bool = False
-    """Whether ``call`` and ``fault`` are of a call as experts."""
+    """Whether ``call`` and ``fault`` come from a call as experts."""
 
     @property
     def num_experts(self) -> int:
-        """How many they are."""
+        """Number of the modules."""
         return len(self.experts)
 
     def watch(self, stack: ExitStack) -> None:
-        """Look at calls until the stack is closed."""
+        """Record calls until the stack is closed."""
         for each in self.experts.values():
             stack.enter_context(each.register_forward_hook(self._keep, with_kwargs=True))
         if self.name:
@@ -471,7 +471,7 @@ def _lists_of(model: Module) -> dict[str, _List]:
         if len(inside) < 2 or len(kinds) > 1:
             continue
         caller = name
-        # A list of torch cannot be called; an author's own kind of list can.
+        # A list of torch cannot be called; a user's subclass can.
         while caller and type(named[caller]).forward in _NOT_CALLED:
             caller = caller.rpartition(".")[0]
         found[name] = _List(name, caller, named[caller], inside)
@@ -496,7 +496,7 @@ def _is_rows(given: tuple[Any, ...]) -> bool:
 
 
 def _leave_nested(found: Findings) -> None:
-    """Keep of modules that hold each other the inner one."""
+    """Keep the innermost of nested modules."""
     names = [each.name for each in found.experts]
     found.experts = [
         each for each in found.experts if not any(n.startswith(f"{each.name}.") for n in names)

@@ -1,17 +1,17 @@
-"""Runs experts that are modules of a list on the ranks that own them.
+"""Runs experts in a list of modules on the ranks that own them.
 
-The author's code calls one expert after the other and uses each result at once, so nothing can be
-exchanged where an expert is called. The module around them runs twice instead:
+The user's code calls one expert after the other and uses each result at once, so rows cannot be
+exchanged at the call of an expert. Instead, the module around them runs twice:
 
-1. Experts note the rows that they are given, and answer zeros.
-2. All rows that were noted go to the owners in one exchange, where each expert runs once, on the
+1. Experts keep their input rows, and return zeros.
+2. All of these rows are sent to the owners in one exchange, where each expert runs once, on the
    rows of all ranks.
-3. The module runs again, and experts answer with what came back.
+3. The module runs again, and experts return the results.
 
-Gradients of rows go through the first pass, those of results through the second. Random numbers
-are the same in both, buffers and attributes that the first has changed are put back, and hooks do
-not see what it gives. In between, ``data_parallel/all_to_all_params`` has brought the parameters of
-each expert to its owner.
+Gradients of rows go through the first pass, those of results through the second. Random numbers are
+the same in both, changes of buffers and attributes by the first are undone, and hooks do not see
+its results. ``data_parallel/all_to_all_params`` sends the parameters of each expert to its owner
+for the forward pass.
 """
 
 from collections.abc import Callable, Mapping
@@ -39,22 +39,22 @@ from boltmesh.strategies.torch_compat.tensors import tree_leaves, tree_map
 
 @dataclass
 class _Pass:
-    """One run of the module's own code."""
+    """One run of the module's code."""
 
     calls: list[tuple[int, Tensor]]
-    """Experts and what they were given, in order."""
+    """Number of the expert and its input, in order."""
     results: list[Tensor] | None = None
-    """Outputs to answer with; None in the first run."""
+    """Outputs to return; None in the first run."""
     place: int = 0
 
 
 class DividedList(DividedExperts):
-    """The experts of one list, of which each rank of a group runs its own.
+    """The experts of one list, divided over a group: each rank runs its own.
 
     Args:
-        module: The module that calls them, whose ``forward`` this takes the place of.
-        experts: What was found of them.
-        call: A call of the module, with widths and types of rows.
+        module: The module that calls them, whose ``forward`` this replaces.
+        experts: Its experts.
+        call: A call of the module, for widths and dtypes of rows.
         group: The ranks that have all experts together.
         around: Context in which a step of the run computes, such as autocast.
     """
@@ -101,7 +101,7 @@ class DividedList(DividedExperts):
     @override
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's forward with rows of all ranks of the group. Collective over it."""
+        """Run the module's forward with the rows of all ranks. Collective over the group."""
         noted = _Pass([])
         with (
             patched(self, _pass=noted),
@@ -125,12 +125,18 @@ class DividedList(DividedExperts):
         return _connected(output, results)
 
     def answer(self, number: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-        """Return what an expert gives in this pass of the module.
+        """Return the output of an expert in this pass of the module.
 
         Args:
             number: Number of the expert.
-            args: That the author's code calls it with.
-            kwargs: Likewise.
+            args: Positional arguments of the user's call; the rows ``(*, E)`` come first.
+            kwargs: Keyword arguments of the user's call.
+
+        Returns:
+            Shape ``(*, output width)``.
+
+        Raises:
+            ConfigError: The second pass calls other experts than the first.
         """
         rows: Tensor = (*args, *kwargs.values())[0]
         now = self._pass
@@ -155,7 +161,7 @@ class DividedList(DividedExperts):
         )
 
     def _exchanged(self, calls: list[tuple[int, Tensor]]) -> Tensor:
-        """Return the results of all calls, one behind the other. Collective."""
+        """Return the results of all calls, concatenated along rows. Collective."""
         device = self._device
         flat = [rows.reshape(-1, rows.shape[-1]) for _, rows in calls]
         if not flat:
@@ -165,7 +171,7 @@ class DividedList(DividedExperts):
         numbers = torch.tensor([number for number, _ in calls] or [0], device=device)
         chosen = numbers.repeat_interleave(sizes, output_size=rows.shape[0])[:, None]
         if torch.is_grad_enabled():
-            # Also where no row needs a gradient: others may have some that do.
+            # Also if no row needs a gradient here: rows of other ranks may.
             rows = with_unused(rows, [torch.zeros((), device=device, requires_grad=True)])
         weights = torch.ones(chosen.shape, dtype=self._weights_type, device=device)
         return self.run(rows, chosen, weights, self._computing((), {}))
@@ -201,7 +207,7 @@ class DividedList(DividedExperts):
 
 
 class _ListedExpert:
-    """Takes the place of an expert's ``forward``."""
+    """Replacement of an expert's ``forward``."""
 
     def __init__(self, divided: DividedList, number: int) -> None:
         self._divided, self._number = divided, number
@@ -211,12 +217,12 @@ class _ListedExpert:
 
 
 def _copy(value: Any) -> Any:
-    """Return a copy of a tensor, which the author's code may write to."""
+    """Return a copy of a tensor, which the user's code may write to."""
     return value.clone() if isinstance(value, Tensor) else value
 
 
 def _connected(output: Any, results: Tensor) -> Any:
-    """Return an output that depends on results, also where the author's code did not use them."""
+    """Return an output that depends on results, also if the user's code did not use them."""
     if not results.requires_grad:
         return output
     leaves = [each for each in tree_leaves(output) if isinstance(each, Tensor)]
@@ -235,6 +241,6 @@ def divide(
     group: ProcessGroup,
     around: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> DividedExperts:
-    """Return what runs experts of any kind, see ``DividedExperts``."""
+    """Return the divided experts of any kind, see ``DividedExperts``."""
     kind = DividedList if experts.kind == "list" else DividedExperts
     return kind(module, experts, call, group, around)

@@ -1,7 +1,9 @@
-"""Corrects the choices of routers, so that experts get rows evenly without a loss for it.
+"""Corrects the choices of routers, so that experts get rows evenly without an auxiliary loss.
 
-After each step the bias of an expert with fewer rows than the mean of all ranks rises, that of
-others falls. Source: DeepSeek-V3, https://arxiv.org/abs/2412.19437, section 2.1.2
+After each step the bias of an expert with fewer rows than the mean rises, that of an expert with
+more falls; rows count over all ranks.
+
+Source: DeepSeek-V3, https://arxiv.org/abs/2412.19437, section 2.1.2
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -22,17 +24,23 @@ class RouterBiases:
     """The biases of a model's routers.
 
     Args:
-        rate: By how much an expert's bias changes in a step.
-        names: The buffer of each router, by the name of its experts.
+        rate: Change of an expert's bias in a step.
+        names: The buffer of each router, by name of its experts.
     """
 
     def __init__(self, rate: float, names: dict[str, str]) -> None:
         self.rate, self.names = rate, names
         self._rows: dict[str, Tensor] = {}
-        """Rows of each expert since the last step, of this rank."""
+        """Rows of each expert on this rank since the last step, shape ``(X,)``, fp32, by name."""
 
     def count(self, name: str, chosen: Tensor, num_experts: int) -> None:
-        """Count the rows of a batch by the experts that they have chosen."""
+        """Count the rows of a batch by expert.
+
+        Args:
+            name: Name of the experts.
+            chosen: Numbers of the chosen experts, of any shape and integer dtype.
+            num_experts: Number of experts.
+        """
         if name in self.names:
             rows = chosen.new_zeros(num_experts, dtype=torch.float32)
             flat = chosen.detach().reshape(-1).long()
@@ -41,7 +49,7 @@ class RouterBiases:
 
     @torch.no_grad()
     def correct(self, module: Module, groups: Sequence["ProcessGroup"]) -> None:
-        """Raise or lower the biases by what was counted since. Collective over the groups."""
+        """Change the biases by the counts since the last call. Collective over the groups."""
         names = [name for name in self.names if name in self._rows]
         if not names:
             return
@@ -58,15 +66,15 @@ class RouterBiases:
 def find_biases(
     model: Module, experts: Iterable[Experts], step: Callable[[], object]
 ) -> dict[str, str]:
-    """Return the name of each router's buffer that corrects choices, by the name of its experts.
+    """Return the name of each router's buffer that corrects choices, by name of its experts.
 
-    It is as long as its experts are many, next to them, and who raises one of its elements makes
-    every row choose that expert.
+    It is next to its experts, has an element for each, and a large value of one of them makes every
+    row choose that expert.
 
     Args:
-        model: Whose modules are looked at.
-        experts: Routed experts of it.
-        step: Runs it.
+        model: The model.
+        experts: Its experts.
+        step: Runs a step of it.
     """
     near: dict[str, str] = {}
     for each in experts:

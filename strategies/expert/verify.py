@@ -1,12 +1,12 @@
-"""Proves before the first step that experts give the same when their rows are exchanged.
+"""Proves before the first step that experts give equal results with exchanged rows.
 
-For the first module of each kind: its first call of the watched step is repeated on every rank,
-with all experts there and with rows exchanged. The output, the gradients of rows and weights, and
-those of each rank's experts (summed over the ranks that sent rows) have to be equal. Ranks leave
-out another number of rows each, so that parts of different size are exchanged.
+For the first module of each kind, its first call of the recorded step is repeated on every rank,
+with all experts on the rank and with exchanged rows. The output, the gradients of rows and weights,
+and those of each rank's experts (summed over the ranks that sent rows) have to be equal. Each rank
+leaves out a different number of rows, so that parts of different sizes are exchanged.
 
-An error in an author's code, in the forward or the backward pass, does not keep a rank from the
-exchange that the others wait in.
+A rank with an error in the user's code, in the forward or the backward pass, still takes part in
+the exchange, in which the others wait.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,13 +40,13 @@ from boltmesh.strategies.torch_compat.tensors import tree_leaves, tree_map
 
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4}
 _COARSE_TOLERANCE = 5e-2
-"""In bf16 and fp16, whose sums depend on their order."""
+"""Tolerance for bf16 and fp16, whose sums depend on their order."""
 
 _MOST_TEXT = 200
 
 
 def kind_of(module: Module, experts: Experts) -> tuple[Any, ...]:
-    """Return a key for experts that one proof covers."""
+    """Return a key that is equal for experts covered by one proof."""
     shapes = tuple((name, each.shape) for name, each in module.named_parameters())
     slots = tuple(experts.slots.items())
     return type(module), experts.kind, experts.num_experts, slots, shapes
@@ -62,23 +62,23 @@ def prove(
     device: torch.device,
     is_mixed: bool,
 ) -> str | None:
-    """Return how exchanged rows change what the experts give; None if they do not.
+    """Return how exchanged rows change the results of experts; None if they do not.
 
     Collective over ``group``; ranks may return different texts.
 
     Args:
-        module: With all experts on this rank.
-        experts: What was found of it.
+        module: The module, with all experts on this rank.
+        experts: Its experts.
         call: Its first call on this rank.
         group: The ranks that would have all experts together.
         around: Context in which a step computes.
-        device: Where the run computes.
-        is_mixed: Whether matrices are multiplied in a type below that of the rows.
+        device: Device of the run.
+        is_mixed: Whether matrices are multiplied in a lower precision than that of the rows.
     """
     call = detached(_shortened(call, experts, group.rank()), device)
     whole = {name: p.detach().to(device, copy=True) for name, p in module.named_parameters()}
     buffers = {name: each.to(device, copy=True) for name, each in module.named_buffers()}
-    # Ranks may have drawn other values, and train with those of the first one.
+    # Ranks may have drawn different values, and train with those of the first one.
     broadcast_tensors([*whole.values(), *buffers.values()], group)
     names = list(whole)
     apart = partial(_apart, module, around, device)
@@ -94,7 +94,7 @@ def prove(
         for name, part in parts.items()
     }
     if isinstance(divided, DividedList):
-        # The author's code around the experts runs before the exchange and after it.
+        # The user's code around the experts runs before the exchange and after it.
         with apart():
             fault = _raised_alone(divided, experts, call, {**local, **buffers}, names)
         faults = gather_objects(fault, group)
@@ -131,7 +131,7 @@ def prove(
 def _apart(
     module: Module, around: Callable[[], AbstractContextManager[Any]], device: torch.device
 ) -> Iterator[None]:
-    """Context of a run without dropout, of which module and random numbers keep no trace."""
+    """Return a context for a run without dropout that restores the module and random states."""
     with (
         random_state_unchanged(device),
         modules_unchanged(module.modules()),
@@ -149,7 +149,7 @@ def _run_whole(
     device: torch.device,
     apart: Callable[[], AbstractContextManager[None]],
 ) -> tuple[dict[str, Tensor], str | None]:
-    """Return the outcome of the module with all experts, and what is wrong with it."""
+    """Return the outcome of the module with all experts, and a reason against it, or None."""
     names = [name for name, _ in module.named_parameters()]
     random_state = capture_random_state(device)
     try:
@@ -158,14 +158,14 @@ def _run_whole(
             if experts.kind == "list":  # whose router may draw
                 restore_random_state(random_state, device)
             again = _outcome(module, module.forward, experts, call, state, names, trains=False)
-    except Exception as error:  # noqa: BLE001 - the author's code, called by itself
+    except Exception as error:  # noqa: BLE001 - the user's code, called by itself
         return {}, _raised(error)
     is_same = _difference(first["output"], again["output"]) <= _COARSE_TOLERANCE
     return first, None if is_same else "draws random numbers"
 
 
 def _shortened(call: ExpertCall, experts: Experts, rank: int) -> ExpertCall:
-    """Leave out as many rows as the rank's number, where rows are in no order."""
+    """Leave out ``rank`` rows, if rows have no order."""
     if experts.kind != "routed":
         return call
     given = arguments(call.args, call.kwargs)
@@ -191,7 +191,7 @@ def _outcome(
     *,
     trains: bool = True,
 ) -> dict[str, Tensor]:
-    """Return the output and the gradients of a call, those of parameters by name.
+    """Return the output, shape ``(N,)``, and the gradients of a call, of parameters by name.
 
     Without ``trains`` there is no backward pass.
     """
@@ -209,7 +209,7 @@ def _outcome(
     positions = sorted(slot for slot in given if isinstance(slot, int))
     keywords = {slot: value for slot, value in given.items() if isinstance(slot, str)}
     with torch.enable_grad(), swapped_state(module, tensors):
-        # Copies: an author may write to what it is given.
+        # Copies: the user's code may write to its inputs.
         copies = {id(each): each.view_as(each) for each in leaves.values()}
         output = forward(
             *(copies.get(id(given[each]), given[each]) for each in positions),
@@ -236,7 +236,7 @@ def _raised_alone(
     state: Mapping[str, Tensor],
     names: list[str],
 ) -> str | None:
-    """Return what this rank's code raises around experts that answer zeros, without exchanges."""
+    """Return the error of this rank's code around experts that return zeros, without exchanges."""
 
     def answer(rows: Tensor, *_: Any) -> Tensor:
         return with_unused(divided.empty(rows), (rows,))
@@ -245,7 +245,7 @@ def _raised_alone(
     try:
         with patched(divided.exchange, run=answer):
             _outcome(divided.module, divided, experts, call, state, names)
-    except Exception as error:  # noqa: BLE001 - the author's code
+    except Exception as error:  # noqa: BLE001 - the user's code
         return _raised(error)
     finally:
         divided.take_off()
@@ -253,7 +253,7 @@ def _raised_alone(
 
 
 def _guard(divided: DividedExperts) -> list[str]:
-    """Let a rank whose experts raise go on with zeros; return where the reason will be."""
+    """Let a rank continue with zeros after an error of its experts; return a list of reasons."""
     compute = divided.compute
     raised: list[str] = []
 
@@ -265,7 +265,7 @@ def _guard(divided: DividedExperts) -> list[str]:
             if result.shape[0] == rows.shape[0]:
                 return result
             raised.append(f"gives {result.shape[0]} rows for {rows.shape[0]}")
-        except Exception as error:  # noqa: BLE001 - the author's code, called with one choice a row
+        except Exception as error:  # noqa: BLE001 - the user's code, called with one choice per row
             raised.append(_raised(error))
         return with_unused(divided.empty(rows), given[2::2])
 
@@ -274,7 +274,7 @@ def _guard(divided: DividedExperts) -> list[str]:
 
 
 class _Apart(torch.autograd.Function):
-    """Experts with a backward pass of its own: zeros are its gradients where it raises."""
+    """Runs experts with a separate backward pass, whose gradients are zeros if it raises."""
 
     @staticmethod
     @override
@@ -296,7 +296,7 @@ class _Apart(torch.autograd.Function):
                 found = torch.autograd.grad(
                     ctx.result, ctx.inputs, gradients, allow_unused=True, materialize_grads=True
                 )
-        except Exception as error:  # noqa: BLE001 - the author's code
+        except Exception as error:  # noqa: BLE001 - the user's code
             ctx.raised.append(_raised(error))
         return None, None, None, *found
 

@@ -266,7 +266,7 @@ def prove_key(
             continue
         larger, other = (rows[each] for each in sorted(rows, key=abs, reverse=True))
         count = max(num_tried(trial), 3)
-        # In one cut a part holds both rows, which tells a sum from a maximum; in the other none.
+        # In one cut a part holds both rows, which distinguishes sum and maximum; in the other none.
         chosen = ([larger] * (count // 2 + 1) + [other] * count)[:count]
         cuts = _more_cuts(form, trial, [chosen], attempt)
         if cuts:
