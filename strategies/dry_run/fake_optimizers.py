@@ -76,7 +76,7 @@ def manual_optimization_stub(module: LightningModule) -> Iterator[dict[int, Tens
         module: With ``automatic_optimization = False``.
 
     Yields:
-        The sum of the gradients of all steps, by identity of the parameter.
+        The sum of the gradients of all steps, in the parameter's shape, by its identity.
     """
     optimizers, schedulers = _configured(module)
     collected: dict[int, Tensor] = {}

@@ -473,7 +473,7 @@ class RankMeshStrategy(ParallelStrategy):
     def all_gather(
         self, tensor: Tensor, group: ProcessGroup | None = None, sync_grads: bool = False
     ) -> Tensor:
-        """Gather over the data axis unless another group is given: other axes hold the same."""
+        """Gather to ``(R, *)`` over the data axis unless another group is given. Collective."""
         if group is None or group is dist.group.WORLD:  # the default of LightningModule.all_gather
             group = self.groups.get("data")
         return super().all_gather(tensor, group, sync_grads)

@@ -107,7 +107,7 @@ class TakesOutputs(Protocol):
     """Continues the step for the whole batch if stages end behind the last unit."""
 
     def take(self, number: int, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Take one microbatch's outputs; return the tensors to differentiate in their place."""
+        """Take one microbatch's outputs, of any shapes; return tensors to differentiate instead."""
 
 
 @dataclass(frozen=True)

@@ -176,7 +176,7 @@ class DelayedGradients:
 
         Args:
             num_microbatches: Microbatches of the batch.
-            total: Divisor of its gradients; None if it gave no loss.
+            total: Divisor of its gradients, shape ``()`` if a tensor; None if it gave no loss.
         """
         self._version.copy_on_write()
         self._under_way = _DelayedBatch(self._version, num_microbatches, total)
@@ -217,7 +217,10 @@ class DelayedGradients:
     # Checkpoints.
 
     def pending(self) -> Mapping[int, Tensor]:
-        """Return the gradients that are ready, and keep them; after ``drain`` these are all."""
+        """Return the gradients that are ready, in their parameters' shapes, by ``id`` of these.
+
+        They are kept; after ``drain`` these are all.
+        """
         return self._ready
 
     def begin(self) -> None:

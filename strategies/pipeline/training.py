@@ -377,7 +377,7 @@ class _LastStage:
         return (scaled * self._scale,)
 
     def report(self, logs: StepLogs) -> Tensor:
-        """Return the row for the other ranks: loss, total weight and logged values."""
+        """Return the row for the other ranks, shape ``(length,)``: loss, divisor, logged values."""
         if (both := self._rows_with_and_without_loss()) is not None:
             self._checks.prove_empty(*both)
         known = self._microbatch_weights()

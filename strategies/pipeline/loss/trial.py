@@ -273,7 +273,7 @@ class TailTrial:
     def run(
         self, part: Any, values: Sequence[Tensor], during: AbstractContextManager[None]
     ) -> TrialOutcome:
-        """Run the end of the step once."""
+        """Run the end of the step once; arguments as for ``Trial.run``."""
         logs = _TrialLogs(self._module)
         with self._untraced(), torch.enable_grad():
             end = self._tail(part)
