@@ -260,7 +260,7 @@ def answer(metric: MetricKind, method: str, args: tuple[Any, ...], kwargs: dict[
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the value is not used
             return getattr(stand_in(metric), method)(*args, **kwargs)
-    except Exception:  # noqa: BLE001 - whatever a metric raises
+    except Exception:  # noqa: BLE001 - a metric may raise anything
         return torch.tensor(torch.nan)
 
 

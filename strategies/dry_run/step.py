@@ -71,7 +71,7 @@ class DryRunOutcome:
 
 @dataclass(frozen=True)
 class DryRun:
-    """A step of a module with a batch of its own data.
+    """A step of a module with a batch of the user's data.
 
     Args:
         module: The module.

@@ -1,14 +1,14 @@
 """The engine under every strategy: one strategy class, and one object per axis of the mesh.
 
     ddp.py, zero.py, ...     the public strategies: arguments, refusals, which axes
-    {data_parallel,pipeline,tensor}/axis.py     what each axis does; subclasses of ``Axis``
+    {data_parallel,pipeline,tensor}/axis.py     the axes: subclasses of ``Axis``
     engine/
         strategy.py          MeshStrategy: set-up, checkpoints, ending
         loops.py             LoopStrategy: the loops, steps and clipping
         groups.py            RankMeshStrategy: axes, coordinates, process groups, starting ranks
-        axis.py, data_axis.py    what the three above call on any axis, and on the data axis
-        checkpointing.py     Checkpointing: what this rank stores, and how that is written and read
-        memory_checkpoints.py    MemoryCheckpoints: copies of it in the memory of hosts
+        axis.py, data_axis.py    the interfaces of an axis and of the data axis
+        checkpointing.py     Checkpointing: saves and loads this rank's state
+        memory_checkpoints.py    MemoryCheckpoints: copies of checkpoints in the memory of hosts
         resume.py            ResumeManager: random states and positions in the data
 
 ``MeshStrategy`` inherits from ``LoopStrategy``, that from ``RankMeshStrategy``, that from

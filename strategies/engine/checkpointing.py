@@ -354,7 +354,7 @@ class Checkpointing:
         if beside is not None:
             try:
                 beside.wait()
-            except Exception as error:  # noqa: BLE001 - the error that ends the run is to be seen
+            except Exception as error:  # noqa: BLE001 - must not hide the error that ends the run
                 warnings.warn(f"The last checkpoint is not there: {error}", stacklevel=2)
 
     def remove(self, filepath: _PATH) -> None:

@@ -341,7 +341,7 @@ class MemoryCheckpoints:
         if copying is not None:
             try:
                 copying.wait()
-            except Exception as error:  # noqa: BLE001 - the error that ends the run is to be seen
+            except Exception as error:  # noqa: BLE001 - must not hide the error that ends the run
                 warnings.warn(f"The last copy in memory is not there: {error}", stacklevel=2)
 
     def forget(self) -> None:

@@ -281,7 +281,7 @@ class _Epoch(Iterator[Any]):
 def make_resumable(loader: object, point: ResumePoint, *, is_for_training: bool) -> bool:
     """Make a ``DataLoader`` resumable. Other objects and stateful loaders are left alone.
 
-    The object keeps its identity and its class stays a subclass of what it was, so that references
+    The object keeps its identity and its new class is a subclass of the old one, so that references
     to it and ``isinstance`` stay valid.
 
     Returns:

@@ -115,7 +115,7 @@ class ResumeManager:
         if world_size == 1 or trainer.state.status == TrainerStatus.INTERRUPTED:
             ranks[rank] = mine
         else:
-            # As arrays: torch pickles the storage of each tensor as a file of its own.
+            # As arrays: torch pickles the storage of each tensor as a separate file.
             ranks = gather_objects(apply_to_collection(mine, Tensor, Tensor.numpy))
             ranks = apply_to_collection(ranks, np.ndarray, torch.from_numpy)
         entry = {

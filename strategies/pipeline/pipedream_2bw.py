@@ -138,7 +138,7 @@ class DelayedGradients:
     Args:
         sites: The parameters of this rank.
         shared: The tied weights that several ranks hold.
-        finish: Runs the backward passes that are left of so many microbatches. Collective.
+        finish: Runs the backward passes that are left of a number of microbatches. Collective.
         drop: Frees their graphs.
     """
 

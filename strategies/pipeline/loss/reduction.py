@@ -372,7 +372,7 @@ def _visit_of_product(
         found = source_of(branch)
         if found.rows or found.scalars:
             onward.append(each)
-    if not onward:  # of parameters alone
+    if not onward:  # only parameters
         return Visit(name, branches[:1], is_scalar and len(branches) == 1)
     if len(onward) == 1 and (onward == [0] or not factor.is_division):
         return Visit(name, tuple(onward), is_scalar and len(branches) == 1)

@@ -117,7 +117,7 @@ class StepWeights:
     ) -> tuple[Tensor, Tensor | float]:
         # Counts without their terms, which would keep the graph alive.
         self._first = self._first or [_Count(each.count, each.size) for each in found]
-        if not found:  # penalties alone
+        if not found:  # only penalties
             weight: Tensor | float = float(rows)
         else:
             weight = found[0].count / self._first[0].size

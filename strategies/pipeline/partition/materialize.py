@@ -40,7 +40,7 @@ class DeferredModel:
         """Replace tensors that are not materialized by stand-ins.
 
         This replaces parameters by other objects, which are final. Tensors that code between units
-        may read are made at once: those of no unit, and those that are neither parameters nor
+        may read are made immediately: those of no unit, and those that are neither parameters nor
         buffers.
 
         Args:

@@ -114,7 +114,7 @@ def run_on_fakes(
                 now = dict(unit.named_buffers())
         except UnsupportedError:
             raise
-        except Exception as error:  # noqa: BLE001  # whatever the user's layer raises
+        except Exception as error:  # noqa: BLE001 - the user's layer may raise anything
             errors.append(error)
         else:
             flops = 0 if counter is None else counter.get_total_flops()
