@@ -98,8 +98,8 @@ def manual_optimization_stub(module: LightningModule) -> Iterator[dict[int, Tens
             each.requires_grad_(trains)
         toggled.clear()
 
-    def one_or_all(found: list[Any]) -> Any:
-        return found[0] if len(found) == 1 else found
+    def one_or_all(items: list[Any]) -> Any:
+        return items[0] if len(items) == 1 else items
 
     acts: dict[str, Any] = {
         "optimizers": lambda *_, **__: one_or_all(stand_ins),
@@ -161,11 +161,11 @@ class _FakeScheduler:
 
 def _configured(module: LightningModule) -> tuple[list[Optimizer], list[Any]]:
     """Return the optimizers and schedulers that ``configure_optimizers`` makes."""
-    found = module.configure_optimizers()
-    if isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], (list, tuple)):
-        entries, schedulers = list(found[0]), list(found[1])
+    result = module.configure_optimizers()
+    if isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], (list, tuple)):
+        entries, schedulers = list(result[0]), list(result[1])
     else:
-        entries, schedulers = list(found) if isinstance(found, (list, tuple)) else [found], []
+        entries, schedulers = list(result) if isinstance(result, (list, tuple)) else [result], []
     optimizers = []
     for each in entries:
         if isinstance(each, dict):

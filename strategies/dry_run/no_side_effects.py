@@ -171,8 +171,8 @@ def _is_expanded(buffer: Tensor) -> bool:
 
 def _run_of(modules: Iterable[Module]) -> tuple[list[dict[str, Any]], list[list[dict[str, Any]]]]:
     """Return attributes of the run that modules are part of, and the groups of its optimizers."""
-    found = (trainer_of(each) for each in modules if isinstance(each, LightningModule))
-    trainer = next((each for each in found if each is not None), None)
+    trainers = (trainer_of(each) for each in modules if isinstance(each, LightningModule))
+    trainer = next((each for each in trainers if each is not None), None)
     if trainer is None:
         return [], []
     return attributes_of_run(trainer), [each.param_groups for each in trainer.strategy.optimizers]
@@ -180,24 +180,24 @@ def _run_of(modules: Iterable[Module]) -> tuple[list[dict[str, Any]], list[list[
 
 def _classes_of(modules: Iterable[Module]) -> set[type]:
     """Return the classes of modules and their bases, except those of frameworks."""
-    found = {each for kind in set(map(type, modules)) for each in kind.__mro__}
-    return {each for each in found if each.__module__.partition(".")[0] not in _FRAMEWORKS}
+    classes = {each for kind in set(map(type, modules)) for each in kind.__mro__}
+    return {each for each in classes if each.__module__.partition(".")[0] not in _FRAMEWORKS}
 
 
 def _add_containers(
-    values: Iterable[Any], found: dict[int, tuple[Any, Any]], *, depth: int
+    values: Iterable[Any], containers: dict[int, tuple[Any, Any]], *, depth: int
 ) -> None:
-    """Add each container among values to ``found``, by identity, with a copy; nested ones too."""
+    """Add each container among values, nested ones too, with a copy and by identity."""
     for value in values:
         kind = type(value)
         if kind in CONTAINERS:
-            if id(value) not in found:
-                found[id(value)] = value, value.copy()
+            if id(value) not in containers:
+                containers[id(value)] = value, value.copy()
         elif kind is not tuple:
             continue
         if depth > 1 and 0 < len(value) <= MOST_MEMBERS:
             members = value.values() if isinstance(value, dict) else value
-            _add_containers(members, found, depth=depth - 1)
+            _add_containers(members, containers, depth=depth - 1)
 
 
 def holds(container: Any, members: Any) -> bool:

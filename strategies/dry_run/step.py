@@ -200,8 +200,8 @@ def _let_draw(module: Module) -> None:
 
 
 def _tensors_of(tree: Any) -> list[Tensor]:
-    found = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor | float | int)]
-    return [torch.as_tensor(leaf).detach() for leaf in found]
+    leaves = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor | float | int)]
+    return [torch.as_tensor(leaf).detach() for leaf in leaves]
 
 
 def _keep_output(values: list[Tensor], module: Module, args: Any, output: Any) -> None:

@@ -113,13 +113,13 @@ class Checkpointing:
         Args:
             name: Key in the module's state dict; any of them for a parameter with several.
         """
-        found = (axis.division(name) for axis in self._strategy.axes)
-        return next((division for division in found if division is not None), None)
+        divisions = (axis.division(name) for axis in self._strategy.axes)
+        return next((division for division in divisions if division is not None), None)
 
     def keeps_whole_state(self, parameter: Tensor) -> bool | None:
         """Whether this rank keeps a parameter's whole optimizer state; None: that of its part."""
-        found = (axis.keeps_whole_state(parameter) for axis in self._strategy.axes)
-        return next((owns for owns in found if owns is not None), None)
+        flags = (axis.keeps_whole_state(parameter) for axis in self._strategy.axes)
+        return next((owns for owns in flags if owns is not None), None)
 
     def model_state(self) -> dict[str, Any]:
         """Return this rank's parts of the model's state, by name. Collective over all ranks.
@@ -424,16 +424,16 @@ class Checkpointing:
 
     def _is_directory(self, place: str | Path) -> bool:
         """Whether the path is a directory, on all ranks. Collective over all ranks."""
-        found = all_or_none(partial(is_directory, place))
+        is_here = all_or_none(partial(is_directory, place))
         if dist.is_initialized() and self._strategy.world_size > 1:
-            of_ranks = gather_objects(found)
+            of_ranks = gather_objects(is_here)
             if not all(of_ranks) and any(of_ranks):
                 raise CheckpointError(
                     f"{place} is a directory for rank {of_ranks.index(True)}, and rank "
                     f"{of_ranks.index(False)} does not see it. Resume from a folder that all "
                     f"machines share, and not from memory://, which each process has for itself."
                 )
-        return found
+        return is_here
 
     def load_model_state(self, checkpoint: Mapping[str, Any], *, strict: bool) -> None:
         """Load this rank's parts of the model. Collective over all ranks.
@@ -455,7 +455,7 @@ class Checkpointing:
     def _check_base(
         self, base: Mapping[str, str], state: Mapping[str, Any], *, checks_names: bool
     ) -> None:
-        found = self._fingerprints(base, base)
+        own = self._fingerprints(base, base)
 
         def check() -> None:
             if not self._strategy.stores_shards and not self._strategy.is_global_zero:
@@ -463,7 +463,7 @@ class Checkpointing:
             if checks_names:
                 with self._opened():
                     refuse_other_names(base, state, self._module.state_dict(keep_vars=True))
-            refuse_other_base(base, found)
+            refuse_other_base(base, own)
 
         all_or_none(check)
 

@@ -234,14 +234,14 @@ class DataAxis(Axis, ABC):
 
     @override
     def near_groups(self) -> dict[str, list[list[int]]]:
-        found = super().near_groups()
+        groups = super().near_groups()
         ranks_per_node = self.strategy.num_processes
         shards = [
             shard
             for ranks in self.strategy.layout.groups(*self.strategy.gradient_axes)
             for shard in self.shard_groups(ranks, ranks_per_node=ranks_per_node)
         ]
-        return {**found, "shard": shards} if shards else found
+        return {**groups, "shard": shards} if shards else groups
 
     def shard_groups(self, ranks: Sequence[int], *, ranks_per_node: int) -> list[list[int]]:
         """Divide ranks of the axis into groups that hold one copy of the model together.

@@ -503,14 +503,14 @@ def in_order(axes: Iterable[Axis]) -> tuple[Axis, ...]:
     Raises:
         ConfigError: There is no data axis, or two axes have the same name.
     """
-    found = tuple(sorted(axes, key=_position))
-    names = [axis.name for axis in found]
-    if len(set(names)) < len(names) or not any(isinstance(axis, DataAxis) for axis in found):
+    ordered = tuple(sorted(axes, key=_position))
+    names = [axis.name for axis in ordered]
+    if len(set(names)) < len(names) or not any(isinstance(axis, DataAxis) for axis in ordered):
         raise ConfigError(
             f"axes has {', '.join(names) or 'nothing'}, and a mesh has one data axis and at most "
             f"one of each other axis. Add DdpAxis(DdpOptions()), or leave out what is there twice."
         )
-    return found
+    return ordered
 
 
 def _position(axis: Axis) -> tuple[int, bool]:

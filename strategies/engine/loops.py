@@ -289,8 +289,8 @@ class LoopStrategy(RankMeshStrategy):
         """Install the SIGTERM agreement; Lightning has installed its handler by the first loop."""
         if self.sigterm is None:
             axes = self.axes if self.trainer.world_size > 1 else ()
-            found = filter(None, (axis.sigterm_agreement() for axis in axes))
-            self.sigterm = next(found, None) or SigtermAgreement(self.trainer)
+            agreements = filter(None, (axis.sigterm_agreement() for axis in axes))
+            self.sigterm = next(agreements, None) or SigtermAgreement(self.trainer)
         self.sigterm.begin()
 
     def _begin_evaluation(self) -> None:

@@ -385,9 +385,9 @@ def _all_or_config_error(action: Callable[[], object], ranks: HostRanks) -> None
             action()
         except ConfigError as error:
             said = str(error)
-    found = next((each for each in ranks.gather(said) if each is not None), None)
-    if found is not None:
-        raise ConfigError(found)
+    reason = next((each for each in ranks.gather(said) if each is not None), None)
+    if reason is not None:
+        raise ConfigError(reason)
 
 
 def _is_whole(path: Path) -> bool:

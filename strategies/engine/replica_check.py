@@ -93,12 +93,12 @@ class ReplicaCheck:
             group = self._strategy.groups[axis.name]
             hashes = gather_objects(own, group)
             ranks = dist.get_process_group_ranks(group)
-            found = find_differing(dict(zip(ranks, hashes, strict=True)))
-            if found is not None:
-                raise DivergenceError(self._describe(found, axis.name, global_step))
+            difference = find_differing(dict(zip(ranks, hashes, strict=True)))
+            if difference is not None:
+                raise DivergenceError(self._describe(difference, axis.name, global_step))
 
-    def _describe(self, found: "Differing", axis: str, global_step: int) -> str:
-        name, wrong, others = found
+    def _describe(self, difference: "Differing", axis: str, global_step: int) -> str:
+        name, wrong, others = difference
         if wrong is None:
             who = f"ranks {first_of(others, 8)} hold different values of {name}"
         else:

@@ -214,9 +214,9 @@ class ExpertAxis(Axis):
         has_backward = not module.automatic_optimization
         watched = partial(run.run, has_backward=has_backward)
         with values_in_calls(module):
-            found = find_experts(module, watched)
-        experts = self._agreed(found)
-        self._found = experts, found
+            findings = find_experts(module, watched)
+        experts = self._agreed(findings)
+        self._found = experts, findings
         for layer in experts:
             # The context axis proves the whole step before this one.
             if self._on_rows is not None and layer.kind == "routed":
@@ -270,23 +270,23 @@ class ExpertAxis(Axis):
                 stack.enter_context(divided.whole_shapes())
             yield
 
-    def _agreed(self, found: Findings) -> list[Experts]:
+    def _agreed(self, own: Findings) -> list[Experts]:
         """Return the experts that a rank has found and no rank contradicts. Collective.
 
         Records the reasons of the other ranks.
         """
-        even = [layer for layer, _ in found.even]
-        findings = gather_objects((found.experts, even, found.whole))
+        even = [layer for layer, _ in own.even]
+        findings = gather_objects((own.experts, even, own.whole))
         experts: list[Experts] = []
         for layer in chain.from_iterable(of_rank for of_rank, _, _ in findings):
             if not all(layer in (*of_rank, *of_even) for of_rank, of_even, _ in findings):
-                found.whole[layer.name] = "not all ranks have called it in the same way"
+                own.whole[layer.name] = "not all ranks have called it in the same way"
             elif layer not in experts:
                 experts.append(layer)
-        found.calls.update((layer.name, call) for layer, call in found.even if layer in experts)
+        own.calls.update((layer.name, call) for layer, call in own.even if layer in experts)
         for _, _, whole in findings:
-            found.whole.update(whole)
-        if not experts and not found.whole:
+            own.whole.update(whole)
+        if not experts and not own.whole:
             raise ConfigError(
                 f"expert={self.asked!r} was asked for, and {self.strategy.step_name} calls no "
                 f"experts: no module is given rows and, for each, which of several it has to go "
@@ -305,7 +305,7 @@ class ExpertAxis(Axis):
         return experts
 
     def _prove_and_divide(
-        self, module: LightningModule, experts: Sequence[Experts], found: Findings, step: str
+        self, module: LightningModule, experts: Sequence[Experts], findings: Findings, step: str
     ) -> None:
         """Divide proven experts; warn about experts that stay whole. Collective.
 
@@ -317,7 +317,7 @@ class ExpertAxis(Axis):
         around = strategy.step_context(step) if is_mixed else nullcontext
         faults: dict[Any, str | None] = {}
         for layer in experts:
-            part, call = module.get_submodule(layer.name), found.calls[layer.name]
+            part, call = module.get_submodule(layer.name), findings.calls[layer.name]
             kind = kind_of(part, layer)
             if strategy.layout.size("context") > 1 and layer.kind != "routed":
                 faults[kind] = "it needs whole sequences, which the context axis divides"
@@ -344,8 +344,8 @@ class ExpertAxis(Axis):
             if (reason := faults[kind]) is None:
                 self.divided[layer.name] = divide(part, layer, call, group, around)
             else:
-                found.whole[layer.name] = reason
-        texts = list(_reasons(found.whole))
+                findings.whole[layer.name] = reason
+        texts = list(_reasons(findings.whole))
         if not self.divided:
             raise ConfigError(
                 f"expert={self.asked!r} was asked for, and no experts can be divided: "

@@ -143,7 +143,7 @@ def find_experts(model: Module, step: Callable[[], object]) -> Findings:
             each.watch(stack)
         stack.enter_context(mode)
         step()
-    found = Findings()
+    findings = Findings()
     for each in lists.values():
         if each.num_experts not in mode.widths or not each.is_called:
             continue
@@ -153,15 +153,15 @@ def find_experts(model: Module, step: Callable[[], object]) -> Findings:
             own = tuple(n for n, _ in model.named_parameters() if n.startswith(_below(members)))
             of_list = Experts("list", each.name, each.num_experts, own, {}, members=members)
             if each.are_called_as_experts:
-                found.experts.append(of_list)
-                found.calls[each.name] = each.call
+                findings.experts.append(of_list)
+                findings.calls[each.name] = each.call
             else:
-                found.even.append((of_list, each.call))
+                findings.even.append((of_list, each.call))
         elif each.are_called_as_experts:
-            found.whole[each.list_name] = reason or "its experts are called in no module"
+            findings.whole[each.list_name] = reason or "its experts are called in no module"
     adapted = tuple(f"{n}." for m, n in names.items() if isinstance(m, adapter_type()))
     for name in names.values():  # in the order of the model
-        if name not in seen or name in found.calls or name.startswith(adapted):
+        if name not in seen or name in findings.calls or name.startswith(adapted):
             continue
         call = seen[name]
         experts = (
@@ -170,13 +170,13 @@ def find_experts(model: Module, step: Callable[[], object]) -> Findings:
             or _batched(model, name, call, mode.widths)
         )
         if isinstance(experts, str):
-            found.whole[name] = experts
+            findings.whole[name] = experts
         elif experts is not None:
-            found.experts.append(experts)
+            findings.experts.append(experts)
             is_trained = trained.before[model.get_submodule(name)]
-            found.calls[name] = replace(call, has_gradients=is_trained)
-    _leave_nested(found)
-    return found
+            findings.calls[name] = replace(call, has_gradients=is_trained)
+    _leave_nested(findings)
+    return findings
 
 
 def detached(call: ExpertCall, device: torch.device | None = None) -> ExpertCall:
@@ -458,7 +458,7 @@ class _List:
 def _lists_of(model: Module) -> dict[str, _List]:
     """Return lists of equal modules with parameters, by name."""
     named = dict(model.named_modules())
-    found = {}
+    lists = {}
     for name, module in named.items():
         if not name or not isinstance(module, ModuleList | ModuleDict):
             continue
@@ -474,8 +474,8 @@ def _lists_of(model: Module) -> dict[str, _List]:
         # A list of torch cannot be called; a user's subclass can.
         while caller and type(named[caller]).forward in _NOT_CALLED:
             caller = caller.rpartition(".")[0]
-        found[name] = _List(name, caller, named[caller], inside)
-    return found
+        lists[name] = _List(name, caller, named[caller], inside)
+    return lists
 
 
 _NOT_CALLED = (Module.forward, ModuleList.forward, ModuleDict.forward)
@@ -495,12 +495,12 @@ def _is_rows(given: tuple[Any, ...]) -> bool:
     return given[0].ndim > 1 and given[0].is_floating_point()
 
 
-def _leave_nested(found: Findings) -> None:
+def _leave_nested(findings: Findings) -> None:
     """Keep the innermost of nested modules."""
-    names = [each.name for each in found.experts]
-    found.experts = [
-        each for each in found.experts if not any(n.startswith(f"{each.name}.") for n in names)
+    names = [each.name for each in findings.experts]
+    findings.experts = [
+        each for each in findings.experts if not any(n.startswith(f"{each.name}.") for n in names)
     ]
-    for name in list(found.whole):
+    for name in list(findings.whole):
         if any(each.startswith(f"{name}.") for each in names):
-            del found.whole[name]
+            del findings.whole[name]

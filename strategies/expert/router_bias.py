@@ -97,12 +97,12 @@ def find_biases(
     finally:
         for name, value in before.items():
             model.get_buffer(name).copy_(value)
-    found: dict[str, str] = {}
+    biases: dict[str, str] = {}
     for each in experts:
         call = calls.get(each.name)
         if call is None or each.name not in near:
             continue
         chosen = arguments(call.args, call.kwargs)[each.slots["experts"]]
         if bool((chosen == 0).any(-1).all()):
-            found[each.name] = near[each.name]
-    return found
+            biases[each.name] = near[each.name]
+    return biases

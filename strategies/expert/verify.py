@@ -290,15 +290,15 @@ class _Apart(torch.autograd.Function):
     @staticmethod
     @override
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        found: Sequence[Tensor] = [torch.zeros_like(each) for each in ctx.inputs]
+        input_grads: Sequence[Tensor] = [torch.zeros_like(each) for each in ctx.inputs]
         try:
             if ctx.result.requires_grad:
-                found = torch.autograd.grad(
+                input_grads = torch.autograd.grad(
                     ctx.result, ctx.inputs, gradients, allow_unused=True, materialize_grads=True
                 )
         except Exception as error:  # noqa: BLE001 - the user's code
             ctx.raised.append(_raised(error))
-        return None, None, None, *found
+        return None, None, None, *input_grads
 
 
 def _difference(one: Tensor, other: Tensor) -> float:

@@ -124,13 +124,13 @@ def boundary_bytes(
         accumulated: Batches in an optimizer step.
     """
     num_stages = len(crossing[0]) if crossing else 0
-    found = []
+    sizes = []
     for stage in range(1, num_stages):
         specs = [spec for stages in crossing for spec in stages[stage]]
         forward = sum(spec.num_bytes for spec in specs)
         back = sum(spec.num_bytes for spec in specs if spec.needs_grad)
-        found.append((forward * accumulated, back * accumulated))
-    return tuple(found)
+        sizes.append((forward * accumulated, back * accumulated))
+    return tuple(sizes)
 
 
 @dataclass(frozen=True)

@@ -231,15 +231,15 @@ class MicrobatchSplitter:
         sizes = Sizes()
         sizes.read(batch, "batch", is_open=False)
         if sizes.firm:
-            found = self._by_rows(batch, sizes.firm)
+            rows = self._by_rows(batch, sizes.firm)
         elif sizes.in_lists:
-            found = self._by_lists(batch, sizes)
+            rows = self._by_lists(batch, sizes)
         else:
-            found = self._by_constants(batch, sizes.constants)
-        if found.count == 0:
+            rows = self._by_constants(batch, sizes.constants)
+        if rows.count == 0:
             raise ConfigError("The batch has no rows. Leave empty batches out of the data.")
-        self._known.update({path: path in found.samples for path in sizes.lists})
-        return found
+        self._known.update({path: path in rows.samples for path in sizes.lists})
+        return rows
 
     def cut(self, batch: Any, wanted: int, fewest_rows: int = 1) -> tuple[list[Any], list[int]]:
         """Return a batch's microbatches and the rows of each.

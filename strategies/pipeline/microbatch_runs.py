@@ -49,10 +49,10 @@ class SentScalars:
             raise ConfigError(
                 f"{spec.origin} is a scalar. {error.what} Use microbatches=1{error.instead}."
             ) from None
-        found = tuple(float(term.count) / rows for term, kind in terms if kind == "mean")
-        known = self._per_row.setdefault(number, found)
-        is_alike = len(known) == len(found) and all(
-            math.isclose(one, other, rel_tol=1e-5) for one, other in zip(known, found, strict=True)
+        ratios = tuple(float(term.count) / rows for term, kind in terms if kind == "mean")
+        known = self._per_row.setdefault(number, ratios)
+        is_alike = len(known) == len(ratios) and all(
+            math.isclose(one, other, rel_tol=1e-5) for one, other in zip(known, ratios, strict=True)
         )
         if not is_alike or any(kind == "sum" for _, kind in terms):
             raise ConfigError(

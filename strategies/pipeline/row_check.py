@@ -171,17 +171,17 @@ class RowCheck:
         planned = self._stage(stage, part)
         plan = planned.plan
         names = {plan.events[event].name for event in _unit_events(plan, stage)}
-        found: list[tuple[str, Any]] = []
+        outputs: list[tuple[str, Any]] = []
 
         def keep(name: str, module: Any, args: Any, output: Any) -> None:
-            found.extend((f"the output of {name!r}", each) for each in take_apart(output)[0])
+            outputs.extend((f"the output of {name!r}", each) for each in take_apart(output)[0])
 
         with ExitStack() as stack:
             for name in sorted(names):
                 stack.enter_context(planned.units[name].register_forward_hook(partial(keep, name)))
             given = tuple(each.clone() for each in values)
             sent = planned.forward(given, (part, *run.rest), run.kwargs, seed=run.seeds[0])
-        return found + [
+        return outputs + [
             (spec.origin, each) for spec, each in zip(plan.values_out, sent, strict=True)
         ]
 

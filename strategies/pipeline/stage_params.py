@@ -179,12 +179,12 @@ class TiedWeights:
             trained = [parameter for parameter in parameters if parameter.requires_grad]
             if not trained:
                 continue
-            found = [gradients.get(id(parameter)) for parameter in trained]
+            grads = [gradients.get(id(parameter)) for parameter in trained]
             # No gradient on any rank stays none, which optimizers distinguish from zeros.
             counts = sum_flags(
-                [gradient is not None for gradient in found], group, trained[0].device, dtype=_FLAG
+                [gradient is not None for gradient in grads], group, trained[0].device, dtype=_FLAG
             )
-            for parameter, own, count in zip(trained, found, counts, strict=True):
+            for parameter, own, count in zip(trained, grads, counts, strict=True):
                 if count:
                     gradient = torch.zeros_like(parameter) if own is None else own
                     dist.all_reduce(gradient, group=group)

@@ -366,12 +366,12 @@ class StagedModel:
 
     def _find_problem(self, trial: Callable[[], Trial]) -> BatchLossError | None:
         """Return why losses of microbatches cannot be added up. Collective over the pipeline."""
-        found: tuple[str, str] | None = None
+        texts: tuple[str, str] | None = None
         with suppress(Exception):  # raised again within the step, on all ranks
             problem = self.loss_checks.find_problem(trial) if self.holds_last_stage else None
-            found = None if problem is None else (problem.what, problem.instead)
-        found = broadcast_object(found, self.last, self.context.group)
-        return None if found is None else BatchLossError(*found)
+            texts = None if problem is None else (problem.what, problem.instead)
+        texts = broadcast_object(texts, self.last, self.context.group)
+        return None if texts is None else BatchLossError(*texts)
 
     def join(self, run: MicrobatchRun, around: Around) -> JoinedRun | str | None:
         """Return how the outputs of microbatches are joined to the batch's.

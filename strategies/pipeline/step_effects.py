@@ -133,7 +133,7 @@ class StepEffects:
     def apply(self, logged: Iterable[Logged], *, stops: bool) -> list[Logged]:
         """Set the options of ``logged`` on this rank; return the other logged values."""
         rest: list[Logged] = []
-        found: dict[Place, Any] = {}
+        values: dict[Place, Any] = {}
         for each in logged:
             if each.name != OPTION:
                 rest.append(each)
@@ -141,10 +141,10 @@ class StepEffects:
             assert isinstance(each.value, Tensor)
             value = _KINDS[each.options["kind"]](each.value.item())
             place = each.options["place"]
-            found[place] = (*found.get(place, ()), value) if each.options["is_tuple"] else value
+            values[place] = (*values.get(place, ()), value) if each.options["is_tuple"] else value
         trainer = trainer_of(self._module)
         if trainer is not None:
-            for (optimizer, group, option), value in found.items():
+            for (optimizer, group, option), value in values.items():
                 options = trainer.strategy.optimizers[optimizer].param_groups[group]
                 if isinstance(value, Tensor) and isinstance(options.get(option), Tensor):
                     options[option].fill_(value)

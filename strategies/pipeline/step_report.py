@@ -388,9 +388,9 @@ class LastStageBroadcast:
         row = rows[self._source_in_group]
         is_news, has_loss, self.is_mapping, _ = map(bool, row[:_FLAGS].tolist())
         self.stops = bool(rows[:, _FLAGS - 1].any())
-        found, self._found = self._found, None
+        sent, self._found = self._found, None
         if is_news:
-            known = [] if found is None else found[0]
+            known = [] if sent is None else sent[0]
             self._known = broadcast_object(known, self._source, self._group)
         if self._is_on_host and not is_news:
             values = row[_FLAGS:]
@@ -398,7 +398,7 @@ class LastStageBroadcast:
             room = torch.zeros(
                 (_VALUES + self._num_logged), dtype=torch.float64, device=self._device
             )
-            values = room if found is None else found[1]
+            values = room if sent is None else sent[1]
             dist.broadcast(values, self._source, group=self._group)
         numbers = iter(values[_VALUES:])
         logged = [

@@ -264,13 +264,13 @@ class StepRunner:
         self,
         program: RankProgram,
         stages: Sequence[MicrobatchStage],
-        found: Callable[[], Tensor] | None = None,
+        own_report: Callable[[], Tensor] | None = None,
     ) -> StepOutcome:
         digest, self.digest = self.digest, BatchDigest()
 
         def report() -> Tensor:
             zeros = torch.zeros(self._sharing.length, dtype=torch.float64)
-            return torch.cat([self._signals.row(), zeros if found is None else found()])
+            return torch.cat([self._signals.row(), zeros if own_report is None else own_report()])
 
         with host_random_kept():
             outcome = self._executor.run(program, stages, digest, report)

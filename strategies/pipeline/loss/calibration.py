@@ -167,20 +167,20 @@ def kinds_of_rows(trial: Trial) -> set[tuple[int, bool]]:
     Returns:
         The tensor's number with True for a non-zero row, with False for a row of zeros.
     """
-    found = set()
+    kinds = set()
     for number, each in enumerate(_values_of_rows(trial)):
         if each.numel() <= MOST_ELEMENTS:
             rows = each.flatten(1).any(1) if each.ndim > 1 else each != 0
-            found |= {(number, bool(rows.any())), (number, bool(rows.all()))}
-    return found
+            kinds |= {(number, bool(rows.any())), (number, bool(rows.all()))}
+    return kinds
 
 
 def _values_of_rows(trial: Trial) -> list[Tensor]:
     """Return the tensors of a batch of shape ``(B, *)``, real and not empty."""
-    found = tensors_in(trial.rows(range(trial.num_rows)))
+    tensors = tensors_in(trial.rows(range(trial.num_rows)))
     return [
         each.detach()
-        for each in found
+        for each in tensors
         if each.ndim and len(each) == trial.num_rows and not each.is_complex() and each.numel()
     ]
 
@@ -194,7 +194,7 @@ def _more_cuts(
     form: Form, trial: Trial, tried: Sequence[Sequence[int]], attempt: Attempt
 ) -> list[TrialCut]:
     """Prove the form on other rows too, whose logged values may distinguish sum and maximum."""
-    found: list[TrialCut] = []
+    proven: list[TrialCut] = []
     for numbers in tried:
         try:
             cuts = run_cuts(trial, numbers, attempt)
@@ -203,8 +203,8 @@ def _more_cuts(
             raise
         except Exception:  # noqa: BLE001, S112 - these rows prove nothing, others did
             continue
-        found += cuts if all(compared) else []
-    return found
+        proven += cuts if all(compared) else []
+    return proven
 
 
 def _distinguishing_cuts(form: Form, trial: Trial, count: int, attempt: Attempt) -> list[TrialCut]:
@@ -296,11 +296,11 @@ def _rows_by(label: Callable[[int], Label | None], numbers: Sequence[int]) -> di
     rows: dict[Label, int] = {}
     for number in numbers:
         try:
-            found = label(number)
+            given = label(number)
         except Exception:  # noqa: BLE001, S112 - the step may refuse such values
             continue
-        if found is not None:
-            rows.setdefault(found, number)
+        if given is not None:
+            rows.setdefault(given, number)
         if len(rows) == 2:
             break
     return rows
@@ -353,10 +353,10 @@ def _constants(form: Form, cuts: Sequence[TrialCut]) -> dict[Place, Factor]:
     """Return the factors that are independent of the number of rows, by place."""
     form.factors = {}
     _counts(form, cuts)
-    found, form.factors = form.factors, None
+    collected, form.factors = form.factors, None
     return {
         place: factors[0]
-        for place, factors in found.items()
+        for place, factors in collected.items()
         if all(math.isclose(each.divisor, factors[0].divisor, rel_tol=1e-6) for each in factors)
     }
 
@@ -376,7 +376,7 @@ def _kinds(form: Form, cuts: Sequence[TrialCut]) -> dict[Place, set[Kind]]:
     """Return the possible kinds of each term; empty if all its counts are zero."""
     kinds: dict[Place, set[Kind]] = {}
     for place, counts in _counts(form, cuts).items():
-        found = kinds.setdefault(place, set())
+        possible = kinds.setdefault(place, set())
         per_row = [count / part.count for part, term in counts for count in [float(term.count)]]
         if all(math.isclose(each, per_row[0], rel_tol=1e-5) for each in per_row):
             form.per_row[place] = per_row[0]
@@ -393,7 +393,7 @@ def _kinds(form: Form, cuts: Sequence[TrialCut]) -> dict[Place, set[Kind]]:
                 math.isclose(float(whole.count), each, rel_tol=1e-5) for each in values if each
             )
             if not (is_count and is_constant):
-                found.add(_kind(whole, cut, is_count=is_count, is_constant=is_constant))
+                possible.add(_kind(whole, cut, is_count=is_count, is_constant=is_constant))
     return kinds
 
 

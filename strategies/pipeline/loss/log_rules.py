@@ -95,14 +95,14 @@ def note(microbatch: int, value: Any, options: Mapping[str, Any]) -> Noted:
     """
     with functions_unwatched():  # the step is watched, and these calls are not part of it
         tensor = torch.as_tensor(value)
-        found = _count_of(tensor)
+        term_count = _count_of(tensor)
         batch_size = options.get("batch_size")
         return Noted(
             microbatch,
             tensor.detach().double().reshape(()),
-            None if found is None else found.count,
-            is_sum=found is not None and found.is_sum,
-            is_certain=found is not None and found.is_certain,
+            None if term_count is None else term_count.count,
+            is_sum=term_count is not None and term_count.is_sum,
+            is_certain=term_count is not None and term_count.is_certain,
             is_integer=not tensor.is_floating_point() and tensor.dtype != torch.bool,
             precision=3e-2 if tensor.dtype in {torch.float16, torch.bfloat16} else 1e-3,
             batch_size=None if batch_size is None else float(batch_size),

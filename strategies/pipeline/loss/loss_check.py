@@ -168,8 +168,8 @@ class LossChecks:
             known.tries += 1
             if proof is not None and not known.is_of_one_fold and known.is_open(noted, weights):
                 rows = _rows_to_look_at(noted, weights, step.trial.num_rows)
-                found = prove_key(proof.form, step.trial, key, rows, step.logged_of_row)
-                self._learn_rule(key, found)
+                cuts = prove_key(proof.form, step.trial, key, rows, step.logged_of_row)
+                self._learn_rule(key, cuts)
             if known.tries == MOST_TRIES and len(known.fitting) > 1:
                 self._warn_open(key, known.fitting[0])
         return known.fitting[0]
@@ -216,16 +216,16 @@ class LossChecks:
         known = self._rules.get(key)
         if known is not None and len(known.fitting) == 1:
             return
-        found = _fitting(key, cuts)
+        fitting = _fitting(key, cuts)
         if known is not None:
-            found = [each for each in known.fitting if each in found]
-        if not found:
+            fitting = [each for each in known.fitting if each in fitting]
+        if not fitting:
             self._warn(key, cuts[0])
-            found = [usual_rule([part.outcome.logged[key] for part in cuts[0].parts])]
+            fitting = [usual_rule([part.outcome.logged[key] for part in cuts[0].parts])]
         if known is None:
-            self._rules[key] = _CheckedRule(found)
+            self._rules[key] = _CheckedRule(fitting)
         else:
-            known.fitting = found
+            known.fitting = fitting
 
     def _warn_open(self, key: Key, rule: LogRule) -> None:
         warnings.warn(
@@ -325,10 +325,10 @@ def _fitting(key: Key, cuts: Sequence[TrialCut]) -> list[LogRule]:
             if math.isfinite(whole)
         )
 
-    found = [rule for rule in dict.fromkeys(rules(noted[0])) if fits(rule)]
-    if all(each.is_certain for each in noted[0]) and found[:1] == [next(rules(noted[0]))]:
-        return found[:1]  # the graph proves it
-    return [each for each in found if each == found[0] or _differ(each, found[0])]
+    fitting = [rule for rule in dict.fromkeys(rules(noted[0])) if fits(rule)]
+    if all(each.is_certain for each in noted[0]) and fitting[:1] == [next(rules(noted[0]))]:
+        return fitting[:1]  # the graph proves it
+    return [each for each in fitting if each == fitting[0] or _differ(each, fitting[0])]
 
 
 def _differ(one: LogRule, other: LogRule) -> bool:

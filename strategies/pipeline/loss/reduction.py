@@ -250,11 +250,11 @@ class _Position:
         self.node = node
         return node
 
-    def add_empty(self, found: tuple[Tensor | bool, ...]) -> None:
+    def add_empty(self, flags: tuple[Tensor | bool, ...]) -> None:
         """Add flags of masks that hide all elements, combined over ranks."""
-        if found and self.over_ranks is not None:
-            found = self.over_ranks.on_all_ranks(found)
-        self.empty = (*self.empty, *found)
+        if flags and self.over_ranks is not None:
+            flags = self.over_ranks.on_all_ranks(flags)
+        self.empty = (*self.empty, *flags)
 
 
 def read(loss: Tensor, form: Form) -> list[Term]:
@@ -352,8 +352,8 @@ def _visit(position: _Position, source_of: SourceOf, *, is_full: bool) -> Visit:
     if position.is_reduced:
         # Behind a reduction are values of rows, which are not read.
         return Visit(name, tuple(operands(node))) if masks_of(node) else end
-    found = source_of(node)
-    if found.rows or found.scalars:
+    source = source_of(node)
+    if source.rows or source.scalars:
         raise BatchLossError(_not_linear(node, "is not linear in the batch's mean"), _MEAN)
     return end
 
@@ -369,8 +369,8 @@ def _visit_of_product(
     for each in branches:
         branch = node.next_functions[each][0]
         assert branch is not None
-        found = source_of(branch)
-        if found.rows or found.scalars:
+        source = source_of(branch)
+        if source.rows or source.scalars:
             onward.append(each)
     if not onward:  # only parameters
         return Visit(name, branches[:1], is_scalar and len(branches) == 1)
@@ -462,8 +462,8 @@ def read_open(node: Node | None, rows: int) -> list[tuple[Term, Kind]]:
     Raises:
         ConfigError: The graph is ambiguous.
     """
-    found = terms_of(node, Form(), lambda _: Source(rows=True))
-    return [kind_alone(each.counting(), rows) for each in found]
+    terms = terms_of(node, Form(), lambda _: Source(rows=True))
+    return [kind_alone(each.counting(), rows) for each in terms]
 
 
 def kind_alone(term: Term, rows: int) -> tuple[Term, Kind]:

@@ -81,8 +81,8 @@ class StepWeights:
         if is_none(loss):
             # With a graph, an optimizer steps by gradients of zero, as in one process.
             return torch.zeros_like(loss) if loss.grad_fn is None else loss * 0.0, 0.0
-        found = _terms(loss, self._read(loss), rows)
-        data = [each for each in found if each[1] != "penalty"]
+        terms = _terms(loss, self._read(loss), rows)
+        data = [each for each in terms if each[1] != "penalty"]
         kinds = {kind for _, kind in data}
         if self._kind is not None and len(kinds) == 1 and not kinds <= {self._kind}:
             raise BatchLossError(
@@ -99,7 +99,7 @@ class StepWeights:
             )
         self._kind = self._kind or next(iter(kinds), None)
         if self._kind == "sum":
-            return self._weigh_sum(loss, has_penalty=len(data) < len(found))
+            return self._weigh_sum(loss, has_penalty=len(data) < len(terms))
         return self._weigh_mean(loss, [term for term, _ in data], rows)
 
     def _weigh_sum(self, loss: Tensor, *, has_penalty: bool) -> tuple[Tensor, float]:
@@ -113,32 +113,32 @@ class StepWeights:
         return loss, 1.0
 
     def _weigh_mean(
-        self, loss: Tensor, found: list[Term], rows: int
+        self, loss: Tensor, terms: list[Term], rows: int
     ) -> tuple[Tensor, Tensor | float]:
         # Counts without their terms, which would keep the graph alive.
-        self._first = self._first or [_Count(each.count, each.size) for each in found]
-        if not found:  # only penalties
+        self._first = self._first or [_Count(each.count, each.size) for each in terms]
+        if not terms:  # only penalties
             weight: Tensor | float = float(rows)
         else:
-            weight = found[0].count / self._first[0].size
-            self._refuse_uneven(found, weight)
+            weight = terms[0].count / self._first[0].size
+            self._refuse_uneven(terms, weight)
         self.total = self.total + weight
         return _scaled(loss, weight), weight
 
-    def _refuse_uneven(self, found: list[Term], weight: Tensor | float) -> None:
-        if len(found) == 1 and len(self._first) == 1:
+    def _refuse_uneven(self, terms: list[Term], weight: Tensor | float) -> None:
+        if len(terms) == 1 and len(self._first) == 1:
             return
         first_count, size = float(self._first[0].count), self._first[0].size
-        same = len(found) == len(self._first) and all(
+        same = len(terms) == len(self._first) and all(
             math.isclose(
                 float(each.count) * first_count,
                 float(weight) * size * float(first.count),
                 rel_tol=1e-5,
             )
-            for each, first in zip(found, self._first, strict=True)
+            for each, first in zip(terms, self._first, strict=True)
         )
         if not same:
-            parts = ", ".join(f"{each.operator} over {float(each.count):g}" for each in found)
+            parts = ", ".join(f"{each.operator} over {float(each.count):g}" for each in terms)
             raise BatchLossError(
                 f"training_step adds means over different things ({parts}), which microbatches "
                 f"hold in different proportions, so no weight makes their losses the batch's.",
@@ -149,9 +149,9 @@ class StepWeights:
 def _terms(loss: Tensor, known: tuple[Form, list[Term]] | None, rows: int) -> list[Weighable]:
     if known is None:
         return read_open(loss.grad_fn, rows)
-    form, found = known
+    form, raw_terms = known
     terms: list[Weighable] = []
-    for raw in found:
+    for raw in raw_terms:
         per_row = form.per_row.get(raw.place)
         term = raw.counting(None if per_row is None else per_row * rows)
         kind = form.kinds.get(term.place)

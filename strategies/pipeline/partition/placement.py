@@ -374,7 +374,7 @@ def _scalar_units(trace: StepTrace) -> set[str]:
     for event, output in trace.outputs.items():
         shapes = [each.shape for each in output.leaves if isinstance(each, TensorSpec)]
         ranks.setdefault(trace.events[event].name, set()).update(map(len, shapes))
-    return {name for name, found in ranks.items() if found == {0}}
+    return {name for name, dims in ranks.items() if dims == {0}}
 
 
 def _probe_costs(

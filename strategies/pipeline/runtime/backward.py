@@ -195,10 +195,10 @@ def backward_inputs(graph: StageGraph, grads: Grads) -> tuple[Grads, Later]:
 
 def _take_gradients(inputs: Sequence[Tensor]) -> Grads:
     """Return the gradients of a stage's inputs and clear their ``.grad``."""
-    found = tuple(each.grad if each.requires_grad else None for each in inputs)
+    grads = tuple(each.grad if each.requires_grad else None for each in inputs)
     for each in inputs:
         each.grad = None
-    return found
+    return grads
 
 
 def _with_grads(

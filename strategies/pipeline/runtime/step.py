@@ -227,18 +227,18 @@ class PipelineStep:
         graph, grads = self._begin_backward(action)
         start = self._spans.begin()
         with no_module_runs() if action.microbatch < 0 else contextlib.nullcontext():
-            found = backward(graph, grads)
+            input_grads = backward(graph, grads)
         self._end_span(action, start)
         self._live[action.stage] -= 1
-        self._hand_back(action, found)
+        self._hand_back(action, input_grads)
 
     def _backward_inputs(self, action: Action) -> None:
         graph, grads = self._begin_backward(action)
         start = self._spans.begin()
-        found, later = backward_inputs(graph, grads)
+        input_grads, later = backward_inputs(graph, grads)
         self._end_span(action, start)
         self._later[action.stage, action.microbatch] = later
-        self._hand_back(action, found)
+        self._hand_back(action, input_grads)
 
     def _backward_weights(self, action: Action) -> None:
         later = self._later.pop((action.stage, action.microbatch))
@@ -268,17 +268,17 @@ class PipelineStep:
         specs = self._given[arrival.stage, arrival.microbatch]
         return tuple(next(arrived) if spec.needs_grad else None for spec in specs)
 
-    def _hand_back(self, action: Action, found: Grads) -> None:
+    def _hand_back(self, action: Action, input_grads: Grads) -> None:
         """Send the gradients of a stage's inputs to the stage before, zeros for missing ones."""
         index, microbatch = chunk = action.stage, action.microbatch
         if index == 0:
             return
         if self._program.is_local(index - 1):
-            self._grads[index - 1, microbatch] = found
+            self._grads[index - 1, microbatch] = input_grads
             return
         self._to_send[Action(index, "SEND_B", microbatch)] = tuple(
             self._zeros(spec) if grad is None else grad
-            for grad, spec in zip(found, self._awaited[chunk], strict=True)
+            for grad, spec in zip(input_grads, self._awaited[chunk], strict=True)
             if spec.needs_grad
         )
 

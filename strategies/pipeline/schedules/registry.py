@@ -185,7 +185,7 @@ def searched_schedules() -> list[str]:
 @functools.cache
 def _import_orders() -> None:
     package = import_module(f"{__package__}.orders")
-    for module in sorted(pkgutil.iter_modules(package.__path__), key=lambda found: found.name):
+    for module in sorted(pkgutil.iter_modules(package.__path__), key=lambda entry: entry.name):
         import_module(f"{package.__name__}.{module.name}")
 
 
@@ -258,11 +258,11 @@ def _nearest_fits(rule: MicrobatchRule, num_ranks: int, asked: int) -> list[int]
     """Return the nearest fitting numbers below and above, if there are any."""
     below = range(asked - 1, 0, -1)
     above = range(asked + 1, asked + 2 * num_ranks + 1)
-    found = [
+    nearest = [
         next((count for count in numbers if rule.fits(num_ranks, count)), None)
         for numbers in (below, above)
     ]
-    return [count for count in found if count is not None]
+    return [count for count in nearest if count is not None]
 
 
 def schedule_table(

@@ -99,8 +99,8 @@ def select(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, answer: 
     source: Tensor = args[0]
     if name in {"argwhere", "nonzero", "where"}:
         count = source.numel() if answer else 0
-        found = source.new_empty((count, source.ndim), dtype=torch.int64)
-        return found.unbind(1) if name == "where" or kwargs.get("as_tuple") else found
+        indices = source.new_empty((count, source.ndim), dtype=torch.int64)
+        return indices.unbind(1) if name == "where" or kwargs.get("as_tuple") else indices
     if name == "masked_select":
         mask = args[1] if len(args) > 1 else kwargs["mask"]
         flat = (source * torch.ones_like(mask, dtype=source.dtype)).reshape(-1)

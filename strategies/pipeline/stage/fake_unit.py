@@ -96,7 +96,7 @@ def run_on_fakes(
         UnitError: The unit fails on fake tensors.
         ConfigError: Shapes of its output depend on its data.
     """
-    found: list[FakeCall] = []
+    calls: list[FakeCall] = []
     errors: list[Exception] = []
     for answer in (False, True):
         watch = _Watch(f"{name!r} ({type(unit).__name__})", answer=answer)
@@ -125,21 +125,21 @@ def run_on_fakes(
                 or version_of(each) != before[key][1]
                 or before[key][0] in watch.written
             )
-            found.append(_describe(name, unit, result, arguments, mode, watch, flops, written))
+            calls.append(_describe(name, unit, result, arguments, mode, watch, flops, written))
         if not watch.has_guessed:
             break
-    if not found:
+    if not calls:
         failure = UnitError(_explain_failure(name, unit, errors[0]))
         failure.unit = name
         raise failure from errors[0]
-    if len(found) > 1 and _shapes(found[0]) != _shapes(found[1]):
+    if len(calls) > 1 and _shapes(calls[0]) != _shapes(calls[1]):
         raise ConfigError(
             f"what {name!r} ({type(unit).__name__}) gives has another shape when its data are "
-            f"others: {_shapes(found[0])} or {_shapes(found[1])}. The next stage has to know it "
+            f"others: {_shapes(calls[0])} or {_shapes(calls[1])}. The next stage has to know it "
             f"beforehand: pad it inside {name!r}."
         )
-    found[-1].borrowed = [each for call in found for each in call.borrowed]
-    return found[-1]
+    calls[-1].borrowed = [each for call in calls for each in call.borrowed]
+    return calls[-1]
 
 
 def _fake_state(tensor: Tensor, mode: FakeTensorMode) -> Tensor:

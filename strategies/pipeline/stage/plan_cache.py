@@ -201,11 +201,11 @@ class StagePlans:
     ) -> list[tuple[StageRun, ...]]:
         """Return the stages of all microbatches of a batch; arguments as for :meth:`stages`."""
         state = self._state(step)
-        found = []
+        runs = []
         for part, seed in zip(parts, seeds, strict=True):
             known, answers = self._known_of(state, step, part, rest, kwargs, seed)
-            found.append(known.runs[answers])
-        return found
+            runs.append(known.runs[answers])
+        return runs
 
     def tail(
         self,

@@ -477,10 +477,10 @@ def _compare_numbers(call: _UnitCall, result: Any) -> None:
     """Refuse a number other than the one that later stages have."""
     leaves, _ = take_apart(result)
     for at, known in call.numbers:
-        found = leaves[at] if at < len(leaves) else None
-        if found != known and not (math.isnan(known) and isinstance(found, float)):
+        value = leaves[at] if at < len(leaves) else None
+        if value != known and not (math.isnan(known) and isinstance(value, float)):
             raise DivergenceError(
-                f"{call.name!r} returns {found}, and returned {known} when the step was traced for "
+                f"{call.name!r} returns {value}, and returned {known} when the step was traced for "
                 f"batches of these shapes. Later stages still have that number: return a tensor, "
                 f"which is sent to them."
             )

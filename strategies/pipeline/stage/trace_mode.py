@@ -225,9 +225,9 @@ class BetweenUnitsTracer(OwnFunctionMode):
 
     def keep_to_end(self, tensors: list[Tensor]) -> None:
         """Record tensors that the step returns or logs."""
-        found = [self.twins.get(id(tensor), tensor) for tensor in tensors]
-        self.to_end += [self._value_of(tensor) for tensor in found if is_fake(tensor)]
-        self.trace.parameters_out |= self._parameters_of(found)
+        current = [self.twins.get(id(tensor), tensor) for tensor in tensors]
+        self.to_end += [self._value_of(tensor) for tensor in current if is_fake(tensor)]
+        self.trace.parameters_out |= self._parameters_of(current)
 
     def last_change(self, tensor: Tensor) -> int:
         """Return the last event that put a unit's value, or one from behind a unit, into a tensor.
@@ -400,11 +400,11 @@ class BetweenUnitsTracer(OwnFunctionMode):
         return twin
 
     def _parameters_of(self, given: list[Tensor]) -> frozenset[str]:
-        found = [self.from_parameters.get(id(tensor), frozenset()) for tensor in given]
+        names = [self.from_parameters.get(id(tensor), frozenset()) for tensor in given]
         for tensor in given if self.stale else ():
             if id(tensor) in self.stale:
                 self.trace.stale_uses.setdefault(self.stale[id(tensor)], len(self.trace.events))
-        return frozenset().union(*found)
+        return frozenset().union(*names)
 
     def _add(self, event: TraceEvent, given: list[Tensor], before: list[tuple[Tensor, int]]) -> int:
         """Add an event with the values that it uses and changes; return its number."""

@@ -166,8 +166,8 @@ def probe(
                     raise
         if remembered is not None:
             remembered.update(learned)
-    except _KnownReads as found:
-        return found.trace
+    except _KnownReads as known_reads:
+        return known_reads.trace
     if left := next(each.left for each in tried if each.trace is trace):
         again = _StepTracer(root, units, seed=seed, repeats=True)
         again.carried = left

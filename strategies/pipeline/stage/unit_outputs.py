@@ -224,8 +224,8 @@ def describe_unit(unit: Module, forward: Any) -> tuple[Hashable, dict[Setting, H
 
 def _numbers_of_hooks(attributes: Mapping[str, Any]) -> dict[int, int]:
     """Return the order of a module's hooks, by torch's numbers."""
-    found = {number for key in _HOOKS for number in attributes.get(key, ())}
-    return {number: place for place, number in enumerate(sorted(found))}
+    numbers = {number for key in _HOOKS for number in attributes.get(key, ())}
+    return {number: place for place, number in enumerate(sorted(numbers))}
 
 
 def _layout(tensor: Tensor) -> Hashable:
@@ -277,13 +277,13 @@ def _differing(
 ) -> dict[int, set[Setting]]:
     """Return the settings in which units of a kind differ, by kind."""
     firsts: dict[int, Mapping[Setting, Hashable]] = {}
-    found: dict[int, set[Setting]] = {}
+    differing: dict[int, set[Setting]] = {}
     for name, kind in kinds.items():
         first = firsts.setdefault(kind, settings[name])
-        found.setdefault(kind, set()).update(
+        differing.setdefault(kind, set()).update(
             each for each, value in settings[name].items() if value != first[each]
         )
-    return found
+    return differing
 
 
 class _Read:
@@ -340,14 +340,14 @@ _HEAP_TYPE = 1 << 9
 
 def _attributes(unit: Module) -> list[Any]:
     """Return the identities of a unit's attributes and of their members, for comparison."""
-    found: list[Any] = []
+    identities: list[Any] = []
     for module in unit.modules():
         for key, value in vars(module).items():
-            found.append((key, id(value)))
+            identities.append((key, id(value)))
             if isinstance(value, dict | list | set):
                 members = [*value, *value.values()] if isinstance(value, dict) else [*value]
-                found.append((key, [*map(id, members)]))
-    return found
+                identities.append((key, [*map(id, members)]))
+    return identities
 
 
 def _random_state() -> tuple[Any, ...]:

@@ -100,8 +100,8 @@ def _records() -> dict[str, list[Any]]:
     """Return the lists to which hooks of transformers append, if a model records anything."""
     capturing: Any = sys.modules.get("transformers.utils.output_capturing")
     collector = getattr(capturing, "_active_collector", None)
-    found = None if collector is None else collector.get()
-    return {} if found is None else {k: v for k, v in found.items() if isinstance(v, list)}
+    records = None if collector is None else collector.get()
+    return {} if records is None else {k: v for k, v in records.items() if isinstance(v, list)}
 
 
 def with_records(forward: Forward) -> Forward:

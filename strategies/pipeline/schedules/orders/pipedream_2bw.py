@@ -42,7 +42,7 @@ def overlapped_step(num_ranks: int, before: int, now: int) -> Timetable:
         )
     ]
     while True:
-        ready = [found for rank in ranks if (found := rank.next(ranks)) is not None]
+        ready = [candidate for rank in ranks if (candidate := rank.next(ranks)) is not None]
         if not ready:
             return tuple(tuple(rank.slots) for rank in ranks)
         # The action that can begin first; among several, a forward, which all later ranks need.
@@ -74,7 +74,7 @@ class _RankClock:
     def next(self, ranks: Sequence["_RankClock"]) -> tuple[float, bool, int] | None:
         """Return start, whether it is a backward pass, and rank; None if nothing is ready."""
         free = self.slots[-1].end if self.slots else 0.0
-        found = [
+        candidates = [
             (max(free, ready), is_backward, self.number)
             for is_backward, ready in (
                 (False, self._forward_ready(ranks)),
@@ -82,7 +82,7 @@ class _RankClock:
             )
             if ready is not None
         ]
-        return min(found, default=None)
+        return min(candidates, default=None)
 
     def do(self, kind: str, start: float) -> None:
         microbatch = self._forward if kind == "F" else self._backward
