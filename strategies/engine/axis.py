@@ -341,10 +341,7 @@ class Axis:
         return nullcontext()
 
     def join_model_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the whole model's state from one that inner axes have joined. Collective.
-
-        Tensors of ``state`` that this axis divides have the shape of this rank's part.
-        """
+        """Return the whole model's state from one that is whole over the inner axes. Collective."""
         return state
 
     def keeps_whole_state(self, parameter: Tensor) -> bool | None:

@@ -312,8 +312,8 @@ class BatchTail:
             outputs: Outputs of the last unit, with their graph.
 
         Returns:
-            One fp32 tensor of shape ``()`` in their place. Its backward pass, valid once all
-            microbatches are taken, gives the outputs their gradients.
+            A tensor of shape ``()`` in their place. Its backward pass, valid once all microbatches
+            are taken, gives the outputs their gradients.
         """
         self._outputs.append(tuple(each.detach() for each in outputs))
         if number + 1 == len(self._joined.last):
