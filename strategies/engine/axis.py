@@ -47,7 +47,7 @@ FakeRuns = Sequence[tuple[FakeRun, int]]
 
 
 class Axis:
-    """One axis of the mesh. The defaults do nothing.
+    """One axis of the mesh. The defaults are those of an axis without any effect.
 
     All methods are called on every rank, in the same order. Collective ones are marked.
     """

@@ -397,7 +397,7 @@ class Checkpointing:
             read_file: Reads a file by the user's checkpoint plugin.
 
         Raises:
-            CheckpointError: It is damaged, not seen by all ranks, or of another layout's epoch.
+            CheckpointError: It is damaged, some ranks do not see it, or this layout cannot resume.
         """
         strategy = self._strategy
         check_weights_only(weights_only, checkpoint_path)

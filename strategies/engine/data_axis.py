@@ -86,7 +86,7 @@ class OwnedModules(Brought):
 
 
 class OwnedColumns(Brought):
-    """Matrices with the columns of all experts interleaved: column c is of c % num_experts.
+    """Matrices with interleaved columns of all experts: column c is of expert c % num_experts.
 
     Each rank of a group computes with the columns of its experts, equally many, in their order.
 

@@ -165,7 +165,7 @@ def kinds_of_rows(trial: Trial) -> set[tuple[int, bool]]:
     """Return which tensors of the batch have non-zero rows, and which have rows of zeros.
 
     Returns:
-        The tensor's number with True for a non-zero row, with False for a row of zeros.
+        Pairs of the tensor's number and True for a non-zero row, False for a row of zeros.
     """
     kinds = set()
     for number, each in enumerate(_values_of_rows(trial)):
