@@ -219,8 +219,7 @@ class ExpertExchange:
         self.name, self.num_experts, self.group = name, num_experts, group
         self.num_local = num_experts // group.size()
         self.capacity: int | None = None
-        """Most rows that this rank sends to an expert in training; None: all, with exchanged sizes.
-        """
+        """Most rows that this rank sends to an expert in training; None for no limit."""
         self.drop: Callable[[Tensor], None] = noop
         """Called with the number of dropped choices, shape ``()``, on the device."""
         self.note: Callable[[str], None] = noop

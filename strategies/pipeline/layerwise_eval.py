@@ -40,8 +40,7 @@ from boltmesh.strategies.pytree import is_constant, replace_tensors, take_apart,
 from boltmesh.strategies.torch_compat.tensors import tree_map_only
 
 Forms = dict[tuple[int, str, int], bytes]
-"""Forms of layers by number of the cache, attribute of the part with layers, number of the layer.
-"""
+"""Forms of layers, by number of the cache, attribute of its part, and number of the layer."""
 
 
 class _TensorForm:

@@ -27,8 +27,7 @@ from boltmesh.strategies.torch_compat.tensors import DispatchMode, schema_of
 _PERMUTATION, _DROPOUT = "aten::randperm", "aten::native_dropout"
 
 Draw = Callable[[int, str, Tensor], Tensor | None]
-"""Takes number of the draw, operator and drawn tensor; returns a replacement of its shape or None.
-"""
+"""Takes number of the draw, operator and drawn tensor; returns another of its shape, or None."""
 
 
 class SharedDraws:

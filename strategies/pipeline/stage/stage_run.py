@@ -459,11 +459,10 @@ class Tail:
     """A step that is cut behind its last unit, too, for batches of one signature.
 
     ``last.forward(received, args, seed=...)`` runs the last stage's units and returns the values
-    of ``end.plan.values_in``. ``end.forward(values, args, seed=...)`` runs the step from there to
-    its end, with these values in place of units' outputs, and returns its result. The values may
-    come from several microbatches of the last stage joined to one batch; in grad mode, those that
-    need a gradient get one. ``end.plan.parameters`` are the parameters outside of units that it
-    uses.
+    of ``end.plan.values_in``. ``end.forward(values, args, seed=...)`` runs the step without units,
+    with these values in place of their outputs, and returns its result. The values may come from
+    several microbatches of the last stage joined to one batch; in grad mode, those that need a
+    gradient get one. ``end.plan.parameters`` are the parameters outside of units that it uses.
     """
 
     last: StageRun
