@@ -149,7 +149,11 @@ class Axis:
         """
 
     def look_at_whole(self, trainer: Trainer) -> None:
-        """Analyse the model before an inner axis divides it. Collective over all ranks."""
+        """Analyse the model before an inner axis divides it. Collective over all ranks.
+
+        Raises:
+            ConfigError: The axis cannot divide the model.
+        """
 
     def place(self, trainer: Trainer) -> None:
         """Put the model on the axis. Collective over all ranks; inner axes first.
@@ -307,6 +311,9 @@ class Axis:
 
         Args:
             run: Makes the call through the inner axes.
+
+        Raises:
+            UnsupportedError: The axis cannot run it here.
         """
         return run()
 

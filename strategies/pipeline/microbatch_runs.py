@@ -125,7 +125,7 @@ class MicrobatchRun:
 
 
 class MicrobatchStage:
-    """One stage of a run; implements ``runtime.stage.Stage``."""
+    """One stage of a run; implements ``PipelineStage``."""
 
     def __init__(
         self,

@@ -277,7 +277,11 @@ class _StageCut:
         return sorted(alive, key=lambda each: (each.made_at, each.leaf))
 
     def recompute(self, chosen: Collection[int]) -> None:
-        """Replace live values of the tail by their sources, by identity of the values."""
+        """Replace live values of the tail by their sources, by identity of the values.
+
+        Raises:
+            ConfigError: A value cannot be computed again from values of the last stage.
+        """
         waiting = self.alive[-1]
         kept: list[Value] = []
         on_last_stage = {id(each) for each in self.alive[-2]}
