@@ -161,7 +161,7 @@ class ResumeManager:
             warnings.warn(
                 f"{path} holds no random state of rank {self._strategy.global_rank} in this "
                 f"layout ({then['data']} data ranks wrote it, this job has {now['data']}): its "
-                f"random numbers begin anew.",
+                f"random numbers restart from the seed.",
                 stacklevel=2,
             )
         else:

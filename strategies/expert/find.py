@@ -344,7 +344,7 @@ def _checked(
             return f"its parameters are also {other!r}"
     for buffer_name, buffer in module.named_buffers():
         if buffer.ndim and buffer.shape[0] % number == 0:
-            return f"the buffer {prefix + buffer_name!r} is as long as its experts are many"
+            return f"the buffer {prefix + buffer_name!r} has an element for each expert"
     own = tuple(prefix + each for each, _ in module.named_parameters())
     columns = tuple(prefix + each for each in adapters_by_columns(module))
     parameters = tuple(each for each in own if each not in columns)

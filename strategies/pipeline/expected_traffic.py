@@ -274,7 +274,7 @@ class PipelineForecast:
             ),
         }
         broadcast = {
-            "the last stage tells the loss and what was logged": in_step(last_stage_values),
+            "loss and logged values of the last stage": in_step(last_stage_values),
             "averaged gradients of parameters that stages share": evened,
         }
         return [

@@ -62,8 +62,8 @@ class AmbiguousError(MisfitError):
     @override
     def explain(self, first: str, count: int) -> ConfigError:
         return ConfigError(
-            f"{self.path} is a list of {self.size} tensors of one kind: nobody can tell whether "
-            f"each is a sample, or each holds a part of all samples. Give a dict of tensors for "
+            f"{self.path} is a list of {self.size} tensors of one kind: each may be "
+            f"a sample, or hold a part of all samples. Give a dict of tensors for "
             f"parts, or one stacked tensor for samples; or use microbatches=1."
         )
 

@@ -482,7 +482,7 @@ def kind_alone(term: Term, rows: int) -> tuple[Term, Kind]:
     if term.reductions == {"sum"} and not term.divisors:
         return term, "sum"
     if term.reductions == {"sum"}:
-        doubt = "a sum and a number, and it cannot be told whether that counts rows"
+        doubt = "a sum and a number, which may or may not count rows"
     elif not term.reductions:
         doubt = f"{plain_name(term.end)}, which says nothing of rows"
     else:

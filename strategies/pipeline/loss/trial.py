@@ -455,8 +455,8 @@ def _dim_of_rows(spec: ValueSpec, less: ValueSpec, rows: tuple[int, int]) -> int
             return dim
     raise BatchLossError(
         f"{spec.origin} has the shape {list(spec.shape)} for {rows[0]} rows and "
-        f"{list(less.shape)} for {rows[1]}, so it cannot be told how training_step's loss is put "
-        f"together from microbatches."
+        f"{list(less.shape)} for {rows[1]}, so the weights of microbatches in training_step's "
+        f"loss are unknown."
     )
 
 
