@@ -34,9 +34,8 @@ def stalled_seconds(job: JobSnapshot, now: float) -> float | None:
         job: A job that has ended is not stalled.
         now: Wall clock of the reader, seconds since 1970.
     """
-    ranks = live_ranks(job)
     silent_s = silence(job, now)
-    if silent_s is None or silent_s < stall_limit_s(ranks):
+    if silent_s is None or silent_s < STALL_AT_LEAST_S or silent_s < stall_limit_s(live_ranks(job)):
         return None
     return silent_s
 

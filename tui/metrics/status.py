@@ -38,12 +38,14 @@ class Stall(msgspec.Struct, frozen=True):
 
 def find_stall(state: State) -> Stall | None:
     """Return the silence, or None while steps are made."""
-    ranks = live_ranks(state.job)
     silent_s = silence(state.job, state.time)
-    stalled_s = job_stalled_seconds(state)
-    if silent_s is None or silent_s < (typical_limit_s(ranks) or STALL_AT_LEAST_S):
+    if silent_s is None or silent_s < STALL_AT_LEAST_S:
         return None
-    return Stall(silent_s=silent_s, phases=_by_phase(ranks), is_expected=stalled_s is None)
+    ranks = live_ranks(state.job)
+    if silent_s < (typical_limit_s(ranks) or STALL_AT_LEAST_S):
+        return None
+    is_expected = job_stalled_seconds(state) is None
+    return Stall(silent_s=silent_s, phases=_by_phase(ranks), is_expected=is_expected)
 
 
 @remember_last

@@ -212,6 +212,7 @@ def optimizer_step_seconds(job: JobSnapshot) -> float | None:
     return median(found) if found else None
 
 
+@remember_last
 def batches_per_step(job: JobSnapshot) -> int:
     """Return how many batches an optimizer step accumulates, by the first rank that shows it."""
     for rank in job.ranks:
