@@ -1,4 +1,4 @@
-"""Decides what is kept as one: the parameters of each unit, by the optimizer that updates them."""
+"""Groups parameters into buckets: those of one unit that one optimizer updates."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence, Set
@@ -28,10 +28,10 @@ class ShardedParam:
     compute_dtype: torch.dtype
     padded_shape: tuple[int, ...]
     shard: UnitShard | None
-    """None where no unit of FSDP2 gathers it."""
+    """None for a parameter outside of FSDP2 units."""
 
     def replace(self, local: Tensor, flat: Tensor) -> None:
-        """Put another local tensor under the parameter; see ``UnitShard.replace``."""
+        """Replace the local tensor of the parameter; see ``UnitShard.replace``."""
         if self.shard is not None:
             self.shard.replace(local, flat)
         else:
@@ -43,7 +43,10 @@ class ShardedParam:
         return math.prod(self.padded_shape)
 
     def value(self) -> Tensor:
-        """This rank's shard, flat; read from the disk where it waits there."""
+        """Return this rank's shard, ``(numel,)``, read from the disk if it is there.
+
+        Its dtype is the parameter's.
+        """
         local = local_tensor(self.parameter)
         return (local.read() if isinstance(local, OffloadedShard) else local.detach()).reshape(-1)
 
@@ -58,7 +61,8 @@ def collect_sharded_params(
     Args:
         module: The user's module: its parameters' names are the names in messages.
         units: FSDP2's modules by name, in the order of the forward pass.
-        compute_dtypes: What sharded parameters of no unit are gathered in; others in their own.
+        compute_dtypes: Dtypes in which parameters outside of units are gathered; others are
+            gathered in their own.
     """
     names = {parameter: name for name, parameter in module.named_parameters()}
     found: dict[str, list[ShardedParam]] = {}
@@ -105,17 +109,17 @@ def build_buckets(
     takes_frozen: bool,
     shares: Sequence[NormShare] = (),
 ) -> list[tuple[Bucket, Optimizer | None, list[ShardedParam]]]:
-    """One bucket for each unit and each optimizer that updates something in it.
+    """Build one bucket for each unit and each optimizer that updates a parameter of it.
 
     Args:
-        units: As ``collect_sharded_params`` gives them.
+        units: As returned by ``collect_sharded_params``.
         optimizers: The user's.
-        first_index: For the slots.
-        takes_frozen: Whether parameters that no optimizer updates are kept as well.
-        shares: What the data axis and those beside it say of norms of gradients.
+        first_index: Index of the first slot.
+        takes_frozen: Whether parameters that no optimizer updates are offloaded as well.
+        shares: Norm contributions of the data axis and the axes beside it.
 
     Raises:
-        ConfigError: When state of a parameter cannot be kept in fp32.
+        ConfigError: When the state of a parameter cannot be stored in fp32.
     """
     owners = {p: o for o in optimizers for p in _parameters(o) if p.requires_grad}
     made: list[tuple[Bucket, Optimizer | None, list[ShardedParam]]] = []
@@ -156,15 +160,15 @@ def refuse_unknown(
 ) -> None:
     """Raise for parameters of an optimizer that no unit holds.
 
-    The engine's step is the only one: what it does not know would stay as it is.
+    Only the engine steps, so a parameter that it does not hold would never change.
 
     Args:
-        units: As ``collect_sharded_params`` gives them.
+        units: As returned by ``collect_sharded_params``.
         optimizer: The user's.
-        absent: What other ranks hold and step.
+        absent: Parameters that other ranks hold and step.
 
     Raises:
-        ConfigError: When there are any.
+        ConfigError: When there is one.
     """
     known = {each.parameter: each.name for held in units.values() for each in held}
     trained = [each for each in _parameters(optimizer) if each.requires_grad]

@@ -1,4 +1,4 @@
-"""How the parameters of a unit lie in flat state: slots in a bucket, a bucket cut into chunks.
+"""Layout of a unit's parameters in flat state: slots in a bucket, a bucket cut into chunks.
 
 The layout is that of the reduce-scatter output of ``fully_shard``: the shards of a unit's
 parameters one after the other, each padded to ``ceil(rows / ranks)`` rows. A gradient then lies as
@@ -22,16 +22,17 @@ class Slot:
     """One parameter's place in its bucket."""
 
     index: int
-    """Among all parameters that the engine keeps; what the stores of parameters know it by."""
+    """Number among all parameters of the engine; their key in the parameter stores."""
     name: str
     parameter: Parameter
     shape: tuple[int, ...]
-    """Of this rank's shard."""
+    """Shape of this rank's shard."""
     padded_shape: tuple[int, ...]
-    """Of the largest rank's: what all-gathers take from every rank."""
+    """Shape of the largest rank's shard, which all-gathers take from every rank."""
     dtype: torch.dtype
-    """What it is computed in."""
+    """Dtype that it is computed in."""
     offset: int = 0
+    """Start in the bucket, in elements."""
     is_counted: bool = True
     """Whether this rank counts its gradient in norms over all ranks."""
     has_copies: bool = False
@@ -44,13 +45,13 @@ class Slot:
 
     @property
     def padded_numel(self) -> int:
-        """Elements that it takes in the bucket."""
+        """Elements that it occupies in the bucket."""
         return math.prod(self.padded_shape)
 
 
 @dataclass(eq=False)
 class BucketChunk:
-    """A stretch of a bucket that is read, stepped and written as one."""
+    """A range ``start:stop`` of a bucket's elements that is read, stepped and written as one."""
 
     number: int
     bucket: "Bucket"
@@ -65,7 +66,7 @@ class BucketChunk:
         return self.stop - self.start
 
     def pieces(self) -> Iterator["Piece"]:
-        """What of which parameters it holds, padding left out."""
+        """Yield the ranges of parameters in the chunk, without padding."""
         for slot in self.bucket.slots:
             start = max(slot.offset, self.start)
             stop = min(slot.offset + slot.numel, self.stop)
@@ -75,7 +76,7 @@ class BucketChunk:
 
 @dataclass(frozen=True)
 class Piece:
-    """A stretch of one parameter, in elements of its bucket."""
+    """A range of one parameter; ``start`` and ``stop`` count elements of its bucket."""
 
     slot: Slot
     start: int
@@ -98,7 +99,7 @@ class Bucket:
         self.numel = offset
 
     def cut(self, first_number: int, chunk_numel: int) -> None:
-        """Cut it into chunks: between parameters where possible, within those that are larger."""
+        """Cut into chunks: between parameters where possible, within those that are larger."""
         starts = [0]
         for slot in self.slots:
             end = slot.offset + slot.padded_numel
@@ -116,7 +117,10 @@ class Bucket:
         ]
 
     def host_offsets(self) -> dict[BucketChunk, int]:
-        """Return where gradients of chunks that are not kept on the device begin on the host."""
+        """Return where each chunk's gradients begin in the host buffer, in elements.
+
+        Chunks that are kept on the device have none.
+        """
         offsets: dict[BucketChunk, int] = {}
         end = 0
         for chunk in self.chunks:
@@ -126,6 +130,6 @@ class Bucket:
         return offsets
 
     def chunks_of(self, slot: Slot) -> list[BucketChunk]:
-        """The chunks that hold something of a parameter."""
+        """Return the chunks that hold a part of a parameter."""
         end = slot.offset + slot.numel
         return [each for each in self.chunks if each.start < end and each.stop > slot.offset]

@@ -1,10 +1,10 @@
-"""Which chunk of optimizer state lives where: arithmetic alone, without torch.
+"""Decides which chunk of optimizer state is stored where: arithmetic alone, without torch.
 
-The device gets the chunks whose gradients arrive last in the backward pass. The time of their step
-is the tail that nothing hides, so it is spent where a step is fastest. A disk gets those that
-arrive first: they have the rest of the backward pass to be read, stepped and written.
+The device gets the chunks whose gradients arrive last in the backward pass: nothing hides their
+steps, which are fastest there. A disk gets those that arrive first: the rest of the backward pass
+is left to read, step and write them.
 
-Source: Twin-Flow keeps a static share on the device likewise,
+Source: Twin-Flow also keeps a static share on the device,
 https://github.com/deepspeedai/DeepSpeed/tree/master/blogs/deepspeed-offloadpp
 """
 
@@ -19,10 +19,11 @@ def plan_places(numels: Sequence[int], shares: Mapping[str, float]) -> list[str]
 
     Args:
         numels: Elements of each chunk, in the order in which gradients arrive.
-        shares: Of ``"host"`` and ``"disk"``, at most 1 together; the rest stays on the device.
+        shares: Fractions for ``"host"`` and ``"disk"``, at most 1 together; the rest stays on
+            the device.
 
     Returns:
-        A place for each chunk. A chunk is whole, so a share is met to within half a chunk.
+        A place for each chunk. Chunks are not divided, so a share is met to within half a chunk.
     """
     total = sum(numels)
     bounds = {}

@@ -1,13 +1,14 @@
 """The offload engine: optimizer state and parameters away from the device, stepped on the host.
 
-Gradients are taken as FSDP2 reduces them. A bucket whose last gradient is in is stepped at once,
-while the backward pass goes on, as if nothing was clipped; when the norm of all gradients is known
-the guess is committed or corrected. ``gradient_handler`` takes them, has the norm and
-says when a guess is worth it, ``step_in_backward`` steps for good where nothing is clipped.
-Where gradients come all at once, beside a pipeline, they are taken when their norm is.
+Gradients are taken as FSDP2 reduces them. A bucket is stepped as soon as its last gradient is
+reduced, during the backward pass, as if gradients were not clipped. When the norm of all gradients
+is known, this speculative step is committed or corrected. ``gradient_handler`` takes gradients,
+computes the norm and decides which buckets to step early; ``step_in_backward`` makes final steps
+where nothing is clipped. Beside a pipeline, where gradients appear at the end of the batch, they
+are taken when their norm is computed.
 
-What waits for what: a shard that is gathered, read or written waits for the steps of its own
-bucket. ``step`` returns while steps are pending.
+A shard that is gathered, read or written waits for the pending steps of its own bucket. ``step``
+returns while steps are pending.
 """
 
 from collections import Counter
@@ -49,18 +50,18 @@ log = logger()
 
 
 class OffloadEngine(StepBarrier):
-    """Keeps what an ``OffloadPlan`` says away from the device, and steps it.
+    """Stores and steps what an ``OffloadPlan`` moves away from the device.
 
     Args:
-        plan: Where to keep what.
+        plan: Where optimizer state and parameters are stored.
         device: Where the model is computed.
         rank: This rank's number in the job, for messages.
         ranks_per_node: How many ranks share the host's cores.
-        compute_dtypes: What sharded parameters of no FSDP2 unit are gathered in; others in their
-            own.
+        compute_dtypes: Dtypes in which sharded parameters outside of FSDP2 units are gathered;
+            others are gathered in their own.
         recorder: Counts transfers.
-        shares: What the data axis and those beside it say of norms of gradients.
-        absent: Parameters that optimizers have here and other ranks step: other stages hold them.
+        shares: Norm contributions of the data axis and the axes beside it.
+        absent: Parameters of the optimizers that other ranks (other stages) hold and step.
     """
 
     def __init__(
@@ -102,11 +103,11 @@ class OffloadEngine(StepBarrier):
     # Setting up.
 
     def attach(self, module: Module, units: Mapping[str, FSDPModule]) -> None:
-        """Say what FSDP2 has sharded.
+        """Register the parameters that FSDP2 has sharded.
 
         Args:
             module: The user's module.
-            units: All modules of ``fully_shard`` by name, in the order of the forward pass.
+            units: All ``fully_shard`` modules by name, in the order of the forward pass.
         """
         self._units = collect_sharded_params(module, units, self._compute_dtypes)
         alone = {held[0].parameter: n for n, held in self._units.items() if n not in units}
@@ -127,22 +128,22 @@ class OffloadEngine(StepBarrier):
         never_clips: bool = False,
         comes_late: bool = False,
     ) -> None:
-        """Take the state of the optimizers and their parameters over.
+        """Take over the parameters of the optimizers and their state.
 
         Args:
-            optimizers: As the user made them, before the first step. None of them, to evaluate.
-            whole_steps: Steps of those that cannot step a parameter in stretches. They read and
-                write master parameters, whose gradients stay in ``.grad``.
-            exposes_gradients: Leave gradients in ``.grad`` until the step, because somebody may
-                look at them there. Nothing is stepped during the backward pass then.
-            never_clips: Nobody will call ``clip``. What is on a disk is then stepped within the
-                backward pass, and its gradients are released at once.
-            comes_late: Gradients come all at once, after the backward passes of a batch. They are
-                taken from ``.grad`` when their norm is, or else when the optimizer steps: nothing
-                is left that a guess could overlap with.
+            optimizers: As the user made them, before the first step. Empty for evaluation.
+            whole_steps: Step functions of optimizers that cannot step a part of a parameter. They
+                read and write master parameters, whose gradients stay in ``.grad``.
+            exposes_gradients: Leave gradients in ``.grad`` until the step, where user code may read
+                them. Then nothing is stepped during the backward pass.
+            never_clips: ``clip`` will not be called. Buckets on a disk are then stepped within the
+                backward pass, and their gradients are freed at once.
+            comes_late: All gradients appear after the backward passes of a batch. They are taken
+                from ``.grad`` when their norm is computed, or else when the optimizer steps: a
+                speculative step would have nothing to overlap with.
 
         Raises:
-            ConfigError: When an optimizer updates what cannot be kept.
+            ConfigError: When an optimizer updates a parameter that cannot be stored.
         """
         assert not self._optimizers, "adopted already"
         self._whole_steps = dict(whole_steps)
@@ -188,11 +189,10 @@ class OffloadEngine(StepBarrier):
         self._arrivals.watch(made)
 
     def close(self) -> None:
-        """End the thread and give the optimizers back.
+        """End the worker thread and restore the optimizers' own methods.
 
-        Parameters and state stay where they are and can be read, gathered and written: a run that
-        has ended may be evaluated, and saved. Unless a step has failed: what is half stepped is
-        not given out.
+        Parameters and state stay where they are and can be read, gathered and written, so a run
+        that has ended can be evaluated and saved. After a failed step reading them raises instead.
         """
         try:
             if self._stepper is not None and self._arrivals is not None:
@@ -234,10 +234,10 @@ class OffloadEngine(StepBarrier):
         )
 
     def restore(self, staging: Staging | None = None) -> Exception | None:
-        """``close``, and bring all parameters back to the device, or to where they wait.
+        """``close``, and bring all parameters back to the device, or to ``staging``.
 
         Returns:
-            The error of a step that failed. All parameters are NaN then, to be loaded.
+            The error of a step that failed. All parameters are NaN then and must be loaded.
         """
         self.close()
         failure, self._failure = self._failure, None
@@ -245,7 +245,7 @@ class OffloadEngine(StepBarrier):
         self.kept.restore(staging)
         return failure
 
-    # What sources ask.
+    # The StepBarrier that shard sources wait for.
 
     @override
     def wait_for_bucket(self, bucket: Bucket) -> None:
@@ -277,19 +277,19 @@ class OffloadEngine(StepBarrier):
                     store.begin_step()
 
     def _is_current(self, index: int) -> bool:
-        """Whether reading a shard ahead reads what is gathered later: no step of it is pending."""
+        """Whether a shard may be read ahead: no step of its bucket is pending."""
         stepper = self._stepper
         return stepper is None or not stepper.is_busy(self.kept.bucket_of_index(index))
 
     # Gradients.
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Around all backward passes of an accumulation but the last: ``.grad`` adds them up."""
+        """Context for the backward passes of an accumulation but the last: ``.grad`` sums up."""
         assert self._arrivals is not None
         return self._arrivals.no_sync()
 
     def _discard(self, optimizer: Optimizer, keeps_zeros: bool) -> None:
-        """Before ``zero_grad``: gradients that nobody stepped with are dropped."""
+        """Drop gradients that were not stepped with. Called before ``zero_grad``."""
         assert self._arrivals is not None
         assert self._clipper is not None
         self._arrivals.early.check_all("its gradients are dropped")
@@ -344,10 +344,10 @@ class OffloadEngine(StepBarrier):
         self._arrivals.early.end_step()
         self._is_step_new = True
         if self._arrivals.exposes_gradients:
-            self._stepper.drain()  # who set them free to be looked at may also write to them now
+            self._stepper.drain()  # user code that reads exposed gradients may now write to them
 
     def _take_new_groups(self, optimizer: Optimizer) -> None:
-        """Parameters may be added to an optimizer while it runs, as fine-tuning callbacks do."""
+        """Take parameters that were added to a running optimizer, as fine-tuning callbacks do."""
         given = [each for group in optimizer.param_groups for each in group["params"]]
         trained = [each for each in given if each.requires_grad and each not in self._absent]
         frozen = [place[0] for p in trained if (place := self.kept.place.get(p)) is not None]
@@ -361,11 +361,11 @@ class OffloadEngine(StepBarrier):
 
     @property
     def counts(self) -> Counter[str]:
-        """How chunks were stepped so far: ``plain``, ``committed``, ``corrected``, ``undone``."""
+        """Chunks stepped so far by kind: ``plain``, ``committed``, ``corrected``, ``undone``."""
         return Counter() if self._stepper is None else self._stepper.counts
 
     def stored(self) -> dict[str, list[Tensor | StoredBytes]]:
-        """What the engine holds now that parameters and ``optimizer.state`` do not show."""
+        """Tensors and bytes held outside of parameters and ``optimizer.state``, by kind."""
         places = self.kept.bytes_by_place()
         kinds: dict[str, list[Tensor | StoredBytes]] = {
             kind: [StoredBytes(place, count) for place, count in of_kind.items() if count]
@@ -378,12 +378,12 @@ class OffloadEngine(StepBarrier):
 
     @property
     def disk_report(self) -> DiskReport | None:
-        """What was measured of this rank's disk; None when nothing is stored on one."""
+        """Measured speed of this rank's disk; None when nothing is stored on one."""
         return next((each.disk for each in self.kept.stores if each.disk is not None), None)
 
     @property
     def has_whole_steps(self) -> bool:
-        """Whether every step that was begun has ended, or can; ``synchronize`` raises otherwise."""
+        """Whether all steps that were begun have ended or can end; else ``synchronize`` raises."""
         try:
             self._raise_failure()
             self.synchronize()
@@ -392,12 +392,14 @@ class OffloadEngine(StepBarrier):
         return True
 
     def drain(self) -> None:
-        """Return when the thread has nothing to do; guesses stay guesses."""
+        """Return when the worker is idle; speculative steps stay uncommitted."""
         if self._stepper is not None:
             self._stepper.drain()
 
     def synchronize(self) -> None:
         """Return when all steps are done and ``optimizer.state`` is up to date.
+
+        Undoes speculative steps.
 
         Raises:
             OffloadError: When a step failed.
@@ -422,8 +424,8 @@ class OffloadEngine(StepBarrier):
                 self.kept.show_state(optimizer, slot)
 
     def absorb_state(self, optimizer: Optimizer) -> None:
-        """Take over what somebody has put into ``optimizer.state``."""
-        self._end_steps()  # and show nothing of them there: it is what was loaded
+        """Import ``optimizer.state`` after ``load_state_dict``."""
+        self._end_steps()  # without showing their scalars: they would overwrite what was loaded
         self.kept.absorb(optimizer)
 
 

@@ -1,14 +1,14 @@
-"""Gradients from their arrival until their step: collected, weighed, clipped, stepped early.
+"""Gradients from their arrival until their step: collected, summed, clipped, stepped early.
 
-``GradientHandler`` takes gradients as they are reduced. A bucket whose last gradient is in is
-stepped at once where that may be: as a guess, which can be taken back, or for good
+``GradientHandler`` takes gradients as they are reduced. A bucket whose last gradient has arrived is
+stepped at once where possible: speculatively, so that the step can be undone, or finally
 (``step_in_backward``).
 
-``ClipPredictor`` says when a bucket may be stepped before the norm of all gradients is known. A
-step is right when nothing gets clipped. A guess that was wrong costs a correction of 2.7 steps, so
-guesses are made only while they are likely to hold. ``Clipper`` has the norm, and what it is
-clipped to in the coming step; ``plan_step`` says what that step does to a bucket, by the
-optimizer's settings at this moment.
+``ClipPredictor`` decides whether a bucket may be stepped before the norm of all gradients is known.
+Such a step is right if nothing gets clipped. A wrong one costs a correction of 2.7 steps, so
+speculative steps are made only while they are likely to hold. ``Clipper`` holds the norm and the
+coefficient for the coming step; ``plan_step`` combines a bucket's gradients with the optimizer's
+present settings.
 """
 
 import math
@@ -35,12 +35,12 @@ from boltmesh.strategies.torch_compat.autograd import after_gradient
 from boltmesh.strategies.torch_compat.tensors import local_tensor
 
 WARMUP_STEPS = 10
-"""Early gradients are clipped often, and the second moment, close to zero, loses digits when a
-step is corrected: up to a tenth of the step at the first, 8e-6 of it from the tenth on."""
+"""Gradients are clipped often at first, and a correction then loses digits of the second moment,
+which is close to zero: up to a tenth of the first step, 8e-6 of the tenth and later ones."""
 
 
 class ClipPredictor:
-    """Predicts from the squares that have arrived whether the whole norm will be clipped."""
+    """Predicts from the squares that have arrived whether the norm of all gradients is clipped."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -52,15 +52,15 @@ class ClipPredictor:
         self._sum = 0.0
 
     def add(self, key: int, square: float) -> None:
-        """Take the square of a bucket's norm, on this rank, in the order of arrival."""
+        """Add the squared norm of a bucket on this rank, in the order of arrival."""
         self._sum += square
         self._running[key] = self._sum
 
     def allows(self, key: int) -> bool:
         """Whether to step the bucket whose square was added last.
 
-        The sum so far, of this rank, is a lower bound of the whole. Scaled by how much of the
-        whole had arrived at the same bucket in the step before, it is a forecast.
+        This rank's sum so far is a lower bound of the total. Divided by the share of the total
+        that had arrived at the same bucket in the previous step, it is a forecast.
         """
         if self.steps < WARMUP_STEPS or self._was_clipped or not math.isfinite(self._sum):
             return False
@@ -73,7 +73,7 @@ class ClipPredictor:
         return before == 0 or self._sum / before * self._last_total <= limit
 
     def finish(self, *, norm: float | None, max_norm: float | None, was_clipped: bool) -> None:
-        """Learn from a whole step. ``norm`` is of all ranks, None where nobody asked for it."""
+        """Record a finished step. ``norm`` is of all ranks, None if it was not computed."""
         self.steps += 1
         self.max_norm = max_norm
         self._was_clipped = was_clipped
@@ -82,7 +82,7 @@ class ClipPredictor:
         self.forget()
 
     def forget(self) -> None:
-        """Drop what has arrived since the last step: the gradients were thrown away."""
+        """Drop the sums since the last step: its gradients were discarded."""
         self._running = {}
         self._sum = 0.0
 
@@ -90,7 +90,7 @@ class ClipPredictor:
 def plan_step(
     kept: OffloadedState, optimizer: Optimizer, bucket: Bucket, gradients: BucketGradients
 ) -> BucketStep:
-    """Return the step of a bucket with these gradients."""
+    """Return the step of ``bucket`` with these gradients and the optimizer's present settings."""
     updates = plan_updates(kept, optimizer, bucket, gradients.slots)
     return BucketStep(kept.rules[optimizer], gradients, updates)
 
@@ -98,7 +98,7 @@ def plan_step(
 def plan_updates(
     kept: OffloadedState, optimizer: Optimizer, bucket: Bucket, slots: Collection[Slot]
 ) -> dict[Slot, Update]:
-    """Return the settings and the number of the coming step for those of a bucket's slots."""
+    """Return settings and step number of the coming step, for those of ``slots`` it updates."""
     rule = kept.rules[optimizer]
     updates: dict[Slot, Update] = {}
     for group in optimizer.param_groups:
@@ -114,15 +114,15 @@ def plan_updates(
 
 
 class GradientHandler:
-    """The gradients of the coming step.
+    """Takes gradients as they arrive, and keeps those of the coming step.
 
     Args:
-        kept: Whose they are.
-        stepper: Steps with them.
-        device: Where they arrive.
-        lane: Where copies to the host run.
-        exposes_gradients: They stay in ``.grad`` until the step.
-        comes_late: They come all at once, and are taken when somebody asks for them.
+        kept: The state that the gradients update.
+        stepper: Runs the steps.
+        device: Device of the gradients.
+        lane: Stream for copies to the host.
+        exposes_gradients: Gradients stay in ``.grad`` until the step.
+        comes_late: All gradients appear at once, and are taken when norm or step need them.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class GradientHandler:
         self.forecast = ClipPredictor()
         self.early = BackwardStepper()
         self.clipped: set[Optimizer] = set()
-        """Optimizers whose gradients have been clipped so far."""
+        """Optimizers whose gradients have been clipped at least once."""
         self._kept = kept
         self._stepper = stepper
         self._device = device
@@ -174,12 +174,12 @@ class GradientHandler:
     def step_early(
         self, units: Mapping[str, FSDPModule], layers: Mapping[str, Sequence[Module]]
     ) -> None:
-        """Step with them for good as they come; see ``BackwardStepper.start``."""
+        """Make final steps within the backward pass; see ``BackwardStepper.start``."""
         if self._is_watching:
             self.early.start(units, layers)
 
     def close(self) -> None:
-        """Take no more."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -188,11 +188,11 @@ class GradientHandler:
     # As they arrive.
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Around all backward passes of an accumulation but the last: ``.grad`` adds them up."""
+        """Context for the backward passes of an accumulation but the last: ``.grad`` sums up."""
         return patched(self, _is_blocked=True)
 
     def _arrive(self, bucket: Bucket, slot: Slot, parameter: Parameter) -> None:
-        """A gradient is complete on this rank; called within the stream that reduced it."""
+        """Take a gradient that is complete on this rank. Called on the stream that reduced it."""
         if self._is_blocked or parameter.grad is None:
             return
         self.early.check(bucket, "has another gradient")
@@ -230,7 +230,7 @@ class GradientHandler:
         return found
 
     def _weigh(self, bucket: Bucket, gradients: BucketGradients) -> None:
-        """On the worker: the bucket's part of the norm, and whether to step it at once."""
+        """Add the bucket's squared norm and perhaps step it speculatively. Runs on the worker."""
         self.forecast.add(id(bucket), gradients.square())
         if bucket in self._never_guessed or not self.forecast.allows(id(bucket)):
             return
@@ -245,17 +245,17 @@ class GradientHandler:
             self._stepper.guess(bucket, step)
 
     def _may_differ_by_timing(self, bucket: Bucket, *, is_clipped: bool) -> bool:
-        """Whether it does no harm that rounding depends on how far a guess has come.
+        """Whether rounding in this bucket may depend on how far a speculative step has come.
 
-        A chunk that is clipped is stepped once or stepped and corrected. Copies of a shard on
-        several ranks would drift apart: nothing makes them equal again.
+        A chunk that is clipped is either stepped once, or stepped and corrected. Copies of a
+        shard on several ranks would diverge by it, and nothing makes them equal again.
         """
         if torch.are_deterministic_algorithms_enabled():
             return False
         return not (is_clipped and any(each.has_copies for each in bucket.slots))
 
     def collect(self, bucket: Bucket) -> None:
-        """Take what is left in ``.grad``: of earlier micro-batches, exposed, or come late."""
+        """Take what is still in ``.grad``: of earlier micro-batches, exposed, or late."""
         for slot in bucket.slots:
             gradient = slot.parameter.grad
             if gradient is not None:
@@ -268,13 +268,13 @@ class GradientHandler:
             self._gradients[bucket].send()
 
     def drop(self, bucket: Bucket) -> None:
-        """Nobody will step with them."""
+        """Discard the bucket's gradients."""
         if bucket in self._gradients:
             self.unguess(bucket)
             del self._gradients[bucket]
 
     def unguess(self, bucket: Bucket) -> None:
-        """Somebody needs the parameters of a bucket between its gradient and the step."""
+        """Undo a speculative step: the bucket's parameters or gradients are needed before it."""
         if (job := self._weighing.pop(bucket, None)) is not None:
             job.wait()
         if self._stepper.is_guessed(bucket):
@@ -283,7 +283,7 @@ class GradientHandler:
             self._stepper.wait(bucket)  # the undo reads gradients that are about to change
 
     def present(self, buckets: Sequence[Bucket]) -> list[HasSquaredNorm]:
-        """Return what there is of the gradients of buckets, or what is known of them."""
+        """Return the buckets' gradients, or the known squared norms of those already stepped."""
         if not self.exposes_gradients:
             for bucket in buckets:
                 self.collect(bucket)
@@ -294,7 +294,7 @@ class GradientHandler:
             return [each for each in found if each is not None]
         seen: list[HasSquaredNorm] = []
         for bucket in buckets:
-            # A look only: what is in ``.grad`` may still be changed.
+            # Only read: ``.grad`` may still be changed.
             look = BucketGradients(bucket, self._device, None, self._lane)
             for slot in bucket.slots:
                 if slot.parameter.grad is not None:
@@ -304,19 +304,19 @@ class GradientHandler:
         return seen
 
     def settle_all(self) -> None:
-        """Take all guesses back that the worker may be about to make."""
+        """Undo the speculative steps that the worker has made or may be about to make."""
         for bucket in list(self._weighing):
             self.unguess(bucket)
 
     def discard(self, buckets: Sequence[Bucket]) -> None:
-        """Drop all of them: nobody stepped with them."""
+        """Discard the buckets' gradients, if there are any. Called when they are zeroed."""
         if any(bucket in self._gradients for bucket in buckets):
             for bucket in buckets:
                 self.drop(bucket)
             self.forecast.forget()
 
     def held(self) -> list[Tensor]:
-        """The tensors that hold them now."""
+        """Return the tensors that hold gradients now."""
         return [tensor for each in list(self._gradients.values()) for tensor in each.held()]
 
     # When the optimizer steps.
@@ -324,7 +324,7 @@ class GradientHandler:
     def step(
         self, optimizer: Optimizer, bucket: Bucket, coefficient: float
     ) -> Mapping[Slot, Update]:
-        """Submit the step of a bucket, unless it was made early; return what it does."""
+        """Submit the step of a bucket, unless it was made early; return its updates."""
         self.collect(bucket)
         if (job := self._weighing.pop(bucket, None)) is not None:
             job.wait()
@@ -343,7 +343,7 @@ class GradientHandler:
 
 
 class Clipper:
-    """Remembers the norm and the coefficient of each optimizer until its step."""
+    """Holds the gradient norm and the clipping coefficient of each optimizer until its step."""
 
     def __init__(
         self, kept: OffloadedState, arrivals: GradientHandler, device: torch.device
@@ -356,11 +356,11 @@ class Clipper:
         self._coefficients: dict[Optimizer, float] = {}
 
     def coefficient(self, optimizer: Optimizer) -> float:
-        """What gradients are multiplied by in the coming step."""
+        """Factor applied to the gradients in the coming step."""
         return self._coefficients.get(optimizer, 1.0)
 
     def forget(self, optimizer: Optimizer) -> None:
-        """The gradients are gone."""
+        """Drop norm and coefficient: the gradients are gone."""
         self.norms.pop(optimizer, None)
         self._coefficients.pop(optimizer, None)
 
@@ -377,7 +377,7 @@ class Clipper:
         buckets = self._kept.buckets_of(optimizer)
         present = self._arrivals.present(buckets)
         if not present and len(self._kept.shares) == 1:
-            return None  # which the ranks of the data axis see alike
+            return None  # the same on all ranks of the data axis
         groups = [each.group for each in self._kept.shares if each.group.size() > 1]
         return joint_norm(present, groups, self._device)
 
@@ -387,7 +387,7 @@ class Clipper:
         Collective over the ranks that share the model.
 
         Returns:
-            Their norm over all ranks, before clipping; 0 when there is no gradient.
+            Their 2-norm over all ranks before clipping, a scalar; 0 without gradients.
         """
         self._arrivals.early.check_all("its gradients are clipped")
         norm = self.gradient_norm(optimizer)

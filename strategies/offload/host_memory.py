@@ -4,12 +4,12 @@ A transfer between such memory and a disk is 1.6 to 2.6 times as fast as on page
 the kernel pins 512 times fewer of them for each request. torch's own pinned memory is not used: its
 allocator rounds up to powers of two and gives nothing back.
 
-``HostArena`` hands out one large piece in parts, so that a huge page is not spent on each of them;
-``RangeAllocator`` cuts buffers of any size from one range, and takes them back.
+``HostArena`` allocates large pieces and returns parts of them, so that a part does not take a huge
+page of its own; ``RangeAllocator`` allocates and frees ranges of any size within one tensor.
 
-``give_back_free_memory`` returns freed pages to the system. glibc keeps what is freed for later.
-Between large tensors that come and go lie small ones that stay, so the gaps fit nothing large any
-more, and a model that is built tensor by tensor would keep the memory of all of it.
+``give_back_free_memory`` returns freed pages to the system. glibc keeps freed memory for reuse, but
+small tensors that stay between large ones that come and go leave gaps too small for the next, and
+building a model tensor by tensor would then keep the memory of the whole model.
 """
 
 import ctypes
@@ -28,7 +28,7 @@ from boltmesh.errors import OffloadError
 
 
 def describe_bytes(num_bytes: int) -> str:
-    """Three digits and a unit: ``"1.5 GiB"``."""
+    """Format with three digits and a unit: ``"1.5 GiB"``."""
     size = float(num_bytes)
     for unit in ("bytes", "KiB", "MiB"):
         if size < 1000:
@@ -44,14 +44,14 @@ def _trim() -> Callable[[int], int] | None:
 
 
 def give_back_free_memory() -> None:
-    """Return the pages that this process has freed; nothing on systems whose C library does."""
+    """Return pages freed by this process to the system; no-op where the C library has no trim."""
     trim = _trim()
     if trim is not None:
         trim(0)
 
 
 PAGE_BYTES = 4096
-"""Direct I/O asks for addresses, offsets and lengths in multiples of a block, at most this."""
+"""Direct I/O requires addresses, offsets and lengths in multiples of a block, at most this."""
 
 HUGE_PAGE_BYTES = 2 << 20
 
@@ -59,7 +59,7 @@ HUGE_PAGES_SWITCH = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def round_up(num_bytes: int, multiple: int = PAGE_BYTES) -> int:
-    """The least multiple that is not smaller."""
+    """Round up to a multiple."""
     return -(-num_bytes // multiple) * multiple
 
 
@@ -68,7 +68,7 @@ _INHERITED: list[mmap.mmap] = []
 
 
 class _Pages(mmap.mmap):
-    """A private anonymous mapping that is taken back from CUDA before the kernel takes it."""
+    """A private anonymous mapping that is unregistered from CUDA before it is unmapped."""
 
     registered_at: int | None = None
     owner: int = 0
@@ -76,30 +76,30 @@ class _Pages(mmap.mmap):
 
     def __del__(self) -> None:
         if self.owner != self._getpid():
-            # A forked child has this object, but neither the CUDA context nor the pages. What it
-            # has mapped at their address since must not be unmapped: keep the object instead.
+            # A forked child has this object, but neither the CUDA context nor the pages. It may
+            # have mapped something else at their address, so keep the object and do not unmap.
             _INHERITED.append(self)
         elif self.registered_at is not None:
             _cudart().cudaHostUnregister(self.registered_at)
 
 
 def allocate_host(num_bytes: int, *, device: torch.device) -> Tensor:
-    """Zeroed host memory that copies from and to ``device`` and a disk run at full speed from.
+    """Allocate zeroed host memory for copies from and to ``device`` and a disk at full speed.
 
-    It begins on a boundary of its pages, 2 MiB unless it is smaller, and is returned to the system,
-    at once and wholly, with the last tensor that views it. A process forked meanwhile does not see
-    it: otherwise reads that the parent has in flight could arrive in the child's copy, and the next
-    step would take the memory twice.
+    It begins on a page boundary (2 MiB unless it is smaller) and is returned to the system at once
+    when the last tensor that views it is freed. A process forked meanwhile does not have it:
+    otherwise reads in flight in the parent could arrive in the child's copy, and the next step
+    would take the memory twice.
 
     Args:
-        num_bytes: How much.
-        device: Where the data is computed with. On CUDA the memory is page-locked.
+        num_bytes: Size.
+        device: Compute device. For CUDA the memory is page-locked.
 
     Returns:
         A ``uint8`` tensor, shape ``(num_bytes,)``.
 
     Raises:
-        OffloadError: When the system or CUDA does not give that much.
+        OffloadError: When the system or CUDA does not provide that much.
     """
     if num_bytes == 0:
         return torch.empty(0, dtype=torch.uint8)
@@ -123,13 +123,13 @@ def allocate_host(num_bytes: int, *, device: torch.device) -> Tensor:
 
 
 def as_bytes(memory: Tensor) -> memoryview:
-    """A contiguous CPU tensor as writable bytes. The caller keeps the tensor alive meanwhile."""
+    """View a contiguous CPU tensor as writable bytes, while the caller keeps the tensor alive."""
     num_bytes = memory.numel() * memory.element_size()
     return memoryview((ctypes.c_char * num_bytes).from_address(memory.data_ptr())).cast("B")
 
 
 def has_huge_pages() -> bool:
-    """Whether the kernel gives 2 MiB pages to memory that asks for them."""
+    """Whether the kernel provides 2 MiB pages on request."""
     try:
         return "[never]" not in HUGE_PAGES_SWITCH.read_text(encoding="ascii")
     except OSError:
@@ -143,7 +143,7 @@ def _advise(pages: mmap.mmap, name: str) -> None:
     try:
         pages.madvise(advice)
     except OSError as error:
-        # What a kernel built without huge pages answers; preflight tells of it.
+        # EINVAL: a kernel built without huge pages, which the disk preflight reports.
         if error.errno != errno.EINVAL:
             raise
 
@@ -174,15 +174,15 @@ def _lacking(num_bytes: int, error: OSError) -> OffloadError:
 
 
 ALIGNMENT_BYTES = 64
-"""A cache line: no two parts share one."""
+"""A cache line: two parts never share one."""
 
 
 def copy_to_host(value: Tensor, into: Tensor, page_locked: Tensor) -> None:
     """Copy a flat tensor of a GPU into host memory that is not page-locked, at full speed.
 
     Args:
-        value: What to copy, shape ``(numel,)``.
-        into: As many elements of the same dtype.
+        value: Source on the GPU, shape ``(numel,)``.
+        into: Destination, ``(numel,)`` of the same dtype.
         page_locked: Memory of ``allocate_host`` that the copy passes through, part by part.
     """
     passing = page_locked.view(value.dtype)
@@ -193,11 +193,11 @@ def copy_to_host(value: Tensor, into: Tensor, page_locked: Tensor) -> None:
 
 
 class HostArena:
-    """Hands out parts of memory that ``allocate_host`` made for several of them.
+    """Returns parts of larger allocations of ``allocate_host``. Parts are never freed singly.
 
     Args:
-        device: Where the data is computed with.
-        num_bytes: What is reserved at once.
+        device: Compute device.
+        num_bytes: Bytes to allocate now.
     """
 
     def __init__(self, device: torch.device, num_bytes: int = 0) -> None:
@@ -207,18 +207,18 @@ class HostArena:
         self.reserve(num_bytes)
 
     def reserve(self, num_bytes: int) -> None:
-        """Allocate what will be taken next, as ``bytes_of`` counts it; more comes as asked for."""
+        """Allocate for the next parts, sized by ``bytes_of``. ``take`` allocates more if needed."""
         if num_bytes > 0:
             self._rest = allocate_host(num_bytes, device=self.device)
             self.num_bytes += num_bytes
 
     @staticmethod
     def bytes_of(num_bytes: int) -> int:
-        """What a part takes."""
+        """Return the bytes that a part of this size occupies."""
         return round_up(max(1, num_bytes), ALIGNMENT_BYTES)
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A flat tensor of zeros."""
+        """Return zeroed memory, shape ``(numel,)``."""
         wanted = numel * dtype.itemsize
         taken = self.bytes_of(wanted)
         if self._rest is None or self._rest.numel() < taken:
@@ -229,10 +229,10 @@ class HostArena:
 
 
 class RangeAllocator:
-    """First fit over the free ranges of one tensor; neighbours that are free become one.
+    """First-fit allocator over the free ranges of one tensor; adjacent free ranges are merged.
 
     Args:
-        memory: ``uint8``, page-aligned; only whole pages are asked for.
+        memory: ``uint8``, contiguous, ``(num_bytes,)``. Callers align the sizes that they take.
     """
 
     def __init__(self, memory: Tensor) -> None:
@@ -241,11 +241,11 @@ class RangeAllocator:
 
     @property
     def num_bytes(self) -> int:
-        """How much there is, free or not."""
+        """Total size, free or not."""
         return self._memory.numel()
 
     def take(self, num_bytes: int) -> Tensor | None:
-        """A part of the memory, or None when no free range is long enough."""
+        """Return ``(num_bytes,)`` of the memory, or None when no free range is long enough."""
         for start in sorted(self._free):
             length = self._free[start]
             if length >= num_bytes:
@@ -256,7 +256,7 @@ class RangeAllocator:
         return None
 
     def give_back(self, part: Tensor) -> None:
-        """Free what ``take`` gave."""
+        """Free a part that ``take`` returned."""
         start = part.data_ptr() - self._memory.data_ptr()
         end = start + part.numel()
         end += self._free.pop(end, 0)
@@ -267,5 +267,5 @@ class RangeAllocator:
         self._free[start] = end - start
 
     def owns(self, part: Tensor) -> bool:
-        """Whether ``take`` gave this."""
+        """Whether ``take`` returned this part."""
         return 0 <= part.data_ptr() - self._memory.data_ptr() < self._memory.numel()

@@ -1,6 +1,6 @@
 """Stores in memory: optimizer state and shards of parameters, on the host or the compute device.
 
-Shards are in the dtype that they are computed in. ``ParameterCopies`` carries stepped parameters
+Shards are in the dtype that they are computed in. ``ParameterCopies`` copies stepped parameters
 from their chunks to the stores that all-gathers read.
 """
 
@@ -24,7 +24,7 @@ from boltmesh.telemetry.writer.recorder import Recorder
 
 
 class _MemoryStore(StateStore):
-    """State that is stepped where it is kept, so acquiring and releasing are free."""
+    """State that is stepped where it is stored: ``acquire`` and ``release`` cost nothing."""
 
     def __init__(self) -> None:
         self._chunks: dict[int, tuple[Tensor, ...]] = {}
@@ -54,21 +54,21 @@ class HostStore(_MemoryStore):
     """Optimizer state in host memory."""
 
     def __init__(self, device: torch.device) -> None:
-        """Keep state for steps on the host.
+        """Create a store without chunks.
 
         Args:
-            device: Where the model is computed. On CUDA the memory is locked for copies to it.
+            device: Compute device. For CUDA the memory is page-locked.
         """
         super().__init__()
         self._arena = HostArena(device)
 
     def reserve(self, num_bytes: int) -> None:
-        """Allocate for the chunks that are created next, by ``bytes_of``."""
+        """Allocate for the chunks that are created next, sized by ``bytes_of``."""
         self._arena.reserve(num_bytes)
 
     @staticmethod
     def bytes_of(numel: int, num_tensors: int) -> int:
-        """What a chunk takes, for whoever sizes the memory."""
+        """Return the bytes that a chunk of ``num_tensors`` fp32 tensors occupies."""
         return num_tensors * HostArena.bytes_of(4 * numel)
 
     @override
@@ -89,7 +89,7 @@ class HostStore(_MemoryStore):
 
 
 class DeviceStore(_MemoryStore):
-    """Optimizer state that stays on the compute device: what ``offload_fraction`` leaves there."""
+    """Optimizer state that ``offload_fraction`` leaves on the compute device."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -109,19 +109,18 @@ class DeviceStore(_MemoryStore):
 
 
 RING_UNITS = 3
-"""Units that fit into the memory that shards are copied to: one that is gathered, one that FSDP2
-gathers early, and one that is read ahead."""
+"""Units that fit into the device ring: one in use, one that FSDP2 gathers early, one read ahead."""
 
 
 class MemoryParameterStore(ParameterStore):
-    """A store that takes a shard in parts, as the chunks that hold it are stepped."""
+    """A store that accepts a part of a shard: one from each stepped chunk that holds some of it."""
 
     @abstractmethod
     def put_part(self, index: int, start: int, value: Tensor) -> torch.Event | None:
-        """Replace a stretch of a shard.
+        """Replace a range of a shard by ``value``: ``(num_elements,)``, any float dtype.
 
         Returns:
-            What passes when ``value`` may be overwritten; None where it may at once.
+            An event after which ``value`` may be overwritten; None where it may be at once.
         """
 
     @override
@@ -163,7 +162,7 @@ class DeviceParameterStore(MemoryParameterStore):
     @override
     def put_part(self, index: int, start: int, value: Tensor) -> torch.Event | None:
         here = self._shards[index][start : start + value.numel()]
-        # State that is on the device too has just been submitted on this thread's stream.
+        # State that is also on the device was just submitted on this thread's stream.
         stepped = None if value.device.type == "cpu" else event_on_stream(self._device)
         with self._lane.after(self._read.get(index), stepped):
             # Copied as it is and narrowed on the device: narrowing on the host costs it more of
@@ -195,9 +194,9 @@ class _DeviceShard:
     value: Tensor
     copied: torch.Event | None
     part: Tensor | None
-    """The part of the ring; None where the value has memory of its own."""
+    """Its part of the ring; None where the value has memory of its own."""
     read: torch.Event | None = None
-    """Passes when the device has read the value for the last time so far."""
+    """Passes when the device has finished its last read of the value so far."""
     is_in_use: bool = False
 
 
@@ -205,11 +204,11 @@ class HostParameterStore(MemoryParameterStore):
     """Shards in host memory; on an accelerator they are copied to it ahead of their use.
 
     Args:
-        device: Where the model is computed.
-        ring_bytes: Device memory for shards that are copied there. A shard that is needed while
-            the ring is full gets memory of its own.
-        is_current: Whether a shard has been through the last step: others are not read ahead.
-        recorder: Is told of copies to the device.
+        device: Compute device.
+        ring_bytes: Device memory for copies of shards. A shard that is needed while the ring is
+            full gets memory of its own.
+        is_current: Whether no step of a shard is pending; others are not read ahead.
+        recorder: Counts copies to the device.
     """
 
     def __init__(
@@ -229,14 +228,14 @@ class HostParameterStore(MemoryParameterStore):
         self._shards: dict[int, Tensor] = {}
         self._ahead: dict[int, _DeviceShard] = {}
         self._outdated: dict[int, _DeviceShard] = {}
-        """Replaced on the host while they were in use."""
+        """Shards that were replaced on the host while their device copy was in use."""
         self._copied: dict[int, torch.Event | None] = {}
         self._ring_bytes = ring_bytes
         self._ring: DeviceRing | None = None
         self._lock = threading.Lock()
 
     def reserve(self, num_bytes: int) -> None:
-        """Allocate for the shards that are created next, as ``HostArena.bytes_of`` counts them."""
+        """Allocate for the shards created next, sized by ``HostArena.bytes_of``."""
         self._arena.reserve(num_bytes)
 
     @override
@@ -268,11 +267,11 @@ class HostParameterStore(MemoryParameterStore):
 
     @override
     def get_part(self, index: int, start: int, stop: int) -> Tensor:
-        # Waits for the copy, so nobody has to wait for it before the shard is replaced.
+        # ``to`` waits for the copy, so the shard may be replaced as soon as it returns.
         return self._shards[index][start:stop].to(self._device, copy=True)
 
     def _copy(self, index: int, *, is_ahead: bool) -> _DeviceShard | None:
-        """Copy a shard to the device; None where one that is read ahead finds no room."""
+        """Copy a shard to the device; None where a read-ahead finds no room in the ring."""
         here = self._shards[index]
         if self._ring is None:
             self._ring = DeviceRing(
@@ -315,7 +314,7 @@ class HostParameterStore(MemoryParameterStore):
             self._free(shard)
 
     def _is_needed_soon(self, index: int) -> bool:
-        """Whether a shard is asked for again before the ring is full of others."""
+        """Whether a shard is requested again before the ring is full of others."""
         num_bytes = 0
         for following in self._order.upcoming():
             if following == index:
@@ -329,7 +328,7 @@ class HostParameterStore(MemoryParameterStore):
         if shard.part is not None:
             assert self._ring is not None
             self._ring.give_back(shard.part, shard.read or shard.copied)
-        else:  # Its memory belongs to the copying stream, and is in use on this one.
+        else:  # Its memory belongs to the copy stream, and is in use on the current one.
             shard.value.record_stream(torch.accelerator.current_stream(self._device))
 
     @override
@@ -366,43 +365,43 @@ class HostParameterStore(MemoryParameterStore):
 
 
 class ParameterCopies:
-    """Knows which store has the compute copy of which parameter."""
+    """Copies stepped parameters to the store that holds each one's compute copy."""
 
     def __init__(self) -> None:
         self.stores: dict[Slot, ParameterStore] = {}
         self._in_flight: dict[BucketChunk, list[torch.Event]] = {}
-        """Copies that read the state of chunks, which stays where it is."""
+        """Copies in flight that read a chunk's state in host memory."""
         self._staged: dict[Slot, tuple[Tensor, set[int]]] = {}
 
     def is_written_once(self, bucket: Bucket) -> bool:
-        """Whether each chunk must be stepped exactly once a step.
+        """Whether each chunk must be stepped exactly once per step.
 
-        A store that takes whole shards only gets one that several chunks hold when the last of
-        them has been stepped.
+        A store that only takes whole shards gets a shard that spans several chunks when the last
+        of them has been stepped.
         """
         return any(self._is_staged(bucket, slot) for slot in bucket.slots)
 
     def wait(self, chunk: BucketChunk) -> None:
-        """Return when the state of a chunk may be written to."""
+        """Return when the state of a chunk may be written."""
         for each in self._in_flight.pop(chunk, ()):
             each.synchronize()
 
     def wait_for_all(self) -> None:
-        """Return when the state of any chunk may be written to, or given back."""
+        """Return when the state of any chunk may be written or freed."""
         for chunk in list(self._in_flight):
             self.wait(chunk)
 
     def update(self, chunk: BucketChunk, values: Tensor, pieces: Sequence[PieceGradient]) -> None:
-        """Copy the parameters that were stepped out of a chunk.
+        """Copy the stepped parameters of a chunk to their stores.
 
-        State on the host stays as it is until the chunk is stepped again, so copies of it go on
-        beside the next chunk's step: ``wait`` before the state is written to. That of other
-        places may be reused at once.
+        State on the host does not change until the chunk is stepped again, so its copies run
+        beside the next chunk's step: call ``wait`` before writing to it. State in other places may
+        be reused at once.
 
         Args:
             chunk: The chunk.
-            values: Its first tensor.
-            pieces: What was stepped.
+            values: Its first tensor, the master parameters: fp32 ``(chunk_numel,)``.
+            pieces: The ranges that were stepped.
         """
         copied: list[torch.Event | None] = []
         for each in pieces:
@@ -421,7 +420,7 @@ class ParameterCopies:
             self.wait(chunk)
 
     def _is_staged(self, bucket: Bucket, slot: Slot) -> bool:
-        # With its padding, which may reach into a chunk that holds nothing else of it.
+        # Including padding, which may reach into a chunk that holds nothing else of the slot.
         first = bucket.chunks_of(slot)[:1]
         is_whole = all(slot.offset + slot.padded_numel <= chunk.stop for chunk in first)
         return not is_whole and not isinstance(self.stores[slot], MemoryParameterStore)

@@ -1,11 +1,11 @@
-"""A tensor that owns one element and stands for a shard that is kept elsewhere.
+"""A tensor of one element that represents a shard stored elsewhere.
 
-It has the shape, dtype and device of the shard, so DTensor, FSDP2 and optimizers take it for one,
-and no storage of its own. FSDP2 gathers it through its all-gather extension. Other operators read
-the true value and write to it in place; operators that return a view of it are refused.
+It has the shape, dtype and device of the shard, so DTensor, FSDP2 and optimizers accept it, and no
+storage of its own. FSDP2 gathers it through its all-gather extension. Other operators read the
+actual value and write to it in place; operators that return a view of it are refused.
 
-A ``ShardSource`` has the value. Those of the engine are a stretch of a bucket in its chunks:
-``StateSource`` and ``ParameterSource``.
+A ``ShardSource`` provides the value. Those of the engine, ``StateSource`` and ``ParameterSource``,
+are a range of a bucket in its chunks.
 """
 
 from abc import ABC, abstractmethod
@@ -31,7 +31,7 @@ from boltmesh.strategies.torch_compat.tensors import (
 aten = torch.ops.aten
 
 _ALIASES = {aten.detach.default, aten.alias.default}
-"""Views that are the whole shard: they stand for the same value."""
+"""Views of the whole shard: they represent the same value."""
 
 _RESHAPES = {aten.view.default, aten.reshape.default}
 
@@ -51,78 +51,78 @@ _LIKE = {
     aten.new_full.default,
     aten.new_empty_strided.default,
 }
-"""Operators that look at the shape only."""
+"""Operators that use only the shape."""
 
 
 class ShardSource(ABC):
-    """Where the value of one shard is."""
+    """Provides the value of one shard."""
 
     name: str
-    """What messages call it: the parameter's name, and for optimizer state the state's."""
+    """Name in messages: the parameter's, or ``"exp_avg of <parameter>"`` for optimizer state."""
     position: int = 0
-    """Shards of one position are stored together, and those of neighbouring ones close by."""
+    """Sort key: shards of one position are stored together, those of adjacent ones nearby."""
 
     @abstractmethod
     def read(self) -> Tensor:
-        """The value on the CPU, in the shard's shape and dtype, with all pending steps done.
+        """Return the value on the CPU in the shard's shape, after all pending steps.
 
-        It may be the stored value itself, and then changes with the next step.
+        The result may be the stored value itself, which the next step changes.
         """
 
     @abstractmethod
     def write(self, value: Tensor) -> None:
-        """Replace the value by one of the shard's shape, from any device and float dtype."""
+        """Replace the value. ``value`` has the shard's shape, any device and float dtype."""
 
 
 class GatheredSource(ShardSource):
-    """Where the value of a parameter's shard is, in the dtype that it is computed in too."""
+    """Provides a parameter's shard, also in the dtype that it is computed in."""
 
     @abstractmethod
     def fetch(self) -> Tensor:
-        """The shard for an all-gather: on the compute device, padded to its whole size."""
+        """Return the shard for an all-gather: on the compute device, in the padded shape."""
 
     @abstractmethod
     def release(self) -> None:
-        """The work that reads what ``fetch`` gave has been submitted."""
+        """End the use of a ``fetch``: the work that reads it has been submitted."""
 
     def fetch_part(self, start: int, stop: int) -> Tensor:
-        """A stretch of the flat padded shard, on the compute device, to keep."""
+        """Return a copy of elements ``start:stop`` of the flat padded shard, compute device."""
         part = self.fetch().view(-1)[start:stop].clone()
         self.release()
         return part
 
 
 class OffloadedShard(Tensor):
-    """The shard of a parameter, or of its optimizer state, that is kept by a ``ShardSource``."""
+    """The shard of a parameter, or of its optimizer state, stored by a ``ShardSource``."""
 
     __torch_function__ = disabled_torch_function  # type: ignore[assignment]
 
     source: ShardSource
-    """Where the value is."""
+    """Provides the value."""
     element: Tensor
-    """The plain tensor of one element beneath: FSDP2 sees the same storage in each alias."""
+    """The underlying tensor of one element: FSDP2 sees the same storage in each alias."""
 
     @staticmethod
     def of(
         source: ShardSource, shape: Sequence[int], dtype: torch.dtype, device: torch.device
     ) -> "OffloadedShard":
-        """A shard without storage in front of ``source``."""
+        """Build a shard of this shape, without storage, that reads from ``source``."""
         element = torch.zeros((), dtype=dtype, device=device)
         return _stand_for(source, element.expand(tuple(shape)))
 
     def shell(self, numel: int) -> Tensor:
-        """A plain flat tensor over the same storage, of as many elements."""
+        """Return a plain tensor over the same storage, shape ``(numel,)``."""
         return self.element.as_strided((numel,), (0,), 0)
 
     @property
     def position(self) -> int:
-        """Where it is stored: who reads many shards in this order reads each chunk once."""
+        """Storage order: reading shards sorted by it reads each chunk once."""
         return self.source.position
 
     def read(self) -> Tensor:
-        """The value on the CPU, in the shard's shape, with all pending steps done.
+        """Return the value on the CPU in the shard's shape, after all pending steps.
 
-        It may be the stored value itself: do not write to it, and copy it to keep it.
+        The result may be the stored value itself: do not write to it, and copy it to keep it.
         """
         return self.source.read()
 
@@ -143,7 +143,7 @@ class OffloadedShard(Tensor):
         module: Module,
         mp_policy: Any,
     ) -> tuple[tuple[Tensor, ...], None]:
-        """FSDP2's all-gather extension: what to gather, padded alike on every rank."""
+        """FSDP2's all-gather extension: return the shard to gather, equally padded on all ranks."""
         assert isinstance(self.source, GatheredSource)
         return (self.source.fetch(),), None
 
@@ -155,7 +155,7 @@ class OffloadedShard(Tensor):
         *,
         out: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """FSDP2's all-gather extension: the gathered tensor is the parameter as it is."""
+        """FSDP2's all-gather extension: return the gathered tensor as the parameter."""
         assert isinstance(self.source, GatheredSource)
         self.source.release()
         # ``out``, of every gather but the first, is a view of ``outputs`` already.
@@ -192,7 +192,7 @@ class OffloadedShard(Tensor):
 
     @override
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # What is pickled is the value; the storage is one element and would be wrong.
+        # Pickle the value: the storage is one element and would be wrong.
         return self.read().detach().clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     @override
@@ -214,7 +214,7 @@ def _stand_for(source: ShardSource, shell: Tensor) -> OffloadedShard:
 
 
 def _contiguous(func: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The strides of the one element, all zero, are nothing to imitate."""
+    """Add a memory format: the strides of the one element, all zero, must not be imitated."""
     return {**kwargs, "memory_format": torch.contiguous_format} if func in _LIKE_STRIDED else kwargs
 
 
@@ -230,7 +230,7 @@ def _written_shards(
     """Return the shards that an operator writes to.
 
     Raises:
-        OffloadError: When it returns a view of one.
+        OffloadError: When the operator returns a view of one.
     """
     written = []
     for argument, is_written in written_or_viewed(func, args, kwargs):
@@ -249,19 +249,19 @@ def _written_shards(
 
 
 class StepBarrier(Protocol):
-    """The part of the engine that sources need."""
+    """The part of the engine that shard sources need."""
 
     is_lost: bool
-    """Whether what is kept is to be forgotten, after a step that failed."""
+    """Whether stored values are invalid, after a step that failed."""
 
     def wait_for_bucket(self, bucket: Bucket) -> None:
-        """Return when no step of the bucket is pending, nor guessed."""
+        """Return when no step of the bucket is pending or speculative."""
 
     def wait_for_all(self, bucket: Bucket) -> None:
-        """Return when nothing at all is pending: stores of state serve one thread at a time."""
+        """Return when no step at all is pending: state stores serve one thread at a time."""
 
     def begin_gathering(self) -> None:
-        """Somebody is about to gather parameters."""
+        """Announce that parameters are about to be gathered."""
 
 
 class StateSource(ShardSource):
@@ -270,13 +270,13 @@ class StateSource(ShardSource):
     def __init__(
         self, engine: StepBarrier, bucket: Bucket, slot: Slot, number: int, name: str
     ) -> None:
-        """Stand for a stretch of state.
+        """Represent a range of state.
 
         Args:
-            engine: Is asked to let pending steps end first.
-            bucket: Holds the parameter.
+            engine: Ends pending steps before the state is read or written.
+            bucket: Contains the parameter.
             slot: The parameter.
-            number: Which of a chunk's tensors; the parameter itself is 0.
+            number: Index of the tensor within a chunk; the parameter itself is 0.
             name: For messages.
         """
         self._engine = engine
@@ -315,12 +315,12 @@ class StateSource(ShardSource):
                     slice(start - slot.offset, stop - slot.offset),
                 )
             finally:
-                # Loaders write tensor by tensor, and a chunk holds those of many parameters.
+                # Loaders write tensor by tensor, and a chunk holds parts of many parameters.
                 chunk.store.release(chunk.number, is_dirty=is_dirty, defers_write=True)
 
 
 class ParameterSource(StateSource, GatheredSource):
-    """The master parameter, and beside it the copy that is gathered."""
+    """The master parameter and the copy that is gathered."""
 
     def __init__(
         self, engine: StepBarrier, bucket: Bucket, slot: Slot, store: ParameterStore
@@ -350,7 +350,7 @@ class ParameterSource(StateSource, GatheredSource):
         self._store.release(self._slot.index)
 
     def abandon(self) -> None:
-        """Release what was fetched for a gather that nobody waited for."""
+        """Release the shards fetched for a gather whose result was never waited for."""
         while self._num_fetched:
             self.release()
 

@@ -1,9 +1,9 @@
 """The state that the engine keeps: made from parameters and optimizers, shown as DTensors.
 
-A model that is built unit by unit never is in memory as a whole: each unit's shards leave it before
-the next unit is made. ``Staging`` keeps them on the disk, or those of a GPU in host memory, until
-there are optimizers, which say how to keep them; they are read back bucket by bucket when
-``OffloadedState`` takes them over.
+A model that is built unit by unit is never in memory as a whole: each unit's shards are moved away
+before the next unit is made. ``Staging`` stores them on the disk, or those of a GPU in host memory,
+until the optimizers are known, which decide how they are stored. ``OffloadedState`` then reads them
+back bucket by bucket.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -44,20 +44,20 @@ if TYPE_CHECKING:
 CPU = torch.device("cpu")
 
 NUM_THREADS = 2
-"""For each direction: each takes a stack, beside those of the file that follows."""
+"""Per direction, beside the threads of the final swap file. Each thread takes a stack."""
 
 
 LOCKED_BYTES = 32 << 20
-"""Page-locked memory that shards of a GPU pass on their way to the host."""
+"""Page-locked memory through which shards of a GPU are copied to the host."""
 
 
 class Staging:
-    """Keeps shards that no step needs yet. Its memory, or file, goes with the last of them.
+    """Stores shards before any step needs them. Its memory or file is freed with the last shard.
 
     Args:
-        folder: Where to make a file, which grows with what is added; None: in host memory.
-        device: Where the model is computed.
-        rank: Whose file it is, for messages.
+        folder: Where to create a file, which grows with each shard; None for host memory.
+        device: Compute device.
+        rank: Owner of the file, for messages.
         recorder: Counts transfers.
     """
 
@@ -77,7 +77,7 @@ class Staging:
         self._page_locked = allocate_host(locked_bytes, device=device)
 
     def add(self, held: Sequence[ShardedParam]) -> None:
-        """Move shards away and let something without memory stand for them.
+        """Move shards away and replace each by an ``OffloadedShard``, which takes no memory.
 
         Small ones stay where they are.
 
@@ -96,7 +96,7 @@ class Staging:
 
 
 class _StagedSource(GatheredSource):
-    """One shard that waits."""
+    """One staged shard."""
 
     def __init__(
         self,
@@ -158,14 +158,14 @@ class _StagedSource(GatheredSource):
 
     @override
     def release(self) -> None:
-        """What ``fetch`` gave is the caller's own."""
+        """Nothing to do: the result of ``fetch`` belongs to the caller."""
 
     def _cut(self, buffer: Tensor) -> Tensor:
         return buffer[: self._numel * self._dtype.itemsize].view(self._dtype)
 
 
 def rule_of(optimizer: Optimizer) -> UpdateRule:
-    """The arithmetic of a user's optimizer.
+    """Return the arithmetic of a user's optimizer.
 
     Raises:
         ConfigError: When it cannot be run on parts of parameters.
@@ -174,15 +174,15 @@ def rule_of(optimizer: Optimizer) -> UpdateRule:
 
 
 class OffloadedState:
-    """Buckets, their stores, and the shards that stand for them.
+    """Buckets, their stores, and the shards that represent them.
 
     Args:
-        engine: Is asked to let pending steps end before something is read.
-        device: Where the model is computed.
+        engine: Ends pending steps before something is read.
+        device: Compute device.
         rank: For messages about this rank's file.
         recorder: Counts transfers.
-        plan: Where to keep what.
-        shares: What the data axis and those beside it say of norms of gradients.
+        plan: Where optimizer state and parameters are stored.
+        shares: Norm contributions of the data axis and the axes beside it.
     """
 
     def __init__(
@@ -219,13 +219,13 @@ class OffloadedState:
         *,
         is_current: Callable[[int], bool],
     ) -> list[Bucket]:
-        """Move parameters, and what state they have, into stores.
+        """Move parameters and their existing state into stores.
 
-        Parameters that are kept already are left out, so that a later group of parameters can be
-        taken in addition.
+        Parameters that are stored already are skipped, so that a parameter group that is added
+        later can be taken, too.
 
         Returns:
-            The buckets that were made.
+            The new buckets.
         """
         for optimizer in optimizers:
             if optimizer not in self.rules:
@@ -268,15 +268,15 @@ class OffloadedState:
         return buckets
 
     def bucket_of_index(self, index: int) -> Bucket:
-        """The bucket of a slot, by the number that stores know it by."""
+        """Return the bucket of the slot with this index."""
         return self._bucket_of[index]
 
     def buckets_of(self, optimizer: Optimizer) -> list[Bucket]:
-        """What one optimizer updates."""
+        """Return the buckets that one optimizer updates."""
         return [each for each in self.buckets if self.owner[each] is optimizer]
 
     def show_state(self, optimizer: Optimizer, slot: Slot) -> dict[str, Any]:
-        """Return ``optimizer.state`` of a parameter, made as the first step makes it."""
+        """Return ``optimizer.state`` of a parameter, created as the first step creates it."""
         state: dict[str, Any] = optimizer.state[slot.parameter]
         rule = self.rules[optimizer]
         bucket, _ = self.place[slot.parameter]
@@ -290,7 +290,7 @@ class OffloadedState:
         return state
 
     def show_scalars(self, optimizer: Optimizer) -> None:
-        """Bring what an optimizer keeps beside tensors up to date in ``optimizer.state``."""
+        """Update the scalars in ``optimizer.state``, such as step counts."""
         rule = self.rules[optimizer]
         for bucket in self.buckets_of(optimizer):
             for slot in bucket.slots:
@@ -298,12 +298,12 @@ class OffloadedState:
                     self.show_state(optimizer, slot).update(scalars)
 
     def absorb(self, optimizer: Optimizer) -> None:
-        """Take over what ``load_state_dict`` has put into ``optimizer.state``.
+        """Import ``optimizer.state`` after ``load_state_dict``.
 
-        A parameter without state there has none afterwards: its next step is its first.
+        A parameter that has no state there has none afterwards: its next step is its first.
 
         Raises:
-            ConfigError: When a tensor is not this rank's shard of a state.
+            ConfigError: When a tensor does not have the shape of this rank's shard.
         """
         rule = self.rules[optimizer]
         for bucket in self.buckets_of(optimizer):
@@ -326,7 +326,7 @@ class OffloadedState:
                 rule.load_scalars(slot, scalars, starts)
 
     def give_back(self, bucket: Bucket) -> None:
-        """Give a bucket's parameters their fp32 shards back on the device."""
+        """Move a bucket's parameters back to the device, as fp32 shards."""
         for slot in bucket.slots:
             held = self._held[slot]
             del self._held[slot]
@@ -336,7 +336,7 @@ class OffloadedState:
         self.buckets.remove(bucket)
 
     def unstage(self, held: Sequence[ShardedParam]) -> None:
-        """Give back to the device what has been staged and was not taken: no optimizer steps it."""
+        """Move staged parameters that no optimizer steps back to the device."""
         for each in held:
             local = local_tensor(each.parameter)
             if isinstance(local, OffloadedShard) and isinstance(local.source, _StagedSource):
@@ -350,7 +350,7 @@ class OffloadedState:
         held.replace(padded[: value.numel()].view(shape), padded)
 
     def restore(self, staging: Staging | None = None) -> None:
-        """Give all parameters back, to the device or what is large to ``staging``, and let go."""
+        """Move all parameters to the device, or large ones to ``staging``; close the stores."""
         if staging is not None:
             staging.add(list(self._held.values()))
         for bucket in list(self.buckets):
@@ -360,7 +360,7 @@ class OffloadedState:
         self.stores.clear()
 
     def bytes_by_place(self) -> dict[str, dict[MemoryPlace, int]]:
-        """What all stores take now, by kind of memory; master parameters count as state."""
+        """Bytes of all stores by kind and place; master parameters count as ``"optimizer"``."""
         total: dict[str, dict[MemoryPlace, int]] = {"optimizer": {}, "parameters": {}}
         for opened in self.stores:
             for kind, of_kind in (
@@ -369,7 +369,7 @@ class OffloadedState:
             ):
                 for store in of_kind:
                     for place, num_bytes in store.bytes_by_place().items():
-                        # A model that is computed on the CPU has the host's memory alone.
+                        # The device of a model that is computed on the CPU is the host.
                         is_host = place == "device" and self._device.type == "cpu"
                         key = cast("MemoryPlace", "host" if is_host else place)
                         total[kind][key] = total[kind].get(key, 0) + num_bytes
@@ -418,7 +418,7 @@ class OffloadedState:
     def absorb_existing(
         self, owner: Optimizer, bucket: Bucket, existing: Mapping[Slot, Mapping[str, Any]]
     ) -> None:
-        """Show state that was there before the stores were."""
+        """Show the state that a parameter had before the stores were made."""
         rule = self.rules[owner]
         for slot, state in existing.items():
             for name in rule.state_names:
@@ -430,16 +430,16 @@ class OffloadedState:
 
 
 class _LastValue:
-    """The values of shards, the last one kept: several chunks may ask for parts of it."""
+    """Reads shards and keeps the last one, since several chunks may need parts of it."""
 
     def __init__(self, held: Mapping[Slot, ShardedParam]) -> None:
         self._held = held
         self._last: tuple[Slot, Tensor] | None = None
 
     def of(self, slot: Slot) -> Tensor:
-        """The shard of a parameter, flat."""
+        """Return the shard of a parameter, ``(numel,)``."""
         if self._last is None or self._last[0] is not slot:
-            self._last = None  # so that there are never two
+            self._last = None  # so that two are never in memory
             self._last = slot, self._held[slot].value()
         return self._last[1]
 

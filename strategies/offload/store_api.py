@@ -1,13 +1,12 @@
-"""What the offload engine asks of a place that holds state, whichever place it is.
+"""Interfaces of the stores that hold offloaded state: memory, device or disk.
 
 Optimizer state is cut into chunks of at most ``CHUNK_NUMEL`` elements: large enough that a disk
-moves one at full speed, small enough that a few of them in flight are little memory. A chunk is
-the master parameter followed by the optimizer's moments, flat, fp32, each of the same length.
+moves one at full speed, small enough that a few of them in flight take little memory. A chunk is
+the master parameter followed by the optimizer's moments: flat fp32 tensors of equal length.
 
-Parameters are kept a second time, in the dtype that they are computed in, for all-gathers.
+Parameters are stored a second time, in the dtype that they are computed in, for all-gathers.
 
-``AccessTrace`` is the order in which a step asks for shards: recorded in one step, foreseen in the
-next.
+``AccessTrace`` records the order in which a step reads shards, and predicts that of the next step.
 """
 
 from abc import ABC, abstractmethod
@@ -20,23 +19,23 @@ CHUNK_NUMEL = 8 << 20
 
 
 class _Store(ABC):
-    """What is kept in a tier, and how it ends."""
+    """Base of both kinds of store: flush, close, and memory use."""
 
     @abstractmethod
     def flush(self) -> None:
         """Return once everything written is on its medium.
 
         Raises:
-            OffloadError: The first error of a transfer that nobody has been told yet.
+            OffloadError: The first error of a transfer that has not been raised yet.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Free memory and files. Nothing else may be called afterwards, but ``close`` again."""
+        """Free memory and files. Only ``close`` may be called again afterwards."""
 
     @abstractmethod
     def bytes_by_place(self) -> dict[str, int]:
-        """What the store takes now, by ``"device"``, ``"host"`` and ``"disk"``."""
+        """Return the bytes in use now, by ``"device"``, ``"host"`` and ``"disk"``."""
 
 
 class StateStore(_Store):
@@ -48,15 +47,17 @@ class StateStore(_Store):
 
     @abstractmethod
     def create(self, chunk: int, tensors: Sequence[Tensor]) -> None:
-        """Store the initial values of a new chunk: flat, fp32, of equal length."""
+        """Store a new chunk's initial values: fp32 tensors of shape ``(chunk_numel,)``."""
 
     @abstractmethod
     def prefetch(self, chunk: int) -> None:
-        """Say that the chunk will be acquired soon. A hint: it never blocks."""
+        """Announce that the chunk will be acquired soon. A hint: it never blocks."""
 
     @abstractmethod
     def acquire(self, chunk: int) -> tuple[Tensor, ...]:
-        """The chunk's tensors, flat, fp32 and writable until ``release``; blocks until read.
+        """Return the chunk's tensors, fp32 ``(chunk_numel,)``; blocks until they are read.
+
+        They are writable until ``release``.
 
         Raises:
             OffloadError: When the chunk could not be read, or is not what was written.
@@ -64,13 +65,13 @@ class StateStore(_Store):
 
     @abstractmethod
     def release(self, chunk: int, *, is_dirty: bool, defers_write: bool = False) -> None:
-        """Give the tensors back.
+        """End the use of the tensors that ``acquire`` returned.
 
         Args:
-            chunk: What was acquired.
-            is_dirty: They were changed, and are to be written back.
-            defers_write: Not before another chunk is used, or all is flushed: for whoever changes
-                a chunk one parameter after the other.
+            chunk: The acquired chunk.
+            is_dirty: Whether the tensors were changed and must be written back.
+            defers_write: Delay the write until another chunk is used or ``flush`` is called: for
+                callers that change a chunk one parameter at a time.
         """
 
 
@@ -79,19 +80,24 @@ class ParameterStore(_Store):
 
     @abstractmethod
     def create(self, index: int, value: Tensor) -> None:
-        """Store a new shard: flat, padded to the size that all-gathers take, in its dtype."""
+        """Store a new shard, shape ``(padded_numel,)``, in the dtype that it is computed in.
+
+        ``padded_numel`` is what an all-gather takes from every rank.
+        """
 
     @abstractmethod
     def begin_step(self) -> None:
-        """All shards are as new as the last optimizer step: reading ahead may start again.
+        """Allow reading ahead again: all shards are as new as the last optimizer step.
 
-        Nothing is read ahead past the last ``get`` of a step, for it would be older than the
-        optimizer step that is still to come.
+        Nothing is read ahead past the last ``get`` of a step: it would be older than the coming
+        optimizer step.
         """
 
     @abstractmethod
     def get(self, index: int) -> Tensor:
-        """The shard on the compute device, flat, valid until ``release``; blocks until read.
+        """Return a shard on the compute device, ``(padded_numel,)``; blocks until it is read.
+
+        It is valid until ``release``.
 
         Raises:
             OffloadError: When the shard could not be read, or is not what was written.
@@ -99,13 +105,13 @@ class ParameterStore(_Store):
 
     @abstractmethod
     def release(self, index: int) -> None:
-        """Give the shard back, once the work submitted so far on the current stream is done."""
+        """Free the shard once the work submitted so far on the current stream is done."""
 
     def get_part(self, index: int, start: int, stop: int) -> Tensor:
-        """A stretch of a shard on the compute device, flat, to keep.
+        """Return a copy of elements ``start:stop`` of a shard, on the compute device.
 
-        For layers that are gathered in tiles. A store that can, takes no more of the device's
-        memory than the stretch.
+        For layers that are gathered in tiles. Subclasses may need no more device memory than the
+        result, shape ``(stop - start,)``.
         """
         part = self.get(index)[start:stop].clone()
         self.release(index)
@@ -113,18 +119,18 @@ class ParameterStore(_Store):
 
     @abstractmethod
     def put(self, index: int, value: Tensor) -> None:
-        """Replace a shard after a step. ``value`` is flat, of any float dtype, and copied."""
+        """Replace a shard by a copy of ``value``: ``(padded_numel,)``, any float dtype."""
 
 
 MAX_RECORDED = 1 << 16
-"""A step with a validation epoch in it asks for ever; what comes later would be foreseen badly."""
+"""Limit of the trace: a step that includes a validation epoch is too long to predict."""
 
 
 class AccessTrace:
-    """Foresees requests by what was asked in the step before, from wherever the step now stands.
+    """Predicts the next requests from the trace of the previous step and the position in it.
 
-    A step that takes another way is found again at the next request that the recorded one knows;
-    until then too much or too little is foreseen, which costs time and nothing else.
+    When a step departs from the trace, the position is found again at the next request that the
+    trace contains. A wrong prediction costs time, never correctness.
     """
 
     def __init__(self) -> None:
@@ -134,7 +140,7 @@ class AccessTrace:
         self._last: int | None = None
 
     def begin_step(self) -> None:
-        """Take what was asked since the last call as what will be asked from now on."""
+        """Predict the requests of the coming step from those since the last call."""
         if self._recording and len(self._recording) < MAX_RECORDED:
             self._order = self._recording
         self._recording = []
@@ -142,7 +148,7 @@ class AccessTrace:
         self._last = None
 
     def note(self, index: int) -> None:
-        """A shard is asked for."""
+        """Record a request for shard ``index``."""
         if len(self._recording) < MAX_RECORDED:
             self._recording.append(index)
         if not self._is_at(index):
@@ -152,7 +158,7 @@ class AccessTrace:
         self._last = index
 
     def upcoming(self) -> Iterator[int]:
-        """The next requests, up to the end of the step, each shard once."""
+        """Yield the next requests, up to the end of the step, each shard once."""
         seen = set()
         for at in range(self._position, len(self._order)):
             index = self._order[at]
@@ -164,10 +170,10 @@ class AccessTrace:
         return self._position < len(self._order) and self._order[self._position] == index
 
     def _find(self, index: int) -> None:
-        """Go to where the last two requests follow one another, else to the first of this one.
+        """Move to where the last two requests are adjacent, else to the first of this one.
 
-        Forward, then backward ask for each shard in another neighbourhood, so the pair tells them
-        apart; a second forward pass, of validation or of the next micro-batch, begins again.
+        Forward and backward passes request a shard after different ones, so the pair identifies
+        the position; a second forward pass (validation, the next micro-batch) starts over.
         """
         order, last = self._order, self._last
         pairs = (at for at in range(1, len(order)) if order[at] == index and order[at - 1] == last)
