@@ -1,9 +1,9 @@
-"""Steps of buckets on a disk within the backward pass, for good: where nothing is ever clipped.
+"""Final steps of buckets on a disk within the backward pass, where nothing is ever clipped.
 
-Gradients that are kept until the optimizer's step take 4 bytes a parameter, more than everything
-else that a model on a disk keeps in memory. Where their norm changes nothing, a bucket is stepped
-as soon as its gradients are complete, and they are released. A step cannot be taken back then: who
-asks for the parameters before all of it is done gets an error and not a mixture.
+Gradients that are kept until the optimizer's step take 4 bytes per parameter, more than all else
+that a model on a disk keeps in memory. Where their norm changes nothing, a bucket is stepped as
+soon as its gradients are complete, and they are freed. Such a step cannot be undone, so reading the
+parameters before the optimizer's step raises instead of returning a mixture of old and new.
 """
 
 from collections import Counter, deque
@@ -24,8 +24,8 @@ from boltmesh.strategies.torch_compat.autograd import is_in_backward, not_compil
 from boltmesh.strategies.torch_compat.fsdp_hooks import skip_gathers_ahead
 
 WAITING_BYTES = 64 << 20
-"""Gradients that may wait for the disk. The next forward pass needs first what is stepped last, so
-a backward pass that waits for the disk loses next to nothing."""
+"""Limit of gradients that wait for the disk. The next forward pass first needs what is stepped
+last, so a backward pass that waits for the disk loses next to nothing."""
 
 KEEP_ADVICE = (
     "Define on_after_backward in the LightningModule: gradients are then kept until the step."
@@ -33,7 +33,7 @@ KEEP_ADVICE = (
 
 
 class BegunStep:
-    """A bucket that has been stepped in this backward pass; its gradients are gone."""
+    """A bucket that was stepped in this backward pass; its gradients are freed."""
 
     def __init__(self, step: BucketStep, num_arrivals: int) -> None:
         self.updates: Mapping[Slot, Update] = step.updates
@@ -45,17 +45,17 @@ class BegunStep:
         self._square = gradients.square()
 
     def square(self) -> float:
-        """The sum of the gradients' squares."""
+        """Return the sum of squares of the gradients on this rank."""
         self.weighing.wait()
         return self._square
 
 
 class BackwardStepper:
-    """Knows which buckets may be stepped early, and which have been.
+    """Tracks which buckets may be stepped in the backward pass, and which have been.
 
-    A unit that runs twice in a step has its gradients reduced twice, and nothing tells the first
-    time from the last; nor of a weight that several graphs compute with. Those wait until the step;
-    they are known by their calls.
+    The gradients of a unit that runs twice in a step are reduced twice, and the first reduction
+    cannot be distinguished from the last; the same holds for a weight used by several graphs. They
+    are recognised by counting forward calls, and are stepped by the optimizer's step.
     """
 
     def __init__(self) -> None:
@@ -74,8 +74,8 @@ class BackwardStepper:
         """Allow early steps.
 
         Args:
-            units: What is gathered as one, by the names of buckets.
-            layers: What computes with a weight of no unit, by its name.
+            units: FSDP2 units by bucket name.
+            layers: Modules that use a weight outside of units, by the weight's name.
         """
         self._is_on = True
         for name, unit in units.items():
@@ -88,12 +88,12 @@ class BackwardStepper:
             self._undo.extend(each.register_forward_pre_hook(count).remove for each in users)
 
     def limit(self, buckets: Sequence[Bucket]) -> None:
-        """Fit what may wait to the model: who offloads to a disk is short of memory."""
+        """Limit waiting gradients by the model's size: disk offload means that memory is short."""
         total = sum(4 * bucket.numel for bucket in buckets)
         self._limit_bytes = min(WAITING_BYTES, total // 16)
 
     def close(self) -> None:
-        """Forget everything."""
+        """Remove all hooks and drop all records."""
         for undo in self._undo:
             undo()
         self._undo.clear()
@@ -103,15 +103,15 @@ class BackwardStepper:
         self._is_on = False
 
     def _count(self, name: str, module: Module, _: Any) -> None:
-        # Checkpointed layers run again within the backward pass, and are reduced once; before that
-        # they may run without gradients, as the root (named "") never does but in an evaluation.
+        # A checkpointed layer runs again within the backward pass and is reduced once; before that
+        # it may run without gradients. The root (named "") runs so in an evaluation only.
         is_training = torch.is_grad_enabled() or (bool(name) and module.training)
         if is_training and not is_in_backward():
             self._calls[name] += 1
 
     def _count_layer(self, name: str, module: Module, _: Any) -> None:
-        # A graph's gradients are added up before they arrive, once. What is checkpointed by the
-        # reentrant way is a graph by itself, made within the backward pass.
+        # A graph's gradients are summed before they arrive, once. Reentrant checkpointing makes a
+        # graph of its own within the backward pass.
         if is_in_backward():
             return
         if not torch.is_grad_enabled():
@@ -121,24 +121,24 @@ class BackwardStepper:
             self._calls[name] += 1
 
     def allows(self, bucket: Bucket, num_arrivals: int) -> bool:
-        """Whether a bucket with so many gradients has all of them, and may be stepped."""
+        """Whether a bucket with this number of gradients is complete and may be stepped."""
         if not self._is_on or num_arrivals != len(bucket.slots) or self._calls[bucket.name] > 1:
             return False
         self._complete.add(bucket.name)
         return any(chunk.place == "disk" for chunk in bucket.chunks)
 
     def _is_over(self, name: str) -> bool:
-        # All ranks say the same, also those that have nothing of the unit on their disk.
+        # The same on all ranks, also those that have no part of the unit on their disk.
         return name in self._complete and self._calls[name] <= 1
 
     def begin(self, bucket: Bucket, step: BucketStep, stepper: Stepper) -> None:
-        """Step a bucket, once there is room for its gradients to wait in."""
+        """Step a bucket, after waiting until its gradients fit into the limit."""
         num_bytes = sum(each.nbytes for each in step.gradients.held())
         self._make_room(num_bytes)
         begun = self._begun[bucket] = BegunStep(step, step.gradients.num_arrivals)
         stepper.worker.submit(begun.weighing)
         stepper.step(bucket, step, 1.0)
-        # It ends when all that was submitted before has ended.
+        # This task ends when all that was submitted before has ended.
         self._waiting.append((stepper.worker.submit(WorkerTask(noop)), num_bytes))
 
     def _make_room(self, num_bytes: int) -> None:
@@ -152,14 +152,14 @@ class BackwardStepper:
             self._waiting.popleft()
 
     def begun(self, bucket: Bucket) -> BegunStep | None:
-        """The step that was made early, until ``finish``."""
+        """Return the bucket's early step, until ``finish``."""
         return self._begun.get(bucket)
 
     def finish(self, bucket: Bucket, updates: Mapping[Slot, Update]) -> BegunStep:
-        """The optimizer steps: what was done early is its step.
+        """Accept the early step as the optimizer's step.
 
         Raises:
-            OffloadError: When the optimizer would do something else now.
+            OffloadError: When the optimizer's settings have changed since.
         """
         begun = self._begun.pop(bucket)
         if begun.updates != updates:
@@ -170,7 +170,7 @@ class BackwardStepper:
         return begun
 
     def end_step(self) -> None:
-        """The optimizer has stepped."""
+        """Forget the counted calls. Called after the optimizer's step."""
         self._forget_calls()
 
     def _forget_calls(self) -> None:
@@ -179,11 +179,11 @@ class BackwardStepper:
         self._complete.clear()
 
     def check(self, bucket: Bucket, doing: str) -> None:
-        """Raise when a bucket has been stepped in a step that is not over.
+        """Raise if a bucket was stepped in a step that is not over.
 
         Args:
-            bucket: Somebody needs as it was.
-            doing: For the message, what needs it.
+            bucket: Bucket whose former values are needed.
+            doing: Operation that needs them, for the message.
         """
         if bucket in self._begun:
             raise OffloadError(
@@ -192,11 +192,11 @@ class BackwardStepper:
             )
 
     def check_all(self, doing: str) -> None:
-        """``check`` for every bucket."""
+        """Call ``check`` for every bucket."""
         for bucket in self._begun:
             self.check(bucket, doing)
 
     @property
     def is_half_done(self) -> bool:
-        """Whether some buckets have been stepped and the optimizer has not."""
+        """Whether buckets were stepped whose optimizer step is not over."""
         return bool(self._begun)

@@ -1,6 +1,6 @@
-"""Runs the steps of chunks on the worker: guessed, committed, corrected, taken back.
+"""Runs the steps of chunks on a worker thread: speculative, committed, corrected, undone.
 
-``BucketGradients`` are what they step with: taken from the device as they arrive, kept until then.
+``BucketGradients`` holds the gradients of a step from their arrival on the device until the step.
 ``Worker`` is the thread that steps offloaded state while the training thread goes on. One thread is
 enough: the kernels and the disk release the interpreter's lock, and the kernels are parallel
 inside. Norms are urgent, since the training thread waits for them before it can clip.
@@ -28,16 +28,16 @@ from boltmesh.strategies.torch_compat.tensors import event_on_stream
 
 
 class BucketGradients:
-    """What has arrived for one step of one bucket.
+    """The gradients that have arrived for one step of one bucket.
 
-    On the CPU gradients stay where FSDP2 made them. From an accelerator those of chunks that are
-    not kept there are copied to ``host``, and their norm is computed before they leave.
+    On the CPU gradients stay where FSDP2 made them. On an accelerator those of chunks stored
+    elsewhere are copied to ``host``; their norm is computed before.
 
     Args:
-        bucket: Whose they are.
-        device: Where they arrive.
-        host: Flat memory for a copy, laid out as ``Bucket.host_offsets`` says; None on the CPU.
-        lane: Where copies run.
+        bucket: The bucket.
+        device: Device of the gradients.
+        host: Buffer for copies, fp32, laid out by ``Bucket.host_offsets``; None on the CPU.
+        lane: Stream for copies.
     """
 
     def __init__(
@@ -62,20 +62,20 @@ class BucketGradients:
         return tuple(slot for slot in self.bucket.slots if slot in self._held)
 
     def add(self, slot: Slot, gradient: Tensor) -> None:
-        """Take this rank's shard of a gradient; a second one of the same parameter is added."""
+        """Add this rank's shard of a gradient, of the slot's shape; sums with an earlier one."""
         self.num_arrivals += 1
         self._square = self._norms = None
         self._is_sent = False
         gradient = gradient.detach().reshape(-1)
         if self._is_on_host:
-            gradient = gradient.cpu()  # as those that it joins
+            gradient = gradient.cpu()  # like those that it is added to
         before = self._held.get(slot)
         self._held[slot] = gradient if before is None else before.add_(gradient)
 
     def send(self) -> None:
-        """Begin what has to happen on the device: the norm, and the copy to the host.
+        """Begin the work on the device: the norm, and the copy to the host.
 
-        Once for what has arrived: the worker may be reading what the first call has begun.
+        Once per arrival: the worker may be reading the result of the first call.
         """
         if self._device.type == "cpu" or not self._held or self._is_sent:
             return
@@ -107,14 +107,14 @@ class BucketGradients:
             self._copied.synchronize()
             self._copied = None
             if self._host is not None and len(self._host_offsets) == len(self.bucket.chunks):
-                # All of them are there, as they lie in the bucket.
+                # All chunks are on the host, in the layout of the bucket.
                 self._held = {
                     slot: self._host[slot.offset : slot.offset + slot.numel] for slot in self._held
                 }
                 self._is_on_host = True
 
     def square(self) -> float:
-        """The sum of squares of what this rank counts. It is computed where the gradients are."""
+        """Return the sum of squares that this rank counts, computed on the gradients' device."""
         if self._square is None:
             if self._norms is not None:
                 self.wait()
@@ -125,9 +125,9 @@ class BucketGradients:
         return self._square
 
     def tensors(self) -> list[Tensor]:
-        """What this rank counts of the gradients, flat, as few tensors as they lie in.
+        """Return the gradients that this rank counts, as few flat tensors as possible.
 
-        Neighbours in one storage are one tensor: what is between them is zero.
+        Neighbours in one storage become one tensor: the padding between them is zero.
         """
         merged: list[Tensor] = []
         expected = -1
@@ -146,11 +146,11 @@ class BucketGradients:
         return merged or [torch.zeros(1, device=self._device)]
 
     def held(self) -> list[Tensor]:
-        """The tensors that hold them."""
+        """Return the tensors that hold the gradients, flat."""
         return list(self._held.values())
 
     def pieces(self, chunk: BucketChunk) -> list[PieceGradient]:
-        """The gradients of a chunk, on the device of its state."""
+        """Return the gradients of a chunk, on the device of its state."""
         return [
             PieceGradient(
                 piece,
@@ -180,7 +180,7 @@ CPU = torch.device("cpu")
 
 
 class WorkerTask:
-    """Something for the worker to do, once."""
+    """A task for the worker, run once."""
 
     def __init__(
         self,
@@ -190,23 +190,23 @@ class WorkerTask:
     ) -> None:
         self.chunk = chunk
         self.is_ready = is_ready
-        """False while it would only wait for the device; others go first then."""
+        """False while the task would only wait for the device; others run first then."""
         self.submitted: torch.Event | None = None
-        """Passes when the device has done what was submitted before the task."""
+        """Passes when the device has done the work submitted before the task."""
         self._run = run
         self._is_done = threading.Event()
 
     def wait(self) -> None:
-        """Return when it has run, or when it never will."""
+        """Return when it has run or was dropped."""
         self._is_done.wait()
 
     @property
     def is_done(self) -> bool:
-        """Whether it has run."""
+        """Whether it has run or was dropped."""
         return self._is_done.is_set()
 
     def run(self, stream: torch.Stream | None = None) -> None:
-        """Do it, on the worker; done is what the device has done."""
+        """Run on the worker, and wait for the work submitted to ``stream``."""
         try:
             self._run()
             if stream is not None:
@@ -216,14 +216,14 @@ class WorkerTask:
             self._is_done.set()
 
     def drop(self) -> None:
-        """It will never run."""
+        """Mark as never to be run."""
         self._run = noop
-        self.chunk = None  # holds its store, and the thread its last job
+        self.chunk = None  # it references its store, and the thread its last job
         self._is_done.set()
 
 
 class Worker:
-    """Runs jobs one after the other on a thread of its own; the first error stops all."""
+    """Runs jobs one after the other on its own thread; the first error stops all."""
 
     def __init__(
         self,
@@ -235,9 +235,9 @@ class Worker:
         """Start the thread.
 
         Args:
-            num_threads: What torch may use inside of one operator there.
-            look_ahead: Called on the worker before each job with those that follow.
-            device: What jobs work with.
+            num_threads: Threads that torch may use within one operator.
+            look_ahead: Called on the worker before each job, with this job and those queued.
+            device: Device of the jobs.
         """
         self._num_threads = num_threads
         self._look_ahead = look_ahead
@@ -252,7 +252,7 @@ class Worker:
         self._thread.start()
 
     def submit(self, job: WorkerTask, *, is_urgent: bool = False) -> WorkerTask:
-        """Queue a job, before those that are not urgent if it is."""
+        """Queue a job; urgent ones run before the others."""
         self.raise_error()
         job.submitted = event_on_stream(self._device)
         with self._changed:
@@ -261,7 +261,7 @@ class Worker:
         return job
 
     def cancel(self, job: WorkerTask) -> bool:
-        """Take a job out of the queue. False when it has begun: then wait for it."""
+        """Remove a job from the queue; False if it has begun and must be waited for."""
         with self._changed:
             if job not in self._jobs:
                 return False
@@ -270,22 +270,22 @@ class Worker:
         return True
 
     def drain(self) -> None:
-        """Return when nothing is left to do.
+        """Return when all jobs are done.
 
         Raises:
-            BaseException: The first that a job raised.
+            BaseException: The first error of a job.
         """
         with self._changed:
             self._changed.wait_for(lambda: not (self._jobs or self._urgent or self._is_busy))
         self.raise_error()
 
     def raise_error(self) -> None:
-        """Raise what a job raised, at each call: nothing after it can be trusted."""
+        """Raise the first error of a job, at each call: later results are not reliable."""
         if self._error is not None:
             raise self._error
 
     def close(self) -> None:
-        """End the thread; jobs that have not begun are dropped."""
+        """End the thread; drops jobs that have not begun."""
         with self._changed:
             self._is_closed = True
             self._drop_all()
@@ -307,7 +307,7 @@ class Worker:
             if self._is_closed:
                 return None
             self._is_busy = True
-            # The host of a GPU is a whole backward pass ahead of the gradients that it waits for.
+            # The host is a whole backward pass ahead of the GPU's gradients that it waits for.
             is_urgent = self._urgent and (not self._jobs or self._urgent[0].is_ready())
             return (self._urgent if is_urgent else self._jobs).popleft()
 
@@ -329,30 +329,30 @@ class Worker:
             if self._look_ahead is not None and job.chunk is not None:
                 self._look_ahead([job, *self._following()])
             job.run(stream)
-        except BaseException as error:  # noqa: BLE001 - handed to whoever waits
+        except BaseException as error:  # noqa: BLE001 - raised on the waiting thread
             with self._changed:
                 self._error = self._error or error
                 self._drop_all()
         finally:
-            job.drop()  # in case that looking ahead failed, and it has not run
+            job.drop()  # if looking ahead failed, it has not run
 
 
 def worker_threads(device: torch.device, ranks_per_node: int) -> int:
-    """What the worker may use of the host: beside an accelerator, the cores less two."""
+    """Return the CPU threads for the worker: beside an accelerator, this rank's cores less two."""
     if device.type == "cpu":
         return torch.get_num_threads()
     return max(1, CORES.num_cores() // max(1, ranks_per_node) - 2)
 
 
 NUMEL_AHEAD = 3 * CHUNK_NUMEL
-"""Elements to read ahead of the chunk that is stepped."""
+"""Elements that are read ahead of the chunk that is stepped."""
 
 _Action = Callable[[ChunkStep], None]
 
 
 @dataclass(frozen=True)
 class BucketStep:
-    """All that a step of a bucket depends on."""
+    """Rule, gradients and updates: everything that determines a bucket's step."""
 
     rule: UpdateRule
     gradients: BucketGradients
@@ -366,42 +366,42 @@ class _Guess:
 
 
 class Stepper:
-    """Steps buckets chunk by chunk on a thread of its own.
+    """Steps buckets chunk by chunk on its own thread.
 
     Args:
-        copies: Where stepped parameters go.
-        num_threads: What torch may use inside of one operator there.
-        device: What the thread works with.
+        copies: Receives stepped parameters.
+        num_threads: Threads that torch may use within one operator.
+        device: Device of the worker.
     """
 
     def __init__(self, copies: ParameterCopies, *, num_threads: int, device: torch.device) -> None:
         self.counts: Counter[str] = Counter()
-        """How chunks were stepped: ``plain``, ``committed``, ``corrected`` or ``undone``."""
+        """Chunks stepped by kind: ``plain``, ``committed``, ``corrected`` or ``undone``."""
         self.worker = Worker(num_threads=num_threads, look_ahead=_prefetch, device=device)
-        # Who forgets the engine does not keep a thread, and none may be within torch when the
-        # interpreter ends: that aborts the process.
+        # An engine that was dropped must not keep its thread, and no thread may be within torch
+        # when the interpreter exits: that aborts the process.
         weakref.finalize(self, self.worker.close)
         self._copies = copies
         self._guesses: dict[Bucket, _Guess] = {}
         self._pending: dict[Bucket, list[WorkerTask]] = {}
 
     def is_guessed(self, bucket: Bucket) -> bool:
-        """Whether the bucket is stepped, or about to be, without the clipping being known."""
+        """Whether the bucket has a speculative step, run or queued."""
         return bucket in self._guesses
 
     def guess(self, bucket: Bucket, step: BucketStep) -> None:
-        """Step as if nothing was clipped."""
+        """Step speculatively, as if nothing was clipped."""
         guess = self._guesses[bucket] = _Guess(step)
         for chunk in bucket.chunks:
             action = partial(step.rule.apply, coefficient=1.0)
             guess.jobs.append((chunk, self._submit(chunk, step, action)))
 
     def step(self, bucket: Bucket, step: BucketStep, coefficient: float) -> None:
-        """Step with ``coefficient`` times the gradients, whatever was guessed."""
+        """Step with ``coefficient`` times the gradients, after any speculative step."""
         guess = self._guesses.get(bucket)
         is_usable = guess is not None and guess.step.updates == step.updates
         if guess is not None and not is_usable:
-            self.undo(bucket)  # somebody changed a learning rate after the backward pass
+            self.undo(bucket)  # a learning rate was changed after the backward pass
             guess = None
         self._guesses.pop(bucket, None)
         guessed = dict(guess.jobs) if guess is not None else {}
@@ -419,7 +419,7 @@ class Stepper:
             self._submit(chunk, step, action)
 
     def undo(self, bucket: Bucket) -> None:
-        """Take back what was guessed."""
+        """Undo the bucket's speculative step."""
         guess = self._guesses.pop(bucket, None)
         if guess is None:
             return

@@ -1,4 +1,4 @@
-"""Opens the stores that a layout needs, each sized for what it will hold."""
+"""Opens the stores that a layout needs, sized for their content."""
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,18 +27,19 @@ from boltmesh.telemetry.writer.null_recorder import NullRecorder
 from boltmesh.telemetry.writer.recorder import Recorder
 
 SMALL_NUMEL = 1 << 16
-"""A shard of fewer elements stays on the device: to fetch it takes longer than it is worth."""
+"""Smaller shards stay on the device: fetching them costs more time than their memory is worth."""
 
 
 @dataclass(frozen=True)
 class OffloadPlan:
-    """Where to keep what.
+    """Where optimizer state and parameters are stored.
 
     Attributes:
-        shares: Of the optimizer state, by ``"host"`` and ``"disk"``; the rest stays on the device.
-        parameters: Where the shards that are gathered live: ``"cpu"``, ``"nvme"`` or, with None,
-            on the device.
-        path: A folder for the swap file.
+        shares: Fractions of the optimizer state on ``"host"`` and ``"disk"``; the rest stays on
+            the device.
+        parameters: Where the shards for all-gathers are stored: ``"cpu"``, ``"nvme"``, or None for
+            the device.
+        path: Folder for the swap file.
     """
 
     shares: Mapping[str, float]
@@ -57,9 +58,9 @@ class OpenStores:
     disk: DiskReport | None = None
 
     def reserve(self, bucket: Bucket, num_tensors: int) -> None:
-        """Allocate host memory for what a bucket puts there.
+        """Allocate the host memory that a bucket needs.
 
-        Bucket by bucket, as they leave where they were: the host never has all of it twice.
+        Called bucket by bucket while they are moved, so the host never holds all state twice.
         """
         state = self.states.get("host")
         if isinstance(state, HostStore):
@@ -72,7 +73,7 @@ class OpenStores:
                 store.reserve(sum(map(HostArena.bytes_of, sizes)))
 
     def close(self) -> None:
-        """Close all of them."""
+        """Close all stores."""
         for state in self.states.values():
             state.close()
         for parameters in self.parameters:
@@ -85,7 +86,7 @@ def place_chunks(
     plan: OffloadPlan,
     first_number: int = 0,
 ) -> None:
-    """Cut buckets, given in the order of the forward pass, and say where each chunk lives."""
+    """Cut buckets, given in the order of the forward pass, and set the place of each chunk."""
     chunks: list[BucketChunk] = []
     for bucket in buckets:
         bucket.cut(first_number, CHUNK_NUMEL)
@@ -98,10 +99,10 @@ def place_chunks(
 
 
 def num_buffers(numels: Sequence[int]) -> int:
-    """How many chunks a disk's ring holds: as many bytes as with chunks of full size.
+    """Return how many chunks a disk's ring holds: as many bytes as with full-size chunks.
 
-    Units may be smaller than a chunk, and a few small transfers do not fill a disk's queue. But
-    no more than a sixteenth of the state: who offloads to a disk is short of memory.
+    Units may be smaller than a chunk, and a few small transfers do not fill a disk's queue. At
+    most a sixteenth of the chunks, since disk offload means that memory is short.
     """
     enough = NUM_BUFFERS * CHUNK_NUMEL // max(numels)
     return max(NUM_BUFFERS, min(enough, len(numels) // 16))
@@ -117,10 +118,10 @@ def open_stores(
     recorder: Recorder | NullRecorder,
     is_current: Callable[[int], bool],
 ) -> OpenStores:
-    """Open what placed buckets need, empty.
+    """Open the empty stores that placed buckets need.
 
     Raises:
-        OffloadError: When there is not that much memory or disk.
+        OffloadError: When memory or disk space is insufficient.
     """
     chunks = [chunk for bucket in buckets for chunk in bucket.chunks]
     slots = [slot for bucket in buckets for slot in bucket.slots]
@@ -176,9 +177,9 @@ def _store_of_units(
     recorder: Recorder | NullRecorder,
     is_current: Callable[[int], bool],
 ) -> ParameterStore:
-    """Open what holds the shards of units between their gathers: a disk, or host memory."""
+    """Open the store for the shards of units between their gathers: on disk or in host memory."""
     if swap is not None:
-        # Three units: one that is gathered, one that FSDP2 gathers early, one that is read ahead.
+        # Three units: one gathered, one that FSDP2 gathers early, one read ahead.
         sizes = [_copy_bytes(unit) for unit in units]
         window_bytes = max(min(WINDOW_BYTES, sum(sizes) // 4), 3 * max(sizes))
         return DiskParameterStore(

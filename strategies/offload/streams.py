@@ -1,7 +1,7 @@
-"""Copies beside the computation, on a stream of their own where the device has streams.
+"""Copies that overlap with computation, on streams of their own where the device has streams.
 
-``DeviceCopy`` copies from host memory to the compute device, ahead of its use. ``CopyMeter``
-measures copies between the host and an accelerator, without ever waiting for one.
+``DeviceCopy`` copies from host memory to the compute device before the value is used. ``CopyMeter``
+measures copies between the host and an accelerator without waiting for them.
 """
 
 from collections import deque
@@ -19,11 +19,11 @@ from boltmesh.telemetry.writer.recorder import Recorder
 
 
 class CopyMeter:
-    """Tells the recorder what the copies on one stream moved, once they are found to be done.
+    """Records size and time of the copies on one stream once they are found to be done.
 
     Args:
-        device: What the stream is of. On the CPU nothing is copied, and nothing is measured.
-        recorder: Is told.
+        device: Device of the stream. On the CPU nothing is copied or measured.
+        recorder: Receives the measurements.
     """
 
     def __init__(self, device: torch.device, recorder: Recorder | NullRecorder) -> None:
@@ -36,7 +36,7 @@ class CopyMeter:
 
     @contextmanager
     def copy(self, direction: Literal["read", "write"], num_bytes: int) -> Iterator[None]:
-        """Around copies that are submitted to the current stream; ``read`` is from the host."""
+        """Context for copies submitted to the current stream; ``read`` is from the host."""
         if self._device.type == "cpu" or not self._recorder.is_on:
             yield
             return
@@ -49,7 +49,7 @@ class CopyMeter:
             self._copies.append((direction, num_bytes, begin, end))
 
     def report(self) -> None:
-        """Tell of the copies that are done; those of one stream end in their order."""
+        """Record the copies that are done; copies of one stream end in order."""
         with self._lock:
             while self._copies and self._copies[0][3].query():
                 direction, num_bytes, begin, end = self._copies.popleft()
@@ -61,11 +61,11 @@ class CopyMeter:
 
 
 class CopyStream:
-    """A stream for copies. On the CPU, where everything is done in turn, it is nothing.
+    """A stream for copies; does nothing on the CPU, where copies run in order.
 
     Args:
-        device: What is copied to and from.
-        recorder: Is told of copies that ``meter`` is asked to measure.
+        device: Device that is copied to and from.
+        recorder: Receives the copies that ``meter`` measures.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class CopyStream:
 
     @contextmanager
     def after(self, *events: torch.Event | None) -> Iterator[None]:
-        """Submit work that begins once ``events`` have passed."""
+        """Context for work on this stream that begins once ``events`` have passed."""
         if self._stream is None:
             yield
             return
@@ -87,14 +87,14 @@ class CopyStream:
             yield
 
     def synchronize(self) -> None:
-        """Return when all that was submitted is done."""
+        """Return when all submitted work is done."""
         if self._stream is not None:
             self._stream.synchronize()
             self.meter.report()
 
 
 def wait_on_stream(device: torch.device, event: torch.Event | None) -> None:
-    """Let what is submitted to the current stream from now on wait for ``event``."""
+    """Make the work submitted to the current stream from now on wait for ``event``."""
     if event is not None:
         torch.accelerator.current_stream(device).wait_event(event)
 
@@ -104,14 +104,14 @@ ALIGNMENT_BYTES = 512
 
 
 class DeviceRing:
-    """Memory of the device that copies are made into, of a size that does not grow.
+    """Device memory of a fixed size for copies.
 
-    The host runs ahead of the device. A part is given out again while the device may still read
-    it, together with the events of these reads: a copy into the part waits for them on its stream,
-    and the host for nothing.
+    The host runs ahead of the device. A part may be returned again while the device still reads it,
+    together with the events of these reads: a copy into the part waits for them on its stream, and
+    the host does not wait.
 
     Args:
-        memory: ``uint8``, contiguous.
+        memory: ``uint8``, contiguous, shape ``(num_bytes,)``.
     """
 
     def __init__(self, memory: Tensor) -> None:
@@ -125,9 +125,9 @@ class DeviceRing:
         return self._ranges.num_bytes
 
     def take(self, num_bytes: int) -> tuple[Tensor, list[torch.Event]] | None:
-        """Return a part of at least this size, and what a copy into it has to wait for.
+        """Return a part of at least this size, and the events that a copy into it waits for.
 
-        None where no part is free.
+        The part is ``uint8`` of shape ``(aligned(num_bytes),)``; None where no part is free.
         """
         part = self._ranges.take(aligned(num_bytes))
         if part is None:
@@ -138,7 +138,7 @@ class DeviceRing:
         return part, [event for first, last, event in self._reads if first < stop and start < last]
 
     def give_back(self, part: Tensor, read: torch.Event | None) -> None:
-        """Free a part that ``take`` gave; ``read`` passes when the device has read it."""
+        """Free a part of ``take``; ``read`` passes when the device has finished reading it."""
         self._ranges.give_back(part)
         start = part.data_ptr() - self._start
         if read is not None:
@@ -146,12 +146,12 @@ class DeviceRing:
 
 
 def aligned(num_bytes: int) -> int:
-    """Bytes of a ring that a part of this size uses."""
+    """Return the bytes that a part of this size occupies in a ring."""
     return -(-max(1, num_bytes) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 class DeviceCopy:
-    """A value that is on its way to the device; on the CPU it is there already."""
+    """A value that is being copied to the device; on the CPU it is not copied."""
 
     def __init__(self, host: Tensor, stream: torch.Stream | None) -> None:
         self._arrived: torch.Event | None = None
@@ -164,53 +164,53 @@ class DeviceCopy:
 
     @property
     def has_value(self) -> bool:
-        """Whether ``drop`` was not called yet."""
+        """Whether ``drop`` has not been called yet."""
         return self._value is not None
 
     @property
     def num_device_bytes(self) -> int:
-        """What it takes of an accelerator's memory."""
+        """Bytes of accelerator memory in use."""
         if self._value is None or self._arrived is None:
             return 0
         return self._value.numel() * self._value.element_size()
 
     @property
     def is_host_free(self) -> bool:
-        """Whether the host's memory may be written over as far as this copy is concerned."""
+        """Whether the host memory may be overwritten as far as this copy is concerned."""
         return self._arrived is None or self._arrived.query()
 
     def wait_for_host(self) -> None:
-        """Return once the host's memory may be written over."""
+        """Return once the host memory may be overwritten."""
         if self._arrived is not None:
             self._arrived.synchronize()
 
     def value(self) -> Tensor:
-        """The value, for work on the current stream."""
+        """Return the value for work on the current stream, in the shape and dtype of ``host``."""
         assert self._value is not None
         if self._arrived is not None:
             stream = torch.get_device_module(self._value.device).current_stream()
             stream.wait_event(self._arrived)
-            # Its memory goes back to the allocator with ``drop``, perhaps before the work that is
-            # submitted to the stream has begun.
+            # ``drop`` returns its memory to the allocator, perhaps before the work submitted to
+            # this stream has begun.
             self._value.record_stream(stream)
         return self._value
 
     def drop(self) -> None:
-        """Free the device's memory. When the host's is free remains to be asked."""
+        """Free the device memory; ``is_host_free`` still reports on the host memory."""
         self._value = None
 
 
 def copy_stream(device: torch.device) -> torch.Stream | None:
-    """A stream for ``DeviceCopy``; None where the compute device is the host."""
+    """Return a stream for ``DeviceCopy``; None where the compute device is the host."""
     return None if device.type == "cpu" else torch.get_device_module(device).Stream(device)
 
 
 @contextmanager
 def own_stream(device: torch.device) -> Iterator[torch.Stream | None]:
-    """Submit the kernels of the calling thread to a stream of its own; None on the CPU.
+    """Submit the kernels of the calling thread to its own stream; None on the CPU.
 
-    Every thread begins with the stream that training uses: it would wait for the computation
-    before it, and the computation for it.
+    Each thread begins with the stream of training: its work and the computation would wait for
+    each other.
     """
     if device.type == "cpu":
         yield None
@@ -221,6 +221,6 @@ def own_stream(device: torch.device) -> Iterator[torch.Stream | None]:
 
 
 def use_device(device: torch.device) -> None:
-    """Make a thread work with this process's device: each begins with the first of the machine."""
+    """Make a thread use this process's device: each begins with the first one of the machine."""
     if device.type != "cpu" and device.index is not None:
         torch.get_device_module(device).set_device(device)

@@ -1,16 +1,16 @@
-"""Update rules: what a step does to a chunk of flat fp32 state, by the optimizer that asked for it.
+"""Update rules: how a step changes a chunk of flat fp32 state, by kind of optimizer.
 
-``AdamRule`` is Adam and AdamW: torch's fused kernel, a correction of it, and its reverse. The
-kernel reads and writes each element once and reaches the limit of the memory; torch's default for
-CPU tensors takes 2.4 to 28 times as long. The numbers are those of ``AdamW(fused=True)``.
+``AdamRule`` is for Adam and AdamW: torch's fused kernel, a correction of its step, and its reverse.
+The kernel reads and writes each element once, at memory bandwidth; torch's default for CPU tensors
+takes 2.4 to 28 times as long. The results equal those of ``AdamW(fused=True)``.
 
-``ElementwiseRule`` is any other optimizer that treats each element by itself, run as it is on
-stretches of host state. What an optimizer does is found by trying it (``optimizer_probe``), also in
-two flat parts. Equal results mean that it may be run on any stretch of a parameter: SGD, RMSprop,
-Adagrad and their kind. LBFGS, which looks at all of them, is refused.
+``ElementwiseRule`` is for any other optimizer that treats each element by itself: its own code,
+run on ranges of host state. Whether it does is found by trying it (``optimizer_probe``), also in
+two flat parts. Equal results mean that it may be run on any range of a parameter: SGD, RMSprop,
+Adagrad and their kind. LBFGS, which uses all elements, is refused.
 
-``WholeRule`` is of Adafactor, Muon or LAMB, which look at rows or at the whole of a parameter:
-their steps and states are not in chunks (``whole_steps``).
+``WholeRule`` is for Adafactor, Muon or LAMB, which use rows or the whole of a parameter: their
+steps and states are not in chunks (``whole_steps``).
 """
 
 import copy
@@ -36,7 +36,7 @@ from boltmesh.strategies.torch_compat.tensors import tree_map_only
 
 @dataclass(frozen=True)
 class PieceGradient:
-    """A stretch of one parameter and its gradient there, on the device of the state."""
+    """A range of one parameter and its gradient, flat, on the device of the state."""
 
     piece: Piece
     gradient: Tensor
@@ -44,26 +44,26 @@ class PieceGradient:
 
 @dataclass(frozen=True)
 class Update:
-    """What one parameter's next step is to be."""
+    """Settings and number of one parameter's next step."""
 
     settings: Any
     """Hyper-parameters; equal ones compare equal."""
     step: int
-    """1 at the first."""
+    """1 for the first step."""
 
 
 @dataclass(frozen=True)
 class ChunkStep:
-    """All that a step of one chunk works on."""
+    """Everything that a step of one chunk reads and writes."""
 
     state: tuple[Tensor, ...]
-    """The chunk's tensors: values of parameters, then what ``UpdateRule.state_names`` names."""
+    """The chunk's tensors, fp32 ``(chunk_numel,)``: parameters, then ``UpdateRule.state_names``."""
     offset: int
-    """Where in its bucket the chunk begins."""
+    """Start of the chunk in its bucket, in elements."""
     pieces: Sequence[PieceGradient]
-    """What to step; what has no gradient is left out and stays as it is."""
+    """The ranges to step; elements without a gradient are left out and do not change."""
     updates: Mapping[Slot, Update]
-    """By parameter."""
+    """By slot."""
 
 
 class UpdateRule(ABC):
@@ -74,7 +74,7 @@ class UpdateRule(ABC):
 
     @abstractmethod
     def settings(self, group: Mapping[str, Any]) -> Any:
-        """The hyper-parameters of a group as they are now."""
+        """Return the present hyper-parameters of a group."""
 
     def is_reversible(self, settings: Any) -> bool:
         """Whether ``correct`` and ``undo`` work for these settings."""
@@ -85,28 +85,28 @@ class UpdateRule(ABC):
         """Step with ``coefficient`` times the gradients, which may be overwritten."""
 
     def correct(self, chunk: ChunkStep, coefficient: float) -> None:
-        """Make of a step that was taken one with ``coefficient`` times the gradients."""
+        """Turn a finished step into one with ``coefficient`` times the gradients."""
         raise NotImplementedError
 
     def undo(self, chunk: ChunkStep) -> None:
-        """Take a step back."""
+        """Undo a finished step."""
         raise NotImplementedError
 
     def advance(self, groups: Sequence[dict[str, Any]]) -> None:  # noqa: B027 - Adam has none
-        """Write into the groups what a step writes there, once its settings are taken."""
+        """Write into the groups what a step writes there. Called after reading their settings."""
 
     def scalars(self, slot: Slot) -> dict[str, Any]:
-        """What ``optimizer.state[p]`` holds beside flat tensors and ``step``."""
+        """Return the entries of ``optimizer.state[p]`` other than flat tensors and ``step``."""
         return {}
 
     def load_scalars(  # noqa: B027 - Adam has none
         self, slot: Slot, scalars: Mapping[str, Any] | None, starts: Sequence[int]
     ) -> None:
-        """Take such values over for the pieces that begin at ``starts``; None: there are none."""
+        """Load such entries for the pieces that begin at ``starts``; None removes them."""
 
 
 BLOCK_NUMEL = 1 << 20
-"""Corrections take several passes: over blocks that stay in the cache meanwhile."""
+"""Corrections take several passes, over blocks that stay in the cache."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class AdamSettings:
         """Read a group of a user's optimizer.
 
         Raises:
-            ConfigError: When it asks for what only a step on the device can do.
+            ConfigError: When it sets ``differentiable``.
         """
         if group.get("differentiable"):
             raise ConfigError(
@@ -154,19 +154,19 @@ class AdamSettings:
 
 @dataclass(frozen=True)
 class AdamRun:
-    """Stretches of state with the same settings, and the step each of them is at."""
+    """Ranges of state with the same settings, and the step number of each."""
 
     settings: AdamSettings
     states: tuple[tuple[Tensor, ...], ...]
     """Parameter, first and second moment, and for amsgrad the maximum: flat, fp32."""
     gradients: tuple[Tensor, ...]
     steps: tuple[int, ...]
-    """1 at the first step."""
+    """1 for the first step."""
 
     def apply(self, coefficient: float = 1.0) -> None:
         """Step once with ``coefficient`` times the gradients.
 
-        A coefficient other than 1 scales the gradients in place: nobody may read them afterwards.
+        A coefficient other than 1 scales the gradients in place: do not read them afterwards.
         """
         settings = self.settings
         columns = [list(column) for column in zip(*self.states, strict=True)]
@@ -174,8 +174,8 @@ class AdamRun:
         device = parameters[0].device
         scale: dict[str, Tensor] = {}
         if coefficient != 1.0:
-            # The kernel divides by it. A coefficient of 0, of an infinite norm, leaves 0 or NaN,
-            # as the multiplication does.
+            # The kernel divides by it. A coefficient of 0, from an infinite norm, leaves 0 or
+            # NaN, as the multiplication does.
             inverse = 1.0 / coefficient if coefficient else math.inf
             scale = {
                 "grad_scale": _scalar(inverse, device),
@@ -199,12 +199,12 @@ class AdamRun:
         )
 
     def correct(self, coefficient: float) -> None:
-        """Make of a step with the gradients one with ``coefficient`` times them.
+        """Turn a step with the gradients into one with ``coefficient`` times them.
 
-        Exact in algebra and without saved state: the step is taken back, the moments are moved by
-        the difference of the gradients, and the step is done again. Decoupled decay does not
-        depend on the gradient and stays. In floating point the second moment loses digits by
-        cancellation when the squared gradient dominates it, as in the first steps of a run.
+        Exact in algebra and without saved state: the step is undone, the moments are moved by the
+        difference of the gradients, and the step is repeated. Decoupled decay does not depend on
+        the gradient and stays. In floating point the second moment loses digits by cancellation
+        when the squared gradient dominates it, as in the first steps of a run.
         """
         settings = self.settings
         sign = -1.0 if settings.is_maximizing else 1.0
@@ -218,7 +218,7 @@ class AdamRun:
             _move(p, m, v, -rate, root, settings.eps)
 
     def undo(self) -> None:
-        """Take a step with the gradients back: right to rounding, not to the bit."""
+        """Undo a step with the gradients: exact up to rounding, not bitwise."""
         settings = self.settings
         sign = -1.0 if settings.is_maximizing else 1.0
         shrink = 1 - settings.lr * settings.weight_decay if settings.is_decoupled else 1.0
@@ -243,7 +243,7 @@ def _move(p: Tensor, m: Tensor, v: Tensor, rate: float, root: float, eps: float)
 
 
 class AdamRule(UpdateRule):
-    """Adam or AdamW of torch."""
+    """The rule of torch's Adam or AdamW."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._is_adamw = isinstance(optimizer, AdamW)
@@ -253,7 +253,7 @@ class AdamRule(UpdateRule):
 
     @staticmethod
     def fits(optimizer: Optimizer) -> bool:
-        """Whether this is torch's own Adam or AdamW: a class derived from them may do otherwise."""
+        """Whether this is torch's own Adam or AdamW; a derived class may step differently."""
         return type(optimizer) in {Adam, AdamW}
 
     @override
@@ -287,7 +287,7 @@ class AdamRule(UpdateRule):
 
 
 def _runs(chunk: ChunkStep) -> list[AdamRun]:
-    """Pieces with the same settings; those that follow one another at the same step, as one."""
+    """Group pieces by settings; adjacent ones at the same step become one range."""
     stretches: dict[AdamSettings, list[_Stretch]] = {}
     for each in chunk.pieces:
         update = chunk.updates[each.piece.slot]
@@ -312,15 +312,15 @@ def _runs(chunk: ChunkStep) -> list[AdamRun]:
 @dataclass
 class _Stretch:
     piece: Piece
-    """The last of those that it covers."""
+    """The last piece that it covers."""
     start: int
     step: int
     gradient: Tensor
 
     def extend(self, other: "_Stretch") -> bool:
-        """Take in a stretch that follows, with nothing between but padding, which is zero.
+        """Append the next range, if only padding (zero) is between.
 
-        False where another parameter is between, or the gradients do not lie as the state does.
+        False where another parameter is between, or the gradients are laid out differently.
         """
         slot = self.piece.slot
         is_next = other.piece.slot is slot or other.start == slot.offset + slot.padded_numel
@@ -344,7 +344,7 @@ def _scalar(value: float, device: torch.device) -> Tensor:
 
 
 class WholeRule(UpdateRule):
-    """The rule of an optimizer that steps whole parameters: chunks keep their values alone."""
+    """The rule of an optimizer that steps whole parameters: chunks only hold their values."""
 
     @override
     def settings(self, group: Mapping[str, Any]) -> Any:
@@ -357,14 +357,14 @@ class WholeRule(UpdateRule):
 
 PROBE_SHAPE = (4, 6)
 PROBE_SPLIT = 5
-"""Not at a row's end."""
+"""Not at the end of a row."""
 PROBE_STEPS = 3
 
 _NOT_HYPER_PARAMETERS = {"params", "param_names"}
 
 
 class _Settings(dict[str, Any]):
-    """A group without its parameters, and with tensors of its own: schedulers write into theirs."""
+    """A group without its parameters, with copies of its tensors: schedulers write into theirs."""
 
     def __init__(self, group: Mapping[str, Any]) -> None:
         kept = {key: value for key, value in group.items() if key not in _NOT_HYPER_PARAMETERS}
@@ -374,8 +374,8 @@ class _Settings(dict[str, Any]):
 class ElementwiseRule(UpdateRule):
     """Runs a user's optimizer on views of a chunk. Slower than the fused kernel.
 
-    Each piece begins with the same values of its group. What a step writes there, as a counter of
-    steps, is found by a step of one element beside them.
+    Each piece begins with the same values of its group. What a step writes into a group, such as a
+    count of steps, is found by stepping one element separately.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -425,7 +425,7 @@ class ElementwiseRule(UpdateRule):
             views = [tensor[own] for tensor in chunk.state]
             key = (slot, start)
             stretches = dict(zip(self.state_names, views[1:], strict=True))
-            # Unless it has been stepped, the optimizer makes the state itself, as it likes it.
+            # Before its first step, the optimizer creates the state itself.
             stored = self._scalars.get(key)
             given = None
             if stored is not None:
@@ -445,7 +445,7 @@ class ElementwiseRule(UpdateRule):
     @override
     def scalars(self, slot: Slot) -> dict[str, Any]:
         found = (v for (own, _), v in self._scalars.items() if own is slot and v)
-        return copy.deepcopy(next(found, {}))  # the worker goes on counting in its own
+        return copy.deepcopy(next(found, {}))  # the worker continues to update its own
 
     @override
     def load_scalars(
@@ -462,7 +462,7 @@ class ElementwiseRule(UpdateRule):
         state: dict[str, Any] | None,
         runner: Optimizer,
     ) -> tuple[_Settings, dict[str, Any]]:
-        """Step a tensor in place; return what its group and its state are after that."""
+        """Step a tensor in place; return its group and its state after the step."""
         leaf = Parameter(parameter)
         leaf.grad = gradient
         group = {**_Settings(settings), "params": [leaf]}
