@@ -4,8 +4,8 @@
 ``buckets`` divide a unit's parameters into buckets and chunks, ``chunk_placement`` assigns chunks
 to tiers, ``stores`` opens a store for each tier (``store_api``: ``memory_stores``, ``disk``).
 
-``gradient_handler`` receives gradients and has their norm, ``stepper`` steps chunks speculatively
-on a worker thread by an ``update_rule``; ``step_in_backward`` steps without clipping. ``state``
-shows the state as DTensors, ``shard_tensor`` stands for a shard that is kept elsewhere, ``streams``
-and ``host_memory`` copy to and from the device.
+``gradient_handler`` receives gradients and computes their norm, ``stepper`` steps chunks on a
+worker thread by an ``update_rule``, perhaps speculatively; ``step_in_backward`` steps where nothing
+is clipped. ``state`` shows the state as DTensors, ``shard_tensor`` represents a shard that is stored
+elsewhere, ``streams`` and ``host_memory`` copy to and from the device.
 """

@@ -1,12 +1,9 @@
-"""Activation offload: inputs of recomputed blocks wait for the backward pass off the device.
+"""Activation offload: inputs of recomputed blocks are stored off the device until backward.
 
-Activation checkpointing leaves the input of each block on the device, from the forward to the
-backward pass. Here it is copied to host memory beside the computation, on a stream of its own, and
-freed on the device; with a folder it goes on to a file there. The backward pass copies it back
-ahead of its use. The two newest inputs stay where they are, since the backward pass begins with
-them.
-
-Source: ZeRO-Infinity, Rajbhandari et al. 2021, section 5.1.2, https://arxiv.org/abs/2104.07857
+Activation checkpointing keeps the input of each block on the device from forward to backward. Here
+it is copied to host memory on a stream of its own, beside the computation, and freed on the device;
+with a folder it is then written to a file there. The backward pass copies it back ahead of its use.
+The two newest inputs stay on the device, since the backward pass begins with them.
 """
 
 from collections import deque
@@ -41,24 +38,24 @@ if TYPE_CHECKING:
     from boltmesh.strategies.offload.disk.transfer import Ticket
 
 IN_FLIGHT = 2
-"""Inputs on the device beside those in use: on their way out, or back ahead of their use."""
+"""Inputs on the device beside those in use: being copied away, or back before their use."""
 
 MIN_BYTES = 64 << 10
-"""Smaller tensors stay: a copy of them takes longer to submit than to make."""
+"""Smaller tensors stay: submitting a copy takes longer than the copy."""
 
 NUM_THREADS = 2
-"""Threads of a file, for each direction."""
+"""Threads of a file, per direction."""
 
 
 class OffloadSpace:
-    """Where inputs wait: host memory, or a file that host memory is copied to.
+    """Host memory for inputs, and a file that host memory is copied to.
 
-    What is taken is used again, by later steps too.
+    Both are reused, also by later steps.
 
     Args:
-        device: Where the model computes.
+        device: Compute device.
         folder: Folder of the file; None for host memory alone.
-        rank: Whose file it is, for messages.
+        rank: Owner of the file, for messages.
         recorder: Records the copies.
     """
 
@@ -78,12 +75,12 @@ class OffloadSpace:
         self._hosts: dict[int, list[Tensor]] = {}
         self._extents: dict[int, list[Extent]] = {}
         self.host_bytes = 0
-        """Host memory taken so far."""
+        """Host memory allocated so far."""
         self.disk_bytes = 0
-        """Space of the file taken so far."""
+        """Space of the file allocated so far."""
 
     def take_host(self, num_bytes: int) -> Tensor:
-        """Return host memory for one input, ``uint8``, in whole pages."""
+        """Return host memory for one input: ``uint8``, whole pages of at least this size."""
         free = self._hosts.setdefault(round_up(num_bytes), [])
         if free:
             return free.pop()
@@ -91,7 +88,7 @@ class OffloadSpace:
         return allocate_host(round_up(num_bytes), device=self.device)
 
     def take_extent(self, num_bytes: int) -> Extent:
-        """Return a range of the file, of as many bytes as the host memory that is written there."""
+        """Return a range of the file; ``num_bytes`` is the size of the host memory to write."""
         assert self.swap is not None
         free = self._extents.setdefault(num_bytes, [])
         if free:
@@ -100,10 +97,10 @@ class OffloadSpace:
         return self.swap.allocate("the input of a block", num_bytes)
 
     def copy(self, direction: Literal["read", "write"], to: Tensor, of: Tensor) -> Event | None:
-        """Submit a copy, after the work submitted so far; what is submitted next does not wait.
+        """Submit a copy after the work submitted so far; later work does not wait for it.
 
         Returns:
-            What passes when the copy is done; None on the CPU, where it is done.
+            An event that passes when the copy is done; None on the CPU, where it is done.
         """
         with self.stream.after(event_on_stream(self.device)):
             with self.stream.meter.copy(direction, of.numel() * of.element_size()):
@@ -111,10 +108,10 @@ class OffloadSpace:
             return event_on_stream(self.device)
 
     def recycle(self, host: Tensor | None, extent: Extent | None) -> None:
-        """Make memory and a range of the file free for later inputs.
+        """Make memory and a range of the file available to later inputs.
 
-        Copies between device and host take turns on one stream: host memory may still be copied
-        from.
+        Copies between device and host run in order on one stream, so host memory may be passed
+        while it is still being copied from.
         """
         if host is not None:
             self._hosts.setdefault(host.numel(), []).append(host)
@@ -122,7 +119,7 @@ class OffloadSpace:
             self._extents.setdefault(extent.num_bytes, []).append(extent)
 
     def close(self) -> None:
-        """Give memory and file back."""
+        """Free memory and file."""
         self._hosts.clear()
         self._extents.clear()
         if self.swap is not None:
@@ -130,12 +127,12 @@ class OffloadSpace:
 
 
 class SavedInput:
-    """An input of a block: on the device, in host memory, in the file, or on its way.
+    """An input of a block: on the device, in host memory, in the file, or in transfer.
 
     Args:
-        tensor: The input. Its copy to host memory is submitted here.
-        number: Its place among all inputs.
-        space: Where it goes.
+        tensor: The input, any shape and float dtype. Its copy to host memory is submitted here.
+        number: Its index among all inputs.
+        space: Host memory and file.
     """
 
     def __init__(self, tensor: Tensor, number: int, space: OffloadSpace) -> None:
@@ -157,7 +154,7 @@ class SavedInput:
         self._space.recycle(self._host, self._extent)
 
     def is_of(self, tensor: Tensor) -> bool:
-        """Whether it was made of this memory, which nothing has written to since."""
+        """Whether it was made of this memory, and the memory was not written to since."""
         return (
             not self._storage.expired()
             and self._storage == storage_ref(tensor)
@@ -177,7 +174,7 @@ class SavedInput:
             self._transfer = self._space.swap.write(self._extent, self._host)
 
     def free_host(self) -> None:
-        """Free host memory once the file has what is in it."""
+        """Free host memory once its content is in the file."""
         if self._transfer is not None:
             self._transfer.wait()
             self._transfer = None
@@ -185,7 +182,7 @@ class SavedInput:
             self._host = None
 
     def begin_return(self) -> bool:
-        """Submit the next copy on the way to the device. False if there is nothing to submit."""
+        """Submit the next copy towards the device. False if there is nothing to submit."""
         if self._value is not None or self._transfer is not None:
             return False
         if self._host is not None:
@@ -198,12 +195,12 @@ class SavedInput:
         return True
 
     def cancel_return(self) -> None:
-        """Free the device's memory of what was fetched too early."""
+        """Free the device memory of an input that was fetched too early."""
         if not self._is_original:
             self._value = None
 
     def value(self) -> Tensor:
-        """Return the input for work on the current stream, whose caller then owns it."""
+        """Return the input for work on the current stream; the caller then owns it."""
         self._refuse_writes()
         if self._value is None:
             self.begin_return()
@@ -216,7 +213,7 @@ class SavedInput:
         wait_on_stream(self._space.device, self._copied)
         self._value = None
         if self._extent is not None:
-            self._wait_for_copy()  # threads of the file know no streams
+            self._wait_for_copy()  # the file's threads use no streams
             self._space.recycle(self._host, None)
             self._host = None
         return value
@@ -240,7 +237,7 @@ class SavedInput:
             self._copied.synchronize()
 
     def _refuse_writes(self) -> None:
-        """Raise if the input was written to while its copy may have been under way."""
+        """Raise if the input was written to while it may have been copied."""
         if (
             self._is_original
             and self._value is not None
@@ -255,12 +252,12 @@ class SavedInput:
 
 @runtime_checkable
 class PartOfTensor(Protocol):
-    """A tensor subclass of which this rank has a part, with autograd of the part's own."""
+    """A tensor subclass that holds this rank's part, with autograd on the part."""
 
     local: Tensor
 
     def rebuilder(self) -> Callable[[Tensor], Tensor]:
-        """Return what makes such a tensor of another local one, without keeping this one."""
+        """Return a function that makes such a tensor of another local one, without this one."""
         ...
 
 
@@ -279,11 +276,11 @@ Packed = Tensor | SavedInput | Part
 class ActivationOffload:
     """Keeps the inputs of blocks off the device between the forward and the backward pass.
 
-    The numbers are the same to the bit.
+    Results are equal to the bit.
 
     Args:
-        folder: Folder of a file to keep them in; None keeps them in host memory.
-        rank: Whose file it is, for messages.
+        folder: Folder of a file for the inputs; None stores them in host memory.
+        rank: Owner of the file, for messages.
         recorder: Records the copies.
     """
 
@@ -296,9 +293,9 @@ class ActivationOffload:
     ) -> None:
         self._make_space = partial(OffloadSpace, folder=folder, rank=rank, recorder=recorder)
         self.space: OffloadSpace | None = None
-        """Made for the device of the first input."""
+        """Created for the device of the first input."""
         self._saved: WeakValueDictionary[int, SavedInput] = WeakValueDictionary()
-        """All inputs that a backward pass may still ask for, by their order."""
+        """All inputs that a backward pass may still need, by number."""
         self._by_address: WeakValueDictionary[int, SavedInput] = WeakValueDictionary()
         self._on_device: deque[SavedInput] = deque()
         self._writing: deque[SavedInput] = deque()
@@ -307,9 +304,9 @@ class ActivationOffload:
 
     @contextmanager
     def saving(self, arguments: object) -> Iterator[None]:
-        """Around a checkpointed call: what it saves of ``arguments`` leaves the device.
+        """Context for a checkpointed call: the tensors that it saves leave the device.
 
-        Only what needs a gradient does. Masks and tables, which all blocks share, stay.
+        Only those that need a gradient. Masks and tables, which all blocks share, stay.
         """
         shared = {
             each.data_ptr()
@@ -320,7 +317,7 @@ class ActivationOffload:
             yield
 
     def stored_bytes(self) -> list[StoredBytes]:
-        """Return what inputs take of host memory and of the disk, in use or free for the next."""
+        """Return the host memory and disk space allocated for inputs, in use or free."""
         if self.space is None:
             return []
         taken = [
@@ -330,7 +327,7 @@ class ActivationOffload:
         return [each for each in taken if each.num_bytes]
 
     def close(self) -> None:
-        """Give memory and file back."""
+        """Free memory and file."""
         for waiting in (self._on_device, self._writing, self._returning):
             waiting.clear()
         if self.space is not None:
@@ -359,7 +356,7 @@ class ActivationOffload:
             return tensor
         known = self._by_address.get(tensor.data_ptr())
         if known is not None and known.is_of(tensor):
-            return known  # an encoder's output, say, that all layers of the decoder attend to
+            return known  # such as an encoder's output, which all decoder layers attend to
         if self.space is None:
             self.space = self._make_space(tensor.device)
         self._count += 1
@@ -382,7 +379,7 @@ class ActivationOffload:
             if saved in waiting:
                 waiting.remove(saved)
         value = saved.value()
-        # A backward pass needs inputs in the reverse order.
+        # A backward pass needs inputs in reverse order.
         for number in range(saved.number - 1, saved.number - 1 - IN_FLIGHT, -1):
             ahead = self._saved.get(number)
             if ahead is not None and ahead.begin_return():

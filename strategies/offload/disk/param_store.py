@@ -1,6 +1,6 @@
-"""Shards of parameters on disk, read in the order of the last step before they are asked for.
+"""Shards of parameters on disk, read ahead in the order of the previous step.
 
-``StoredShard`` says where the disk has a shard, ``HeldShard`` where memory does.
+``StoredShard`` is a shard's place on the disk, ``HeldShard`` its place in memory.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,13 +27,13 @@ class StoredShard:
     dtype: torch.dtype
 
     def cut(self, buffer: Tensor) -> Tensor:
-        """The values in a buffer."""
+        """Return the shard within a ``uint8`` buffer, ``(numel,)`` in its dtype."""
         return buffer[: self.num_bytes].view(self.dtype)
 
 
 @dataclass
 class HeldShard:
-    """A shard that memory holds."""
+    """A shard in memory."""
 
     buffer: Tensor
     is_reading: bool = False
@@ -44,12 +44,12 @@ class HeldShard:
 
     @property
     def is_idle(self) -> bool:
-        """Whether the memory may be given to another shard."""
+        """Whether the memory may be used for another shard."""
         is_busy = self.is_reading or self.is_writing or self.is_changing or self.num_users > 0
         return not is_busy and (self.copy is None or self.copy.is_host_free)
 
     def drop_copy(self) -> None:
-        """Free what the shard takes of an accelerator."""
+        """Free the copy on the accelerator, if there is one."""
         if self.copy is not None:
             self.copy.drop()
 
@@ -57,27 +57,27 @@ class HeldShard:
 CPU = torch.device("cpu")
 
 WINDOW_BYTES = 64 << 20
-"""Default for what is in memory at once: some 20 ms of a disk that reads 3.5 GB/s."""
+"""Default size of the window: what a disk that reads 3.5 GB/s reads in about 20 ms."""
 
 
 class DiskParameterStore(TransferWaiter, ParameterStore):
-    """Shards in the rank's swap file; those in use and the next ones in memory.
+    """Shards in the rank's swap file; those in use and the next ones are in memory.
 
-    The first step is read on demand and shows the order; from then on what fits into
-    ``window_bytes`` is read ahead, and on an accelerator copied to the device as soon as it is
-    read. What memory holds stays until something else needs the room, so a shard that is asked for
-    again soon, as at the turn from forward to backward, is not read again.
+    The first step reads on demand and records the order; later steps read ahead as many shards as
+    fit into ``window_bytes``, and copy them to the accelerator, if any, as soon as they are read.
+    Shards stay in memory until others need the room, so one that is requested again soon, as at the
+    turn from forward to backward, is not read again.
 
-    ``get`` and ``release`` belong to the thread that computes; ``put`` may be another's.
-    The first error of any transfer is raised by every call from then on, ``close`` excepted.
+    ``get`` and ``release`` are called by the computing thread; ``put`` may be called by another.
+    The first error of any transfer is raised by every later call except ``close``.
 
     Args:
         swap: The rank's file; closed with the last store that uses it.
-        device: Where the shards are computed with.
-        window_bytes: Host memory for shards, and device memory beside it on an accelerator. A
-            shard that does not fit gets memory of its own while it is in use.
-        is_current: Whether a shard has been through the last step: what is still to be replaced is
-            not read ahead. It may not call this store.
+        device: Compute device.
+        window_bytes: Host memory for shards, and as much device memory on an accelerator. A shard
+            that does not fit gets memory of its own while it is in use.
+        is_current: Whether no step of a shard is pending; others are not read ahead. It must not
+            call this store.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class DiskParameterStore(TransferWaiter, ParameterStore):
     ) -> None:
         super().__init__()
         self.misses = 0
-        """Shards that were not there in time."""
+        """Shards that were not read in time."""
         self._swap = swap
         self._device = device
         self._stream = copy_stream(device)
@@ -101,12 +101,12 @@ class DiskParameterStore(TransferWaiter, ParameterStore):
         self._held: dict[int, HeldShard] = {}  # the least recently used first
         self._order = AccessTrace()
         self._in_parts: set[int] = set()  # never whole on the device
-        self._window: dict[int, int] = {}  # what comes next, and how soon, from 0 on
+        self._window: dict[int, int] = {}  # the next shards, by how soon, from 0 on
         swap.share()
 
     @staticmethod
     def bytes_of(numel: int, dtype: torch.dtype) -> int:
-        """What a shard takes of the disk, for whoever sizes the file."""
+        """Return the bytes of the file that a shard occupies."""
         return round_up(numel * dtype.itemsize)
 
     @override
@@ -139,17 +139,17 @@ class DiskParameterStore(TransferWaiter, ParameterStore):
             self._in_parts.add(index)
             held = self._use(index)
         try:
-            # Waits for the copy, so nobody has to wait for it before the memory is used again.
+            # ``to`` waits for the copy, so the memory may be reused as soon as it returns.
             stored = self._shards[index].cut(held.buffer)
             return stored[start:stop].to(self._device, copy=True)
         finally:
             self.release(index)
 
     def _use(self, index: int) -> HeldShard:
-        """Become a user of a shard and wait until memory holds it. The lock is held."""
+        """Become a user of a shard and wait until it is in memory. The lock is held."""
         self._raise_error()
         self._order.note(index)
-        # Before it counts as a user: whoever changes the shard waits for its users to go.
+        # Before it counts as a user: ``put`` waits until a shard has no users.
         self._wait_until(lambda: not (index in self._held and self._held[index].is_changing))
         held = self._held.get(index)
         if held is None:
@@ -179,13 +179,13 @@ class DiskParameterStore(TransferWaiter, ParameterStore):
         shard = self._shards[index]
         with self._changed:
             self._raise_error()
-            # From here it goes to the disk: memory of its own need not be locked for the device.
+            # Memory of its own is only written to the disk: it need not be page-locked.
             held = self._held.get(index) or self._hold(
                 index, device=CPU, num_spared=len(self._window)
             )
-            held.is_changing = True  # nobody may take the memory, nor begin to use what is in it
+            held.is_changing = True  # the memory may be neither reused nor read
             self._wait_until(lambda: not (held.is_reading or held.is_writing or held.num_users))
-        # Outside of the lock: the thread that computes goes on with other shards meanwhile.
+        # Outside of the lock, so that the computing thread can use other shards meanwhile.
         if held.copy is not None:
             held.copy.wait_for_host()
             held.copy = None
@@ -227,7 +227,7 @@ class DiskParameterStore(TransferWaiter, ParameterStore):
             }
 
     def _read_ahead(self) -> None:
-        """Begin to read what comes next, as far as the window reaches and memory is free."""
+        """Begin to read the next shards, as far as the window reaches and memory is free."""
         if self._error is not None or self._is_closed:
             return
         self._window = {index: at for at, index in enumerate(self._next_shards())}
@@ -237,7 +237,7 @@ class DiskParameterStore(TransferWaiter, ParameterStore):
                 if not self._is_current(index):
                     return
                 room = self._shards[index].extent.num_bytes
-                # What comes sooner stays; what comes later may go, where free room is in pieces.
+                # Sooner shards stay; later ones may be evicted where free room is fragmented.
                 buffer = self._free_buffer(room, num_spared=at)
                 if buffer is None:
                     return
@@ -255,7 +255,7 @@ class DiskParameterStore(TransferWaiter, ParameterStore):
             yield index
 
     def _hold(self, index: int, *, device: torch.device, num_spared: int = 0) -> HeldShard:
-        """Memory for a shard that is needed now, of its own where the arena has no room."""
+        """Return memory for a shard that is needed now; its own where the arena has no room."""
         num_bytes = self._shards[index].extent.num_bytes
         buffer = self._free_buffer(num_bytes, num_spared=num_spared)
         if buffer is None:
@@ -264,7 +264,7 @@ class DiskParameterStore(TransferWaiter, ParameterStore):
         return held
 
     def _free_buffer(self, num_bytes: int, *, num_spared: int) -> Tensor | None:
-        """Room in the arena, for what is needed last; but none of the next ``num_spared``."""
+        """Return room in the arena, evicting shards needed last, but none of the next few."""
         if self._arena is None:
             total = sum(shard.extent.num_bytes for shard in self._shards.values())
             size = min(total, self._window_bytes)
@@ -286,7 +286,7 @@ class DiskParameterStore(TransferWaiter, ParameterStore):
         return buffer
 
     def _drop_extras(self) -> None:
-        """Give back at once what did not fit into the window."""
+        """Free memory outside of the arena as soon as it is idle."""
         for index, held in list(self._held.items()):
             if held.is_idle and self._is_extra(held):
                 del self._held[index]
@@ -317,7 +317,7 @@ class DiskParameterStore(TransferWaiter, ParameterStore):
         def finish() -> None:
             held.is_writing = False
             self._drop_extras()
-            self._read_ahead()  # what was written is room again
+            self._read_ahead()  # written shards can be evicted again
 
         held.is_writing = True
         self._swap.write(
@@ -325,7 +325,7 @@ class DiskParameterStore(TransferWaiter, ParameterStore):
         )
 
     def _finish(self, finish: Callable[[], None], ticket: Ticket) -> None:
-        """What a thread of the pool does when a transfer is over."""
+        """Finish a transfer, on a thread of the pool."""
         with self._changed:
             self._error = self._error or ticket.error
             try:

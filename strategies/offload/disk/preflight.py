@@ -1,6 +1,6 @@
-"""What a disk can do, measured on the rank's own file before training, and what a step will take.
+"""Measures the disk before training, on the rank's own file, and predicts the time of a step.
 
-All ranks of a host measure at the same time, since that is how they will use the disk.
+All ranks of a host measure at the same time, since that is how they use the disk.
 """
 
 import resource
@@ -28,14 +28,14 @@ from boltmesh.telemetry.writer.null_recorder import NullRecorder
 from boltmesh.telemetry.writer.recorder import Recorder
 
 log = logger()
-"""Where people look for what a run says about itself."""
+"""Lightning's logger, where users look for messages of a run."""
 
 SAMPLE_BYTES = 64 << 20
-"""Moved at a time in each direction: many blocks for each thread."""
+"""Size of one transfer in each direction: many blocks per thread."""
 
 MEASURE_S = 0.25
-"""How long each of the three measurements goes on, at least one transfer. A file that is smaller
-than the samples is measured by one: its transfers take no time that matters."""
+"""Duration of each of the three measurements, at least one transfer. A file that is smaller than
+the samples is measured by a single transfer: its transfers take no time that matters."""
 
 ADAM_NUMEL = 1 << 21
 """Elements of the trial step: 32 MB, more than caches hold."""
@@ -43,20 +43,20 @@ ADAM_NUMEL = 1 << 21
 
 @dataclass(frozen=True)
 class DiskLoad:
-    """What a rank moves between memory and disk."""
+    """Bytes that a rank moves between memory and disk."""
 
     step_read_bytes: int
-    """In one optimizer step."""
+    """Per optimizer step."""
     step_write_bytes: int
     numel: int
-    """Elements that a step updates with what it reads."""
+    """Elements of state on the disk that a step updates."""
     gather_bytes: int = 0
-    """Read in each pass over the model, forward or backward, where parameters are on disk."""
+    """Read per pass over the model, forward or backward, where parameters are on disk."""
 
 
 @dataclass(frozen=True)
 class DiskReport:
-    """One rank's disk. Rates are bytes per second while the other ranks measure too."""
+    """One rank's disk. Rates are in bytes per second while the other ranks measure too."""
 
     host: str
     folder: str
@@ -67,19 +67,19 @@ class DiskReport:
     read_rate: float
     write_rate: float
     both_rate: float
-    """Of each direction, when both run at once."""
+    """Rate of each direction when both run at once."""
     adam_rate: float
     """Elements per second of a fused step in host memory."""
     has_huge_pages: bool
     locked_bytes: int | None
-    """The limit of page-locked memory; None when there is none."""
+    """Limit of page-locked memory; None if unlimited."""
     load: DiskLoad
 
     @property
     def step_s(self) -> float:
-        """What an optimizer step takes at least: its transfers or its arithmetic, as they overlap.
+        """Least time of an optimizer step: its transfers or its arithmetic, which overlap.
 
-        What of the reads and the writes runs beside the other goes at the rate of both at once.
+        Reads and writes that overlap are counted at the rate measured for both at once.
         """
         reads, writes = self.load.step_read_bytes, self.load.step_write_bytes
         common = min(reads, writes)
@@ -92,25 +92,25 @@ class DiskReport:
 
     @property
     def pass_s(self) -> float:
-        """What reading the parameters for one pass over the model takes."""
+        """Time to read the parameters for one pass over the model."""
         return self.load.gather_bytes / self.read_rate
 
 
 def measure_disk(swap: Swap, load: DiskLoad) -> DiskReport:
-    """Measure the rank's file before anything is stored in it; all ranks call it together.
+    """Measure the rank's file before anything is stored in it. All ranks call it together.
 
-    Takes about a second, or one transfer of 64 MiB in each direction where that is longer.
+    Takes about a second, or one transfer of 64 MiB in each direction if that is longer.
     """
     sample = min(SAMPLE_BYTES, swap.file.size // 2 // PAGE_BYTES * PAGE_BYTES)
     assert sample > 0, "the space of the file is taken before it is measured"
     duration_s = MEASURE_S if sample == SAMPLE_BYTES else 0.0
     one, other = (_scratch(n * sample, sample) for n in range(2))
-    # One buffer for both: what is read is what was written from it, byte for byte. Random bytes,
-    # for some disks do not store zeros.
+    # One buffer for both: reads return exactly the bytes that were written from it. Random bytes,
+    # since some disks do not store zeros.
     buffer = allocate_host(sample, device=torch.device("cpu"))
     buffer.random_(0, 256, generator=torch.Generator().manual_seed(0))
-    # Space that was taken and never written is slow to write and reads as zeros, faster than any
-    # disk: what is measured has been written before.
+    # Allocated space that was never written is slow to write and reads as zeros, faster than any
+    # disk: write both samples before measuring.
     swap.write(one, buffer).wait()
     swap.write(other, buffer).wait()
     write_rate = sample / _seconds(lambda: [swap.write(other, buffer)], duration_s)
@@ -139,14 +139,14 @@ def measure_disk(swap: Swap, load: DiskLoad) -> DiskReport:
 def announce_disks(
     report: DiskReport | None, *, group: ProcessGroup, recorder: Recorder | NullRecorder
 ) -> None:
-    """Say what the disks can do, once, on the first rank.
+    """Log the speed of the disks once, on the first rank.
 
     Collective over ``group``.
 
     Args:
-        report: Of this rank; None when it stores nothing on a disk.
+        report: This rank's report; None when it stores nothing on a disk.
         group: All ranks that train together.
-        recorder: Takes the line as an event.
+        recorder: Receives the line as an event.
     """
     reports = gather_objects(report, group)
     known = [each for each in reports if each is not None]
@@ -157,10 +157,10 @@ def announce_disks(
 
 
 def preflight_line(reports: Sequence[DiskReport]) -> str:
-    """One line for all ranks: of the host of the first, and the time of the slowest.
+    """Format one line for all ranks: figures of the first rank's host, time of the slowest rank.
 
     Args:
-        reports: Of every rank.
+        reports: Reports of every rank that uses a disk.
     """
     first = reports[0]
     here = [each for each in reports if each.host == first.host]
@@ -204,7 +204,7 @@ def _blocks(num_bytes: int) -> int:
 
 
 def _seconds(begin: Callable[[], list[Ticket]], duration_s: float) -> float:
-    """The median time from a call until its tickets are done."""
+    """Return the median time from a call until its tickets are done."""
     times: list[float] = []
     while not times or sum(times) < duration_s:
         start = time.monotonic()

@@ -26,7 +26,7 @@ class _StoredChunk:
     num_tensors: int
 
     def cut(self, buffer: Tensor) -> tuple[Tensor, ...]:
-        """The tensors of the chunk in a buffer, each from a page boundary on."""
+        """Return the chunk's tensors in a buffer, fp32 ``(numel,)``, each page-aligned."""
         size, pitch = 4 * self.numel, round_up(4 * self.numel)
         starts = range(0, self.num_tensors * pitch, pitch)
         return tuple(buffer[start : start + size].view(torch.float32) for start in starts)
@@ -34,18 +34,18 @@ class _StoredChunk:
 
 @dataclass
 class _Held:
-    """A chunk that a buffer holds: as the disk has it, or on its way in or out, or newer."""
+    """A chunk in a buffer: unchanged, being read or written, or newer than the disk."""
 
     buffer: Tensor
     is_empty: bool = True
     is_moving: bool = False
     is_acquired: bool = False
     is_wanted: bool = False
-    """Read ahead, and not acquired since: its buffer is not given to another chunk lightly."""
+    """Read ahead and not acquired since: its buffer is reused only if no other is idle."""
     is_deferred: bool = False
-    """Newer than the disk's, and not on its way there yet."""
+    """Newer than the disk, and not being written yet."""
     is_unverified: bool = False
-    """As it was read, and not compared with what was written."""
+    """Read, and not yet compared with the checksums of what was written."""
 
     @property
     def is_idle(self) -> bool:
@@ -53,24 +53,24 @@ class _Held:
 
 
 class DiskStateStore(TransferWaiter, StateStore):
-    """Chunks in the rank's swap file; a few of them, at most ``num_buffers``, in memory.
+    """Chunks in the rank's swap file; at most ``num_buffers`` of them in memory.
 
-    A chunk has one place in memory at most, so it can be hinted at, acquired and released in any
-    order: whoever acquires it gets what was released last. Reads ahead begin by themselves as soon
-    as a buffer's write is over, on the thread that finished it. Several threads may hold
-    different chunks, fewer than ``num_buffers`` together.
+    A chunk has at most one place in memory, so it can be prefetched, acquired and released in any
+    order: ``acquire`` always returns what was released last. Reads ahead begin as soon as a
+    buffer's write is done, on the thread that finished it. Several threads may hold different
+    chunks, fewer than ``num_buffers`` together.
 
-    Checksums are taken by the thread that acquires a chunk, before it sees the chunk and when it
-    gives it back. The transfers' own threads would move less meanwhile, and would wait for each
-    other: the step takes up to 15 % longer if they do it.
+    The acquiring thread computes the checksums, before it gets the chunk and when it releases it.
+    If the transfer threads did so, they would move less and wait for each other: the step would
+    take up to 15 % longer.
 
-    The first error of any transfer is raised by every call from then on, ``close`` excepted: state
-    of which a part did not reach the disk is never handed out again.
+    The first error of any transfer is raised by every later call except ``close``: state that did
+    not reach the disk completely is never returned.
 
     Args:
         swap: The rank's file; closed with the last store that uses it.
-        device: What the state is computed for: on CUDA the buffers are page-locked.
-        num_buffers: How many chunks memory holds.
+        device: Compute device. For CUDA the buffers are page-locked.
+        num_buffers: Chunks in memory.
     """
 
     def __init__(self, swap: Swap, *, device: torch.device, num_buffers: int = NUM_BUFFERS) -> None:
@@ -87,7 +87,7 @@ class DiskStateStore(TransferWaiter, StateStore):
 
     @staticmethod
     def bytes_of(numel: int, num_tensors: int) -> int:
-        """What a chunk takes of the disk, for whoever sizes the file."""
+        """Return the bytes of the file that a chunk occupies."""
         return num_tensors * round_up(4 * numel)
 
     @override
@@ -125,14 +125,14 @@ class DiskStateStore(TransferWaiter, StateStore):
                 self._hints.remove(chunk)
             held = self._await_place(chunk)
             assert not held.is_acquired, f"chunk {chunk} is acquired already"
-            # From now on, so that nobody takes the buffer while this thread waits.
+            # From now on, so that the buffer is not reused while this thread waits.
             held.is_acquired, held.is_wanted = True, False
             if held.is_empty:
                 self._read(chunk, held)
             self._wait_until(lambda: not held.is_moving)
             self._follow_hints()
             made = self._chunks[chunk]
-        if held.is_unverified:  # nobody else looks at the chunk while this thread has it
+        if held.is_unverified:  # no other thread uses the chunk while it is acquired
             self._verify(made.extent, held)
         return made.cut(held.buffer)
 
@@ -194,7 +194,7 @@ class DiskStateStore(TransferWaiter, StateStore):
             }
 
     def _follow_hints(self) -> None:
-        """Begin to read what was hinted at, in that order, as far as buffers are free."""
+        """Begin to read prefetched chunks in order, as far as buffers are free."""
         while self._hints:
             chunk = self._hints[0]
             held = self._held.get(chunk)
@@ -208,7 +208,7 @@ class DiskStateStore(TransferWaiter, StateStore):
             self._hints.popleft()
 
     def _await_place(self, chunk: int) -> _Held:
-        """The chunk's place in memory; where it has none, one that is empty, as soon as there is.
+        """Return the chunk's place in memory, or else an empty one as soon as one is free.
 
         While this waits, another thread may read the chunk ahead.
         """
@@ -226,11 +226,11 @@ class DiskStateStore(TransferWaiter, StateStore):
         return self._held[chunk]
 
     def _free_buffer(self, *, spare_wanted: bool) -> Tensor | None:
-        """A buffer that nobody uses, new while there are too few, else the longest unused one."""
+        """Return an unused buffer: a new one while there are too few, else the oldest."""
         if len(self._held) < self._num_buffers:
             return allocate_host(self._buffer_bytes, device=self._device)
         held_by_age = list(self._held.items())
-        # Of what was read ahead, the last is needed last.
+        # Among chunks read ahead, the last one is needed last.
         for chunk, held in held_by_age if spare_wanted else reversed(held_by_age):
             if held.is_idle and not (held.is_wanted and spare_wanted):
                 del self._held[chunk]

@@ -1,11 +1,11 @@
-"""One rank's swap file: without a name, private, and with all of its space taken at once.
+"""One rank's swap file: unnamed, private, and with all of its space allocated at once.
 
-It is swap, not a checkpoint. Its name is removed as soon as it is open, so whatever ends the
-process leaves nothing behind, and a half-written file is never taken for a state to resume from.
+It is swap, not a checkpoint. Its name is removed as soon as it is open, so nothing is left behind
+however the process ends, and a half-written file is never mistaken for a state to resume from.
 
-``FileCalls`` has the system calls that a ``SwapFile`` needs, in one object that a test can replace;
-``explain`` says what went wrong and what to do. ``Swap`` adds threads to each direction, and a
-checksum to each block, which shows whether a block that was read is the one that was written.
+``FileCalls`` holds the system calls that a ``SwapFile`` needs, in one object that a test can
+replace; ``explain`` describes a failure and its remedy. ``Swap`` adds threads for each direction,
+and checksums, which show whether a block that was read is the one that was written.
 """
 
 import errno
@@ -32,31 +32,31 @@ from boltmesh.telemetry.writer.recorder import Recorder
 
 
 class FileCalls:
-    """Each method is one call to the operating system, with its arguments and its errors."""
+    """System calls: each method is one call, with its arguments and its errors."""
 
     def read(self, fd: int, into: memoryview, offset: int) -> int:
-        """Fill ``into`` from the file; returns how many bytes came."""
+        """Fill ``into`` from the file; returns the number of bytes read."""
         return os.preadv(fd, [into], offset)
 
     def write(self, fd: int, data: memoryview, offset: int) -> int:
-        """Write ``data``; returns how many bytes went."""
+        """Write ``data``; returns the number of bytes written."""
         return os.pwritev(fd, [data], offset)
 
     def allocate(self, fd: int, offset: int, num_bytes: int) -> None:
-        """Take the space of a range of the file for good."""
+        """Allocate the space of a range of the file."""
         os.posix_fallocate(fd, offset, num_bytes)
 
     def free_bytes(self, fd: int) -> int:
-        """Bytes that the file system of the file has left for this user."""
+        """Return the bytes that the file system has left for this user."""
         status = os.fstatvfs(fd)
         return status.f_bavail * status.f_frsize
 
     def sync(self, fd: int) -> None:
-        """Return once the data is on the disk, or raise what went wrong on the way."""
+        """Return once the data is on the disk, or raise the error of an earlier write."""
         os.fdatasync(fd)
 
     def make_direct(self, fd: int) -> bool:
-        """Ask for transfers around the page cache. Returns whether the file system agrees."""
+        """Request transfers around the page cache; returns whether the file system allows it."""
         direct = getattr(os, "O_DIRECT", 0)
         if not direct:
             return False
@@ -81,18 +81,18 @@ ADVICE = {
     errno.EACCES: "Set strategy.offload_path to a folder that this user may write to",
     errno.ENOMEM: "Leave more memory to the system, or set a smaller strategy.offload_fraction",
 }
-"""What to do, by the kind of error."""
+"""Remedies by error number; parts of messages."""
 
 
 class ShortTransferError(OSError):
-    """Fewer bytes were moved than asked for, and the system gave no reason."""
+    """Fewer bytes were moved than requested, and the system gave no reason."""
 
     def __init__(self, at: int, size: int) -> None:
         super().__init__(errno.EIO, f"the transfer ended at byte {at} of a file of {size}")
 
 
 class DamagedBlockError(OSError):
-    """A block came back other than it was written."""
+    """A block that was read differs from the block that was written."""
 
     def __init__(self, at: int, num_bytes: int) -> None:
         super().__init__(
@@ -104,14 +104,14 @@ class DamagedBlockError(OSError):
 def explain(
     error: BaseException, doing: str, *, path: Path, rank: int, free_bytes: int | None
 ) -> OffloadError:
-    """The error that ends the run: what failed, on which file, why, and what to set.
+    """Build the error that ends the run: what failed, on which file, why, and what to set.
 
     Args:
-        error: What was caught.
+        error: The caught error.
         doing: The action and its object, such as ``"write chunk 3 of the optimizer state to"``.
         path: The file, by the name that it was created under.
-        rank: Whose file it is.
-        free_bytes: What its file system has left, where that is known.
+        rank: Owner of the file.
+        free_bytes: Free space of its file system; None if unknown.
     """
     number = error.errno if isinstance(error, OSError) else None
     free = "" if free_bytes is None else f" ({describe_bytes(free_bytes)} free there)"
@@ -142,28 +142,28 @@ def _advice(error: BaseException) -> str:
 
 @dataclass(frozen=True)
 class Extent:
-    """A range of the file that belongs to one thing."""
+    """A range of the file, allocated for one object."""
 
     name: str
-    """Name of what it holds, for messages: ``"chunk 3 of the optimizer state"``."""
+    """Name of its content in messages: ``"chunk 3 of the optimizer state"``."""
     offset: int
     num_bytes: int
     sums: list[int | None] = field(repr=False)
-    """The checksum of each block as it was last written; None before that."""
+    """Checksum of each block as last written; None before that."""
 
 
 class SwapFile:
-    """An open file and who has which range of it.
+    """An open file and the allocation of its ranges.
 
     Args:
-        folder: Where to make the file; it has to exist.
-        num_bytes: Space to take now. More is taken when more is asked for.
-        rank: Whose file it is, for its name and for messages.
-        calls: The system's calls; a test brings its own.
+        folder: Existing folder for the file.
+        num_bytes: Space to allocate now. ``allocate`` extends it if needed.
+        rank: Owner of the file, for its name and for messages.
+        calls: System calls, which a test may replace.
 
     Raises:
         ConfigError: When there is no such folder.
-        OffloadError: When the file cannot be made or the space is not there.
+        OffloadError: When the file cannot be created or extended.
     """
 
     def __init__(self, folder: Path, num_bytes: int, *, rank: int, calls: FileCalls) -> None:
@@ -184,8 +184,8 @@ class SwapFile:
         try:
             self.path.unlink()
             self._extend(round_up(num_bytes))
-            # After the space is taken: where the C library takes it by writing single bytes, it
-            # could not do so on a direct file.
+            # After the allocation: where the C library allocates by writing single bytes, it cannot
+            # do so on a direct file.
             self.is_direct = calls.make_direct(self._fd)
         except BaseException:
             self.close()
@@ -193,15 +193,15 @@ class SwapFile:
 
     @property
     def size(self) -> int:
-        """How many bytes of the disk the file takes."""
+        """Bytes of the disk that the file occupies."""
         return self._size
 
     def free_bytes(self) -> int:
-        """Bytes that the file system has left for others."""
+        """Return the bytes that the file system has left."""
         return self.calls.free_bytes(self._fd)
 
     def allocate(self, name: str, num_bytes: int) -> Extent:
-        """Give a range of the file to one thing, for as long as the file is open."""
+        """Allocate a range of the file, until the file is closed."""
         length = max(PAGE_BYTES, round_up(num_bytes))  # a transfer is at least one block
         if self._used + length > self._size:
             self._extend(self._used + length)
@@ -218,7 +218,7 @@ class SwapFile:
         self._move(self.calls.write, data, offset)
 
     def sync(self) -> None:
-        """Find out about writes that the page cache has taken and the disk has not."""
+        """Raise the errors of writes that have only reached the page cache."""
         if not self.is_direct:
             try:
                 self.calls.sync(self._fd)
@@ -226,7 +226,7 @@ class SwapFile:
                 raise self.explain(error, "sync") from error
 
     def explain(self, error: BaseException, doing: str) -> OSError:
-        """Description of a failure, with this file's name and the free space of its disk."""
+        """Describe a failure, with this file's name and the free space of its disk."""
         try:
             free = self.calls.free_bytes(self._fd)
         except OSError:
@@ -234,7 +234,7 @@ class SwapFile:
         return explain(error, doing, path=self.path, rank=self.rank, free_bytes=free)
 
     def close(self) -> None:
-        """Give the space back. The file has no name, so this removes it."""
+        """Free the space. The file has no name, so this removes it."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -245,7 +245,7 @@ class SwapFile:
             return
         doing = f"take {describe_bytes(more)} for"
         if self.calls.free_bytes(self._fd) < more:
-            # Asking for it would take all that is left from all processes, for a moment.
+            # Allocating would take all remaining space from all processes, for a moment.
             raise self.explain(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), doing)
         try:
             self.calls.allocate(self._fd, self._size, more)
@@ -259,7 +259,7 @@ class SwapFile:
         done = 0
         while done < len(view):
             moved = call(self._fd, view[done:], offset + done)
-            # Only whole pages can be continued from; the rest of a page is moved again.
+            # Only whole pages can be continued from; a partial page is moved again.
             whole = moved if done + moved == len(view) else moved // PAGE_BYTES * PAGE_BYTES
             if whole <= 0:
                 raise ShortTransferError(offset + done + max(moved, 0), self._size)
@@ -293,24 +293,24 @@ def _weights(num_pages: int) -> Any:
 
 
 NUM_THREADS = 8
-"""For each direction. Four keep a disk busy while all of them transfer; a thread that sums a shard
-of parameters does not."""
+"""Per direction. Four keep a disk busy while all of them transfer; a thread that computes the
+checksum of a shard does not."""
 
 
 class Swap:
-    """Swap file of the stores of one rank. The last store to close closes it.
+    """Swap file of the stores of one rank.
 
-    So does whoever drops the last reference to it, for a run that has ended need not end the
-    process: its threads do not hold it while they wait.
+    The last store to close closes it, and so does dropping the last reference to it, since a run
+    that has ended need not end the process: its threads do not reference it while they wait.
 
     Args:
-        folder: Where to make the file.
-        num_bytes: Space to take at once: a full disk is then known before the first step.
-        rank: Whose file it is, for messages.
-        calls: The system's calls; a test brings its own.
-        recorder: Gets each transfer.
-        num_threads: For each direction.
-        device: What the stores copy to.
+        folder: Folder for the file.
+        num_bytes: Space to allocate now, so that a full disk is known before the first step.
+        rank: Owner of the file, for messages.
+        calls: System calls, which a test may replace.
+        recorder: Receives each transfer.
+        num_threads: Threads per direction.
+        device: Device that the stores copy to.
     """
 
     def __init__(
@@ -333,7 +333,7 @@ class Swap:
         self._finalizer = weakref.finalize(self, _close, self._reads, self._writes, self.file)
 
     def allocate(self, name: str, num_bytes: int) -> Extent:
-        """Take a range of the file, in whole pages."""
+        """Allocate a range of the file, in whole pages."""
         return self.file.allocate(name, num_bytes)
 
     def read(
@@ -345,23 +345,27 @@ class Swap:
         is_verified: bool = True,
         on_done: Callable[[Ticket], None] = lambda _: None,
     ) -> Ticket:
-        """Begin to read a range and to compare it with what was written.
+        """Begin to read a range and to compare it with the checksums of what was written.
 
         Args:
             extent: The range.
-            into: ``uint8``, as long as the range, page-aligned.
-            is_urgent: Goes before what is not.
-            is_verified: False: not compared here: ``verify`` is called before the data are used.
+            into: ``uint8``, ``(extent.num_bytes,)``, page-aligned.
+            is_urgent: Runs before transfers that are not urgent.
+            is_verified: False skips the comparison; call ``verify`` before using the data.
             on_done: Called by the thread that moved the last block, also after an error.
         """
         move = self._read_verified if is_verified else self._read_block
         return self._submit("read", move, extent, into, on_done, is_urgent=is_urgent)
 
     def verify(self, extent: Extent, data: Tensor) -> None:
-        """Compare what was read from a range with what was written there, on this thread.
+        """Compare data that was read from a range with the checksums, on this thread.
+
+        Args:
+            extent: The range.
+            data: ``uint8``, ``(extent.num_bytes,)``.
 
         Raises:
-            OffloadError: It is something else.
+            OffloadError: When they differ.
         """
         try:
             for number in range(len(extent.sums)):
@@ -377,11 +381,11 @@ class Swap:
         is_sealed: bool = False,
         on_done: Callable[[Ticket], None] = lambda _: None,
     ) -> Ticket:
-        """Begin to write a range; ``data`` may not change until the ticket is done.
+        """Begin to write a range; ``data`` must not change until the ticket is done.
 
         Args:
             extent: The range.
-            data: ``uint8``, as long as the range, page-aligned.
+            data: ``uint8``, ``(extent.num_bytes,)``, page-aligned.
             is_sealed: Whether ``seal`` was called with the same data.
             on_done: Called by the thread that moved the last block, also after an error.
         """
@@ -389,26 +393,26 @@ class Swap:
         return self._submit("write", move, extent, data, on_done, is_urgent=False)
 
     def seal(self, extent: Extent, data: Tensor) -> None:
-        """Take the checksums of what is about to be written to a range, on this thread."""
+        """Compute the checksums of data about to be written to a range, on this thread."""
         for number in range(len(extent.sums)):
             self._sum(extent, data, number)
 
     def sync(self) -> None:
-        """Find out about writes that have only reached the page cache."""
+        """Raise the errors of writes that have only reached the page cache."""
         self.file.sync()
 
     def share(self) -> None:
-        """One store more uses this."""
+        """Count one more store that uses this."""
         self._num_users += 1
 
     def unshare(self) -> None:
-        """One store less; the last one closes."""
+        """Count one store less; the last one closes."""
         self._num_users -= 1
         if self._num_users == 0:
             self.close()
 
     def close(self) -> None:
-        """End the threads and give the space back."""
+        """End the threads and free the space."""
         self._finalizer()
 
     def _submit(
@@ -458,7 +462,7 @@ class Swap:
     def _write_block(self, extent: Extent, memory: Tensor, number: int) -> None:
         block, offset = _cut(extent, memory, number)
         total = extent.sums[number]
-        extent.sums[number] = None  # half of a block is no block
+        extent.sums[number] = None  # invalid while it is written
         self.file.write(as_bytes(block), offset)
         extent.sums[number] = total
 
@@ -474,7 +478,7 @@ def _close(reads: TransferPool, writes: TransferPool, file: SwapFile) -> None:
 
 
 def _cut(extent: Extent, memory: Tensor, number: int) -> tuple[Tensor, int]:
-    """One block of the memory, and where it lies in the file."""
+    """Return one block of the memory and its offset in the file."""
     start = number * BLOCK_BYTES
     return memory[start : start + BLOCK_BYTES], extent.offset + start
 

@@ -1,10 +1,11 @@
-"""Threads that move blocks between memory and a file, and the tickets of those who wait for them.
+"""Threads that move blocks between memory and a file, and tickets for waiting on transfers.
 
 ``preadv`` and ``pwritev`` release the interpreter's lock, so a few threads keep a disk busy at 7 to
-8 ms of CPU time per GB. One pool for each direction: with a common one, writes stand in line
-behind reads and the pipelined step is 10 % slower.
+8 ms of CPU time per GB. There is one pool per direction: in a common one, writes queue behind reads
+and the pipelined step is 10 % slower.
 
-What both stores share: a lock to wait at, and the first error, which every call then raises.
+``TransferWaiter`` is shared by both stores: a condition, and the first error, which every later
+call raises.
 """
 
 import itertools
@@ -22,11 +23,11 @@ from boltmesh.strategies.offload.streams import use_device
 CPU = torch.device("cpu")
 
 BLOCK_BYTES = 4 << 20
-"""What one thread moves at a time; 16 MiB is equal, 1 MiB costs 5 %."""
+"""Bytes that one thread moves at a time; 16 MiB is equally fast, 1 MiB costs 5 %."""
 
 
 class Ticket:
-    """One transfer of several blocks. It holds the memory until the last block is through."""
+    """One transfer of several blocks. It references the memory until the last block is done."""
 
     def __init__(
         self, memory: Tensor, num_blocks: int, on_done: Callable[["Ticket"], None]
@@ -42,11 +43,11 @@ class Ticket:
 
     @property
     def is_done(self) -> bool:
-        """Whether no block is under way any more, for better or worse."""
+        """Whether all blocks have ended, with or without an error."""
         return self._done.is_set()
 
     def wait(self) -> None:
-        """Return once all blocks are through.
+        """Return once all blocks are done.
 
         Raises:
             OffloadError: The first error of any block.
@@ -56,13 +57,13 @@ class Ticket:
             raise self.error
 
     def begin_block(self) -> None:
-        """A thread takes up a block."""
+        """Note the time of the first block. Called by a thread before each block."""
         with self._lock:
             if self._began_s is None:
                 self._began_s = time.monotonic()
 
     def end_block(self, error: BaseException | None = None) -> None:
-        """A thread is through with a block."""
+        """Count a block as done. Called by a thread after each block."""
         with self._lock:
             self._blocks_left -= 1
             self.error = self.error or error
@@ -71,16 +72,16 @@ class Ticket:
             if self._began_s is not None:
                 self.seconds = time.monotonic() - self._began_s
             try:
-                # Before the waiters wake, so that they find what the callback has entered.
+                # Before the waiters wake, so that they see the callback's changes.
                 self._on_done(self)
-            except BaseException as caught:  # noqa: BLE001 - likewise for the waiter
+            except BaseException as caught:  # noqa: BLE001 - also raised by ``wait``
                 self.error = self.error or caught
             finally:
                 self._done.set()
 
 
 STACK_BYTES = 1 << 20
-"""Of each thread: blocks call little, and the system's 8 MiB count against limits of memory."""
+"""Stack of a thread: blocks call little, and the default of 8 MiB counts against memory limits."""
 
 Block = Callable[[], None]
 """Moves one block, or raises."""
@@ -91,9 +92,9 @@ _stack_size_lock = threading.Lock()
 
 @contextmanager
 def stacks_of(num_bytes: int) -> Iterator[None]:
-    """Within, threads begin with stacks of this size, one caller at a time.
+    """Within the context, threads start with stacks of this size; one caller at a time.
 
-    So does, for that moment, a thread that anybody else begins: Python has no other way to say it.
+    That includes threads that other code starts meanwhile: Python only has a global setting.
     """
     with _stack_size_lock:
         before = threading.stack_size(num_bytes)
@@ -104,7 +105,7 @@ def stacks_of(num_bytes: int) -> Iterator[None]:
 
 
 class TransferPool:
-    """Some threads that take blocks in order, urgent ones first."""
+    """Threads that run blocks in order, urgent ones first."""
 
     def __init__(self, num_threads: int, name: str, device: torch.device = CPU) -> None:
         self._device = device
@@ -115,22 +116,22 @@ class TransferPool:
             for n in range(num_threads)
         ]
         self._started = threading.Barrier(num_threads + 1)
-        # Asked before they start: a thread that was never asked takes what was set last anywhere.
+        # Read before they start: a thread that never read it takes the value set last anywhere.
         num_torch_threads = torch.get_num_threads()
         with stacks_of(STACK_BYTES):
             for thread in self._threads:
                 thread.start()
         self._started.wait()
-        # A thread's own number is also what torch gives to threads that begin later: put it back.
+        # A thread's own setting also becomes the default of threads that begin later: restore it.
         torch.set_num_threads(num_torch_threads)
 
     def submit(self, ticket: Ticket, blocks: Sequence[Block], *, is_urgent: bool = False) -> None:
-        """Queue the blocks of one ticket. Urgent is what the training thread stands still for."""
+        """Queue the blocks of one ticket; urgent if the training thread waits for them."""
         for block in blocks:
             self._queue.put((0 if is_urgent else 1, next(self._numbers), ticket, block))
 
     def close(self) -> None:
-        """Finish what is queued and end the threads."""
+        """Finish the queued blocks and end the threads."""
         for _ in self._threads:
             self._queue.put((2, next(self._numbers), None, None))
         for thread in self._threads:
@@ -139,9 +140,9 @@ class TransferPool:
         self._threads = []
 
     def _run(self) -> None:
-        # What these threads compute is small, and more would only get in training's way.
+        # These threads compute little, and more of torch's would take cores from training.
         torch.set_num_threads(1)
-        use_device(self._device)  # what is read is copied to it by the thread that has read it
+        use_device(self._device)  # the thread that has read a block copies it to the device
         self._started.wait()
         while True:
             _, _, ticket, block = self._queue.get()
@@ -151,10 +152,10 @@ class TransferPool:
             error = None
             try:
                 block()
-            except BaseException as caught:  # noqa: BLE001 - whoever waits gets it, whatever it is
+            except BaseException as caught:  # noqa: BLE001 - raised by the ticket's ``wait``
                 error = caught
             ticket.end_block(error)
-            del ticket, block, error  # a thread that waits for work holds no memory
+            del ticket, block, error  # an idle thread must not keep memory alive
 
 
 class TransferWaiter:
@@ -166,7 +167,7 @@ class TransferWaiter:
         self._is_closed = False
 
     def _wait_until(self, is_so: Callable[[], bool]) -> None:
-        """Wait, with the lock held, for other threads to make something so, or to fail."""
+        """Wait, with the lock held, until other threads make the condition true or fail."""
         self._raise_error()
         while not is_so():
             self._changed.wait()
