@@ -1,16 +1,16 @@
-"""Parameters in shards of rows, which an all-to-all brings to the ranks that compute with them.
+"""Row-sharded parameters that an all-to-all brings to the ranks that compute with them.
 
-Between steps every parameter is a shard of rows on each rank of the group, as all others of the
-model are, so that optimizers, norms and checkpoints see nothing new. For a forward pass each rank
-sends of its rows what other ranks compute with, in one exchange per type; in the backward pass
-gradients go the other way. So a rank gets what it computes with, and not the whole: 1 / group of
-what gathering would bring.
+Between steps each rank of the group holds a shard of rows of every parameter, as of all others of
+the model, so that optimizers, norms and checkpoints need no special case. For a forward pass each
+rank sends the parts of its rows that other ranks compute with, in one exchange per dtype; in the
+backward pass gradients go back. So a rank gets only what it computes with: 1 / group of what a
+gather would bring.
 
 - ``OwnedModulesParams``: a rank computes with whole modules of a list of experts.
 - ``OwnedColumnsParams``: it computes with columns, those of its experts.
 
-Parameters that got no gradient on any rank get none here either: ranks agree on that, because
-optimizers tell missing gradients from zeros.
+Parameters without a gradient on any rank get none here either: the ranks agree on that, because
+optimizers treat missing gradients differently from zeros.
 """
 
 import math
@@ -50,6 +50,8 @@ if TYPE_CHECKING:
 class AllToAllParams(PlainInStep, ABC):
     """Parameters of which each rank of a group computes with a part.
 
+    ``place`` is the index of a parameter in ``parameters``.
+
     Args:
         brought: The state of each batch.
         owned: The ranks that divide them, and those that compute with the same parts.
@@ -71,35 +73,41 @@ class AllToAllParams(PlainInStep, ABC):
 
     @abstractmethod
     def _now(self) -> list[Parameter]:
-        """Return what is registered in the places of the parameters."""
+        """Return the parameters registered in the modules now."""
 
     @abstractmethod
     def width(self, place: int, rank: int) -> int:
-        """Return with how many elements of each row of a parameter a rank computes."""
+        """Return the number of elements of each row with which a rank computes."""
 
     @abstractmethod
     def columns(self, rows: Tensor, place: int, rank: int) -> Tensor:
-        """Return what a rank computes with of some rows, any of which it computes with."""
+        """Return the elements of ``rows`` with which a rank computes.
+
+        Args:
+            rows: Some rows of a parameter, ``(n, ...)``.
+            place: The parameter.
+            rank: A rank that computes with a part of it: ``n * width`` elements.
+        """
 
     @abstractmethod
     def joined(self, columns: Sequence[Tensor], place: int) -> Tensor:
-        """Return rows from what the ranks that compute with any of them have, flat."""
+        """Return rows from the flat parts of the ranks that compute with them, ``(n * width,)``."""
 
     @abstractmethod
     def shape(self, place: int) -> Sequence[int]:
-        """Return the shape of what this rank computes with."""
+        """Return the shape with which this rank computes."""
 
     def was_called(self, place: int) -> bool:
-        """Whether this rank's batch has called a parameter's module, and without rows."""
+        """Whether this rank's batch called the parameter's module, even if without rows."""
         del place
         return False
 
     def cut(self, module: Module) -> None:
-        """Keep this rank's shards of what is below a module, which is whole so far."""
+        """Reduce the parameters below a module, so far whole, to this rank's shards."""
         self.replace(module, {param: self._cut(param) for param in self.whole_in(module)})
 
     def whole_in(self, module: Module) -> set[Parameter]:
-        """Return what is to be cut below a module."""
+        """Return the parameters below a module that are still to be cut."""
         own = set(self._now())
         return {p for p in module.parameters() if p in own and not isinstance(p, DTensor)}
 
@@ -128,9 +136,9 @@ class AllToAllParams(PlainInStep, ABC):
 
     @override
     def take_out(self) -> None:
-        """Put what this rank computes with in its places. Collective over the group.
+        """Replace the parameters that this rank computes with by their values. Collective.
 
-        In an evaluation it stays for all batches, of which ranks may have different numbers.
+        In an evaluation the values stay for all batches: ranks may have different numbers of them.
         """
         if self._is_out and not torch.is_grad_enabled():
             return
@@ -152,25 +160,30 @@ class AllToAllParams(PlainInStep, ABC):
         self._is_out = False
 
     def by_type(self, places: Iterable[int]) -> list[list[int]]:
-        """Return places of parameters in lists of one type each, in the order of first ones."""
+        """Return places in lists of one dtype each, in the order of their first places."""
         found: dict[torch.dtype, list[int]] = {}
         for place in places:
             found.setdefault(self.parameters[place].dtype, []).append(place)
         return list(found.values())
 
     def rows_of(self, place: int, rank: int) -> slice:
-        """Return the rows of a parameter that a rank has a shard of."""
+        """Return the rows of a parameter in a rank's shard."""
         rows = shard_rows(self.parameters[place].shape[0], rank, self.group.size())
         return slice(rows.start, rows.stop)
 
     def elements(self, place: int, *, of: int, to: int) -> int:
-        """Return with how many elements of one rank's rows another one computes."""
+        """Return the number of elements of rank ``of``'s rows with which rank ``to`` computes."""
         rows = self.rows_of(place, of)
         number: int = rows.stop - rows.start
         return number * self.width(place, to)
 
     def swap(self, sent: Sequence[Sequence[Tensor]], received: list[int]) -> list[Tensor]:
-        """Send tensors to each rank; return what came of each, flat. Collective."""
+        """Send tensors to each rank; return those received from each, flat. Collective.
+
+        Args:
+            sent: Tensors of one dtype and any shapes, by destination.
+            received: Number of elements from each rank.
+        """
         like = next(each for to in sent for each in to)
         return all_to_all(sent, received, like, self.group)
 
@@ -238,7 +251,7 @@ class OwnedModulesParams(AllToAllParams):
 
 
 class OwnedColumnsParams(AllToAllParams):
-    """Parameters whose columns are those of experts in turns: a rank computes with its experts'."""
+    """Parameters whose columns alternate between experts: a rank computes with its experts'."""
 
     _brought: OwnedColumns
 
@@ -272,13 +285,13 @@ def all_to_all_params(
     num_batches: int,
     cut: Callable[[Parameter], Parameter],
 ) -> AllToAllParams:
-    """Return what brings parameters of either kind, see ``AllToAllParams``."""
+    """Build the ``AllToAllParams`` of either kind."""
     kind = OwnedColumnsParams if isinstance(brought, OwnedColumns) else OwnedModulesParams
     return kind(brought, owned, num_batches, cut)
 
 
 class _ShardsToOwners(torch.autograd.Function):
-    """Shards to the ranks that compute with them; gradients of what was brought back."""
+    """Forward: shards to the ranks that compute with them. Backward: gradients to the shards."""
 
     @staticmethod
     @override

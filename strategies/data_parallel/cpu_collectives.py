@@ -1,16 +1,16 @@
-"""FSDP2's gathers and reductions of a model that is computed on the host.
+"""FSDP2's gathers and reductions for a model on the CPU.
 
-Left to itself, FSDP2 waits for each gather where it asks for it, so that nothing overlaps. Here a
-gather is waited for where its parameters are used: what FSDP2 asks for ahead, in a backward pass,
-arrives meanwhile. Where gradients leave at once they are reduced in memory that is used again, and
-a group of one process has the result for nothing: it is the input.
+By default FSDP2 waits for each gather where it requests it, so that nothing overlaps. Here a gather
+is waited for where its parameters are used, so gathers that FSDP2 requests early in a backward pass
+overlap with it. Where gradients leave at once, they are reduced in memory that is reused. A group
+of one process needs no reduction: the result is the input.
 
-Collectives are posted at the group's backend itself. torch's functions pass its dispatcher, where
-telemetry looks on from a kernel in Python; it gets a record of them here instead.
+Collectives are posted directly on the group's backend: torch's functions would pass the dispatcher,
+where telemetry runs a kernel in Python. Telemetry gets a record of them here instead.
 
-``BufferPool`` hands out host memory again once no tensor uses it. The system clears each page
-before its first use and takes it back with the tensor, and FSDP2 makes two tensors a unit and step
-to reduce gradients: on the host, most of that time goes into pages.
+``BufferPool`` reuses host memory that no tensor uses any more. Otherwise the system clears each
+page before its first use and takes it back with the tensor, and FSDP2 makes two per unit and
+step to reduce gradients: on a host, most of their time is spent on pages.
 """
 
 import ctypes
@@ -36,14 +36,14 @@ from boltmesh.strategies.torch_compat.fsdp_hooks import (
 from boltmesh.telemetry.writer.torch_compat.hook import COLLECTIVES
 
 REUSED_BYTES = 8 * HUGE_PAGE_BYTES
-"""From here on memory is kept: below it, what the last page wastes is too much of the whole."""
+"""Smaller tensors are not pooled: the unused rest of their last page is too large a part."""
 
 
 class BufferPool:
-    """Hands out tensors on memory that the tensors before them have left.
+    """Makes tensors on memory that earlier tensors no longer use.
 
-    Never holds more than was once in use at a time, whatever sizes are asked for: what has lain
-    free for longest is returned to the system first.
+    Never holds more than the peak of what was in use at one time, whatever the sizes: the memory
+    that was free for longest is returned to the system first.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class BufferPool:
         self._peak_bytes = 0
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A flat tensor of any values. Its memory comes back with the last tensor that views it."""
+        """Return uninitialized memory, ``(numel,)``, reused once no tensor views it any more."""
         num_bytes = numel * dtype.itemsize
         if num_bytes < REUSED_BYTES:
             return torch.empty(numel, dtype=dtype)
@@ -88,13 +88,13 @@ class BufferPool:
 
     @property
     def num_free_bytes(self) -> int:
-        """What waits to be taken again."""
+        """Bytes that are free for reuse."""
         with self._lock:
             self._sort_in()
             return sum(each.numel() for each in self._free)
 
     def give_back(self) -> None:
-        """Return what is free to the system, and begin anew to note what is in use at a time."""
+        """Return free memory to the system, and restart the measurement of the peak."""
         with self._lock:
             self._sort_in()
             self._free.clear()
@@ -102,7 +102,7 @@ class BufferPool:
 
 
 class CpuAllGather(DefaultAllGather):
-    """FSDP2's all-gather of one unit."""
+    """FSDP2's all-gather for one unit."""
 
     @override
     def __call__(
@@ -112,17 +112,24 @@ class CpuAllGather(DefaultAllGather):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work:
-        """Return what FSDP2 waits for before it reads the result, whatever ``async_op`` says."""
+        """Gather shards into ``output_tensor``; returns the work to wait for, also if not async.
+
+        Args:
+            output_tensor: ``(ranks * N,)``, filled.
+            input_tensor: This rank's shards, ``(N,)``.
+            group: The ranks.
+            async_op: Ignored.
+        """
         post = partial(gather_on_host, output_tensor, input_tensor, group)
         return COLLECTIVES.post("_allgather_base", group, output_tensor.nbytes, post)
 
 
 class CpuReduceScatter(EndedReduceScatter):
-    """FSDP2's reduce-scatter of one unit.
+    """FSDP2's reduce-scatter for one unit.
 
     Args:
-        memory: Where tensors lie; None: in new memory each time.
-        num_ranks: Of the group that the unit is sharded over.
+        memory: Pool for the tensors; None allocates new memory each time.
+        num_ranks: Size of the group that the unit is sharded over.
     """
 
     def __init__(self, memory: BufferPool | None, num_ranks: int) -> None:
@@ -156,7 +163,15 @@ class CpuReduceScatter(EndedReduceScatter):
         op: dist.ReduceOp | dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> dist.Work:
-        """Return when the result is there: FSDP2 reads it at once, and never asks for less."""
+        """Reduce and return when the result is there: FSDP2 reads it at once.
+
+        Args:
+            output_tensor: This rank's shard of the result, ``(N,)``, filled.
+            input_tensor: Gradients, ``(ranks * N,)``.
+            group: The ranks.
+            op: Sum or average.
+            async_op: Ignored.
+        """
         post = partial(reduce_scatter_on_host, output_tensor, input_tensor, group, op)
         work = COLLECTIVES.post("_reduce_scatter_base", group, input_tensor.nbytes, post)
         work.wait()
@@ -164,18 +179,18 @@ class CpuReduceScatter(EndedReduceScatter):
 
     @override
     def finish(self) -> None:
-        """See base class: what is asked for next begins another reduction."""
+        """See base class: the next ``allocate`` begins another reduction."""
         self._input = None
 
 
 class CpuCollectives:
-    """Those of all units of a model.
+    """Gathers and reductions for all units of a model.
 
     Args:
-        units: Of ``fully_shard``, on the CPU.
-        takes_gradients_away: They are read, and dropped, as they come, so reductions use memory
-            again. Where gradients stay until the optimizer steps, memory that waits for the next
-            ones would come on top of gathered parameters.
+        units: Modules of ``fully_shard``, on the CPU.
+        takes_gradients_away: Gradients are read and dropped as they appear, so reductions reuse
+            memory. If gradients stay until the optimizer steps, free memory kept for the next
+            reductions would add to the peak of gathered parameters.
     """
 
     def __init__(self, units: Iterable[FSDPModule], *, takes_gradients_away: bool) -> None:
@@ -189,17 +204,17 @@ class CpuCollectives:
     def where_needed(
         cls, units: Iterable[FSDPModule], device: torch.device, *, takes_gradients_away: bool
     ) -> "CpuCollectives | None":
-        """Return those of a model on a device; None where torch's own are the right ones."""
+        """Return an instance for a model on the CPU; None for other devices."""
         if device.type != "cpu":
             return None
         return cls(units, takes_gradients_away=takes_gradients_away)
 
     @property
     def num_free_bytes(self) -> int:
-        """What waits for the next reduction."""
+        """Bytes that are free for the next reduction."""
         return 0 if self._memory is None else self._memory.num_free_bytes
 
     def give_back(self) -> None:
-        """Return it to the system."""
+        """Return the free memory to the system."""
         if self._memory is not None:
             self._memory.give_back()

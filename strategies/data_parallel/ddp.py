@@ -1,7 +1,7 @@
 """Replicas: every rank of the data axis holds the whole model, gradients are averaged.
 
-The work is done by torch's ``DistributedDataParallel``; this part decides its options, its
-communication hook and what a step is expected to move.
+The work is done by torch's ``DistributedDataParallel``; this module sets its options and its
+communication hook, and predicts the traffic of a step.
 
 Source: PyTorch Distributed, Li et al. 2020, https://arxiv.org/abs/2006.15704
 """
@@ -39,7 +39,7 @@ from boltmesh.telemetry.traffic import ExpectedTraffic
 COMPRESSIONS = ("bf16", "powersgd")
 
 _POWERSGD_MIN_RATE = 2.0
-"""torch's default: a gradient is compressed when that halves it at least."""
+"""torch's default: a gradient is compressed if that at least halves it."""
 
 
 _LEFT_OUT = re.compile(r"not receive grad for rank \d+: ([\d ]+\d)")
@@ -52,13 +52,13 @@ _TORCH_NAMES = (
 
 @dataclass(frozen=True)
 class DdpOptions:
-    """What ``DDPStrategy`` was asked for; see there."""
+    """Options of ``DDPStrategy``; see its docstring."""
 
     bucket_cap_mb: float = 25.0
     static_graph: bool = False
     find_unused_parameters: bool = False
     gradient_as_bucket_view: bool | None = None
-    """None: where nothing of the user's can look at gradients."""
+    """None: True unless user code may read gradients."""
     gradient_compression: str | None = None
     powersgd_rank: int = 1
     powersgd_start_step: int = 1000
@@ -70,13 +70,13 @@ class DdpAxis(DataAxis):
     def __init__(self, options: DdpOptions) -> None:
         self.options = options
         self._trained_names: list[str] = []
-        """Names by DDP's indices."""
+        """Names of the trained parameters, by DDP's indices."""
         self._is_static_graph_flushed = False
         self._is_graph_known = False
         self._is_in_buckets = False
         """Whether gradients are views of buckets, which the next backward pass writes to."""
         self._has_averaged = False
-        """Whether a backward pass of manual optimisation has gone through the strategy."""
+        """Whether manual optimisation has run a backward pass through the strategy."""
 
     @override
     def for_one_rank(self) -> DataAxis:
@@ -91,7 +91,7 @@ class DdpAxis(DataAxis):
         self.other_shares = context.norm_shares
         self._is_in_buckets = self._keeps_in_buckets(context)
         send_composites(module, group)
-        # On the stream of the steps: autograd makes nodes of another wait for each other.
+        # Built on the stream of the steps: autograd nodes of different streams wait for each other.
         wrapped = Replica(
             module,
             device_ids=device_index(device),
@@ -141,7 +141,7 @@ class DdpAxis(DataAxis):
             yield
         elif module.static_graph and not self._is_graph_known:
             # DDP learns a static graph from its first backward pass and has to reduce in it. The
-            # averages that this leaves behind stay what they are when they are averaged again.
+            # averages left in ``.grad`` do not change when they are averaged again.
             self._is_graph_known = True
             yield
         else:
@@ -150,7 +150,7 @@ class DdpAxis(DataAxis):
 
     @override
     def explain(self, error: BaseException) -> None:
-        """Name our arguments, and parameters, where torch names its own and their indices."""
+        """Replace torch's argument names and parameter indices in its error by ours."""
         text = str(error)
         left_out = _LEFT_OUT.search(text)
         if left_out and not self.options.find_unused_parameters:
@@ -169,7 +169,7 @@ class DdpAxis(DataAxis):
 
     @override
     def before_manual_backward(self, module: Module, loss: torch.Tensor) -> None:
-        # Under manual optimisation the forward pass must not arm the reducer: each
+        # Under manual optimisation the forward pass must not prepare the reducer: each
         # ``manual_backward`` does, for its own loss.
         self._has_averaged = True
         if isinstance(module, DistributedDataParallel):
@@ -190,7 +190,7 @@ class DdpAxis(DataAxis):
         if self._has_averaged or not isinstance(module, DistributedDataParallel):
             return
         if not module.module.automatic_optimization:
-            self._has_averaged = True  # it is said once
+            self._has_averaged = True  # warn once
             rank_zero_warn(
                 "An optimizer stepped, and no backward pass went through self.manual_backward, so "
                 "the ranks have averaged no gradients and train apart. Write "
@@ -228,7 +228,7 @@ class DdpAxis(DataAxis):
         return expected_held_memory(module, optimizers)
 
     def _powersgd_bytes(self, parameter: torch.Tensor) -> int:
-        """Bytes after the warm-up: both factors where that pays, the gradient itself elsewhere."""
+        """Bytes after the warm-up: both factors if that compresses enough, else the gradient."""
         numel, size = parameter.numel(), parameter.element_size()
         if parameter.dim() < 2:
             return numel * size
@@ -240,7 +240,7 @@ class DdpAxis(DataAxis):
 
 
 def _copy_kept_gradients(optimizer: Optimizer, *_: object) -> None:
-    """Copy gradients that an optimizer has put into its state, as some do for the next step."""
+    """Copy gradients that an optimizer stored in its state, as some do for the next step."""
     for parameter, state in optimizer.state.items():
         gradient = getattr(parameter, "grad", None)
         if gradient is None or not isinstance(state, dict):
@@ -251,7 +251,7 @@ def _copy_kept_gradients(optimizer: Optimizer, *_: object) -> None:
 
 
 def _refuse_max_norm(module: Module) -> None:
-    """Refuse embeddings that shorten rows in place: each rank does so for the rows it looks up.
+    """Refuse embeddings that renormalize rows in place: each rank would for its own batch's rows.
 
     Raises:
         UnsupportedError: Naming the embedding.
@@ -268,7 +268,7 @@ def _refuse_max_norm(module: Module) -> None:
 def _refuse_unfrozen(
     trained: frozenset[Parameter], wrapped: DistributedDataParallel, _inputs: object
 ) -> None:
-    """Refuse parameters that are unfrozen during the run: DDP would not average their gradients.
+    """Refuse parameters unfrozen during the run: DDP would not average their gradients.
 
     Raises:
         UnsupportedError: Naming one of them.
@@ -285,9 +285,17 @@ def _refuse_unfrozen(
 
 
 def bf16_hook(group: ProcessGroup, bucket: GradBucket) -> Future[torch.Tensor]:
-    """Torch's bf16 compression under another name.
+    """Run torch's bf16 compression under another name.
 
-    torch refuses its own hook by name unless NCCL is there; gloo reduces bf16 just as well.
+    torch refuses its own hook by name unless NCCL is available, but gloo reduces bf16, too.
+    Collective.
+
+    Args:
+        group: The ranks.
+        bucket: Flat gradients, ``(N,)``.
+
+    Returns:
+        A future of their average, in the same shape and dtype.
     """
     hook: Future[torch.Tensor] = default_hooks.bf16_compress_hook(group, bucket)
     return hook

@@ -1,4 +1,4 @@
-"""Memory of a rank for its parameters, whole ones or shards: what it holds, what it needs.
+"""Memory of a rank for its parameters, whole or sharded: held now, and expected.
 
 ``held_tensors`` counts what a rank holds of a sharded model by kind, ``describe_units`` and
 ``describe_job`` describe the model to the cost model, ``expected_held_memory`` states what
@@ -32,9 +32,9 @@ from boltmesh.telemetry.writer.memory import StoredBytes
 def held_tensors(
     model: ShardedModel, optimizers: Sequence[Optimizer]
 ) -> dict[str, list[Tensor | StoredBytes]]:
-    """Return the tensors that are there now; gathered copies count as parameters.
+    """Return the tensors that exist now, by kind; gathered copies count as parameters.
 
-    Asked of the module itself, parameters would be the shards or the whole, as it happens to be.
+    The module's own parameters would be the shards or the whole ones, depending on the moment.
     """
     pairs = [pair for unit in model.units.values() for pair in unit_parameters(unit)]
     shards: list[Tensor] = [shard for shard, _ in pairs]
@@ -57,7 +57,7 @@ def held_tensors(
 
 
 def _has_memory(whole: Tensor) -> bool:
-    """Whether a copy is there: FSDP2 keeps the tensor and frees what is behind it."""
+    """Whether a gathered copy exists: FSDP2 keeps the tensor and frees its storage."""
     return whole.untyped_storage().size() > 0
 
 
@@ -67,9 +67,9 @@ def describe_units(
     """Return the shapes of a wrapped module.
 
     Args:
-        module: What is wrapped.
-        units: What is gathered as one, by name; the root's is empty.
-        cast: Names of the units that are gathered in what autocast computes in.
+        module: The wrapped module.
+        units: Units by name; the root's name is empty.
+        cast: Names of the units that are gathered in autocast's dtype.
     """
     names = {parameter: name for name, parameter in module.named_parameters()}
     shapes = []
@@ -108,7 +108,7 @@ def describe_job(
     state_copies: int = 2,
     is_on_host: bool = False,
 ) -> JobShape:
-    """Return what the planner wants to know of a run."""
+    """Return a run's ranks, dtypes and batches for the cost model."""
     widths = Widths(None, None, None)
     if compute_dtype is not None:
         widths = Widths(None, compute_dtype.itemsize, torch.float32.itemsize)
@@ -127,15 +127,15 @@ def expected_held_memory(
     optimizers: Sequence[Optimizer],
     held: Collection[Parameter] | None = None,
 ) -> list[MemoryKind]:
-    """Return the bytes of parameters, gradients, optimizer state and buffers.
+    """Return the expected bytes of parameters, gradients, optimizer state and buffers.
 
     Args:
         module: The model.
         optimizers: All of them.
-        held: Which parameters this rank has, each with its gradient and state; None: all.
+        held: Parameters of this rank, each with its gradient and state; None for all.
 
-    Optimizer state is left out where an optimizer's class does not say how much it keeps. What
-    ``DistributedDataParallel`` copies gradients into to send them is no part of it.
+    Optimizer state is left out if its size is unknown for an optimizer's class. Buffers in which
+    ``DistributedDataParallel`` sends gradients are not included.
     """
     parameters = list(module.parameters() if held is None else held)
     kept = set(parameters)
@@ -181,7 +181,7 @@ def _place(tensor: Tensor) -> MemoryPlace:
 
 
 def _optimizer_state(optimizer: Optimizer, held: Set[Parameter]) -> dict[MemoryPlace, int] | None:
-    """Return the bytes that an optimizer keeps once it has stepped; None where nobody knows."""
+    """Return the bytes that an optimizer's state will have, by place; None if unknown."""
     sizes: dict[MemoryPlace, int] = {}
     for group in optimizer.param_groups:
         copies = _num_copies(optimizer, group)
@@ -201,9 +201,9 @@ def _optimizer_state(optimizer: Optimizer, held: Set[Parameter]) -> dict[MemoryP
 
 
 def count_state_copies(optimizers: Iterable[Optimizer]) -> int | None:
-    """Return how many tensors of a parameter's size each state has; None where that differs.
+    """Return how many tensors of a parameter's size each state has; None if that differs.
 
-    None, too, for classes that do not say.
+    Also None for optimizers of other classes than torch's Adam, AdamW and SGD.
     """
     copies = {_num_copies(each, group) for each in optimizers for group in each.param_groups}
     return copies.pop() if len(copies) == 1 else None
@@ -215,9 +215,9 @@ def _step_bytes(*, fused: bool) -> int:
 
 
 def _num_copies(optimizer: Optimizer, group: dict[str, object]) -> int | None:
-    """Return how many tensors of a parameter's size the state has.
+    """Return how many tensors of a parameter's size the state has; None if unknown.
 
-    Classes of others may keep anything, also where they derive from these.
+    Other classes may keep anything, even if they derive from these.
     """
     if type(optimizer) in {torch.optim.Adam, torch.optim.AdamW}:
         return 3 if group.get("amsgrad") else 2

@@ -1,10 +1,10 @@
-"""What an optimizer step of a sharded model should move on the data axis, as telemetry counts it.
+"""Traffic on the data axis expected of one optimizer step of a sharded model.
 
 ``expected_shard_traffic`` is for FSDP2's units, ``expected_tile_traffic`` adds layers that run in
-tiles. Beside a pipeline ``PipelineZeroTraffic`` has the stages of a rank, ``ExtraTraffic`` what
+tiles. Beside a pipeline ``PipelineZeroTraffic`` covers the stages of a rank, ``ExtraTraffic`` what
 stages 2 and 3 add (see [Note: Stages 2 and 3 go by batch] in ``pipeline_zero.py``), and
-``describe_late_units`` the shapes of what is gathered together of a model that is not sharded yet.
-``ZeroEstimate`` is what telemetry shows beside its measurements: traffic of a step, and memory.
+``describe_late_units`` predicts the units of a model that is not sharded yet. ``ZeroEstimate``
+gives the traffic and memory that telemetry shows beside its measurements.
 """
 
 from collections.abc import Collection, Container, Iterable, Sequence
@@ -45,7 +45,7 @@ _OPERATORS = {
     "reduce-scatter": "_reduce_scatter_base",
     "all-reduce": "allreduce",
 }
-"""The planner's names, and torch's for what ``fully_shard`` calls."""
+"""Operators of ``fully_shard`` as torch names them, by the planner's names."""
 
 _GATHERS = {
     1: "each parameter, once per optimizer step",
@@ -70,11 +70,11 @@ def expected_shard_traffic(
     """Return the traffic of one step on the data axis, one entry per operator.
 
     Args:
-        model: What is gathered together.
-        sharing: Which stage.
-        job: Ranks, types and batches.
-        num_norms: How many optimizers' gradients are clipped by their norm.
-        more: What is moved beside that on the data axis.
+        model: Shapes of the units.
+        sharing: The ZeRO stage.
+        job: Ranks, dtypes and batches.
+        num_norms: Number of optimizers whose gradients are clipped by their norm.
+        more: Further traffic on the data axis.
     """
     reasons = {
         "all-gather": _GATHERS[sharing.stage],
@@ -105,21 +105,21 @@ GATHERS = "_allgather_base"
 
 @dataclass(frozen=True)
 class PipelineZeroTraffic:
-    """A rank's stages and its run, as far as they decide what the data axis moves."""
+    """Inputs that determine the data axis's traffic for one rank of a pipeline."""
 
     shape: ModelShape
-    """What is gathered together of the rank's stages; of buffers those that it sends."""
+    """Units of the rank's stages; its buffer bytes are those that the rank sends."""
     sharing: ShardingLayout
     job: JobShape
     num_trained: int
-    """Parameters that get gradients."""
+    """Number of parameters that get gradients."""
     scalar_bytes: tuple[int, ...] = ()
-    """Of each trained parameter without rows, which every rank keeps whole."""
+    """Bytes of each trained parameter without rows, which every rank keeps whole."""
     num_norms: int = 0
     has_scaler: bool = False
 
     def expected(self) -> list[ExpectedTraffic]:
-        """Return what one optimizer step moves on one rank, one entry per operator."""
+        """Return one rank's traffic of an optimizer step, one entry per operator."""
         stage, num_batches = self.sharing.stage, self.job.num_microbatches
         reductions = 1 if stage == 1 else num_batches
         flag_bytes = reductions * agreement_bytes(self.num_trained)
@@ -143,14 +143,14 @@ class PipelineZeroTraffic:
         return [_per_batch(each, num_batches) if stage == 3 else each for each in expected]
 
     def extra(self) -> "ExtraTraffic | None":
-        """Return what the stage moves more than stage 1; None where it is stage 1."""
+        """Return the traffic beyond that of stage 1; None for stage 1 or a single rank."""
         if self.sharing.stage == 1 or self.job.num_ranks == 1:
             return None
         gathered, reduced = self._of_a_further_batch()
         return ExtraTraffic(self.sharing.stage, self.job.num_microbatches, reduced, gathered)
 
     def _of_a_further_batch(self) -> tuple[int, int]:
-        """Bytes of gathers, and of everything else, that a second batch in a step moves."""
+        """Return the bytes that a second batch in a step adds: gathers, everything else."""
         sums = {(True, 1): 0.0, (True, 2): 0.0, (False, 1): 0.0, (False, 2): 0.0}
         for num_batches in (1, 2):
             job = replace(self.job, num_microbatches=num_batches)
@@ -164,40 +164,40 @@ class PipelineZeroTraffic:
 
 @dataclass(frozen=True)
 class ExtraTraffic:
-    """What ZeRO-2 or 3 beside a pipeline moves more than ZeRO-1, on one rank."""
+    """Traffic of ZeRO-2 or 3 beside a pipeline beyond that of ZeRO-1, on one rank."""
 
     stage: int
     num_batches: int
-    """In an optimizer step."""
+    """Batches per optimizer step."""
     gradient_bytes: int
-    """Of each batch behind the first one of a step: the reduction that stage 1 does not do."""
+    """Reduced for each batch after the first of a step, which stage 1 does not do."""
     parameter_bytes: int
-    """Of each such batch: the gather that stage 1 does not do."""
+    """Gathered for each such batch, which stage 1 does not do."""
 
     @property
     def batch_bytes(self) -> int:
-        """Of each batch behind the first."""
+        """Bytes for each batch after the first of a step."""
         return self.gradient_bytes + self.parameter_bytes
 
     @property
     def step_bytes(self) -> int:
-        """Of an optimizer step."""
+        """Bytes per optimizer step."""
         return (self.num_batches - 1) * self.batch_bytes
 
     def per_microbatch(self, num_microbatches: int) -> float:
-        """Bytes of a step shared out over its microbatches.
+        """Return the bytes of a step divided by its number of microbatches.
 
         Args:
-            num_microbatches: Of a batch.
+            num_microbatches: Microbatches per batch.
         """
         return self.step_bytes / (self.num_batches * num_microbatches)
 
     def sentence(self, num_microbatches: int, *, rank: str) -> str:
-        """Return it in words, for whoever has chosen the stage.
+        """Format the extra traffic for the user.
 
         Args:
-            num_microbatches: Of a batch.
-            rank: Whose it is, such as ``rank 0``.
+            num_microbatches: Microbatches per batch.
+            rank: Name of the rank, such as ``rank 0``.
         """
         what = f"{self.gradient_bytes:,} bytes of gradients"
         if self.parameter_bytes:
@@ -219,7 +219,7 @@ class ExtraTraffic:
 
 
 def _per_batch(gathers: ExpectedTraffic, num_batches: int) -> ExpectedTraffic:
-    """Return what parameters move that are gathered for each batch; other traffic as it is."""
+    """Return gathers as of a stage that gathers for each batch; other traffic unchanged."""
     if gathers.operator != GATHERS:
         return gathers
     return ExpectedTraffic(
@@ -239,14 +239,14 @@ def describe_late_units(
     *,
     has_scalars: bool,
 ) -> ModelShape:
-    """Return the shapes of what one rank of a pipeline holds.
+    """Return the units that one rank of a pipeline will have once it is sharded.
 
     Args:
-        module: The whole model, of which ``held`` may be in parts already.
-        held: The parameters of the rank's stages.
-        buffers: That it sends.
-        patterns: ``blocks`` of the user.
-        has_scalars: Whether to count parameters without rows, which nobody gathers.
+        module: The whole model, whose parameters may already be divided by other axes.
+        held: Parameters of the rank's stages.
+        buffers: Buffers that the rank sends.
+        patterns: The user's ``blocks``.
+        has_scalars: Whether to count parameters without rows, which are not gathered.
     """
     names = {parameter: name for name, parameter in module.named_parameters()}
     left = {each for each in held if has_scalars or each.dim() > 0}
@@ -284,20 +284,20 @@ def expected_tile_traffic(
     compute_dtype: torch.dtype | None,
     recomputed: Container[nn.Module] = (),
 ) -> list[ExpectedTraffic]:
-    """Return the traffic of one step, one entry per operator.
+    """Return the traffic of tiled layers in one step, one entry per operator.
 
     Args:
-        tiled: Their weights.
-        num_batches: Batches of an optimizer step.
-        compute_dtype: What autocast computes in; None without.
-        recomputed: Layers whose forward pass runs once more in the backward pass.
+        tiled: Weights that are gathered in tiles.
+        num_batches: Batches per optimizer step.
+        compute_dtype: Dtype of autocast; None without autocast.
+        recomputed: Layers whose forward runs a second time in the backward pass.
     """
     calls = dict.fromkeys(("gather", "reduce", "average"), 0)
     moved = dict(calls)
     for weight in tiled:
         padded = weight.plan.ranks * weight.shard_numel
         for layer in weight.layers:
-            # What an Embedding's gradient needs of its weight is the shape.
+            # The gradient of an Embedding only needs the shape of its weight.
             passes = (2 if isinstance(layer, nn.Linear) else 1) + (layer in recomputed)
             calls["gather"] += passes * weight.plan.count
             moved["gather"] += (
@@ -323,24 +323,24 @@ def expected_tile_traffic(
 
 
 class ZeroEstimate:
-    """A sharded model and its run as the planner sees them."""
+    """Expected traffic and memory of a sharded model in a run, by the cost model."""
 
     def __init__(self, model: ShardedModel, options: ZeroOptions, context: AxisContext) -> None:
         self._model, self._options, self._context = model, options, context
 
     @property
     def shape(self) -> ModelShape:
-        """What is gathered together."""
+        """Units, without tiled weights and owned experts."""
         return describe_units(self._model.module, self._model.units, cast=self._model.cast)
 
     @property
     def _whole_shape(self) -> ModelShape:
-        """With the weights that are gathered in tiles, by no unit, and those that ranks own."""
+        """``shape`` with the weights gathered in tiles and those that ranks own."""
         names = {each: name for name, each in self._model.module.named_parameters()}
         owned = [
             TensorShape(
                 names[each],
-                # As many rows as have shards of what this rank owns.
+                # Times the number of ranks, as this rank's rows are one rank's share.
                 (local_tensor(each).shape[0] * self._model.mesh.shard_size, *each.shape[1:]),
                 is_trained=each.requires_grad,
                 element_bytes=each.element_size(),
@@ -367,12 +367,12 @@ class ZeroEstimate:
 
     @property
     def sharing(self) -> ShardingLayout:
-        """Who keeps what, and where."""
+        """What is sharded, and where state and parameters are stored."""
         return self._options.sharing()
 
     @property
     def job(self) -> JobShape:
-        """Ranks, types and batches."""
+        """Ranks, dtypes and batches."""
         return describe_job(
             num_ranks=self._context.group.size(),
             shard_size=self._model.mesh.shard_size,
@@ -382,7 +382,7 @@ class ZeroEstimate:
         )
 
     def traffic(self) -> list[ExpectedTraffic]:
-        """What one optimizer step moves on the data axis."""
+        """Return the traffic of one optimizer step on the data axis."""
         context = self._context
         return expected_shard_traffic(
             self.shape,
@@ -405,9 +405,9 @@ class ZeroEstimate:
         )
 
     def memory(self, optimizers: Sequence[Optimizer]) -> list[MemoryKind]:
-        """What one rank holds between two steps.
+        """Return the memory that one rank holds between two steps.
 
-        Without offload the parameters themselves tell; with it, state is where the planner puts it.
+        Counted from the parameters; with offload, placed as the cost model places it.
         """
         if not self._options.has_offload:
             return expected_held_memory(self._model.module, optimizers)

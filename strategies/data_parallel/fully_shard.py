@@ -1,7 +1,7 @@
 """Puts ``fully_shard`` on a LightningModule.
 
 ``shard_model`` makes units of the repeated blocks, from the inside out, and one of the root, which
-gathers what no block holds. It returns a ``ShardedModel``, through whose ``root`` training runs.
+gathers parameters outside of the blocks. Training runs through ``root`` of the ``ShardedModel``.
 
 - ``RootModule`` holds the LightningModule, so that the root's gather spans a ``training_step``.
 - Parameters that autocast reads in fp32 are gathered by the root (``units``).
@@ -75,13 +75,13 @@ from boltmesh.strategies.torch_compat.tensors import (
 class RootModule(Module):
     """Holds the LightningModule as ``DistributedDataParallel`` does.
 
-    The hooks that gather and free what no unit below owns sit here and not on the LightningModule:
-    they run once around a ``training_step``, however often that calls ``self(...)``, also
-    when it never does. And the LightningModule's parameters keep their names.
+    The hooks that gather and free parameters outside of other units are on this module and not on
+    the LightningModule: so they run once around a ``training_step``, however often it calls
+    ``self(...)``, if at all. The names of the LightningModule's parameters do not change.
 
     Args:
         module: The full model.
-        adopted: Hold what is gathered here although it is below a unit.
+        adopted: Modules below units whose parameters the root gathers.
     """
 
     def __init__(self, module: LightningModule, adopted: Iterable[Module] = ()) -> None:
@@ -89,8 +89,8 @@ class RootModule(Module):
         self.module = module
         self.adopted = ModuleList(adopted)
         self.is_running = False
-        """Whether a step of the LightningModule is under way: under manual optimisation, backward
-        passes and optimizer steps happen within."""
+        """Whether a step of the LightningModule is running; under manual optimisation that includes
+        backward passes and optimizer steps."""
         self._instead: Callable[[], Any] | None = None
 
     @override
@@ -99,13 +99,13 @@ class RootModule(Module):
             return self.module(*args, **kwargs) if self._instead is None else self._instead()
 
     def run(self, function: Callable[[], Any]) -> Any:
-        """Run a function as a step is run, with everything gathered that no block holds."""
+        """Run a function in the place of a step, with the root's parameters gathered."""
         with patched(self, _instead=function):
             return self()
 
 
 class OwnParameters(Module):
-    """Holds the unsharded parameters of a module without what is below it.
+    """Holds the unsharded parameters of a module without those of its children.
 
     Args:
         owner: The module, which may be a unit itself or have units' parameters below it.
@@ -119,7 +119,7 @@ class OwnParameters(Module):
 
 
 def open_staging(options: ZeroOptions, context: AxisContext) -> Staging | None:
-    """Where shards wait for the offload engine; None where they wait on the device."""
+    """Return storage for shards until the offload engine exists; None keeps them on the device."""
     is_on_disk = options.offload_parameters == "nvme"
     if not is_on_disk and not (options.has_offload and waits_on_host(context.device)):
         return None
@@ -132,7 +132,7 @@ def open_staging(options: ZeroOptions, context: AxisContext) -> Staging | None:
 
 
 def waits_on_host(device: torch.device) -> bool:
-    """Whether fp32 shards that the host is to keep would otherwise all be on a GPU at first."""
+    """Whether fp32 shards meant for the host would first accumulate on a GPU."""
     return device.type != "cpu"
 
 
@@ -143,14 +143,14 @@ def stage_unit_shards(
     tiled: Sequence[TiledWeight],
     context: AxisContext,
 ) -> None:
-    """Move what a unit has just been cut into to where it waits.
+    """Move the new shards of a unit to ``staging``.
 
     Args:
-        staging: Where to; None leaves everything where it is.
-        module: The user's module: its parameters' names are the names in messages.
+        staging: Storage; None leaves the shards where they are.
+        module: The user's module, whose parameter names are used in messages.
         unit: A module of ``fully_shard``.
         tiled: Weights below it that no unit gathers.
-        context: Of the data axis.
+        context: Context of the data axis.
     """
     if staging is None:
         return
@@ -169,39 +169,39 @@ class ShardedModel:
 
     module: LightningModule
     root: RootModule
-    """What the forward pass goes through; a unit itself."""
+    """Module that batches go through; a unit itself."""
     units: dict[str, FSDPModule]
-    """What is gathered as one, by name within the LightningModule; the root's is empty."""
+    """Units by name within the LightningModule; the root's name is empty."""
     cast: set[str]
-    """Names of the units that are gathered in what autocast computes in."""
+    """Names of the units that are gathered in autocast's dtype."""
     mesh: ShardMesh
     joined_gathers: JoinedGathers
     buffers: BufferSync
     tiled: list[TiledWeight]
-    """Weights that no unit gathers: their layers do, tile by tile."""
+    """Weights that their layers gather, tile by tile; in no unit."""
     scalars: ScalarParams
     """Parameters that cannot be sharded."""
     step_units: StepUnits
-    """All units, for what every step does with them."""
+    """All units, for operations of every step."""
     writes: GatheredWrites
-    """To parameters while they are gathered."""
+    """Tracks writes to parameters while they are gathered."""
     successors: ParamRemap
-    """Of the parameters that the module's author made."""
+    """Maps the parameters that the module's author made to their shards."""
     on_host: CpuCollectives | None
-    """How units are gathered and reduced on the CPU; None on a device."""
+    """Gathers and reductions on the CPU; None for other devices."""
     absent: frozenset[Parameter] = frozenset()
-    """Parameters of which the ranks of the data axis have no values: other stages hold them."""
+    """Parameters that the ranks of the data axis have no values of: other stages hold them."""
     owned: Sequence[PlainInStep] = ()
-    """Parameters of which ranks have a part of their own."""
+    """Parameters of which each rank has its own part."""
 
     @property
     def root_unit(self) -> FSDPModule:
-        """The root as FSDP2 sees it."""
+        """The unit of the root."""
         return self.units[""]
 
     @property
     def plain(self) -> list[PlainInStep]:
-        """The parameters that no unit gathers, and that are plain tensors within a step."""
+        """Parameters that no unit gathers, and that are plain tensors within a step."""
         return [self.scalars, *self.owned]
 
     def begin_forward(self) -> None:
@@ -211,7 +211,7 @@ class ShardedModel:
         self.writes.begin_forward()
 
     def refuse_stale(self) -> None:
-        """Refuse a loss of gathered parameters whose shards were written to since.
+        """Refuse a loss of gathered parameters whose shards have been written to since.
 
         Raises:
             ConfigError: Naming a parameter.
@@ -220,19 +220,19 @@ class ShardedModel:
             refuse_lost_write(name)
 
     def reshard(self) -> None:
-        """Free every gathered copy, so that the next use gathers what the shards are now."""
+        """Free every gathered copy, so that the next use gathers the present shards."""
         self.step_units.reshard()
         self.put_back()
 
     def run_outside_of_steps(self, function: Callable[[], Any]) -> Any:
-        """Run a function that computes with the module's layers. Collective."""
+        """Run a function that computes with the module's layers, outside of steps. Collective."""
         try:
             return self.root.run(function)
         finally:
             self.reshard()
 
     def run_gathered(self, function: Callable[[], Any]) -> Any:
-        """Run a function within a step with all units gathered, and free them again. Collective."""
+        """Run a function within a step with all units gathered, then free them. Collective."""
         blocks = [unit for name, unit in self.units.items() if name]
         for unit in blocks:
             assert isinstance(unit, Module)
@@ -247,7 +247,7 @@ class ShardedModel:
                 unit.reshard()
 
     def take_out(self) -> None:
-        """Put plain tensors in the places of what no unit gathers, for a forward pass."""
+        """Replace the parameters that no unit gathers by plain tensors, for a forward pass."""
         for each in self.plain:
             each.take_out()
 
@@ -257,13 +257,13 @@ class ShardedModel:
             each.put_back()
 
     def end_forward(self) -> None:
-        """Undo ``take_out`` behind a forward pass, but of what stays for a whole evaluation."""
+        """Undo ``take_out`` after a forward pass, except what stays for a whole evaluation."""
         for each in self.plain:
             if torch.is_grad_enabled() or not each.stays_in_evaluation:
                 each.put_back()
 
     def give_back_memory(self) -> None:
-        """Return to the system what no reduction uses now."""
+        """Return memory that no reduction uses now to the system."""
         if self.on_host is not None:
             self.on_host.give_back()
 
@@ -273,7 +273,7 @@ def shard_model(
 ) -> ShardedModel:
     """Shard a module in place.
 
-    Collective over the data axis: every rank gets its share of the first rank's parameters.
+    Collective over the data axis: every rank gets its shard of the first rank's parameters.
     """
     refuse_parameters(module)
     mesh = build_mesh(options, context)
@@ -288,7 +288,7 @@ def shard_model(
     if not module.automatic_optimization:
         end_every_backward(sharded[""])
     keep_for_derivatives(
-        list(reversed(sharded.values())),  # the root, which nearly every loss goes through, first
+        list(reversed(sharded.values())),  # the root first: nearly every loss goes through it
         lambda: [
             *(weight.parameter for weight in tiled),
             *scalars.parameters,
@@ -331,7 +331,7 @@ def shard_model(
 
 
 class _Sharding:
-    """Cuts a module into shards unit by unit, from the inside out, the root last."""
+    """Shards a module unit by unit, from the inside out, the root last."""
 
     def __init__(
         self,
@@ -350,7 +350,7 @@ class _Sharding:
         self._staging = open_staging(options, context)
 
     def cut_block(self, name: str, block: Module) -> None:
-        """Make a unit of a block."""
+        """Make a block a unit."""
         self._prepare(name, block)
         left_out: list[Module] = []
         with self.successors.of_parameters(block):
@@ -367,13 +367,13 @@ class _Sharding:
         stage_unit_shards(self._staging, self._module, block, in_tiles, self._context)
 
     def cut_root(self) -> tuple[RootModule, ScalarParams]:
-        """Make a unit of what no block holds."""
+        """Make the root a unit, with all parameters outside of blocks."""
         module = self._module
         self._prepare("", module)
         with self.successors.of_parameters(module):
             in_tiles = self._tile("", module)
             root = RootModule(module, map(OwnParameters, self._adopted))
-            # None: the root stays gathered from its forward on, as it is needed again at once.
+            # None: the root stays gathered after its forward, as it is needed again at once.
             is_freed = None if self._is_freed else False
             self._fully_shard(root, module, set(), is_freed=is_freed, is_cast=False)
             scalars = ScalarParams(module, self._mesh.mesh, self._context.group)
@@ -406,7 +406,7 @@ class _Sharding:
         is_freed: bool | None,
         is_cast: bool,
     ) -> None:
-        """Cut what no other unit has, and what ranks own, of a block or of the whole module."""
+        """Shard the parameters that no other unit has, and those owned by ranks."""
         fully_shard(
             unit,
             mesh=self._mesh.mesh,
@@ -427,7 +427,7 @@ class _Sharding:
 def _owned_params(
     context: AxisContext,
 ) -> tuple[list[OwnedParams | AllToAllParams], Callable[[Mapping[Parameter, Parameter]], None]]:
-    """Return this rank's part of divided experts, and what follows parameters that are replaced."""
+    """Return this rank's part of divided experts, and a function to call if they are replaced."""
     if context.owned is None:
         return [], noop
     size = context.group.size()
@@ -439,7 +439,7 @@ def _owned_params(
 
 
 def build_mesh(options: ZeroOptions, context: AxisContext) -> ShardMesh:
-    """Cut the data axis into groups that shard. Collective over it."""
+    """Divide the data axis into groups that shard. Collective over it."""
     return ShardMesh.build(
         context.group,
         context.device,
@@ -450,7 +450,7 @@ def build_mesh(options: ZeroOptions, context: AxisContext) -> ShardMesh:
 
 
 def as_units(modules: Iterable[tuple[str, Module]]) -> dict[str, FSDPModule]:
-    """Return modules of ``fully_shard``, which changes their class, as what they are now."""
+    """Return modules as units; ``fully_shard`` has changed their class."""
     write_through_data()
     check_writes_to_copies(filter(writes_to_first, dir(Tensor)), refuse_write_to_copy)
     units: dict[str, FSDPModule] = {}
@@ -468,13 +468,13 @@ def _gathers_of(
     *,
     is_freed: bool,
 ) -> dict[Module, UnitGather]:
-    """Return what is gathered, by the module in whose forward that happens.
+    """Return all gathers, by the module in whose forward each happens.
 
     Args:
         units: By name; the root, whose name is empty, stays gathered.
-        tiled: What no unit gathers.
-        compute_dtype: What autocast computes in.
-        is_freed: Whether units are freed behind their forward.
+        tiled: Weights that no unit gathers.
+        compute_dtype: Dtype of autocast.
+        is_freed: Whether units are freed after their forward.
     """
     gathers: dict[Module, UnitGather] = {}
     for name, unit in units.items():

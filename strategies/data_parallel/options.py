@@ -1,4 +1,4 @@
-"""What ``ZeROStrategy`` was asked for, checked without a model or a device."""
+"""Options of ``ZeROStrategy``, checked without a model or a device."""
 
 import difflib
 from collections.abc import Mapping
@@ -9,19 +9,19 @@ from boltmesh.errors import ConfigError
 from boltmesh.strategies.cost_model.model import ShardingLayout
 
 TIERS = ("cpu", "nvme")
-"""Where ``offload_optimizer`` and ``offload_parameters`` may put things."""
+"""Values of ``offload_optimizer`` and ``offload_parameters``."""
 
 _PLACES = {None: "device", "cpu": "host", "nvme": "disk"}
-"""What the planner calls these tiers, and the lack of one."""
+"""Names of these tiers in the cost model; None is no offload."""
 
 SHARES = ("host", "disk")
-"""Keys of an ``offload_fraction`` that is given by tier."""
+"""Keys of an ``offload_fraction`` that is a mapping."""
 
 _BIAS_RATE = 1e-3
-"""That of DeepSeek-V3, https://arxiv.org/abs/2412.19437, section 4.2."""
+"""The rate of DeepSeek-V3, https://arxiv.org/abs/2412.19437, section 4.2."""
 
 ROWS_BYTES_FLOOR = 4096
-"""No smaller tile is worth a collective."""
+"""Smaller tiles are not worth a collective."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class ZeroOptions:
     """The arguments of ``ZeROStrategy``; see there.
 
     Raises:
-        ConfigError: When they contradict each other or do not exist.
+        ConfigError: When arguments contradict each other or a value does not exist.
     """
 
     stage: int = 3
@@ -41,17 +41,17 @@ class ZeroOptions:
     blocks: tuple[str, ...] | None = None
     shard_size: int | str | None = None
     expert: int | str | None = None
-    """How many ranks have all experts together; None: experts are parameters like others."""
+    """Ranks that have all experts together; None: experts are parameters like others."""
     expert_capacity: float | None = None
-    """Rows that an expert takes of a rank's batch, over those of an even load; None: all."""
+    """Rows of a rank's batch that an expert takes, relative to an even load; None: all."""
     expert_bias: str | float | None = None
     gather_for_generation: bool = False
     key: str = "stage"
-    """What the user calls the stage, for messages."""
+    """The user's name of the stage argument, for messages."""
 
     @property
     def operand_divider(self) -> str | None:
-        """The argument by which ranks run a layer's product on a part of its weight at a time."""
+        """The argument that makes ranks use a part of a layer's weight at a time, if any."""
         return None if self.tile_linear_bytes is None else "tile_linear_bytes"
 
     def __post_init__(self) -> None:
@@ -70,7 +70,7 @@ class ZeroOptions:
 
     @property
     def expert_bias_rate(self) -> float | None:
-        """By how much a step changes a router's correction bias; None: not at all."""
+        """Change of a router's correction bias per step; None: no change."""
         return _BIAS_RATE if self.expert_bias == "update" else self.expert_bias  # type: ignore[return-value]
 
     @property
@@ -85,7 +85,7 @@ class ZeroOptions:
 
     @property
     def shares(self) -> dict[str, float]:
-        """Share of the optimizer state that leaves the device, by tier: ``host``, ``disk``."""
+        """Fractions of the optimizer state off the device, by tier: ``host``, ``disk``."""
         if self.offload_optimizer is None:
             return {}
         if isinstance(self.offload_fraction, Mapping):
@@ -94,10 +94,10 @@ class ZeroOptions:
         return {tier: float(self.offload_fraction)}
 
     def sharing(self, name: str | None = None) -> ShardingLayout:
-        """Return what these options mean for the planner.
+        """Return these options as a layout of the cost model.
 
         Args:
-            name: That they go by; by default the stage's.
+            name: Name of the layout; by default the stage's.
         """
         return ShardingLayout(
             name or f"zero{self.stage}",

@@ -1,20 +1,20 @@
-"""Ends a run whose ranks issue different collectives with an error that names both.
+"""Raises an error that names both collectives when ranks issue different ones.
 
 Under ZeRO each module is gathered from all ranks and its gradients are reduced over all of them,
 so every rank has to run the same modules in the same order. A layer that only some ranks run
 would pair the collective of one module with that of another: wrong numbers if the sizes happen to
 fit, an abort or a hang if they do not.
 
-``OrderCheck`` compares every gather and every reduction with what followed at this place before.
-A step that repeats the last one sends nothing; otherwise the ranks agree before they go on, see
+``OrderCheck`` compares every gather and every reduction with what followed this place before. A
+step that repeats the last one sends nothing; otherwise the ranks agree before they go on, see
 [Note: A mismatch always has a rank that checks].
 
-``Watchdog`` explains a rank that waits in a collective for a rank that never enters it, through the
-failure board of their group. A rank whose next collective is not the one that the group took here
-before reports the place and its own call, and waits for the others to agree. A rank that is idle in
+``Watchdog`` explains why a rank waits in a collective that another rank never enters, through the
+failure board of their group. A rank whose next collective differs from the group's last one at this
+place reports the place and its own call, and waits for the others to agree. A rank that is idle in
 a collective reads the reports and answers with its own call at that place. If both calls are equal
-it answers nothing, so a slow rank is never taken for one that issued another collective. Nothing is
-written while training advances; an idle rank reads one number every few seconds.
+it does not answer, so a slow rank is never mistaken for one that issued another collective. Nothing
+is written while training advances; an idle rank reads one number every few seconds.
 """
 
 import contextlib
@@ -50,7 +50,7 @@ _ADVICE = (
 
 
 class RankCall(NamedTuple):
-    """What one rank did at the place where the calls differ."""
+    """One rank's call at the place where the calls differ."""
 
     rank: int
     text: str
@@ -62,7 +62,7 @@ def describe_mismatch(calls: Iterable[RankCall]) -> str:
     by_text: dict[str, list[int]] = {}
     for rank, text in sorted(set(calls)):
         by_text.setdefault(text, []).append(rank)
-    # Of parties of one size the one with the first rank comes last.
+    # If two parties are of one size, the one with the first rank comes last.
     parties = sorted(by_text.items(), key=lambda party: (len(party[1]), -party[1][0]))
     listed = " while ".join(f"{_name_ranks(ranks)} {text}" for text, ranks in parties)
     return f"Ranks issued different collectives: {listed}. {_ADVICE}"
@@ -83,11 +83,11 @@ class _Report(msgspec.Struct, frozen=True):
 
 
 class Watchdog:
-    """Reports and answers of one rank.
+    """Reports and answers of one rank about differing collectives.
 
     Args:
         rank: Global rank.
-        name: Of the group; the same on all of its ranks.
+        name: Name of the group, the same on all of its ranks.
         call_at: Returns this rank's call by its number from the start, None if unknown.
         patience_s: Seconds without a call after which the rank counts as idle.
         on_stuck: See ``FailureBoard``.
@@ -178,7 +178,7 @@ class Watchdog:
         if not answers:
             return None
         explanation = self.conclude(describe_mismatch([own, *answers]))
-        # With this rank the store may go.
+        # The store may end with this rank.
         self.board.wait_for_readers(num_answers, 2 * self._patience_s)
         return explanation
 
@@ -235,7 +235,7 @@ class Watchdog:
 START: Final = 0
 
 _MOST_REMEMBERED: Final = 1 << 20
-"""Places; a model that never repeats a step must not fill the memory with its order."""
+"""Limit of places: a model that never repeats a step must not fill the memory with its order."""
 
 _PRIME: Final = 0x100000001B3
 _MASK: Final = (1 << 64) - 1

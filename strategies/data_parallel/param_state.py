@@ -1,23 +1,25 @@
 """State of a sharded model beside its shards: scalars, replaced parameters, buffers, gradients.
 
-- ``ScalarParams``: a parameter without dimensions, as a learned temperature, cannot be sharded.
-  Every rank keeps it. Between steps it is a replicated DTensor, so that optimizers and checkpoints
-  see one kind of parameter; within a step a plain tensor over the same memory, as the forward pass
-  computes with plain tensors.
-- ``OwnedParams``: each rank has rows of experts' parameters of its own, and computes with them.
-  Between steps they are DTensors as well.
-- ``ParamRemap``: authors give parameters attributes, gradient hooks and places in lists and
-  optimizers before a strategy shards the model. Sharding makes other objects, a shard and an
-  unsharded parameter, which get all of that.
+- ``ScalarParams``: a parameter without dimensions, such as a learned temperature, cannot be
+  sharded. Every rank keeps it. Between steps it is a replicated DTensor, so that optimizers and
+  checkpoints see one kind of parameter; within a step it is a plain tensor over the same memory, as
+  the forward pass computes with plain tensors.
+- ``OwnedParams``: each rank has its own rows of experts' parameters and computes with them. Between
+  steps they are DTensors as well.
+- ``ParamRemap``: before a strategy shards the model, its author may give parameters attributes,
+  gradient hooks and places in lists and optimizers. Sharding makes new objects, a shard and an
+  unsharded parameter; both take these over.
 - ``follow_toggles``: the optimizer holds the shard of a parameter, the forward pass uses the
-  unsharded one. FSDP2 makes the second follow ``requires_grad`` of the first when it gathers; what
-  stays gathered follows before a forward pass (``StepUnits.follow_shards``) and after a toggle.
-- ``BufferSync``: the buffers of the first rank are sent to all, as ``DistributedDataParallel``
-  does. Every buffer is sent: batch norm, codebooks and averages are written without a trace in the
-  tensor. What is sent follows from the model alone, so it is the same on every rank.
+  unsharded one. FSDP2 copies ``requires_grad`` from the first to the second when it gathers;
+  parameters that stay gathered are updated before a forward pass (``StepUnits.follow_shards``) and
+  after a toggle.
+- ``BufferSync``: the buffers of the first rank are sent to all ranks, as
+  ``DistributedDataParallel`` does. Every buffer is sent: writes to batch norms, codebooks and
+  averages leave no trace in the tensor. The list follows from the model alone, so it is the same on
+  every rank.
 - ``EarlyZeroGrad``: the Trainer zeroes gradients between forward and backward pass, so during the
-  forward pass the old ones are in memory beside all gathered parameters, where no formula of ZeRO
-  has any. Those of a block are dropped when its forward begins.
+  forward pass the old ones would be in memory beside the gathered parameters, which ZeRO's formulas
+  do not count. A block's old gradients are dropped when its forward begins.
 """
 
 from abc import ABC, abstractmethod
@@ -68,37 +70,37 @@ def scalars_of(module: Module) -> set[Parameter]:
 
 
 def has_no_rows(parameter: Tensor) -> bool:
-    """Whether there is nothing to shard: a number, or a tensor without elements."""
+    """Whether a parameter cannot be sharded: a number, or a tensor without elements."""
     return parameter.dim() == 0 or not parameter.numel()
 
 
 class PlainInStep(ABC):
-    """Parameters that no unit gathers: DTensors between steps, plain tensors within.
+    """Parameters that no unit gathers: DTensors between steps, plain tensors within a step.
 
     Args:
-        replicas: The ranks with the same values, which add up their gradients.
+        replicas: Ranks with the same values, which sum their gradients.
         num_batches: Batches of all ranks in a step, over which gradients are averaged.
     """
 
     stays_in_evaluation = True
-    """Whether plain tensors stay for all batches of an evaluation: a rank that has no more of them
-    computes with its experts for others."""
+    """Whether plain tensors stay for all batches of an evaluation: a rank that has run out of
+    batches still computes with its experts for others."""
 
     def __init__(self, replicas: ProcessGroup, num_batches: int) -> None:
         self.replicas, self.num_batches = replicas, num_batches
         self.note: Callable[[str], None] = noop
-        """Records what this rank does together with the others, see ``OrderCheck.record``."""
+        """Records a collective call of this rank, see ``OrderCheck.record``."""
         self._names: Mapping[int, str] = {}
         """Names of the parameters that all ranks have, by ``id``."""
         self.places: list[tuple[Module, str, Parameter]] = []
-        """Modules and names that have the DTensors."""
+        """Modules and attribute names of the DTensors."""
         self.plain: dict[Parameter, Tensor] = {}
-        """By the DTensor, what was last put in its place."""
+        """The tensor last put in the place of each DTensor."""
         self.copied: dict[Parameter, tuple[Any, int]] = {}
-        """Copies among these, of offloaded values: memory and version when they were made."""
+        """Copies of offloaded values among these: memory and version when they were made."""
 
     def replace(self, module: Module, made: Mapping[Parameter, Parameter]) -> None:
-        """Put DTensors in the places of parameters below a module."""
+        """Replace parameters below a module by DTensors."""
         owners: dict[Module, None] = {}
         for owner in module.modules():
             own = list(owner.named_parameters(recurse=False, remove_duplicate=False))
@@ -112,17 +114,17 @@ class PlainInStep(ABC):
         self.put_back()
 
     def _plain_of(self, parameter: Parameter) -> Tensor:
-        """Return this rank's values as a plain tensor, from which gradients come back."""
+        """Return this rank's values as a plain tensor with autograd back to the parameter."""
         plain: Tensor = _Plain.apply(parameter, self)  # type: ignore[no-untyped-call]
         return InStepParameter.of(plain, parameter)
 
     def announce(self, parameter: Tensor) -> None:
-        """Note that a gradient is averaged, of a parameter that all ranks have."""
+        """Record that the gradient of a parameter that all ranks have is averaged."""
         if (name := self._names.get(id(parameter))) is not None:
             self.note(f"averaged the gradient of {name!r}")
 
     def averaged(self, gradient: Tensor) -> Tensor:
-        """Return what a gradient of plain values adds to the average. Collective over replicas."""
+        """Return the average of a gradient, same shape and dtype. Collective over replicas."""
         gradient = gradient / self.num_batches
         if self.replicas.size() > 1:
             dist.all_reduce(gradient, group=self.replicas)
@@ -130,15 +132,15 @@ class PlainInStep(ABC):
 
     @abstractmethod
     def expected_traffic(self, *, num_batches: int) -> Iterable[ExpectedTraffic]:
-        """Give what one optimizer step moves."""
+        """Return the traffic of one optimizer step with so many batches."""
 
     @property
     def parameters(self) -> list[Parameter]:
-        """The DTensors, what optimizers hold."""
+        """The DTensors, which optimizers hold."""
         return list(dict.fromkeys(parameter for _, _, parameter in self.places))
 
     def take_out(self) -> None:
-        """Put plain tensors in place, for a forward pass."""
+        """Replace the DTensors by plain tensors, for a forward pass."""
         self.write_back()
         for parameter in self.parameters:
             self.plain[parameter] = plain = self._plain_of(parameter)
@@ -147,15 +149,15 @@ class PlainInStep(ABC):
             set_parameter(owner, name, self.plain[parameter])
 
     def note_copy(self, parameter: Parameter, plain: Tensor) -> None:
-        """Note that a plain tensor is a copy, if its values are offloaded."""
+        """Remember that a plain tensor is a copy, if its values are offloaded."""
         if isinstance(local_tensor(parameter), OffloadedShard):
             self.copied[parameter] = storage_key(plain), plain._version  # noqa: SLF001
 
     @torch.no_grad()
     def write_back(self) -> None:
-        """Copy the values of plain tensors whose ``.data`` was set, and of changed copies.
+        """Copy values back from plain tensors whose ``.data`` was set, and from changed copies.
 
-        Others share their memory.
+        Other plain tensors share the parameter's memory.
         """
         for parameter, made in self.copied.items():
             plain = self.plain.pop(parameter)
@@ -169,7 +171,7 @@ class PlainInStep(ABC):
                 plain.data = local
 
     def put_back(self) -> None:
-        """Put the parameters in place."""
+        """Put the DTensors in place."""
         self.write_back()
         for owner, name, parameter in self.places:
             set_parameter(owner, name, parameter)
@@ -179,13 +181,13 @@ class PlainInStep(ABC):
 
 
 class ScalarParams(PlainInStep):
-    """The scalars of a model.
+    """Parameters without dimensions, replicated.
 
     Args:
         module: Holds them as plain parameters, equal on all ranks.
-        mesh: Of the shards beside them.
+        mesh: Mesh of the shards of other parameters.
         group: The data axis, over which their gradients are averaged.
-        absent: Parameters that these ranks have no values of, and that are left as they are.
+        absent: Parameters that these ranks have no values of; left unchanged.
     """
 
     stays_in_evaluation = False
@@ -216,14 +218,14 @@ class ScalarParams(PlainInStep):
 
 
 class OwnedParams(PlainInStep):
-    """Parameters of which each rank has rows of its own, such as those of its experts.
+    """Parameters of which each rank has its own rows, such as those of its experts.
 
-    A rank computes with its rows alone, for all ranks of ``owned.group``; the gradient is then the
-    sum over these. Ranks with the same rows add theirs up.
+    A rank computes with its rows for all ranks of ``owned.group``, so the gradient is the sum over
+    these ranks. Ranks with the same rows sum theirs.
 
     Args:
         owned: The parameters, and the ranks that divide them.
-        device: That these ranks compute on.
+        device: Device of these ranks.
         num_batches: Batches of all ranks in a step, over which gradients are averaged.
     """
 
@@ -247,23 +249,23 @@ class OwnedParams(PlainInStep):
         self._placements.insert(0, Replicate())
 
     def cut(self, module: Module) -> None:
-        """Keep this rank's rows of the parameters below a module, which are whole so far."""
+        """Reduce the parameters below a module, so far whole, to this rank's rows."""
         whole = self.whole_in(module)
         self.replace(module, {param: self.cut_one(param) for param in whole})
         self._owned.parameters.difference_update(whole)
 
     def whole_in(self, module: Module) -> set[Parameter]:
-        """Return what is to be cut below a module."""
+        """Return the parameters below a module that are still to be cut."""
         return self._owned.parameters.intersection(module.parameters())
 
     def follow(self, made: Mapping[Parameter, Parameter]) -> None:
-        """Cut parameters that have been made, by those on ``meta``, in the place of these."""
+        """Track parameters made in the place of those on ``meta``."""
         for each in self._owned.parameters & made.keys():
             self._owned.parameters.remove(each)
             self._owned.parameters.add(made[each])
 
     def cut_one(self, parameter: Parameter) -> Parameter:
-        """Return this rank's rows of a parameter that is whole."""
+        """Return this rank's rows of a whole parameter ``(X, ...)``, as a DTensor of its shape."""
         group = self._owned.group
         size = -(-parameter.shape[0] // group.size())
         rows = parameter.detach()[group.rank() * size : (group.rank() + 1) * size].clone()
@@ -287,20 +289,20 @@ class OwnedParams(PlainInStep):
 
 
 class InStepParameter(Tensor):
-    """A plain tensor in the place of a parameter, whose ``.grad`` is that of the parameter."""
+    """A plain tensor in the place of a parameter, whose ``.grad`` is the parameter's."""
 
     __torch_function__ = disabled_torch_function  # type: ignore[assignment]
     parameter: Parameter
 
     @staticmethod
     def of(plain: Tensor, parameter: Parameter) -> "InStepParameter":
-        """Return a tensor over the same memory, from which gradients go the same way."""
+        """Return a view of ``plain``, with its autograd, whose ``.grad`` is the parameter's."""
         made = plain.as_subclass(InStepParameter)
         made.parameter = parameter
         return made
 
     def _read_grad(self) -> Tensor | None:
-        """The gradient that the optimizer is given, a DTensor."""
+        """Return the gradient for the optimizer, a DTensor."""
         return self.parameter.grad
 
     def _write_grad(self, value: Tensor | None) -> None:
@@ -310,7 +312,7 @@ class InStepParameter(Tensor):
 
 
 class _Plain(torch.autograd.Function):
-    """The local values; the gradient is averaged."""
+    """Local values of a DTensor; the gradient is averaged."""
 
     @staticmethod
     @override
@@ -329,7 +331,7 @@ class _Plain(torch.autograd.Function):
 
 
 def local_values(parameter: Tensor) -> Tensor:
-    """Return this rank's part of a DTensor on the device, a copy where it is offloaded."""
+    """Return this rank's part of a DTensor on the device; a copy if it is offloaded."""
     local = local_tensor(parameter)
     if not isinstance(local, OffloadedShard):
         return local
@@ -344,7 +346,7 @@ def _replicate(parameter: Parameter, mesh: DeviceMesh) -> Parameter:
 
 
 class ParamRemap:
-    """Maps the parameters that an author made to those that sharding put in their places."""
+    """Maps the parameters that an author made to those that sharding made of them."""
 
     def __init__(self) -> None:
         # Weak: the author's parameters are unsharded, and are freed where nothing else holds them.
@@ -352,7 +354,7 @@ class ParamRemap:
 
     @contextmanager
     def of_parameters(self, unit: Module) -> Iterator[None]:
-        """Around what shards parameters below a module."""
+        """Context for code that shards parameters below a module."""
         before = [
             (owner, key, parameter)
             for owner in unit.modules()
@@ -370,7 +372,7 @@ class ParamRemap:
             self._of[parameter] = successor
 
     def take_places(self, root: Module) -> None:
-        """Put them where modules hold parameters beside their own: in plain containers."""
+        """Replace parameters in plain containers of modules, beside the registered ones."""
         for module in root.modules():
             for key, value in list(vars(module).items()):
                 is_registered = key in {"_parameters", "_buffers", "_modules"}
@@ -380,11 +382,11 @@ class ParamRemap:
                     vars(module)[key] = map_leaves(self._successor, value)
 
     def take_over(self, optimizers: Iterable[Optimizer], module: Module) -> None:
-        """Put them into optimizers that were made before.
+        """Replace parameters in optimizers that were made before sharding.
 
         Raises:
-            ConfigError: For parameters that are neither the module's nor have been, whose
-                gradients no collective would reduce.
+            ConfigError: For parameters that the module neither has nor had: no collective would
+                reduce their gradients.
         """
         known = set(module.parameters())
         for optimizer in optimizers:
@@ -422,7 +424,7 @@ def follow_toggles(module: LightningModule, follow: Callable[[], None]) -> None:
     """Call ``follow`` after each ``toggle_optimizer`` and ``untoggle_optimizer`` of this module.
 
     Manual optimisation switches between optimizers in the middle of a step, while parameters are
-    gathered, and Lightning knows the shards only.
+    gathered, and Lightning only knows the shards.
     """
     forget_toggles(module)
     for name in _TOGGLES:
@@ -444,12 +446,12 @@ def _followed(toggle: Callable[..., None], follow: Callable[[], None]) -> Callab
 
 
 class BufferSync:
-    """The buffers of a module, on all ranks of a group.
+    """Sends the buffers of a module to all ranks of a group.
 
     Args:
         module: The full model.
         group: The ranks.
-        holds: Whether these ranks have the model's value of a buffer, by its name; None: of all.
+        holds: Whether these ranks have the model's value of a named buffer; None for all buffers.
     """
 
     def __init__(
@@ -458,13 +460,13 @@ class BufferSync:
         self._module, self._group, self._holds = module, group, holds
 
     def held(self) -> list[Tensor]:
-        """Return the buffers that ``send`` sends."""
+        """Return the buffers that ``send`` sends, any shapes and dtypes."""
         if self._holds is None:
             return buffers_of(self._module)
         return [buffer for name, buffer in self._module.named_buffers() if self._holds(name)]
 
     def send(self) -> None:
-        """Send the first rank's buffers. Collective."""
+        """Overwrite buffers with those of the first rank. Collective."""
         if self._group.size() == 1:
             return
         buffers = [buffer.detach() for buffer in self.held()]
@@ -473,16 +475,16 @@ class BufferSync:
 
 
 class EarlyZeroGrad:
-    """The gradients of a model's units between a step and the next backward pass.
+    """Frees the old gradients of a model's units during the forward pass after a step.
 
     Args:
-        root: What each batch goes through; a unit itself, under the empty name.
-        units: What is gathered as one, by name.
+        root: Module that each batch goes through; a unit itself, under the empty name.
+        units: Units by name.
     """
 
     def __init__(self, root: "RootModule", units: Mapping[str, FSDPModule]) -> None:
         self.optimizers: Sequence[Optimizer] = ()
-        """Whose ``zero_grad`` the Trainer is going to call."""
+        """Optimizers whose ``zero_grad`` the Trainer is about to call."""
         self._root = root
         self._root_unit = units[""]
         self._stale: set[Parameter] = set()
@@ -492,12 +494,12 @@ class EarlyZeroGrad:
                 unit.register_forward_pre_hook(partial(self._before_unit, unit), prepend=True)
 
     def begin(self) -> None:
-        """Say that this forward pass is followed by ``zero_grad``, and free the root's."""
+        """Free the root's gradients; the units' follow. The Trainer will call ``zero_grad``."""
         self._stale = zeroed_by(self.optimizers)
         self._free(self._root_unit)
 
     def end(self) -> None:
-        """Say that ``.grad`` is not to be touched any more."""
+        """Leave ``.grad`` alone from now on."""
         self._stale = set()
 
     def _before_unit(self, unit: FSDPModule, *_: object) -> None:

@@ -1,9 +1,9 @@
-"""Replicas of a pipeline: its gradients are averaged once per optimizer step, when all are made.
+"""Replicas of a pipeline: gradients are averaged once per optimizer step, when all are there.
 
-``DistributedDataParallel`` goes along with one forward pass of the module and the backward pass of
-its graph. A pipeline has neither: its gradients are in ``.grad`` at once, at the end of a batch. So
+``DistributedDataParallel`` hooks into one forward pass of the module and the backward pass of its
+graph. A pipeline has neither: its gradients appear together, at the end of a batch. So
 ``agree_on_gradients`` finds which parameters have a gradient on any rank, and ``average`` reduces
-all of them in flat buckets of a bounded size.
+all gradients in flat buckets of a bounded size.
 """
 
 from collections import deque
@@ -28,21 +28,21 @@ from boltmesh.telemetry.snapshot import MemoryKind
 from boltmesh.telemetry.traffic import ExpectedTraffic
 
 FLAG: Final = torch.int32
-"""Of what ranks tell each other for each trained parameter, and for the loss."""
+"""Dtype of the flags that ranks exchange: one for the loss and one per trained parameter."""
 
 
 def agree_on_gradients(
     trained: Sequence[Parameter], group: ProcessGroup, device: torch.device, *, has_loss: bool
 ) -> list[Parameter]:
-    """Return the parameters that have a gradient on any rank: zeros, where this one has none.
+    """Return the parameters that have a gradient on any rank; missing ones are set to zeros.
 
-    Without a gradient on any rank there is none, which optimizers tell from zeros. Collective.
+    A parameter without a gradient on any rank keeps none: optimizers skip it. Collective.
 
     Args:
-        trained: Alike on all ranks.
+        trained: Parameters, the same on all ranks.
         group: The ranks.
-        device: That they communicate from.
-        has_loss: Whether the batch gave one on this rank.
+        device: Device for communication.
+        has_loss: Whether the batch gave a loss on this rank.
 
     Raises:
         ConfigError: For sparse gradients.
@@ -52,7 +52,7 @@ def agree_on_gradients(
     num_losses, *counts = sum_flags(flags, group, device, dtype=FLAG)
     size = group.size()
     if all(flags) and device.type != "cpu":
-        num_losses = size  # not asked for; a rank without a loss raises the error
+        num_losses = size  # not read from the device; a rank without a loss raises the error
     if num_losses not in {0, size}:
         raise DivergenceError(
             f"training_step gave a loss on {num_losses} of {size} data ranks and None on the "
@@ -72,12 +72,12 @@ def agree_on_gradients(
 
 
 def agreement_bytes(num_trained: int) -> int:
-    """Return the bytes of one agreement."""
+    """Return the bytes that ``agree_on_gradients`` sums."""
     return FLAG.itemsize * (1 + num_trained)
 
 
 _IN_FLIGHT = 2
-"""Buckets under way at once: one is filled or emptied while the other is reduced."""
+"""Buckets reduced at once: one is filled or emptied while the other is reduced."""
 
 
 @dataclass
@@ -85,13 +85,13 @@ class _PendingAllReduce:
     work: Work | None
     flat: Tensor
     members: Sequence[Tensor]
-    """What ``flat`` is copied into; empty where it is the gradient itself."""
+    """Tensors that ``flat`` is copied into; empty where it is the gradient itself."""
 
 
 def divide_into_buckets(tensors: Sequence[Tensor], bucket_bytes: int) -> list[list[Tensor]]:
-    """Return tensors in their order, in groups of one type and at most ``bucket_bytes``.
+    """Return tensors in order, in groups of one dtype and at most ``bucket_bytes``.
 
-    One that is larger by itself is alone. Equal shapes and types make equal buckets on all ranks.
+    A larger tensor is a group by itself. Equal shapes and dtypes give equal buckets on all ranks.
     """
     buckets: list[list[Tensor]] = []
     room = 0
@@ -109,12 +109,12 @@ def divide_into_buckets(tensors: Sequence[Tensor], bucket_bytes: int) -> list[li
 def average(gradients: Sequence[Tensor], group: ProcessGroup, bucket_bytes: int) -> None:
     """Replace gradients by their averages over a group, in place. Collective.
 
-    As ``DistributedDataParallel`` does it: each rank's are divided, then added up.
+    As in ``DistributedDataParallel``, each rank's gradients are divided first, then summed.
 
     Args:
-        gradients: Of equal shapes and types on all ranks.
+        gradients: Any shapes and dtypes, equal on all ranks.
         group: The ranks.
-        bucket_bytes: How much goes in one message.
+        bucket_bytes: Largest size of one message, unless one gradient is larger.
     """
     under_way: deque[_PendingAllReduce] = deque()
     for bucket in divide_into_buckets(gradients, bucket_bytes):
@@ -148,11 +148,11 @@ def _parts(reduction: _PendingAllReduce) -> Iterator[Tensor]:
 
 
 BUCKET_BYTES = 25 << 20
-"""Of a message, as ``DistributedDataParallel`` has it."""
+"""Size of a message, as in ``DistributedDataParallel``."""
 
 
 class PipelineDdpAxis(DataAxis):
-    """The data axis of replicas whose gradients come all at once. Of one rank, it does nothing."""
+    """The data axis of replicas whose gradients appear together. Does nothing for one rank."""
 
     has_late_gradients = True
 
@@ -171,7 +171,7 @@ class PipelineDdpAxis(DataAxis):
 
     @override
     def share_weights(self, module: Module) -> None:
-        # Every rank of a pipeline holds others, and the next pipeline the same.
+        # The ranks of a pipeline hold different parameters, those of this group the same.
         strategy = self.strategy
         group = strategy.groups[self.name]
         buffers = BufferSync(module, group, holds=strategy.holds_buffer)
@@ -208,7 +208,7 @@ class PipelineDdpAxis(DataAxis):
     def release(self) -> None:
         self._context = self._buffers = None
 
-    # What is to be expected.
+    # Expected traffic and memory.
 
     @override
     def expected_traffic(self, module: Module) -> list[ExpectedTraffic]:
@@ -223,11 +223,11 @@ class PipelineDdpAxis(DataAxis):
 
 
 def replica_traffic(trained: Sequence[Tensor], buffer_bytes: int) -> list[ExpectedTraffic]:
-    """Return what an optimizer step of several pipelines moves over the data axis on one rank.
+    """Return one rank's traffic on the data axis in an optimizer step of several pipelines.
 
     Args:
         trained: Parameters of its stages that get gradients.
-        buffer_bytes: Of the buffers that it sends.
+        buffer_bytes: Size of the buffers that it sends.
     """
     flags = agreement_bytes(len(trained))
     calls = 1 + len(divide_into_buckets(trained, BUCKET_BYTES))
@@ -240,11 +240,11 @@ def replica_traffic(trained: Sequence[Tensor], buffer_bytes: int) -> list[Expect
 
 
 def share_state(parameters: Iterable[Parameter], buffers: BufferSync, group: ProcessGroup) -> None:
-    """Give all ranks what the first one has of a model. Collective over the group.
+    """Send the first rank's parameters and buffers to all ranks of a group. Collective.
 
     Args:
-        parameters: That these ranks hold.
-        buffers: Likewise.
+        parameters: Parameters that these ranks hold; overwritten.
+        buffers: Their buffers.
         group: The ranks.
     """
     values = [each.detach() for each in parameters]

@@ -1,24 +1,24 @@
-"""Shards of a pipeline: ZeRO where the gradients of a batch come all at once.
+"""Shards of a pipeline: ZeRO where all gradients of a batch appear at its end.
 
-Between optimizer steps every rank of the data axis has a share of its stages' parameters and of
-their optimizer state. For the batches of a step parameters are gathered once; when the gradients of
-all are made they are reduced once, and each rank steps its share. That is stage 1. Parameters
-without rows, and rows of experts, are averaged once too: ``LateParams``.
+Between optimizer steps every rank of the data axis has a shard of its stages' parameters and of
+their optimizer state. Parameters are gathered once for the batches of a step; when the gradients of
+all batches are there they are reduced once, and each rank steps its shard. That is stage 1.
+Parameters without rows, and rows of experts, are averaged once, too: ``LateParams``.
 
-``shard_late`` puts ``fully_shard`` on what a rank of a pipeline holds, without its hooks. FSDP2
-gathers and reduces as forward and backward passes run through its units. A pipeline runs
+``shard_late`` applies ``fully_shard`` to the parameters of a pipeline rank, without its hooks.
+FSDP2 gathers and reduces as forward and backward passes run through its units. A pipeline runs
 microbatches of several stages in turns, in orders that FSDP2 does not know, splits backward passes,
-and knows only at the end of a batch what its gradients are divided by. So the units are holders
-around the blocks that are never called: FSDP2 keeps the shards, and this axis asks it to gather and
-to reduce.
+and only knows at the end of a batch what its gradients are divided by. So the units are holders
+around the blocks that are never called: FSDP2 keeps the shards, and this axis calls its gathers and
+reductions.
 
 [Note: Stages 2 and 3 go by batch]
-What the gradients of a microbatch are divided by is known at the end of its batch, and pipelines of
-other data ranks may cut a batch into fewer microbatches, so nothing is reduced or gathered for a
-microbatch. Stage 2 reduces after every batch, so that no whole gradient is kept from one batch of
-an accumulation window to the next; stage 3 frees the parameters there too. Without accumulation
-both move what stage 1 moves. With k batches in a step, stage 2 moves each gradient k - 1 times
-more, and stage 3 each parameter also.
+The divisor of a microbatch's gradients is known at the end of its batch, and pipelines of other
+data ranks may divide a batch into fewer microbatches, so nothing is reduced or gathered per
+microbatch. Stage 2 reduces after every batch, so that no whole gradient is kept between the batches
+of an accumulation window; stage 3 also frees the parameters then. Without accumulation both move as
+much as stage 1. With k batches in a step, stage 2 moves each gradient k - 1 more times, and stage 3
+each parameter, too.
 
 Source: ZeRO, Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054
 """
@@ -90,7 +90,7 @@ if TYPE_CHECKING:
 class LateParams(PlainInStep):
     """DTensors between steps, and within them plain parameters over the same memory.
 
-    Offloaded values are copied, again whenever something may have changed them.
+    Offloaded values are copied, and copied again whenever they may have changed.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -117,9 +117,9 @@ class LateParams(PlainInStep):
             set_parameter(owner, name, self.plain[parameter])
 
     def average(self) -> None:
-        """Hand averages of the gradients over to the DTensors, and put these in place.
+        """Give the averaged gradients to the DTensors, and put these in place.
 
-        Collective over the replicas; all of them have gradients of the same ones.
+        Collective over the replicas, which all have gradients of the same parameters.
         """
         gradients = {each: plain.grad for each, plain in self.plain.items()}
         for parameter in self.parameters:  # in the same order on all ranks
@@ -130,7 +130,7 @@ class LateParams(PlainInStep):
         self.forget()
 
     def forget(self) -> None:
-        """Put the DTensors in place, and let go of gradients."""
+        """Put the DTensors in place, and drop gradients."""
         self.put_back()
         self.plain, self._gradients = {}, {}
 
@@ -144,7 +144,7 @@ class LateOwnedParams(LateParams, OwnedParams):
 
 
 class _Holder(Module):
-    """A block under another module, whose forward pass nobody runs."""
+    """Parent of a block; its forward is never run."""
 
     def __init__(self, block: Module) -> None:
         super().__init__()
@@ -152,9 +152,9 @@ class _Holder(Module):
 
 
 def shard_late(module: LightningModule, options: ZeroOptions, context: AxisContext) -> ShardedModel:
-    """Shard in place what a rank holds of a module.
+    """Shard the parameters that a rank holds in place.
 
-    Collective over the data axis: every rank gets its share of the first rank's parameters.
+    Collective over the data axis: every rank gets its shard of the first rank's parameters.
     """
     refuse_parameters(module)
     lay_in_rows(module.modules())
@@ -163,7 +163,7 @@ def shard_late(module: LightningModule, options: ZeroOptions, context: AxisConte
     share_state([each for each in module.parameters() if each in held], buffers, context.group)
     mesh = build_mesh(options, context)
     absent = frozenset(each for each in module.parameters() if each not in held)
-    # What the holders outside of one are not to shard.
+    # Parameters that are not sharded by the next holder.
     taken: set[Parameter] = {*absent, *(each for each in held if has_no_rows(each))}
     owned: list[LateOwnedParams] = []
     if context.owned is not None:
@@ -186,7 +186,7 @@ def shard_late(module: LightningModule, options: ZeroOptions, context: AxisConte
             each.cut(module)
         scalars = LateScalarParams(module, mesh.mesh, context.group, absent=absent)
     successors.take_places(module)
-    # What the optimizer steps first is gathered first; offload steps in the order of the model.
+    # Units that the optimizer steps first are gathered first; offload steps in the model's order.
     units = as_units(reversed(found.items()))
     register_units(units.values())
     exchanges = () if context.owned is None else context.owned.exchanges
@@ -217,8 +217,8 @@ def _shard(unit: Module, mesh: ShardMesh, ignored: set[Parameter]) -> Module:
         unit,
         mesh=mesh.mesh,
         reshard_after_forward=False,
-        # Gradients of microbatches are added up in the type of what is gathered: that of the
-        # parameters, also under autocast.
+        # Gradients of microbatches are summed in the gathered dtype: that of the parameters, also
+        # under autocast.
         mp_policy=precision_policy(None, is_cast=False),
         ignored_params=ignored,
     )
@@ -237,7 +237,7 @@ class PipelineZeroAxis(ZeroAxis):
         if self.sharded is None or self.sharded.module is not module:
             self.sharded = shard_late(module, self.options, context)
         else:
-            # The run before may have ended by an error.
+            # The previous run may have ended with an error.
             forget_step(self.sharded.root_unit)
             self._forget_late()
         self.sharded.mesh.name_groups(context.recorder)
@@ -247,7 +247,7 @@ class PipelineZeroAxis(ZeroAxis):
 
     @property
     def shard_group(self) -> ProcessGroup:
-        """The ranks that share one copy of what they hold."""
+        """Ranks that share one copy of the stages' parameters."""
         return self.model.mesh.shard_group
 
     # A batch.
@@ -273,7 +273,7 @@ class PipelineZeroAxis(ZeroAxis):
             each.forget()
 
     def _gather(self) -> None:
-        """Put whole parameters in the places of shards. Collective over the axis."""
+        """Replace shards by whole parameters. Collective over the axis."""
         self.refuse_lost()
         model = self.model
         gather_units(model.root_unit, model.units.values())
@@ -292,7 +292,7 @@ class PipelineZeroAxis(ZeroAxis):
         reduce_gradients(model.root_unit)
         for each in self._late:
             each.average()
-        # Of an earlier batch of a window shards add up, and are looked at when all have.
+        # After an earlier batch of a window, shards are still summed up and not yet read.
         return is_last
 
     @property
@@ -300,7 +300,7 @@ class PipelineZeroAxis(ZeroAxis):
         return [each for each in self.model.plain if isinstance(each, LateParams)]
 
     def _trained(self) -> list[Parameter]:
-        """Return what gets gradients: whole parameters within a batch, shards outside of it."""
+        """Return the parameters that get gradients: whole within a batch, else shards."""
         assert self.axis_context is not None
         held = self.axis_context.held
         parameters = self.model.module.parameters() if held is None else held
@@ -309,7 +309,7 @@ class PipelineZeroAxis(ZeroAxis):
     @override
     def synchronize(self) -> None:
         super().synchronize()
-        self.model.reshard()  # for who looks at parameters between two batches of a window
+        self.model.reshard()  # parameters may be read between two batches of a window
 
     # Evaluation.
 
@@ -318,12 +318,12 @@ class PipelineZeroAxis(ZeroAxis):
         model = self.model
         model.buffers.send()
         self._gather()
-        if model.owned:  # nothing else is exchanged for a single batch
+        if model.owned:  # no other communication for a single batch
             model.joined_gathers.begin(num_batches, draws_batches=draws_batches)
 
     @override
     def evaluation_batch(self, is_last: Callable[[], bool]) -> AbstractContextManager[None]:
-        self._gather()  # nothing, unless somebody has saved a checkpoint since
+        self._gather()  # no-op, unless a checkpoint was saved since
         return self.model.joined_gathers.batch(is_last) if self.model.owned else nullcontext()
 
     @override
@@ -333,18 +333,18 @@ class PipelineZeroAxis(ZeroAxis):
 
     @override
     def run_generation(self, run: Callable[[], Any]) -> Any:
-        if self.sharded is None:  # a pipeline is cut by a step on tensors without data
+        if self.sharded is None:  # the dry run that divides a pipeline, on fake tensors
             return run()
-        self._gather()  # nothing in an evaluation
+        self._gather()  # no-op in an evaluation
         return self.model.joined_gathers.generate(run) if self.model.owned else run()
 
-    # What is to be expected.
+    # Expected traffic and memory.
 
     @property
     @override
     def _expectations(self) -> ZeroEstimate:
         assert self.axis_context is not None
-        # Whole parameters are of the type of their shards, also under autocast.
+        # Whole parameters have the dtype of their shards, also under autocast.
         context = replace(self.axis_context, compute_dtype=None)
         return ZeroEstimate(self.model, self.options, context)
 
@@ -365,7 +365,7 @@ class PipelineZeroAxis(ZeroAxis):
         return add_whole_steps(added_up(expected), self.whole_steps, self.name)
 
     def describe_traffic(self) -> PipelineZeroTraffic:
-        """What the axis moves in an optimizer step, and what it would in another stage."""
+        """Describe the axis's traffic of an optimizer step, and what other stages would add."""
         assert self.axis_context is not None
         context, model = self.axis_context, self.model
         known = self._expectations

@@ -1,4 +1,4 @@
-"""Which ranks of the data axis share one copy of the model, and which hold copies."""
+"""Divides the data axis into ranks that share one copy of the model, and ranks that hold copies."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from boltmesh.telemetry.writer.recorder import Recorder
 
 @dataclass(frozen=True)
 class ShardMesh:
-    """The data axis as ``fully_shard`` wants it, and its groups."""
+    """The data axis as a mesh for ``fully_shard``, and its groups."""
 
     mesh: DeviceMesh
     """One dimension, or ``(replicate, shard)`` when several groups hold the same shards."""
@@ -27,11 +27,11 @@ class ShardMesh:
 
     @property
     def shard_size(self) -> int:
-        """Over how many ranks a copy is sharded."""
+        """Number of ranks over which a copy is sharded."""
         return self.shard_group.size()
 
     def name_groups(self, recorder: Recorder | NullRecorder) -> None:
-        """Say that traffic within these groups is the data axis's."""
+        """Attribute the traffic of these groups to the data axis."""
         for group in (self.shard_group, self.replica_group):
             if group is not None:
                 recorder.name_group(group, "data")
@@ -46,7 +46,7 @@ class ShardMesh:
         ranks_per_node: int,
         cut_group: Callable[[Callable[[list[int]], Sequence[Sequence[int]]], str], ProcessGroup],
     ) -> "ShardMesh":
-        """Cut the data axis into groups that shard, and groups that replicate across them.
+        """Divide the data axis into groups that shard, and groups that replicate across them.
 
         Collective over all ranks. Neighbours share a copy, so that gathers stay inside a node.
 
@@ -76,7 +76,7 @@ class ShardMesh:
 
 
 def choose_shard_size(ranks: list[int], asked: int | str | None, ranks_per_node: int) -> int:
-    """Return over how many ranks to shard; ``ranks`` are the global ones of the data axis.
+    """Return the number of ranks to shard over; ``ranks`` are the data axis's global ranks.
 
     Raises:
         LayoutError: When they cannot be cut like that.

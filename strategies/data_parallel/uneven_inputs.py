@@ -1,8 +1,8 @@
 """Lets ranks evaluate different numbers of batches though every gather needs all ranks.
 
-Prediction gives each rank its own samples, and loaders without a length end when they end. A rank
-whose batches have ended then takes part in the gathers of the others. Only their forward pass
-decides which units they gather (a model that generates calls its blocks as often as it likes). So
+Prediction gives each rank its own samples, and loaders without a length may end at any time. A
+rank that has run out of batches takes part in the gathers of the others. Only their forward passes
+decide which units they gather (a model that generates calls its blocks any number of times). So
 in batches that not all ranks have, gathers are announced: every rank sends the number of the unit
 that it needs next, or that it needs none, and all gather the same one. Batches that all ranks have
 cost nothing.
@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Module
 
 _NOTHING, _NEXT_BATCH, _FIRST_UNIT = 0, 1, 2
-"""What a rank announces: its batches have ended; it begins a batch; the unit that it needs."""
+"""Announcements: this rank's batches have ended; it begins a batch; from here on, a unit."""
 
 
 @dataclass(frozen=True)
@@ -30,18 +30,18 @@ class UnitGather:
     """The gather of one unit, for a rank that does not run the unit."""
 
     is_needed: Callable[[], bool]
-    """Whether the unit's next forward will gather. Equal on all ranks that have run the same."""
+    """Whether the unit's next forward will gather. Equal on ranks that ran the same modules."""
     take_part: Callable[[], None]
-    """Do what gathering the unit in a forward pass does, all of it. Collective."""
+    """Run all collectives of the unit's gather in a forward pass. Collective."""
 
 
 class JoinedGathers:
-    """Keeps the gathers of an evaluation complete.
+    """Completes the gathers of an evaluation.
 
     Args:
-        units: What is gathered, by the module in whose forward that happens.
-        group: The ranks that evaluate together.
-        device: Where this group's tensors have to be.
+        units: Gathers, by the module in whose forward each happens.
+        group: Ranks that evaluate together.
+        device: Device of the group's tensors.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class JoinedGathers:
         self._is_in_batch = False
         self._is_announcing = False
         self._generates = False
-        """Whether this rank has called ``generate`` in a batch that all ranks have."""
+        """Whether this rank called ``generate`` in a batch that all ranks have."""
         self._is_attending = False
         self._are_counts_known = True
         self._draws_batches = False
@@ -64,12 +64,12 @@ class JoinedGathers:
             module.register_forward_pre_hook(partial(self._before_forward, number), prepend=True)
 
     def begin(self, num_batches: float, *, draws_batches: bool) -> None:
-        """Exchange how many batches each rank has. Collective.
+        """Exchange the ranks' numbers of batches. Collective.
 
         Args:
-            num_batches: Of this rank; infinity where that is not known.
-            draws_batches: Steps draw their batches themselves, and find out only then that there is
-                none left.
+            num_batches: Batches of this rank; infinity if unknown.
+            draws_batches: Steps draw their batches themselves, and only find out then that none is
+                left.
         """
         self._draws_batches = draws_batches
         self._has_attended = False
@@ -82,7 +82,7 @@ class JoinedGathers:
 
     @contextmanager
     def batch(self, is_last: Callable[[], bool]) -> Iterator[None]:
-        """Around one batch's step. ``is_last`` is called after it."""
+        """Context for one batch's step. ``is_last`` is called after it."""
         if self._draws_batches:
             self._is_announcing = True
         elif not self._are_counts_known:
@@ -102,8 +102,8 @@ class JoinedGathers:
     def generate(self, run: Callable[[], Any]) -> Any:
         """Run a call of ``generate``, which runs units as often as this rank's texts need.
 
-        In a batch of an evaluation ranks that generate at all may do so in any number of calls:
-        gathers are announced until the batch has ended. Elsewhere all ranks make the same number.
+        In a batch of an evaluation, ranks that generate may do so in any number of calls: gathers
+        are announced until the batch has ended. Elsewhere all ranks make the same number of calls.
         """
         if self._is_announcing:
             return run()
@@ -120,20 +120,20 @@ class JoinedGathers:
     def announce(self, unit: Module) -> None:
         """Announce that this rank is about to gather a unit. Collective if gathers are announced.
 
-        A rank that keeps units gathered announces all of them, in the order in which they were
-        given: else it could have what another one announces.
+        A rank that keeps units gathered announces all of them, in their order: otherwise it might
+        already have a unit that another rank announces.
         """
         self._before_forward(self._numbers[unit])
 
     def _end_generation(self) -> None:
-        """Take part in what the others gather to generate, until all have ended."""
+        """Take part in the gathers of ranks that still generate, until all have ended."""
         if self._generates:
             self._serve(_NOTHING)
 
     def run_out(self, num_served: int) -> None:
-        """Called when this rank's loaders have nothing more to give, after so many batches.
+        """Called when this rank's loaders are exhausted, after ``num_served`` batches.
 
-        Some loops fetch one batch ahead: then this is not the end, and a step is still to come.
+        Some loops fetch one batch ahead: then a step is still to come.
         """
         if num_served <= self._batch:
             self._is_announcing = False
@@ -149,7 +149,7 @@ class JoinedGathers:
         return self._draws_batches or not self._are_counts_known or self._in_common != math.inf
 
     def _attend(self) -> None:
-        """Take part in what others gather until they have run out too; once."""
+        """Take part in the gathers of others until all have run out of batches; once."""
         if self._has_attended or not self._is_uneven:
             return
         self._has_attended = self._is_attending = True
@@ -162,10 +162,10 @@ class JoinedGathers:
         self._serve(number + _FIRST_UNIT)
 
     def _serve(self, mine: int) -> bool:
-        """Take part in what ranks that are elsewhere need, until it is this rank's turn.
+        """Take part in the gathers of other ranks until it is this rank's turn.
 
         Returns:
-            Whether the batches of a rank have ended.
+            Whether any rank has run out of batches.
         """
         while True:
             announced, has_ended = self._exchange(mine)
@@ -175,7 +175,7 @@ class JoinedGathers:
                 self._gathers[announced - _FIRST_UNIT].take_part()
 
     def _exchange(self, mine: int) -> list[int]:
-        """Return the largest announcement, and whether a rank's batches have ended. Collective."""
+        """Return the largest announcement, and whether any rank has run out. Collective."""
         announced: Tensor = torch.tensor([mine, int(mine == _NOTHING)], device=self._device)
         dist.all_reduce(announced, op=dist.ReduceOp.MAX, group=self._group)
         values: list[int] = announced.tolist()

@@ -1,14 +1,14 @@
-"""Finds the modules that are gathered as one, and the types that they are gathered in.
+"""Finds the modules that are gathered as units, and their dtypes.
 
-A unit's parameters are gathered when its forward begins and may be freed when that ends, so a unit
-has to be a module that is *called*. What no unit owns is gathered once around the whole step. Small
-units bound memory, large ones use the links better; the block that an author repeats is nearly
-always the right size, and needs no number that somebody has to choose.
+A unit's parameters are gathered when its forward begins and may be freed when it ends, so a unit
+must be a module that is *called*. Parameters outside of units are gathered once around the whole
+step. Small units bound memory, large ones use the links better; a block that the model repeats is
+nearly always the right size, and no number has to be chosen.
 
-Under autocast a block is gathered in the type that autocast computes in, as its matrix products
-would make that copy anyway. Norms and embeddings are not multiplied: autocast reads them in fp32,
-and refuses a layer norm of mixed types on the CPU. One collective has one type, so the root, which
-stays in fp32, gathers these few (``full_precision_modules``).
+Under autocast a block is gathered in autocast's dtype, as its matrix products would make that copy
+anyway. Norms and embeddings are not multiplied: autocast reads them in fp32, and refuses a layer
+norm of mixed dtypes on the CPU. One collective has one dtype, so the root, which stays in fp32,
+gathers these few (``full_precision_modules``).
 """
 
 import difflib
@@ -48,7 +48,7 @@ def find_units(root: Module, patterns: Sequence[str] | None = None) -> dict[str,
 
 
 class _Names:
-    """Under which dotted names parameters and modules stand, all of them where they are shared."""
+    """Dotted names of parameters and modules, all of them if they are shared."""
 
     def __init__(self, root: Module) -> None:
         self.parameters: dict[Parameter, list[str]] = {}
@@ -59,7 +59,7 @@ class _Names:
             self.modules.setdefault(module, []).append(name)
 
     def find_tie(self, unit: Module) -> tuple[str, str] | None:
-        """Return a shared parameter's names inside and outside of a unit, None without one."""
+        """Return a shared parameter's names inside and outside of a unit; None if there is none."""
         places = tuple(f"{path}." for path in self.modules[unit])
         for parameter in unit.parameters():
             inside = [name for name in self.parameters[parameter] if name.startswith(places)]

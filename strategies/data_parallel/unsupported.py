@@ -1,8 +1,8 @@
-"""What cannot be right with parts of a model, refused before it goes wrong silently.
+"""Refuses parts of a model that ZeRO would run wrongly without an error.
 
-``explain_direct_use`` names the shards that a module computed with as if they were full
-parameters, and the module that was called without its block. torch's error says only that it met
-two kinds of tensor. Both are looked up after it: in the variables of the functions that it passed.
+``explain_direct_use`` names the shards that a module computed with as if they were full parameters,
+and the module that was called without its block. torch's error only says that it met two kinds of
+tensor. Both are found afterwards in the local variables of the functions in its traceback.
 """
 
 import os
@@ -49,21 +49,21 @@ def find_whole_optimizers(
     *,
     has_parts: bool,
 ) -> list[Optimizer]:
-    """Return the optimizers that step whole parameters, each by itself, and not shards.
+    """Return the optimizers that must step whole parameters, one at a time, instead of shards.
 
     Collective over the ranks of the model's shards.
 
     Args:
         optimizers: The user's.
-        model: In shards.
+        model: The sharded model.
         options: The options of the axis.
         group: The ranks of the model's shards.
         has_parts: Whether the shards are of a tensor rank's part.
 
     Raises:
-        UnsupportedError: Naming an optimizer that steps a parameter by more than that parameter,
-            or that communicates itself, or whose state would go to a disk, or that steps experts
-            of which other ranks have the rows.
+        UnsupportedError: Naming an optimizer whose step of a parameter needs other parameters,
+            that communicates itself, whose state would go to a disk, or that steps experts whose
+            rows are on other ranks.
     """
     kinds = {
         (each.device_mesh, each.placements): None
@@ -116,7 +116,7 @@ def _refused(optimizer: Optimizer, why: str) -> UnsupportedError:
 def refuse_empty_share(dataloader: object, group: ProcessGroup, device: torch.device) -> None:
     """Refuse a loader that has batches for some ranks and none for others.
 
-    A rank without any batch runs no loop, and gathers need all of them. Collective over ``group``.
+    A rank without any batch runs no loop, and gathers need all ranks. Collective over ``group``.
 
     Raises:
         ConfigError: On every rank, with the numbers of batches.
@@ -163,7 +163,7 @@ def refuse_parameters(module: LightningModule) -> None:
 
 
 def refuse_unsharded(optimizer: Optimizer, sharded: "ShardedModel") -> None:
-    """Refuse parameters that came into a module after it was sharded.
+    """Refuse parameters that were added to a module after it was sharded.
 
     Raises:
         UnsupportedError: Naming one that the optimizer is about to step.
@@ -181,10 +181,10 @@ def refuse_unsharded(optimizer: Optimizer, sharded: "ShardedModel") -> None:
 
 
 def refuse_lost_write(name: str) -> None:
-    """Refuse a write to one of a parameter's shard and gathered copy, and not to the other.
+    """Refuse a write to either a parameter's shard or its gathered copy, but not to both.
 
     Args:
-        name: Of the parameter, within the root.
+        name: Name of the parameter within the root.
 
     Raises:
         UnsupportedError: Naming the parameter.
@@ -198,10 +198,10 @@ def refuse_lost_write(name: str) -> None:
 
 
 def refuse_write_to_copy() -> None:
-    """Refuse a write to a part of a shard that torch has gathered, such as some rows of it.
+    """Refuse a write to a gathered part of a shard, such as some of its rows.
 
     Raises:
-        UnsupportedError: Naming the line.
+        UnsupportedError: Naming the line of the write.
     """
     raise UnsupportedError(
         f"A part of a tensor is written to ({line_outside(_MACHINERY)}), such as some of its rows, "
@@ -213,10 +213,10 @@ def refuse_write_to_copy() -> None:
 
 
 def refuse_mixed_types(unit_name: str, unit: Module) -> None:
-    """Refuse a unit whose trained parameters are of several types: one collective has one.
+    """Refuse a unit whose trained parameters have several dtypes: a collective has one.
 
     Raises:
-        UnsupportedError: Naming a parameter of each type.
+        UnsupportedError: Naming a parameter of each dtype.
     """
     examples: dict[torch.dtype, str] = {}
     for name, parameter in unit.named_parameters():
@@ -244,15 +244,15 @@ _SIGNS = ("mixed torch.Tensor and DTensor", "is offloaded and cannot be viewed")
 _ADDED = "The error was:"
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 _CALLS = {"_wrapped_call_impl", "_call_impl", "inner"}
-"""Functions by which torch runs a module's hooks and its forward."""
+"""Functions in which torch runs a module's hooks and its forward."""
 _TILE_FUNCTIONS = {"LinearFunctionBackward", "EmbeddingFunctionBackward"}
 
 
 def explain_direct_use(error: BaseException, sharded: "ShardedModel") -> None:
-    """Put the parameters into an error of a shard that is computed with; leave any other one alone.
+    """Name the parameters in an error of computing with a shard; leave any other error alone.
 
     Args:
-        error: As it was caught, with its traceback. May have been explained already.
+        error: The caught error with its traceback. May have been explained already.
         sharded: The model.
     """
     if _ADDED in str(error) or not any(sign in str(error) for sign in _SIGNS):
@@ -282,7 +282,7 @@ def explain_direct_use(error: BaseException, sharded: "ShardedModel") -> None:
 
 
 def _ways_to_gather(shards: Sequence[str], blocks: Sequence[str], called: str) -> str:
-    """Return the advice on how shards that were computed with would have been gathered before.
+    """Return advice on how to have the shards gathered before they are used.
 
     Args:
         shards: Their names.
@@ -309,10 +309,10 @@ def _ways_to_gather(shards: Sequence[str], blocks: Sequence[str], called: str) -
 
 
 def explain_transform(error: BaseException) -> None:
-    """Put into an error what to write in place of a transform of ``torch.func`` through layers.
+    """Name the alternative in an error of a transform of ``torch.func`` through layers.
 
     Args:
-        error: As it was caught, with its traceback. Any other one is left alone.
+        error: The caught error with its traceback. Any other error is left alone.
     """
     places = [frame.f_code.co_filename for frame in _frames(error)]
     functorch = [Path(each).stem for each in places if f"{os.sep}_functorch{os.sep}" in each]
@@ -328,7 +328,7 @@ def explain_transform(error: BaseException) -> None:
 
 
 def _find_called(error: BaseException, module: Module, units: Sequence[str]) -> str:
-    """Return the module within a unit that was called without it, "" if none is found."""
+    """Return the module within a unit that was called without the unit, "" if none is found."""
     names = {each: name for name, each in module.named_modules()}
     for frame in _frames(error):
         caller = frame.f_locals.get("self")
@@ -342,7 +342,7 @@ def _find_called(error: BaseException, module: Module, units: Sequence[str]) -> 
 
 
 def _frames(error: BaseException) -> list[FrameType]:
-    """Return the frames of an error, the outermost first."""
+    """Return the frames of an error's traceback, the outermost first."""
     frames = []
     trace = error.__traceback__
     while trace is not None:
@@ -362,7 +362,7 @@ def _find_shards(error: BaseException, module: Module) -> list[str]:
 
 
 def _shards_in(frame: FrameType, names: Mapping[Tensor, str]) -> Iterator[str]:
-    """Return the parameters that a function holds, names by attributes, or has computed with."""
+    """Yield parameters that a function holds, whose attributes it names, or that it used."""
     for value in list(frame.f_locals.values()):
         if isinstance(value, DTensor):
             yield from [names[value]] if value in names else _leaves(value, names)
@@ -374,7 +374,7 @@ def _shards_in(frame: FrameType, names: Mapping[Tensor, str]) -> Iterator[str]:
 
 
 def _leaves(tensor: Tensor, names: Mapping[Tensor, str]) -> Iterator[str]:
-    """Return the parameters that a tensor was computed from, but for those through their tiles."""
+    """Yield the parameters that a tensor was computed from, except through their tiles."""
     seen: set[Any] = {None}
     pending: list[Any] = [tensor.grad_fn]
     while pending:

@@ -1,7 +1,7 @@
-"""Shards: the ranks of the data axis hold a share each of what replicas would hold whole.
+"""Shards: each rank of the data axis holds a shard of what replicas would hold whole.
 
-The work is done by torch's ``fully_shard``, in all three stages; this part decides what is gathered
-together, when it is freed again, when gradients are reduced, and what the offload engine holds.
+The work is done by torch's ``fully_shard``, in all three stages; this module decides the units,
+when they are freed, when gradients are reduced, and what the offload engine holds.
 Source: ZeRO, Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054
 """
 
@@ -66,7 +66,7 @@ def open_engine(
     context: AxisContext,
     shares: Sequence[NormShare],
 ) -> OffloadEngine | None:
-    """The engine that the options ask for, None where nothing leaves the device."""
+    """Build the offload engine of the options; None if nothing leaves the device."""
     if not options.has_offload:
         return None
     engine = OffloadEngine(
@@ -81,7 +81,7 @@ def open_engine(
         shares=shares,
         absent=model.absent,
     )
-    # The root is gathered first: it holds what the blocks leave, embeddings among it.
+    # The root is gathered first: it holds the parameters outside of blocks, such as embeddings.
     names = ["", *(name for name in model.units if name)]
     engine.attach(model.module, {name: model.units[name] for name in names})
     return engine
@@ -95,20 +95,20 @@ class ZeroAxis(DataAxis):
     def __init__(self, options: ZeroOptions) -> None:
         self.options, self.operand_divider = options, options.operand_divider
         self.sharded: ShardedModel | None = None
-        """None before a module was wrapped."""
+        """None before a module is wrapped."""
         self.axis_context: AxisContext | None = None
-        """Ranks, device and recorder of the run; None before a module was wrapped."""
+        """Ranks, device and recorder of the run; None before a module is wrapped."""
         self._guard: OrderCheck | None = None
         self._stale: EarlyZeroGrad | None = None
         self._offload: OffloadEngine | None = None
         self.overflow = OverflowAgreement()
-        """Between ranks, where fp16 scales the loss."""
+        """Shares fp16 overflows between ranks, where the loss is scaled."""
         self._step_hooks: list[RemovableHandle] = []
         self.whole_steps: list[WholeSteps] = []
         self._has_ended_step = False
         self._lost: Exception | None = None
-        """Why there are no parameters until a checkpoint is loaded: a step of a run before this
-        one ended half-way."""
+        """Why there are no parameters until a checkpoint is loaded: a step of an earlier run was
+        not finished."""
 
     @property
     @override
@@ -117,7 +117,7 @@ class ZeroAxis(DataAxis):
 
     @property
     def serves_one_rank(self) -> bool:
-        """Whether it does something for a rank without others on the axis."""
+        """Whether this axis is needed for a single rank."""
         options = self.options
         has_experts = options.expert is not None
         return options.has_offload or options.tile_linear_bytes is not None or has_experts
@@ -152,8 +152,8 @@ class ZeroAxis(DataAxis):
             if self.options.stage < 3:  # stage 3 gathers little at a time
                 self._stale = EarlyZeroGrad(self.sharded.root, self.sharded.units)
         else:
-            forget_step(self.sharded.root_unit)  # the run before may have ended by an error
-        sharded = self.sharded  # kept in a second fit, and in an evaluation after one
+            forget_step(self.sharded.root_unit)  # the previous run may have ended by an error
+        sharded = self.sharded  # kept for a second fit, and for an evaluation after one
         sharded.mesh.name_groups(context.recorder)
         observe_waits(sharded.units.values(), context.recorder.device_wait)
         is_automatic = module.automatic_optimization
@@ -189,7 +189,7 @@ class ZeroAxis(DataAxis):
         self.axis_context.recorder.fail(error)
 
     def _record(self, text: str) -> None:
-        """Record what this rank does together with the others, see ``OrderCheck.record``."""
+        """Record a collective call of this rank, see ``OrderCheck.record``."""
         if self._guard is not None:
             self._guard.record(text)
 
@@ -221,7 +221,7 @@ class ZeroAxis(DataAxis):
             self.model.end_forward()  # else when the backward pass has ended
 
     def refuse_lost(self) -> None:
-        """Raise the error of an earlier run that has left no parameters."""
+        """Raise the error of an earlier run that left no parameters."""
         if self._lost is not None:
             raise self._lost
 
@@ -231,7 +231,7 @@ class ZeroAxis(DataAxis):
 
     @property
     def model(self) -> ShardedModel:
-        """The module and its shards, once it was wrapped."""
+        """The module and its shards; only after ``wrap``."""
         assert self.sharded is not None
         return self.sharded
 
@@ -244,7 +244,7 @@ class ZeroAxis(DataAxis):
         group = self.model.mesh.shard_group
         steppers = find_whole_optimizers(optimizers, module, options, group, has_parts=bool(parts))
         self.model.successors.take_over(optimizers, module)
-        if optimizers:  # else an evaluation: state of the run before may still be saved
+        if optimizers:  # else an evaluation: state of the previous run may still be saved
             shards = ShardExchange(group)
             exchange: Exchange = ShardedPartExchange(shards, parts) if parts else shards
             host = torch.device("cpu") if options.has_offload else None
@@ -252,7 +252,7 @@ class ZeroAxis(DataAxis):
             for each in () if options.has_offload else self.whole_steps:
                 each.patch()
         for optimizer in optimizers:
-            if hasattr(optimizer, "register_step_post_hook"):  # Lightning takes all that can step
+            if hasattr(optimizer, "register_step_post_hook"):  # Lightning accepts other classes
                 self._step_hooks += [
                     optimizer.register_step_pre_hook(self._before_step),
                     optimizer.register_step_post_hook(self._after_step),
@@ -261,7 +261,7 @@ class ZeroAxis(DataAxis):
             self._stale.optimizers = optimizers
         if self._offload is not None:
             if not optimizers:
-                return  # an evaluation of what a run has left
+                return  # an evaluation after a run
             staging = open_staging(self.options, self.axis_context)
             self._lost = self._offload.restore(staging) or self._lost
         shares = [*self.own_shares, *self.axis_context.norm_shares]
@@ -329,7 +329,7 @@ class ZeroAxis(DataAxis):
 
     @override
     def after_optimizer_step(self, module: Module, optimizer: Optimizer) -> None:
-        # Not where the optimizer's own hook has been here: a scaler may leave a step out.
+        # Skipped if the optimizer's own hook has done it. A scaler may skip the optimizer's step.
         if not self._has_ended_step:
             self._end_step()
         self._has_ended_step = False
@@ -339,15 +339,15 @@ class ZeroAxis(DataAxis):
         self.model.writes.write_back()
 
     def _after_step(self, *_: object) -> None:
-        """Called by an optimizer itself: under manual optimisation nobody else need tell."""
+        """Optimizer post-step hook; the only signal under manual optimisation."""
         self._end_step()
         self._has_ended_step = True
 
     def _end_step(self) -> None:
         if self._guard is not None:
             self._guard.end_step()
-        # A forward pass without a backward pass leaves gathered copies behind, and the step has
-        # just made them old.
+        # A forward pass without a backward pass leaves gathered copies, which the step has made
+        # stale.
         self.model.reshard()
         if self.model.root.is_running:
             self.model.root_unit.unshard()
@@ -423,7 +423,7 @@ class ZeroAxis(DataAxis):
         return self.norms.norm(parameters).item()
 
     def _has_nothing(self, parameters: Iterable[Parameter]) -> bool:
-        """Whether there is no gradient on any rank: those of the data axis alone see that alike."""
+        """Whether no rank has a gradient: equal on all ranks if there are no other axes."""
         return not self.other_shares and not grad_norm.gradients_of(parameters)
 
     # Evaluation.
@@ -453,7 +453,7 @@ class ZeroAxis(DataAxis):
     @override
     def run_generation(self, run: Callable[[], Any]) -> Any:
         if self.sharded is None:
-            return run()  # a step is run on tensors without data, before parameters are shards
+            return run()  # a dry run on fake tensors, before parameters are sharded
         self._record("called generate")
         model = self.model
         if self.options.gather_for_generation:
@@ -470,7 +470,7 @@ class ZeroAxis(DataAxis):
             self._guard.stop()
         if self.sharded is not None:
             try:
-                self.sharded.reshard()  # which refuses the first write that would be lost
+                self.sharded.reshard()  # raises for the first write that would be lost
             finally:
                 self._close(self.sharded)
 
@@ -481,7 +481,7 @@ class ZeroAxis(DataAxis):
         sharded.give_back_memory()
         forget_toggles(sharded.module)
 
-    # What is to be expected.
+    # Expected traffic and memory.
 
     @property
     def _expectations(self) -> ZeroEstimate:
@@ -497,11 +497,11 @@ class ZeroAxis(DataAxis):
         return self._expectations.memory(optimizers)
 
     def describe(self) -> ModelShape:
-        """The model as the planner sees it."""
+        """Return the model's shapes for the cost model."""
         return self._expectations.shape
 
     def describe_job(self) -> JobShape:
-        """The run as the planner sees it."""
+        """Return the run's ranks and batches for the cost model."""
         return self._expectations.job
 
     @override

@@ -6,6 +6,6 @@ to tiers, ``stores`` opens a store for each tier (``store_api``: ``memory_stores
 
 ``gradient_handler`` receives gradients and computes their norm, ``stepper`` steps chunks on a
 worker thread by an ``update_rule``, perhaps speculatively; ``step_in_backward`` steps where nothing
-is clipped. ``state`` shows the state as DTensors, ``shard_tensor`` represents a shard that is stored
-elsewhere, ``streams`` and ``host_memory`` copy to and from the device.
+is clipped. ``state`` shows the state as DTensors, ``shard_tensor`` represents a shard that is
+stored elsewhere, ``streams`` and ``host_memory`` copy to and from the device.
 """
