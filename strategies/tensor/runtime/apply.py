@@ -1,7 +1,7 @@
-"""Puts a plan on a model: shards in the place of parameters, and wrappers around modules.
+"""Applies a plan to a model: replaces parameters by shards, and wraps modules.
 
-``owners_of`` finds the modules that have divided parameters, and ``divide_sizes`` gives modules
-that keep sizes as integers, such as ``num_heads``, those of this rank's part.
+``owners_of`` finds the modules that have divided parameters. ``divide_sizes`` sets attributes that
+hold sizes, such as ``num_heads``, to those of this rank's part.
 """
 
 from collections import defaultdict
@@ -63,20 +63,20 @@ class Owner:
     module: Module
     axis: int
     entries: tuple[ShardedParameter, ...]
-    """Each with the name that this owner has for it."""
+    """Each under the name that this owner has for it."""
 
     @property
     def styles(self) -> frozenset[Style]:
-        """Of its parameters."""
+        """Styles of its parameters."""
         return frozenset(entry.style for entry in self.entries)
 
     @property
     def attributes(self) -> frozenset[str]:
-        """What the parameters are called on the module."""
+        """Attribute names of the parameters on the module."""
         return frozenset(entry.name.rpartition(".")[2] for entry in self.entries)
 
     def leading(self, style: Style) -> ShardedParameter:
-        """The parameter of that style with the most dimensions: the matrix, not its bias."""
+        """Return the parameter of a style with the most dims: the matrix, not its bias."""
         return max(
             (entry for entry in self.entries if entry.style == style),
             key=lambda entry: len(entry.shape),
@@ -84,9 +84,9 @@ class Owner:
 
 
 def owners_of(root: Module, plan: TensorPlan) -> list[Owner]:
-    """Return the modules that a plan divides parameters of, in the plan's order.
+    """Return the modules whose parameters a plan divides, in the plan's order.
 
-    But for tables and heads, whose tokens are divided outside of blocks.
+    Without tables and heads, whose tokens are divided outside of blocks.
     """
     found: dict[str, list[ShardedParameter]] = defaultdict(list)
     for entry in plan.sharded.values():
@@ -100,14 +100,14 @@ def owners_of(root: Module, plan: TensorPlan) -> list[Owner]:
 
 
 def block_around(name: str, blocks: Iterable[str]) -> str:
-    """Return the block that a module lies in, or what stands for none."""
+    """Return the block that contains a module, or ``OUTSIDE``."""
     return next((each for each in blocks if f"{name}.".startswith(f"{each}.")), OUTSIDE)
 
 
 def scope_of(root: Module, names: Sequence[str]) -> str:
-    """Return the innermost module that holds all of some modules, and that code calls.
+    """Return the innermost module with a forward that contains all of these modules.
 
-    One of them is held by itself. The root, where no other holds them.
+    For a single name that is the module itself; at the latest it is the root.
     """
     common = names[0].split(".")
     for name in names[1:]:
@@ -124,7 +124,7 @@ def scope_of(root: Module, names: Sequence[str]) -> str:
 def caller_of(root: Module, name: str) -> str:
     """Return the module in whose forward a module's own parameters are read.
 
-    Itself, except for a ``ParameterList`` and others that are looked into, and not called.
+    Itself, except for a ``ParameterList`` and others that are indexed and not called.
     """
     parts = name.split(".") if name else []
     while parts and not has_forward(root.get_submodule(".".join(parts))):
@@ -133,13 +133,13 @@ def caller_of(root: Module, name: str) -> str:
 
 
 _PRODUCTS = {"column", "row", "expert"}
-"""Styles of the matrices that a module multiplies with."""
+"""Styles of the matrices in a module's products."""
 
 
 def divide_sizes(
     module: Module, attributes: Iterable[SizeAttribute], size: int, changes: Changes
 ) -> None:
-    """Let modules find the sizes of one rank's part. One that has changed since is left alone."""
+    """Set size attributes to those of one rank's part; skips those that changed since."""
     for attribute in attributes:
         owner = module.get_submodule(attribute.module)
         if vars(owner).get(attribute.name) == attribute.value:
@@ -147,11 +147,11 @@ def divide_sizes(
 
 
 def widths_of(owners: Iterable[Owner]) -> dict[type[Module], set[str]]:
-    """Return, by class, what modules with columns call the width of what their matrix gives.
+    """Return, by class, the attributes in which column modules store the width of their output.
 
-    Such as ``nf`` of GPT-2's Conv1D, which knows q, k and v together. A number that is the width of
-    some modules of the class alone, such as their place in the model, is none. Torch's layers name
-    their sizes and go by the shapes of their weights.
+    Such as ``nf`` of GPT-2's Conv1D, the width of q, k and v together. An attribute that equals the
+    width only in some modules of the class, such as an index, does not count. Torch's layers have
+    known names for their sizes, and use the shapes of their weights.
     """
     found: dict[type[Module], set[str]] = {}
     for owner in owners:
@@ -171,58 +171,58 @@ def widths_of(owners: Iterable[Owner]) -> dict[type[Module], set[str]]:
 def divide_width(
     module: Module, entry: ShardedParameter, names: Iterable[str], size: int, changes: Changes
 ) -> None:
-    """Let a module that reshapes what its own matrix gives find the width of its part.
+    """Set the width attributes of a module, which reshapes its output by them, to its part's.
 
     Args:
-        module: With columns.
+        module: A column module.
         entry: Its matrix.
-        names: What it calls the width, see ``widths_of``.
-        size: Ranks.
-        changes: Where the change is noted.
+        names: Attributes with the width, see ``widths_of``.
+        size: Number of ranks.
+        changes: Records the changes.
     """
     for name in names:
         changes.set(module, name, entry.local_shape(size)[entry.dim])
 
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
-"""What calls the layers of a LightningModule that has no forward of its own."""
+"""Methods that call the layers of a LightningModule without a forward of its own."""
 
 
 @dataclass
 class AppliedPlan:
-    """A plan that a model runs by."""
+    """A plan applied to a model."""
 
     module: Module
     plan: TensorPlan
-    """Without what its backends leave whole."""
+    """Without the parameters that its backends leave whole."""
     group: TensorGroup
     changes: Changes = field(default_factory=Changes, repr=False)
     sequences: list[SequenceParts] = field(default_factory=list, repr=False)
-    """Of each stack of blocks between which sequences are divided."""
+    """One for each stack of blocks between which sequences are divided."""
     guards: list[SignatureGuard] = field(default_factory=list, repr=False)
-    """They verify blocks again for other calls."""
+    """Verify blocks again for calls of other kinds."""
 
     @property
     def sharded(self) -> dict[Parameter, ShardedParameter]:
-        """The parameters of which this rank has a shard. Tied names are one."""
+        """Divided parameters, tied ones once."""
         return {self.module.get_parameter(name): entry for name, entry in self.plan.sharded.items()}
 
     def join(self, name: str, shard: Tensor) -> Tensor:
-        """Return the whole of which each rank has a shard, as a new tensor. Collective.
+        """Return the whole tensor of which each rank has a shard, as a new tensor. Collective.
 
         Args:
-            name: Of the parameter that is divided so; its first one.
-            shard: The parameter, its gradient, or a state of its optimizer.
+            name: First name of the parameter that is divided in the same way.
+            shard: The parameter, its gradient, or a state of its optimizer; a shard of its shape.
         """
         return broadcast_whole(shard, self.plan.sharded[name], self.group)
 
     def cut_into_stages(self, modules: Mapping[str, Module]) -> None:
-        """Prepare for ranks that run some of the modules each, and hand on what those give.
+        """Prepare for pipeline stages: ranks run some of the modules and send their outputs on.
 
-        Whole logits are given where they would be divided, and sequences have to divide evenly.
+        Outputs with divided logits are gathered, and lengths of sequences must divide evenly.
 
         Args:
-            modules: By dotted name.
+            modules: Pipeline units by dotted name.
         """
         for parts in self.sequences:
             parts.is_cut_by_stages = True
@@ -237,7 +237,7 @@ class AppliedPlan:
                 self.changes.wrap(module, _gather_output)
 
     def remove(self) -> None:
-        """Take the wrappers off. Parameters stay shards."""
+        """Remove the wrappers. Parameters stay shards."""
         self.changes.undo()
 
 
@@ -249,20 +249,20 @@ def apply_plan(
     loss_parallel: LossParallel = "auto",
     verified: Mapping[str, Iterable[tuple[Signature, bool]]] | None = None,
 ) -> AppliedPlan:
-    """Let a model run on this rank's part. No communication; all ranks have to do the same.
+    """Make a model run on this rank's part. No communication; all ranks must do the same.
 
     Args:
-        module: Its parameters are whole and alike on all ranks, or shards already. They become
-            shards in place: the objects, their names and their order stay.
-        plan: How. Blocks that its backends name ``replicated`` stay whole.
+        module: Its parameters are whole and equal on all ranks, or shards already. They become
+            shards in place: the objects, their names and their order do not change.
+        plan: The plan. Blocks that its backends name ``replicated`` stay whole.
         group: The ranks that share the model, as many as the plan is for.
-        loss_parallel: What to do where code needs logits of the whole vocabulary.
+        loss_parallel: What to do if code needs logits of the whole vocabulary.
         verified: Signatures of the calls that the plan was verified with, and whether gradients
-            were enabled, by name of the block. Other calls are verified when they come. None
+            were enabled, by name of the block. Other calls are verified when they occur. None
             verifies nothing.
 
     Raises:
-        LayoutError: The plan is not one of this model, or of this number of ranks.
+        LayoutError: The plan is for another model or another number of ranks.
     """
     if plan.size != group.size:
         raise LayoutError(
@@ -282,7 +282,7 @@ def apply_plan(
 
 
 class _Application:
-    """One plan that is put on one model."""
+    """Applies one plan to one model."""
 
     def __init__(
         self, root: Module, plan: TensorPlan, group: TensorGroup, changes: Changes
@@ -294,7 +294,7 @@ class _Application:
         self.draws = Draws(group)
         self.backends = backends_of_axes(plan)
         self.scopes: dict[str, set[bool]] = defaultdict(set)
-        """By module name, whether an axis that it holds is run as DTensors."""
+        """Whether axes run as DTensors, by name of the module that contains them."""
         self.stacks = Stacks(root, plan, group)
         self.guards: list[SignatureGuard] = []
 
@@ -318,7 +318,7 @@ class _Application:
         return self.backends[axis] == "region" and axis in self.plan.region_axes
 
     def _put_axis(self, owners: list[Owner], *, is_region: bool) -> None:
-        """Wrap the modules of one axis in one block, and the module that holds them."""
+        """Wrap the modules of one axis in one block, and the module that contains them."""
         boundary = self._boundary(owners)
         for owner in owners:
             is_fed = owner.name in self.plan.fed and not is_region  # where there are no boundaries
@@ -383,9 +383,9 @@ class _Application:
             self.changes.wrap(owner.module, Table(owner.leading("table").sections, self.group))
 
     def _divide_sizes(self, owners: list[Owner]) -> None:
-        """Divide the sizes that code on plain shards names.
+        """Divide the size attributes of modules that run on plain shards.
 
-        A module of one matrix product knows its part by the shapes of its weight; see
+        A module of one matrix product takes the size of its part from its weight; see
         ``divide_width``. One that computes with several parts runs on shards in either backend.
         """
         in_region = {
@@ -412,7 +412,7 @@ class _Application:
     def _put_views(self) -> None:
         by_owner: dict[str, list[str]] = defaultdict(list)
         for name in self.plan.partial:
-            # DTensors sum what they need themselves, but not for parts of a sequence beside them.
+            # DTensors sum their gradients themselves, except beside parts of a sequence.
             if self._runs_on_parts(name):
                 owner, _, attribute = name.rpartition(".")
                 by_owner[owner].append(attribute)
@@ -469,7 +469,7 @@ class _Application:
         return not self._lies_in_region(name) or self.stacks.around(name) is not None
 
     def _lies_in_region(self, name: str) -> bool:
-        """Whether a module runs on DTensors, which know what to draw and what to sum."""
+        """Whether a module runs on DTensors, which handle random numbers and sums themselves."""
         return any(
             held == {True} and (not scope or f"{name}.".startswith(f"{scope}."))
             for scope, held in self.scopes.items()
@@ -484,6 +484,6 @@ def _gather_output(forward: Around, *args: Any, **kwargs: Any) -> Any:
 
 
 def _channels(module: Module) -> int:
-    """The dimension of a module's output that its weight's outputs are."""
+    """Return the dim of a module's output that corresponds to its weight's outputs."""
     kernel = getattr(module, "kernel_size", ())
     return -1 - len(kernel) if isinstance(kernel, tuple) else -1

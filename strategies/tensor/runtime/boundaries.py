@@ -1,4 +1,4 @@
-"""How activations come to the divided modules of a block, and how they leave them."""
+"""Boundaries of divided blocks: how activations enter divided modules and leave them."""
 
 from abc import ABC, abstractmethod
 from typing import Any
@@ -18,47 +18,47 @@ from boltmesh.strategies.torch_compat.tensors import times_written
 
 
 class BlockBoundary(ABC):
-    """Between what is alike on all ranks and what one axis of a block divides."""
+    """Boundary between replicated activations and the divided modules of one axis of a block."""
 
     def __init__(self, group: TensorGroup) -> None:
         self.group = group
 
     @abstractmethod
     def enter(self, value: Tensor) -> Tensor:
-        """Give a value to a computation that is divided."""
+        """Return ``value`` as an input of divided modules, same shape and dtype."""
 
     def enter_linear(self, value: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-        """Give a value to ``F.linear`` and return its product, or None to use ``enter``."""
+        """Return ``F.linear`` with ``value`` as a divided module's input; None to use ``enter``."""
         return None
 
     @abstractmethod
     def leave(self, part: Tensor) -> Tensor:
-        """Take what a divided computation gives: a part of a sum. Collective."""
+        """Return the sum of partial outputs, of the boundary's layout. Collective."""
 
     @abstractmethod
     def after(self, parameter: Tensor) -> Tensor:
-        """Return a whole parameter for use with what has left."""
+        """Return a whole parameter for use with the result of ``leave``."""
 
     @abstractmethod
     def forget(self) -> None:
-        """Keep no activation longer than the block runs."""
+        """Release activations. Called when the block has run."""
 
 
 class ReplicatedBoundary(BlockBoundary):
-    """Everything outside is whole on every rank.
+    """Everything outside is replicated.
 
-    What several modules take (q, k and v; gate and up) enters once, so that its gradient is summed
-    once: with that a block has Megatron's minimum of two sums forward and two backward.
+    An input of several modules (q, k and v; gate and up) enters once, so that its gradient is
+    summed once: a block then has Megatron's minimum of two sums forward and two backward.
     """
 
     def __init__(self, group: TensorGroup) -> None:
         super().__init__(group)
         self._entered: tuple[Tensor, int, Tensor] | None = None
-        """What entered last, how often it had been written by then, and as what."""
+        """The last input, its version then, and what it was returned as."""
 
     @override
     def enter(self, value: Tensor) -> Tensor:
-        """Return the value with the sum of the gradients in its backward."""
+        """Return the value; its backward sums the gradients."""
         if not (value.requires_grad and torch.is_grad_enabled()):
             return value
         entered = self._as_before(value)
@@ -69,7 +69,7 @@ class ReplicatedBoundary(BlockBoundary):
 
     @override
     def enter_linear(self, value: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-        """Compute the product that the sum of gradients runs beside, if it is the first one."""
+        """Compute a product beside the sum of gradients, if it is the input's first one."""
         if self._as_before(value) is not None:
             return None
         found = reduce_gradient_beside(value, weight, bias, self.group)
@@ -80,7 +80,7 @@ class ReplicatedBoundary(BlockBoundary):
         return product
 
     def _as_before(self, value: Tensor) -> Tensor | None:
-        """As what a value has entered, unless it was written since."""
+        """Return what a value was returned as, unless it has been modified since."""
         if self._entered is not None:
             earlier, version, entered = self._entered
             if earlier is value and version == times_written(value):
@@ -89,26 +89,26 @@ class ReplicatedBoundary(BlockBoundary):
 
     @override
     def leave(self, part: Tensor) -> Tensor:
-        """Return the sum."""
+        """Return the sum over the ranks, same shape."""
         self.forget()
         return reduce_sum(part, self.group)
 
     @override
     def after(self, parameter: Tensor) -> Tensor:
-        """Return it as it is: all ranks do the same with it."""
+        """Return it unchanged: its use is replicated."""
         return parameter
 
     @override
     def forget(self) -> None:
-        """Keep no activation longer than the block runs."""
+        """Release activations. Called when the block has run."""
         self._entered = None
 
 
 class SequenceBoundary(ReplicatedBoundary):
     """Outside, each rank has a part of the sequence.
 
-    What enters from elsewhere, such as an encoder's states, is equal on all ranks; see
-    `GradSummedUpstream` for what was gathered.
+    Inputs from elsewhere, such as an encoder's states, are replicated; see `GradSummedUpstream`
+    for inputs that were gathered.
     """
 
     def __init__(self, group: TensorGroup, parts: SequenceParts) -> None:
@@ -117,20 +117,20 @@ class SequenceBoundary(ReplicatedBoundary):
 
     @override
     def leave(self, part: Tensor) -> Tensor:
-        """Return this rank's part of the sum."""
+        """Return this rank's part of the sum, along the sequence."""
         self.forget()
         return self._parts.scatter(part)
 
     @override
     def after(self, parameter: Tensor) -> Tensor:
-        """Return it with the sum of the gradients that its uses on parts of the sequence give."""
+        """Return it; its backward sums the gradients of its uses on parts of the sequence."""
         return reduce_gradient(parameter, self.group)
 
 
 class GradSummedUpstream(BlockBoundary):
-    """The boundary of a module whose input's gradient is summed further up.
+    """The boundary of a module whose input's gradient is summed further upstream.
 
-    By the gather of a sequence, or by a boundary behind what the input was made of.
+    That is in the gather of a sequence, or at the boundary that the input came through.
     """
 
     def __init__(self, boundary: BlockBoundary) -> None:
@@ -139,27 +139,27 @@ class GradSummedUpstream(BlockBoundary):
 
     @override
     def enter(self, value: Tensor) -> Tensor:
-        """Return it as it is."""
+        """Return it unchanged."""
         return value
 
     @override
     def leave(self, part: Tensor) -> Tensor:
-        """As the other boundary."""
+        """See the other boundary."""
         return self._boundary.leave(part)
 
     @override
     def after(self, parameter: Tensor) -> Tensor:
-        """As the other boundary."""
+        """See the other boundary."""
         return self._boundary.after(parameter)
 
     @override
     def forget(self) -> None:
-        """As the other boundary."""
+        """See the other boundary."""
         self._boundary.forget()
 
 
 class BlockScope:
-    """Around the module that holds all divided modules of an axis in a block."""
+    """Wrapper of the module that holds all divided modules of an axis in a block."""
 
     def __init__(self, boundary: BlockBoundary) -> None:
         self._boundary = boundary

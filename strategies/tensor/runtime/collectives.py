@@ -1,26 +1,27 @@
-"""Collectives of the tensor axis in a forward pass, and in its backward pass.
+"""Collectives of the tensor axis, differentiable.
 
-``TensorGroup`` has the ranks that share every layer, and the place of this one among them.
+``TensorGroup`` is the ranks that share every layer, and the position of this rank among them.
 
-A value is *alike* on all ranks, *divided* along a dimension, or *partial*: the sum over the ranks
-is what is meant. Each function here changes one into another; its backward is another one of them,
-so gradients of gradients come out right too. The gradient of a value that is alike is alike; that
-of one each rank uses for its own part is partial.
+A value is *replicated* (equal on all ranks), *divided* along a dim, or *partial* (its value is the
+sum over the ranks), as in DTensor. Each function below changes one into another, and its backward
+is another of these functions, so higher derivatives are right, too. The gradient of a replicated
+value is replicated, unless each rank uses the value for a part of its own: then it is partial.
 
-==================  ===============================  =====================  ==================
-function            forward                          backward               Megatron's name
-==================  ===============================  =====================  ==================
-`reduce_gradient`   alike, kept                      partial into alike     f
-`reduce_sum`        partial into alike               alike, kept            g
-`gather_parts`      divided into alike               alike, own part kept
-`take_part`         alike, own part kept             divided into alike
-`gather_sequence`   divided into alike, used by all  partial into divided   g of sequences
-                    ranks for their own parts
-`scatter_sum`       partial into divided             divided into alike     reverse of that
-==================  ===============================  =====================  ==================
+==================  ===============================  =======================  ================
+function            forward                          backward                 Megatron's name
+==================  ===============================  =======================  ================
+`reduce_gradient`   replicated, unchanged            partial to replicated    f
+`reduce_sum`        partial to replicated            replicated, unchanged    g
+`gather_parts`      divided to replicated            replicated to own part
+`take_part`         replicated to own part           divided to replicated
+`gather_sequence`   divided to whole, used by each   partial to divided       g of sequences
+                    rank for a part of its own
+`scatter_sum`       partial to divided               divided to replicated    reverse of that
+==================  ===============================  =======================  ================
 
 All are collective over the group: every rank calls them, in the same order. A group of one rank
-communicates nothing.
+does not communicate. Values have any shape and dtype, which results keep, except that a whole of N
+elements along ``dim`` has parts of ``N / ranks``; N must be a multiple of the number of ranks.
 
 Source: Megatron-LM, Shoeybi et al. 2019, section 3, https://arxiv.org/abs/1909.08053; for
 sequences Korthikanti et al. 2022, section 4.2, https://arxiv.org/abs/2205.05198
@@ -55,37 +56,37 @@ from boltmesh.strategies.torch_compat.tensors import as_no_view
 
 @dataclass(frozen=True)
 class TensorGroup:
-    """One row of ranks along the tensor axis.
+    """The ranks of one tensor group.
 
-    Wrappers on a model's modules hold it; a copy of such a model shares it, for a process group
-    cannot be copied.
+    Wrappers on a model's modules reference it. A deep copy of such a model shares it, since a
+    process group cannot be copied.
     """
 
     process_group: ProcessGroup
     device: torch.device
-    """That its ranks compute and communicate on."""
+    """Device for computation and communication."""
 
     @cached_property
     def size(self) -> int:
-        """How many ranks share a layer."""
+        """Number of ranks that share a layer."""
         return self.process_group.size()
 
     @cached_property
     def rank(self) -> int:
-        """Of this process, within the group."""
+        """Rank of this process within the group."""
         return self.process_group.rank()
 
     @property
     def name(self) -> str:
-        """The name of the process group, by which compiled code finds it."""
+        """Name of the process group, by which compiled code finds it."""
         return self.process_group.group_name
 
     @cached_property
     def mesh(self) -> DeviceMesh:
-        """What DTensors between column and row stand on. Made without communication.
+        """Mesh of DTensors between column and row modules. Made without communication.
 
-        DTensor takes meshes of equal ranks and names for one: without a name of its own the mesh of
-        a proof, whose group is destroyed, would come out of its caches in the run.
+        DTensor treats meshes of equal ranks and names as equal: without a name of its own, a mesh
+        from verification, whose group is destroyed, would be returned by its caches in the run.
         """
         return DeviceMesh.from_group(
             self.process_group, self.device.type, mesh_dim_names=(self.name,)
@@ -93,9 +94,9 @@ class TensorGroup:
 
     @contextmanager
     def counted_by(self, process_group: ProcessGroup) -> Iterator[None]:
-        """Let another group take the place of this one, for who only wants to know what it does.
+        """Context in which another group replaces this one, to count what a step communicates.
 
-        DTensors between column and row stay on the mesh of this one.
+        DTensors between column and row modules stay on the mesh of this group.
         """
         self._fix_mesh()
         own = self.process_group
@@ -106,7 +107,7 @@ class TensorGroup:
             object.__setattr__(self, "process_group", own)
 
     def _fix_mesh(self) -> None:
-        """Make the mesh of this group while it stands in its own place."""
+        """Build the mesh before the group is replaced."""
         _ = self.mesh
 
     def __deepcopy__(self, _: dict[int, Any]) -> Self:
@@ -114,23 +115,29 @@ class TensorGroup:
 
 
 def reduce_gradient(value: Tensor, group: TensorGroup) -> Tensor:
-    """Give a value that is alike to computations that differ by rank; gradients are summed."""
+    """Return a replicated value for computations that differ by rank; sums the gradient."""
     return differentiable(group, value, _kept, lambda gradient: reduce_sum(gradient, group))
 
 
 def shared_gradient(value: Tensor, group: TensorGroup) -> Tensor:
-    """Keep a value whose gradient is alike; each rank passes on an equal part of it. Local."""
+    """Return a value that passes ``1 / ranks`` of its replicated gradient back. Local."""
     return differentiable(group, value, _kept, lambda gradient: gradient / group.size)
 
 
 def reduce_gradient_beside(
     value: Tensor, weight: Tensor, bias: Tensor | None, group: TensorGroup
 ) -> tuple[Tensor, Tensor] | None:
-    """``reduce_gradient``, and ``F.linear`` of what it returns; see [Note: A sum beside a product].
+    """``reduce_gradient`` and ``F.linear`` of its result; see [Note: A sum beside a product].
+
+    Args:
+        value: Replicated input, ``(..., E)``.
+        weight: This rank's outputs, ``(n, E)``.
+        bias: ``(n,)`` or None.
+        group: The ranks.
 
     Returns:
-        The value for further computations that differ by rank, and the product; None where the sum
-        cannot run beside it.
+        The value for further computations that differ by rank, and the product ``(..., n)``; None
+        if the sum cannot run beside the product.
     """
     is_plain = type(value) is Tensor and value.requires_grad and weight.requires_grad
     if group.size == 1 or not is_plain or not torch.is_grad_enabled() or is_compiling():
@@ -138,7 +145,7 @@ def reduce_gradient_beside(
     kind, dtype = value.device.type, value.dtype
     if torch.is_autocast_enabled(kind):
         if torch.is_autocast_cache_enabled() or dtype is torch.float64:
-            return None  # the copy of the weight that all microbatches share is autocast's own
+            return None  # autocast caches the cast weight, which all microbatches share
         dtype = torch.get_autocast_dtype(kind)
     beside = _SumBeside(group)
     awaited = _AwaitSum.apply(value, beside)  # type: ignore[no-untyped-call]
@@ -155,19 +162,20 @@ class _SumBeside:
     """State shared by the four nodes of one product.
 
     [Note: A sum beside a product]
-    The gradient of a divided layer's input is summed over the ranks, which the gradient of its
-    weight need not wait for (Megatron-LM computes it while the sum runs). Autograd runs what is
-    ready in the reverse order of the forward pass. So the forward pass makes four nodes in the
-    order await, weight's gradient, start, product; backward, the product computes the gradient of
-    its input alone, the sum starts once the other layers that take the value have added theirs,
-    the weight's gradient is computed, and the sum is waited for. What is computed is the same.
+    The gradient of a divided layer's input is summed over the ranks. The gradient of its weight
+    need not wait for that (Megatron-LM computes it while the sum runs). Autograd runs nodes that
+    are ready in the reverse order of the forward pass. So the forward pass makes four nodes, in
+    the order await, weight's gradient, start, product. In the backward pass the product computes
+    only the gradient of its input, the sum starts once the other layers that take the value have
+    added theirs, the weight's gradient is computed, and the sum is awaited. The results do not
+    change.
     """
 
     def __init__(self, group: TensorGroup) -> None:
         self.group = group
         self.work: dist.Work | None = None
         self.operands: tuple[Tensor, Tensor] | None = None
-        """The gradient of the product, and its input."""
+        """Gradient of the product ``(..., n)`` and its input ``(..., E)``."""
 
 
 class _Unchanged(Function):
@@ -209,7 +217,7 @@ class _StartSum(_Unchanged):
     @override
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         group = ctx.beside.group
-        if torch.is_grad_enabled():  # it is differentiated once more
+        if torch.is_grad_enabled():  # for second derivatives
             return reduce_sum(gradient, group), None
         total = gradient.clone(memory_format=torch.contiguous_format)
         ctx.beside.work = dist.all_reduce(total, group=group.process_group, async_op=True)
@@ -229,7 +237,7 @@ class _InputGradient(Function):
     ) -> Tensor:
         ctx.save_for_backward(value, weight)
         ctx.beside = beside
-        # With more than two dims and a bias it is a view, which could not be written to in place.
+        # With more than two dims and a bias it is a view, which could not be written in place.
         return as_no_view(F.linear(value, weight, bias))
 
     @staticmethod
@@ -242,7 +250,7 @@ class _InputGradient(Function):
 
 
 def reduce_sum(part: Tensor, group: TensorGroup) -> Tensor:
-    """Add up what the ranks have. Leaves ``part`` as it is."""
+    """Sum partial values over the ranks. Does not change ``part``."""
     return differentiable(
         group,
         part,
@@ -252,7 +260,7 @@ def reduce_sum(part: Tensor, group: TensorGroup) -> Tensor:
 
 
 def gather_parts(part: Tensor, group: TensorGroup, dim: int) -> Tensor:
-    """Join the parts of all ranks along ``dim``, for computations that are alike on all."""
+    """Join the parts of all ranks along ``dim``, for replicated computations."""
     return differentiable(
         group,
         part,
@@ -262,7 +270,7 @@ def gather_parts(part: Tensor, group: TensorGroup, dim: int) -> Tensor:
 
 
 def take_part(value: Tensor, group: TensorGroup, dim: int) -> Tensor:
-    """Keep this rank's part of a value that is alike; ``dim`` has to divide by the ranks."""
+    """Return this rank's part of a replicated value along ``dim``."""
     return differentiable(
         group,
         value,
@@ -282,7 +290,7 @@ def gather_sequence(part: Tensor, group: TensorGroup, dim: int) -> Tensor:
 
 
 def scatter_sum(part: Tensor, group: TensorGroup, dim: int) -> Tensor:
-    """Add up what the ranks have and keep this rank's part along ``dim``."""
+    """Sum partial values over the ranks, and return this rank's part along ``dim``."""
     return differentiable(
         group,
         part,
@@ -292,7 +300,7 @@ def scatter_sum(part: Tensor, group: TensorGroup, dim: int) -> Tensor:
 
 
 def all_reduce(value: Tensor, group: TensorGroup, *, is_maximum: bool = False) -> Tensor:
-    """Return the sum, or the largest, over the ranks, without a gradient. A new tensor."""
+    """Return the sum, or the maximum, over the ranks, without autograd; always a new tensor."""
     if group.size > 1 and is_compiling():
         return cast("Tensor", compiled_all_reduce(value.detach(), group.name, is_maximum))
     total = value.detach().clone(memory_format=torch.contiguous_format)
@@ -303,7 +311,7 @@ def all_reduce(value: Tensor, group: TensorGroup, *, is_maximum: bool = False) -
 
 
 def all_gather(part: Tensor, group: TensorGroup, dim: int) -> Tensor:
-    """Return the parts of all ranks joined along ``dim``, without a gradient."""
+    """Return the parts of all ranks joined along ``dim``, without autograd."""
     part = part.detach()
     if group.size == 1:
         return part
@@ -317,7 +325,7 @@ def all_gather(part: Tensor, group: TensorGroup, dim: int) -> Tensor:
 
 
 def reduce_scatter(value: Tensor, group: TensorGroup, dim: int) -> Tensor:
-    """Return this rank's part along ``dim`` of the sum over the ranks, without a gradient."""
+    """Return this rank's part along ``dim`` of the sum over the ranks, without autograd."""
     value = value.detach()
     if group.size == 1:
         return value
@@ -331,7 +339,7 @@ def reduce_scatter(value: Tensor, group: TensorGroup, dim: int) -> Tensor:
 
 
 def own_part(value: Tensor, group: TensorGroup, dim: int) -> Tensor:
-    """Return a view of this rank's part along ``dim``."""
+    """Return a view of this rank's part of a replicated value along ``dim``."""
     length = value.shape[dim] // group.size
     return value.narrow(dim, group.rank * length, length)
 
@@ -346,9 +354,9 @@ def differentiable(
     forward: Callable[[Tensor], Tensor],
     backward: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """Return what one function makes of a value, whose gradient is what another makes of its own.
+    """Return ``forward(value)``, with ``backward`` as the function from gradient to gradient.
 
-    Neither is run by a group of one rank.
+    Both are linear. A group of one rank returns ``value`` itself.
     """
     if group.size == 1:
         return value

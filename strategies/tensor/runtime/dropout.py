@@ -1,10 +1,9 @@
-"""Random numbers for what is divided: each rank draws its own.
+"""Random numbers for divided activations: each rank draws its own.
 
-Generators stand alike on all ranks of a tensor group, so that dropout on whole activations is the
-same everywhere. While something divided is drawn for, another state takes its place, which follows
-from the generator's and from the rank. So nothing has to be kept beside the generators: what is
-drawn repeats per seed, in a resumed run, and where activation checkpointing repeats a block from
-the generators' states.
+Generators have equal states on all ranks of a tensor group, so that dropout on whole activations is
+the same everywhere. For divided activations another state is used meanwhile, derived from the
+generator's and the rank. So no state is kept beside the generators: random numbers repeat per seed,
+in a resumed run, and where activation checkpointing repeats a block from the generators' states.
 """
 
 from collections.abc import Iterator
@@ -21,12 +20,12 @@ from boltmesh.strategies.patch import Around, Changes
 from boltmesh.strategies.tensor.runtime.collectives import TensorGroup
 
 _SPREAD = 0x9E3779B97F4A7C15
-"""Odd and without pattern, so that the seeds of neighbouring ranks have nothing in common."""
+"""Odd and without pattern, so that the seeds of neighbouring ranks are unrelated."""
 
 _SEEDS = 2**63
 
 _OFFSET = 4
-"""Numbers by which a CUDA generator's offset counts."""
+"""The unit of a CUDA generator's offset."""
 
 _DRAW_NOTHING = (
     nn.Linear,
@@ -40,28 +39,28 @@ _DRAW_NOTHING = (
     nn.SiLU,
     nn.Identity,
 )
-"""Common modules that need no change of state around them."""
+"""Common modules that draw nothing, and need no wrapper."""
 
 
 class Draws:
-    """The generator that activations are drawn from, and which of two states it has.
+    """The generator of activations, and which of its two states is set.
 
     Args:
-        group: Whose device's generator it is.
+        group: The ranks; their device's generator is used.
     """
 
     def __init__(self, group: TensorGroup) -> None:
         self._group = group
         self._alike: Any = None
-        """The state for what is alike on all ranks, while this rank draws its own; else None."""
+        """The state shared by all ranks, while this rank draws its own; else None."""
 
     @contextmanager
     def own(self, *, everywhere: bool = False) -> Iterator[None]:
-        """Draw for something divided. Afterwards all ranks have one state again.
+        """Context for drawing numbers of this rank's own. Afterwards all ranks have equal states.
 
         Args:
-            everywhere: Whether it is known that the ranks draw, which one whose part is empty
-                cannot see.
+            everywhere: Whether all ranks are known to draw: a rank whose part is empty could not
+                tell otherwise.
         """
         if self._alike is not None:
             yield
@@ -77,13 +76,13 @@ class Draws:
             _set_state(generator, self._alike)
             self._alike = None
             if is_drawn:
-                # What comes next starts from another number. Where nothing is drawn, all that
-                # follows is drawn as in a model on one rank.
+                # Advance, so that later numbers differ. If nothing is drawn, all later numbers are
+                # those of a model on one rank.
                 _advance(generator)
 
     @contextmanager
     def alike(self) -> Iterator[None]:
-        """Draw for something whole, within ``own``."""
+        """Context for drawing equal numbers on all ranks, within ``own``."""
         if self._alike is None:
             yield
             return
@@ -98,7 +97,7 @@ class Draws:
             _set_state(generator, own)
 
     def _reseed(self, generator: torch.Generator) -> None:
-        """Give the generator a state that follows from the one it has, and from the rank."""
+        """Set a state derived from the present one and from the rank."""
         if generator.device.type == "cuda":
             # Reading a number from the device would wait for it; seed and offset are on the host.
             seed = generator.initial_seed() + generator.get_offset() * _SPREAD
@@ -131,7 +130,7 @@ def _set_state(generator: torch.Generator, state: Any) -> None:
 
 
 def _state_of(generator: torch.Generator) -> Any:
-    """A CUDA generator's seed and offset, others' state."""
+    """Return a CUDA generator's seed and offset, or another's state."""
     if generator.device.type == "cuda":
         return generator.initial_seed(), generator.get_offset()
     return generator.get_state()
@@ -142,7 +141,7 @@ def _is_same(state: Any, other: Any) -> bool:
 
 
 class DrawOwn:
-    """Around a module that draws for something divided."""
+    """Wrapper of a module that draws for divided activations."""
 
     def __init__(self, draws: Draws) -> None:
         self._draws = draws
@@ -154,7 +153,7 @@ class DrawOwn:
 
 
 class DrawReplicated:
-    """Around a module that draws for something whole, called by one that draws its own."""
+    """Wrapper of a module that draws for replicated activations, called by a ``DrawOwn``."""
 
     def __init__(self, draws: Draws) -> None:
         self._draws = draws
@@ -166,7 +165,7 @@ class DrawReplicated:
 
 
 def divide_draws(module: Module, listed: set[Module], draws: Draws, changes: Changes) -> None:
-    """Let a module draw its own numbers, and its children, unless listed too, alike ones."""
+    """Let a module draw numbers of its own, but equal ones in its children that are not listed."""
     changes.wrap(module, DrawOwn(draws))
     for child in _called_children(module):
         if child not in listed and type(child) not in _DRAW_NOTHING:

@@ -1,15 +1,14 @@
 """Runs a block's own code on DTensors between its column and its row modules.
 
-Where code names sizes that the plan divides (``view(batch, length, heads, channels)``), it has to
-see those of the whole. So a column module's output becomes a DTensor, a row module takes this
-rank's part out of one, and no parameter is ever one. What else the code brings in between, such as
-a mask or a norm's weight, is alike on all ranks, and is made a DTensor that says so as it meets one
-of them: before autograd, which then sees no mixed operator in either direction, in any thread.
+Code that names sizes which the plan divides (``view(batch, length, heads, channels)``) needs those
+of the whole. So a column module's output becomes a DTensor, a row module takes this rank's part
+of one, and parameters are never DTensors. Other operands in between, such as a mask or a norm's
+weight, are replicated, and become replicated DTensors when they meet one. That happens before
+autograd, which so has no mixed operators in either direction, in any thread.
 
-Attention over heads that ranks divide communicates nothing: each rank attends with its own.
-DTensor has rules for some of the kernels that attention dispatches to, by device and by version of
-torch, and none for what a product of two rows of matrices becomes in inference mode. Heads are
-independent in all of them.
+Attention over divided heads does not communicate: each rank attends with its own heads. DTensor has
+rules for some of the kernels that attention dispatches to, depending on device and torch version,
+and none for batched matrix products in inference mode. Heads are independent in all of them.
 """
 
 from collections.abc import Callable, Sequence
@@ -45,13 +44,13 @@ def attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> DTensor | None:
-    """Run scaled dot product attention on this rank's heads, or batch entries.
+    """Run scaled dot product attention on this rank's heads, or batch rows.
 
-    Arguments are those of torch, with whole sizes. Which generator state it draws dropout from is
-    the caller's to choose.
+    Arguments are those of torch, with whole sizes: ``(..., H, S, D)``. The caller chooses the
+    generator state for dropout.
 
     Returns:
-        The output, divided as ``query`` is, or as the channels of ``value``; None where neither is
+        The output, divided like ``query``, or along the channels of ``value``; None if neither is
         divided.
 
     Raises:
@@ -85,7 +84,7 @@ def attend(
 def _attend_to_channels(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *args: Any, **settings: Any
 ) -> Tensor:
-    """Run attention on this rank's channels of all values: weights are those of all ranks."""
+    """Run attention on this rank's channels of all values, with replicated weights."""
     whole = [query, key] if mask is None else [query, key, mask]
     own = [
         each.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
@@ -100,7 +99,7 @@ def _attend_to_channels(
 
 
 def _shard_dim(value: Tensor) -> int | None:
-    """The dim that ranks divide, if there is one."""
+    """Return the divided dim, if there is one."""
     placement = value.placements[0] if isinstance(value, DTensor) else None
     return placement.dim if isinstance(placement, Shard) else None
 
@@ -112,10 +111,10 @@ def _is_divided_inside(value: Tensor) -> bool:
 
 
 def multiply(left: Tensor, right: Tensor) -> DTensor | None:
-    """Multiply matrices of this rank's heads, or batch entries.
+    """Multiply matrices ``(..., rows, width)`` of this rank's heads, or batch rows.
 
     Returns:
-        The products; None where these are not two rows of matrices that are divided alike.
+        The products; None unless both are batches of matrices divided along the same dim.
     """
     if not (isinstance(left, DTensor) and isinstance(right, DTensor)):
         return None
@@ -129,14 +128,14 @@ def multiply(left: Tensor, right: Tensor) -> DTensor | None:
 
 
 def _like(query: DTensor, other: Tensor, placement: Shard) -> Tensor | None:
-    """This rank's part of keys or values; None where its heads are not those of its queries."""
+    """Return this rank's keys or values; None if their heads do not match its queries'."""
     whole = _as_dtensor(query, other)
     if whole.placements == (placement,):
         return whole.to_local()
     if whole.placements != (Replicate(),):
         return None
     heads, all_heads = whole.size(placement.dim), query.size(placement.dim)
-    # The sum of gradients waits: one head that several see is expanded to them before.
+    # Gradients are summed later: a head that several ranks use is expanded before.
     local = whole.to_local(grad_placements=[Partial()])
     if heads == all_heads:
         own = query.to_local().size(placement.dim)
@@ -145,7 +144,7 @@ def _like(query: DTensor, other: Tensor, placement: Shard) -> Tensor | None:
 
 
 def _mask(query: DTensor, mask: Tensor, placement: Shard) -> Tensor:
-    """What this rank's heads see of a mask that broadcasts against scores."""
+    """Return the part of a mask, which broadcasts against scores, for this rank's heads."""
     whole = _as_dtensor(query, mask)
     dim = placement.dim - query.dim() + mask.dim()
     if dim >= 0 and mask.size(dim) != 1:
@@ -160,13 +159,13 @@ def _as_dtensor(query: DTensor, value: Tensor) -> DTensor:
 
 
 class RegionColumn(Column):
-    """Around a module whose input is whole, and whose output becomes a DTensor.
+    """Wrapper of a module whose input is whole, and whose output becomes a DTensor.
 
     Args:
-        boundary: That the input passes.
-        sections: Of the output's divided dimension, whole.
-        dim: That dimension.
-        group: That has the parts.
+        boundary: Boundary of the input.
+        sections: Sections of the output's divided dim, whole.
+        dim: That dim.
+        group: Ranks that hold the parts.
     """
 
     def __init__(
@@ -191,7 +190,7 @@ class RegionColumn(Column):
 
 
 class Table:
-    """Around an embedding of which each rank has some columns."""
+    """Wrapper of an embedding of which each rank has some columns."""
 
     def __init__(self, sections: Sequence[Section], group: TensorGroup) -> None:
         self._sections = tuple(sections)
@@ -204,7 +203,7 @@ class Table:
 
 
 class RegionRow(Row):
-    """Around a module that takes this rank's part out of a DTensor, and whose output is whole."""
+    """Wrapper of a module that takes this rank's part of a DTensor, and whose output is whole."""
 
     @override
     def enter(self, value: Tensor) -> Tensor:
@@ -214,7 +213,7 @@ class RegionRow(Row):
 
 
 class AlongParameters:
-    """Around a module that uses parts of parameters together with divided activations."""
+    """Wrapper of a module that uses parts of parameters together with divided activations."""
 
     def __init__(
         self, module: Any, entries: Sequence[ShardedParameter], group: TensorGroup
@@ -230,7 +229,7 @@ class AlongParameters:
                 )
 
     def __call__(self, forward: Around, *args: Any, **kwargs: Any) -> Any:
-        """Run the module; it finds DTensors under the names of these parameters."""
+        """Run the module, with DTensors under the names of these parameters."""
         own = own_parameters(self._module)
         views = {
             name: DTensor.from_local(own[name], self._group.mesh, [Shard(entry.dim)])
@@ -241,7 +240,7 @@ class AlongParameters:
 
 
 class Region:
-    """Around the module whose code runs between the column and the row modules of an axis."""
+    """Wrapper of the module whose code runs between column and row modules of an axis."""
 
     def __init__(self, group: TensorGroup, draws: Draws, *, shares_gradients: bool = False) -> None:
         self._group = group
@@ -249,9 +248,9 @@ class Region:
         self._shares_gradients = shares_gradients
 
     def __call__(self, forward: Around, *args: Any, **kwargs: Any) -> Any:
-        """Run the module; what it returns is whole."""
-        # In inference mode operators come to DTensor as they are called, and those that are made
-        # of others have no rule there. Without gradients they do not.
+        """Run the module; its output is made whole."""
+        # In inference mode operators reach DTensor undecomposed, and composite ones have no rule.
+        # Without gradients they are decomposed.
         is_inference = torch.is_inference_mode_enabled()
         with (
             torch.inference_mode(mode=False) if is_inference else nullcontext(),
@@ -267,13 +266,13 @@ def _whole(value: DTensor) -> Tensor:
 
 
 class RegionMode(TorchFunctionMode):
-    """Makes what meets a DTensor one, and keeps on parts what needs no other rank.
+    """Makes operands of DTensors DTensors, and runs on parts what needs no other rank.
 
     Args:
-        group: That has the parts.
+        group: Ranks that hold the parts.
         draws: The generator's two states.
-        shares_gradients: Whether gradients of what meets a DTensor are summed once more, as those
-            of a gathered sequence are: each rank then passes an equal part of them on.
+        shares_gradients: Whether gradients of operands are summed once more, as those of a gathered
+            sequence are: each rank then passes an equal part of them on.
     """
 
     def __init__(self, group: TensorGroup, draws: Draws, *, shares_gradients: bool = False) -> None:
@@ -297,7 +296,7 @@ class RegionMode(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             args, kwargs = tree_map_only(Tensor, self._as_dtensor, (args, kwargs))
             query = args[0] if args else kwargs["query"]
-            # All ranks weight their channels of values by the same probabilities.
+            # For channels of values, all ranks use the same probabilities.
             is_own = _shard_dim(query) is not None
             with self._draws.own() if is_own else self._draws.alike():
                 attended = attend(*args, **kwargs)
@@ -318,7 +317,7 @@ class RegionMode(TorchFunctionMode):
     def _as_dtensor(self, value: Tensor) -> Tensor:
         if isinstance(value, DTensor):
             return value
-        # Its own backward sums gradients, where uses of it differ by rank.
+        # DTensor's backward sums gradients, if uses of it differ by rank.
         if self._shares_gradients and value.requires_grad:
             value = shared_gradient(value, self._group)
         return DTensor.from_local(value, self._group.mesh, [Replicate()])
@@ -326,7 +325,7 @@ class RegionMode(TorchFunctionMode):
     def _drawn(
         self, func: Callable[..., Any], value: DTensor, args: tuple[Any, ...], kwargs: Any
     ) -> DTensor:
-        """Run a function that draws for each element, on this rank's elements alone."""
+        """Run a random elementwise function on this rank's elements only."""
         (placement,) = value.placements
         if not isinstance(placement, Shard):
             value = value.redistribute(placements=[Replicate()])
@@ -369,9 +368,9 @@ def _has_plain(value: Any) -> bool:
 
 
 def _without_empty(args: tuple[Any, ...], kwargs: Any) -> tuple[tuple[Any, ...], Any]:
-    """Drop the tensors without elements or dimensions that a cache begins with.
+    """Drop 1-dim tensors without elements, with which a cache begins.
 
-    ``torch.cat`` takes them with any others; DTensor's does not.
+    ``torch.cat`` accepts them beside any others; DTensor's does not.
     """
     if not args or not isinstance(args[0], (list, tuple)):
         return args, kwargs

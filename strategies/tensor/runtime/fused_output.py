@@ -1,9 +1,9 @@
-"""What a column module of several sections, or of rows of heads, gives to code that sees it whole.
+"""Output of a fused or head-row column module, which looks whole to the code that uses it.
 
-No DTensor stands for such an output: the rank's part of a fused q, k and v is no single stretch of
-the whole. This stand-in tells the sizes of the whole, and answers what code does with a fused
-projection (split, chunk, slice, a view that takes it apart into heads) without communication. For
-anything else it raises, and the plan's proof goes on to another way of running the block.
+No DTensor can represent it: a rank's part of a fused q, k and v is not one contiguous range of the
+whole. This class reports the sizes of the whole, and runs the usual operations on a fused
+projection (split, chunk, slice, a view into heads) without communication. Any other raises, and
+verification of the plan tries another way of running the block.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,12 +20,12 @@ from boltmesh.strategies.tensor.runtime.collectives import TensorGroup
 
 
 class FusedOutput:
-    """A tensor whose last dimension is a row of divided sections.
+    """A tensor whose last dim consists of divided sections.
 
     Args:
-        local: This rank's part, sections in their order.
-        sections: Of the whole.
-        group: That has the parts.
+        local: This rank's part, sections in order, ``(..., n)``.
+        sections: Sections of the whole, ``(..., N)``.
+        group: Ranks that hold the parts.
     """
 
     def __init__(self, local: Tensor, sections: Sequence[Section], group: TensorGroup) -> None:
@@ -35,39 +35,39 @@ class FusedOutput:
 
     @property
     def shape(self) -> torch.Size:
-        """Of the whole."""
+        """Shape of the whole, ``(..., N)``."""
         return torch.Size((*self._local.shape[:-1], sum(each.length for each in self._sections)))
 
     @property
     def ndim(self) -> int:
-        """Number of dimensions."""
+        """Number of dims."""
         return self._local.ndim
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of its elements."""
+        """Dtype of the elements."""
         return self._local.dtype
 
     @property
     def device(self) -> torch.device:
-        """That this rank's part is on."""
+        """Device of this rank's part."""
         return self._local.device
 
     @property
     def requires_grad(self) -> bool:
-        """As of any tensor."""
+        """Whether autograd tracks it."""
         return self._local.requires_grad
 
     def size(self, dim: int | None = None) -> Any:
-        """Of the whole."""
+        """Return the shape of the whole, or its size along ``dim``."""
         return self.shape if dim is None else self.shape[dim]
 
     def dim(self) -> int:
-        """Number of dimensions."""
+        """Return the number of dims."""
         return self._local.dim()
 
     def split(self, split_size: int | Sequence[int], dim: int = 0) -> tuple[Any, ...]:
-        """Take it apart at boundaries of sections."""
+        """Split the last dim at boundaries of sections."""
         self._check_last(dim, "split")
         width = self.shape[-1]
         if isinstance(split_size, int):
@@ -80,11 +80,11 @@ class FusedOutput:
         return tuple(self._slice(start, stop) for start, stop in pairwise(starts))
 
     def chunk(self, chunks: int, dim: int = 0) -> tuple[Any, ...]:
-        """Take it apart into pieces of one length, at boundaries of sections."""
+        """Split the last dim into pieces of equal size, at boundaries of sections."""
         return self.split(-(-self.shape[-1] // chunks), dim)
 
     def narrow(self, dim: int, start: int, length: int) -> Any:
-        """Take a piece between boundaries of sections."""
+        """Return a range of the last dim between boundaries of sections."""
         self._check_last(dim, "narrow")
         return self._slice(start, start + length)
 
@@ -103,7 +103,7 @@ class FusedOutput:
         return self._slice(start, stop)
 
     def view(self, *shape: Any) -> Any:
-        """Take one section apart into rows, heads and channels."""
+        """View the last dim of one section as rows, heads and channels; sizes are the whole's."""
         sizes = list(shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape)
         if sizes.count(-1) == 1:
             sizes[sizes.index(-1)] = prod(self.shape) // -prod(sizes)
@@ -121,28 +121,28 @@ class FusedOutput:
     reshape = view
 
     def unflatten(self, dim: int, sizes: Sequence[int]) -> Any:
-        """Take one section apart into rows, heads and channels."""
+        """View the last dim of one section as rows, heads and channels."""
         self._check_last(dim, "unflatten")
         return self.view(*self.shape[:-1], *sizes)
 
     def contiguous(self) -> "FusedOutput":
-        """Of the same values."""
+        """Return a contiguous copy or itself."""
         return self._map(Tensor.contiguous)
 
     def to(self, *args: Any, **kwargs: Any) -> "FusedOutput":
-        """In another type, on another device."""
+        """Convert dtype or device."""
         return self._map(lambda local: local.to(*args, **kwargs))
 
     def float(self) -> "FusedOutput":
-        """In fp32."""
+        """Convert to fp32."""
         return self._map(Tensor.float)
 
     def clamp(self, *args: Any, **kwargs: Any) -> "FusedOutput":
-        """Element by element."""
+        """Clamp each element."""
         return self._map(lambda local: local.clamp(*args, **kwargs))
 
     def clamp_(self, *args: Any, **kwargs: Any) -> "FusedOutput":
-        """Element by element, in place."""
+        """Clamp each element in place."""
         self._local.clamp_(*args, **kwargs)
         return self
 
@@ -162,7 +162,7 @@ class FusedOutput:
         raise first._refusal(f"'{name}'")  # noqa: SLF001 - of its own class
 
     def _slice(self, start: int, stop: int) -> Any:
-        """The sections between two places, as a DTensor where that is one stretch."""
+        """Return the sections between two positions, as a DTensor if they are one range."""
         place = local_place = 0
         local_start: int | None = 0 if start == 0 else None
         taken: list[Section] = []
@@ -182,7 +182,7 @@ class FusedOutput:
         return as_whole(local, taken, self._group)
 
     def _leading_dims(self, sizes: Sequence[int]) -> int:
-        """How many of ``sizes`` stand for the dimensions before the last."""
+        """Return how many of ``sizes`` are the dims before the last."""
         outside = prod(self.shape[:-1])
         for count in range(len(sizes) + 1):
             if prod(sizes[:count]) == outside and prod(sizes[count:]) == self.shape[-1]:
@@ -220,13 +220,13 @@ _FUNCTIONS = {
 def as_whole(
     local: Tensor, sections: Sequence[Section], group: TensorGroup, dim: int = -1
 ) -> DTensor | FusedOutput:
-    """Give a rank's part of an output the sizes of the whole. No communication.
+    """Return a rank's part of an output as a tensor with the sizes of the whole. Local.
 
     Args:
-        local: The part.
-        sections: Of the divided dimension, whole.
-        group: That has the parts.
-        dim: The divided dimension; the last, where there are several sections.
+        local: The part, ``(..., n, ...)``.
+        sections: Sections of the whole along ``dim``.
+        group: Ranks that hold the parts.
+        dim: The divided dim; must be the last if there are several sections.
     """
     if len(sections) == 1 and sections[0].outer == 1:
         return DTensor.from_local(local, group.mesh, [Shard(dim % local.dim())])

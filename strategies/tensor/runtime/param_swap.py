@@ -1,8 +1,8 @@
-"""What stands in the place of a parameter while its module runs.
+"""Replaces parameters by shards, and by differentiable views while their module runs.
 
-A parameter is a plain tensor that DDP, FSDP2 and optimizers know. What its use needs beside that
-(its gradient summed over the ranks, a bias that is added later) is a differentiable view of it,
-which the module finds under the parameter's name as long as its forward lasts.
+Parameters are plain tensors, as DDP, FSDP2 and optimizers expect. If a use needs more (a gradient
+summed over the ranks, a bias that is added later), the module finds a differentiable view under the
+parameter's name during its forward.
 
 ``shard_of`` cuts parameters into the shards of the ranks, ``join_shards`` joins them.
 """
@@ -29,7 +29,17 @@ from boltmesh.strategies.torch_compat.tensors import tree_map_only
 
 
 def shard_of(whole: Tensor, entry: ShardedParameter, *, size: int, rank: int) -> Tensor:
-    """Copy what a rank keeps of a tensor: contiguous, sections joined in the shard's order."""
+    """Copy a rank's shard of a tensor: contiguous, sections in the shard's order.
+
+    Args:
+        whole: Tensor of shape ``entry.shape``, any dtype.
+        entry: How it is divided.
+        size: Number of ranks.
+        rank: The rank.
+
+    Returns:
+        Shape ``entry.local_shape(size, rank)``, same dtype.
+    """
     pieces = [
         whole.narrow(entry.dim, run.start, run.length) for run in runs(entry.sections, size, rank)
     ]
@@ -39,7 +49,7 @@ def shard_of(whole: Tensor, entry: ShardedParameter, *, size: int, rank: int) ->
 
 
 def join_shards(shards: Sequence[Tensor], entry: ShardedParameter) -> Tensor:
-    """Return the whole tensor of which the ranks, in their order, keep ``shards``."""
+    """Return the whole tensor, ``entry.shape``, from the shards of all ranks in order."""
     whole = shards[0].new_empty(entry.shape)
     for rank, shard in enumerate(shards):
         for run in runs(entry.sections, len(shards), rank):
@@ -49,10 +59,10 @@ def join_shards(shards: Sequence[Tensor], entry: ShardedParameter) -> Tensor:
 
 
 def broadcast_whole(shard: Tensor, entry: ShardedParameter, group: TensorGroup) -> Tensor:
-    """Return the whole tensor, without a gradient. Collective.
+    """Return the whole tensor, ``entry.shape``, without autograd. Collective.
 
     Args:
-        shard: This rank's shard, of its own shape.
+        shard: This rank's shard, ``entry.local_shape(size, rank)``; ranks may have unequal ones.
         entry: How the tensor is divided.
         group: Ranks that share it.
     """
@@ -65,12 +75,12 @@ def broadcast_whole(shard: Tensor, entry: ShardedParameter, group: TensorGroup) 
 
 
 def gather_whole(shard: Tensor, entry: ShardedParameter, group: TensorGroup) -> Tensor:
-    """Return the whole tensor, for a computation that is the same on all ranks. Collective.
+    """Return the whole tensor, ``entry.shape``, for replicated computations. Collective.
 
-    Its gradient is the same on all ranks, so each keeps its own part of it.
+    Its gradient is replicated, so each rank keeps its own part of it.
 
     Args:
-        shard: This rank's shard, of its own shape.
+        shard: This rank's shard, ``entry.local_shape(size, rank)``; ranks may have unequal ones.
         entry: How the tensor is divided.
         group: Ranks that share it.
     """
@@ -97,13 +107,13 @@ def gather_whole(shard: Tensor, entry: ShardedParameter, group: TensorGroup) -> 
 def shard_parameters(
     module: Module, entries: Iterable[ShardedParameter], *, size: int, rank: int
 ) -> None:
-    """Keep this rank's shards in the place of whole parameters. Local; not to be undone.
+    """Replace whole parameters by this rank's shards. Local; cannot be undone.
 
-    Parameters stay the objects that they are, so tied names, and lists that the author made of
-    them, keep their meaning. A parameter that is a shard already is left alone.
+    The parameter objects do not change, so tied names, and lists that the author made of them, stay
+    valid. A parameter that is a shard already is left alone.
 
     Raises:
-        LayoutError: When the model has another parameter under a name, or none.
+        LayoutError: When the model has no such parameter, or one of another shape.
     """
     parameters = dict(module.named_parameters(remove_duplicate=False))
     for entry in entries:
@@ -126,12 +136,12 @@ def shard_parameters(
 
 
 def own_parameters(module: Module) -> dict[str, Parameter]:
-    """Return a module's own parameters, never their views; what FSDP2 gathered where it has."""
+    """Return a module's own parameters, never their views; unsharded ones if FSDP2 gathered."""
     return dict(module.named_parameters(recurse=False, remove_duplicate=False))
 
 
 def summed_gradient(value: Tensor, group: TensorGroup) -> Tensor:
-    """Return ``value`` for use with something divided: ranks have parts of its gradient."""
+    """Return ``value`` for use with divided operands; its partial gradients are summed."""
     if not (value.requires_grad and torch.is_grad_enabled()):
         return value
     return reduce_gradient(value, group)
@@ -139,10 +149,10 @@ def summed_gradient(value: Tensor, group: TensorGroup) -> Tensor:
 
 @dataclass(frozen=True)
 class PartialGradients:
-    """Around a module whose whole parameters, or some of them, meet something divided."""
+    """Wrapper of a module whose whole parameters, or some of them, meet divided operands."""
 
     module: Module
-    """Whose parameters they are."""
+    """The owner of the parameters."""
     names: tuple[str, ...]
     group: TensorGroup
 
@@ -156,7 +166,7 @@ class PartialGradients:
 
 @dataclass(frozen=True)
 class ReplicatedOutput:
-    """Around a module whose output is alike on all ranks, and meets something divided."""
+    """Wrapper of a module whose replicated output meets divided operands."""
 
     group: TensorGroup
 
@@ -166,7 +176,7 @@ class ReplicatedOutput:
 
 
 def map_floats(function: Any, value: Any) -> Any:
-    """Apply a function to the floating point tensors in a value, whose structure stays."""
+    """Apply a function to the floating-point tensors in a nested value, keeping its structure."""
     return tree_map_only(
         Tensor, lambda each: function(each) if each.is_floating_point() else each, value
     )

@@ -1,13 +1,13 @@
 """Runs modules on plain shards: those around matrix products, and ``nn.MultiheadAttention``.
 
-A *column* module's outputs are divided, a *row* module's inputs; what lies between works on this
-rank's part alone and sees its sizes. A module that holds both, such as stacked experts, is entered
-and left as one.
+A *column* module's outputs are divided, a *row* module's inputs; code in between works on this
+rank's part alone and sees its sizes. A module that contains both, such as stacked experts, is
+entered and left as one.
 
 ``Heads`` is for ``nn.MultiheadAttention``. Torch's own function takes the fused projection as one
-argument and checks its shape against the input's, so it cannot run on a part. Here the same is
-computed from the same parameters under the same names: the projections are this rank's heads,
-``out_proj`` is a row module that is called, and arguments mean what they mean to torch.
+argument and checks its shape against the input's, so it cannot run on a part. This class computes
+the same from the same parameters under the same names: the projections are this rank's heads,
+``out_proj`` is called as a row module, and arguments have torch's meaning.
 
 Source: Megatron-LM, Shoeybi et al. 2019, section 3, https://arxiv.org/abs/1909.08053
 """
@@ -38,7 +38,7 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 class Column:
-    """Around a module whose input is whole and whose output is divided."""
+    """Wrapper of a module whose input is whole and whose output is divided."""
 
     def __init__(self, boundary: BlockBoundary) -> None:
         self._boundary = boundary
@@ -55,22 +55,22 @@ class Column:
         return forward(*args, **kwargs)
 
     def enter(self, value: Tensor) -> Tensor:
-        """Return what the module's own code takes."""
+        """Return an input of the module's own code."""
         return self._boundary.enter(value)
 
 
 class Row:
-    """Around a module whose input is divided and whose output is whole.
+    """Wrapper of a module whose input is divided and whose output is whole.
 
-    Its bias is added to the sum, once.
+    Its bias is added once, to the sum.
 
     Args:
-        module: Whose own parameters stand for the rank's part of a product.
-        sharded: Their names, as far as they are divided.
-        boundary: That the output passes.
+        module: Its own parameters are those of the product.
+        sharded: Names of the divided ones.
+        boundary: Boundary of the output.
 
     Raises:
-        LayoutError: When it is not clear which whole parameter is its bias.
+        LayoutError: If several whole parameters could be the bias.
     """
 
     def __init__(self, module: Module, sharded: frozenset[str], boundary: BlockBoundary) -> None:
@@ -99,17 +99,17 @@ class Row:
         return map_floats(lambda part: self._with_bias(self._boundary.leave(part), bias), parts)
 
     def enter(self, value: Tensor) -> Tensor:
-        """Return what the module's own code takes."""
+        """Return an input of the module's own code."""
         return value
 
     def _nothing(self, bias: Tensor) -> Tensor | None:
-        """What a module that asks for its bias gets meanwhile."""
+        """Return the replacement for the bias while the product runs."""
         if type(self._module).forward in {nn.Linear.forward, *(c.forward for c in _CONVOLUTIONS)}:
             return None
         return torch.zeros_like(bias, requires_grad=False)
 
     def _with_bias(self, total: Tensor, bias: Tensor) -> Tensor:
-        # Autocast gave the product its type; a bias of the parameter's own would widen it.
+        # Autocast chose the product's dtype; a bias in the parameter's own would widen it.
         bias = self._boundary.after(bias).to(total.dtype)
         if isinstance(self._module, _CONVOLUTIONS):
             bias = bias.view(-1, *(1 for _ in self._module.kernel_size))
@@ -117,7 +117,7 @@ class Row:
 
 
 class ColumnRow:
-    """Around a module that divides its input's use and its output's sum within itself."""
+    """Wrapper of a module that contains both a column and a row product."""
 
     def __init__(self, boundary: BlockBoundary) -> None:
         self._boundary = boundary
@@ -130,7 +130,7 @@ class ColumnRow:
 
 @dataclass(frozen=True)
 class _AttentionCall:
-    """The arguments of one call, batch first, sequence next."""
+    """The arguments of one call, with dims ``(B, S, E)``."""
 
     query: Tensor
     key: Tensor
@@ -143,7 +143,7 @@ class _AttentionCall:
 
 
 class Heads:
-    """Around the forward of a ``MultiheadAttention`` whose projections are divided by heads."""
+    """Wrapper of a ``MultiheadAttention`` whose projections are divided by heads."""
 
     def __init__(
         self, module: MultiheadAttention, boundary: BlockBoundary, group: TensorGroup, draws: Draws
@@ -154,9 +154,9 @@ class Heads:
         self._draws = draws
 
     def put_on(self, root: Module, changes: Changes) -> None:
-        """Take the place of the module's forward, and keep torch's fused kernels away from it.
+        """Replace the module's forward, and keep torch from using fused kernels instead.
 
-        In evaluation, its encoder would make nested tensors for them.
+        In evaluation, its encoder would make nested tensors for those.
         """
         for each in root.modules():
             if isinstance(each, TransformerEncoder) and self._module in set(each.modules()):
@@ -176,7 +176,7 @@ class Heads:
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Run the module."""
+        """Run the module; arguments and results have the shapes of ``nn.MultiheadAttention``."""
         module = self._module
         if is_causal and attn_mask is None:
             raise RuntimeError("Need attn_mask if specifying the is_causal hint.")
@@ -233,7 +233,7 @@ class Heads:
         return out, self._shown(weights, call)
 
     def _projected(self, call: _AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of this rank's heads, ``(batch, heads, length, channels)``."""
+        """Return queries, keys and values of this rank's heads, ``(B, heads, S, D)``."""
         module = self._module
         fused = cast("Tensor | None", module.in_proj_weight)
         bias = cast("Tensor | None", module.in_proj_bias)
@@ -258,7 +258,7 @@ class Heads:
         return heads.transpose(1, 2)
 
     def _mask(self, call: _AttentionCall, query: Tensor) -> Tensor | None:
-        """What is added to the scores of this rank's heads, broadcast against them; or None."""
+        """Return the summand for the scores of this rank's heads, broadcast to them; or None."""
         mask = call.attn_mask
         if mask is not None and call.is_causal and not self._needs_mask(call):
             return None
@@ -278,11 +278,11 @@ class Heads:
 
     @staticmethod
     def _needs_mask(call: _AttentionCall) -> bool:
-        """Torch takes the hint for the mask where nothing else has to be added to it."""
+        """Whether the mask is needed; torch replaces it by ``is_causal`` if it is the only one."""
         return call.key_padding_mask is not None or call.need_weights
 
     def _shown(self, weights: Tensor | None, call: _AttentionCall) -> Tensor | None:
-        """The weights of all heads, or their mean. Collective where they are asked for."""
+        """Return the weights of all heads, or their mean. Collective if they are requested."""
         if weights is None:
             return None
         if call.average_attn_weights:

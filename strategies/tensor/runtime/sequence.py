@@ -1,16 +1,19 @@
 """Sequence parallelism: between its matrix products, each rank has a part of the sequence.
 
-A stack of blocks is entered with one part per rank, and left with the whole. Inside, what several
-column products take is gathered once, with gradients summed and scattered; row products give each
-rank its part of their sum. So norms, dropout and the residual stream hold ``1 / size`` of the
+A stack of blocks takes the whole sequence, divides it, and returns the whole. Inside, the input of
+column products is gathered once, and its gradients are summed and scattered; row products give
+each rank its part of their sum. So norms, dropout and the residual stream hold ``1 / size`` of the
 activations, at the traffic of plain tensor parallelism.
 
-A length that does not divide is filled up with copies of the last position. Only what works
-position by position sees them: each gather cuts them off, so attention does not, and no gradient
-reaches them. Copies, because a norm of zeros may have no finite gradient.
+A length that does not divide is padded with copies of the last position. Only position-wise code
+sees them: each gather removes them, so attention does not, and no gradient reaches them. They are
+copies, because a norm of zeros may have no finite gradient.
 
-Beside a context axis, a whole is this rank's positions of a divided tensor: these are divided again
-over the tensor ranks, and what is gathered becomes a tensor that is divided as before.
+Beside a context axis, the whole is this rank's positions of a divided tensor: these are divided
+again over the tensor ranks, and gathered values become tensors divided over the context axis.
+
+Shapes: S positions of the whole along ``dim``, ``s = ceil(S / ranks)`` of a part. Other dims and
+dtypes are kept.
 
 Source: Korthikanti et al. 2022, section 4.2, https://arxiv.org/abs/2205.05198
 """
@@ -45,27 +48,31 @@ from boltmesh.strategies.torch_compat.tensors import times_written
 class SequenceParts:
     """Divides and joins the activations of one stack of blocks.
 
-    It knows the length of the whole from where the stack was entered. Blocks that are computed
-    again in a backward pass may belong to an earlier entry: that of the same length of parts.
+    The length of the whole is known from where the stack was entered. Blocks that are recomputed
+    in a backward pass may belong to an earlier entry: one with parts of the same length.
     """
 
     def __init__(self, group: TensorGroup, dim: int) -> None:
         self._group = group
         self.dim = dim
-        """Of the sequence."""
+        """Dim of the sequence."""
         self.is_cut_by_stages = False
-        """Whether other ranks run some of the blocks: they do not know how long the sequences were
-        where the stack was entered, so all lengths have to divide."""
+        """Whether other ranks run some of the blocks: they do not know the lengths at the stack's
+        entry, so all lengths must divide."""
         self._entry = _Length(0, 0)
         self._awaited: WeakSet[_Length] = WeakSet()
-        """Of entries whose backward pass is not over."""
+        """Lengths of entries whose backward pass is not over."""
         self._entries = [self._entry]
-        """That the block which runs may belong to, of each length one."""
+        """Entries that the running block may belong to, one of each length."""
         self._gathered: tuple[Tensor, int, Tensor] | None = None
-        """What was gathered last, how often it had been written by then, and the whole."""
+        """The part gathered last, its version then, and the whole."""
 
     def split(self, whole: Tensor) -> Tensor:
-        """Keep this rank's part of what is alike on all ranks. Gathers in the backward pass."""
+        """Return this rank's part of a replicated tensor. Gathers in the backward pass.
+
+        Raises:
+            LayoutError: If the sequence is too short, or does not divide between pipeline stages.
+        """
         total = whole.shape[self.dim]
         whole, cut_again = opened(whole)
         entry = _Length(whole.shape[self.dim], total, cut_again)
@@ -90,19 +97,19 @@ class SequenceParts:
         return cast("Tensor", _HeldLength.apply(part, entry))  # type: ignore[no-untyped-call]
 
     def join(self, part: Tensor) -> Tensor:
-        """Return the whole, for computations that are alike on all ranks. Collective."""
+        """Return the whole of a part, for replicated computations. Collective."""
         return self._cut(gather_parts(part, self._group, self.dim))
 
     def take(self, whole: Tensor) -> Tensor:
-        """Return this rank's part of what is the same on all ranks, within the stack."""
+        """Return this rank's part of a replicated tensor, within the stack."""
         whole = opened(whole)[0]
         filled = self._filled(whole, whole.narrow(self.dim, -1, 1).detach())
         return take_part(filled, self._group, self.dim)
 
     def gather(self, part: Tensor) -> Tensor:
-        """Return the whole, for computations that are divided. Collective.
+        """Return the whole of a part, for divided computations. Collective.
 
-        What several modules take is gathered once, until `forget`.
+        An input of several modules is gathered once, until `forget`.
         """
         if self._gathered is not None:
             earlier, version, whole = self._gathered
@@ -113,21 +120,21 @@ class SequenceParts:
         return whole
 
     def scatter(self, part: Tensor) -> Tensor:
-        """Add up partial sums of all ranks and keep this rank's part. Collective."""
+        """Sum partial wholes of all ranks and return this rank's part. Collective."""
         part = opened(part)[0]
         length = part.shape[self.dim]
         filled = self._filled(part, torch.zeros_like(part.narrow(self.dim, length - 1, 1)))
         return scatter_sum(filled, self._group, self.dim)
 
     def begin(self) -> None:
-        """Find out, before a block runs, which entries it may belong to."""
+        """Find the entries that a block may belong to. Called before it runs."""
         entries = [self._entry]
         if is_in_backward():
             entries = [each for each in self._awaited if not each.is_over] or entries
         self._entries = list({(each.whole, each.total): each for each in entries}.values())
 
     def forget(self) -> None:
-        """Keep no activation longer than a block runs."""
+        """Release activations. Called after a block."""
         self._gathered = None
 
     def _filled(self, whole: Tensor, last: Tensor) -> Tensor:
@@ -148,7 +155,7 @@ class SequenceParts:
         return self._entry.cut_again is not None
 
     def _entry_of(self, filled: int) -> "_Length":
-        """What was entered with, of which ``filled`` positions were made."""
+        """Return the entry whose sequence was padded to ``filled`` positions."""
         entries = self._entries
         fitting = [each for each in entries if 0 <= filled - each.whole < self._group.size]
         if not fitting:
@@ -171,9 +178,9 @@ class SequenceParts:
 
 
 def opened(value: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor] | None]:
-    """Return this rank's positions of a tensor that a context axis divides, and what does it again.
+    """Return this rank's positions of a tensor that a context axis divides, and the inverse.
 
-    Any other tensor as it is, and None.
+    For any other tensor return it unchanged, and None.
     """
     rebuilder = getattr(value, "rebuilder", None)
     return (value, None) if rebuilder is None else (cast("Any", value).local, rebuilder())
@@ -184,13 +191,13 @@ def _times_written(tensor: Tensor) -> int:
 
 
 class _Length:
-    """How long the sequences of one forward pass are.
+    """Lengths of the sequences of one forward pass.
 
     Args:
-        whole: Positions that all tensor ranks have together.
-        total: Those of the whole sequence, beside a context axis more.
-        cut_again: Returns positions of this rank as a tensor that a context axis divides; None
-            without one.
+        whole: Positions of all tensor ranks together.
+        total: Positions of the whole sequence; more than that beside a context axis.
+        cut_again: Makes positions of this rank a tensor that a context axis divides; None without
+            a context axis.
     """
 
     def __init__(
@@ -198,11 +205,11 @@ class _Length:
     ) -> None:
         self.whole, self.total, self.cut_again = whole, total, cut_again
         self.is_over = False
-        """Whether its backward pass has come back to the stack's entry."""
+        """Whether its backward pass has reached the stack's entry."""
 
 
 class _HeldLength(Function):
-    """Holds a length as long as autograd may come back to the stack that was entered with it."""
+    """Holds a length as long as autograd may reach the stack's entry with it."""
 
     @staticmethod
     @override
@@ -226,7 +233,7 @@ class RunningStack:
     exit: ExitPoint
     parts: SequenceParts
     whole: tuple[str, ...] = ()
-    """Modules in blocks that run on the whole sequence."""
+    """Modules within blocks that run on the whole sequence."""
 
     def holds(self, name: str) -> bool:
         """Whether a module or parameter computes with parts of the sequence."""
@@ -235,28 +242,28 @@ class RunningStack:
     def with_whole_sequence(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments of a block with the sequence joined. Collective over the group."""
+        """Return a block's arguments with the sequence joined. Collective over the group."""
         return _replaced(args, kwargs, self.entry.argument, self.parts.join)
 
     def with_own_part(self, output: Any) -> Any:
-        """Return the output of a block with this rank's part of the sequence."""
+        """Return a block's output with this rank's part of the sequence."""
         return _changed(output, self.exit, self.parts.take)
 
     def with_joined_output(self, output: Any) -> Any:
-        """Return the output of a block with the sequence joined. Collective over the group."""
+        """Return a block's output with the sequence joined. Collective over the group."""
         return _changed(output, self.exit, self.parts.join)
 
 
 class Stacks:
-    """The stacks of a plan, in a model.
+    """The stacks of a plan in a model.
 
     Args:
         root: The model.
-        plan: Whose sequence is divided, or is not.
-        group: Ranks that share it.
+        plan: The plan; without sequence parallelism there are no stacks.
+        group: The ranks that share the model.
 
     Raises:
-        LayoutError: The blocks of a stack, or where it is entered and left, are not in the model.
+        LayoutError: A stack's blocks, entry or exit are not in the model.
     """
 
     def __init__(self, root: Module, plan: TensorPlan, group: TensorGroup) -> None:
@@ -286,15 +293,15 @@ class Stacks:
             self._gathers[point.module].append(point.argument)
 
     def around(self, name: str) -> RunningStack | None:
-        """Return the stack that a module or parameter lies in."""
+        """Return the stack that contains a module or parameter."""
         return next((stack for stack in self.all if stack.holds(name)), None)
 
     def is_fed(self, name: str) -> bool:
-        """Whether what a module takes was gathered, so that its gradient is summed there."""
+        """Whether a module's input was gathered, so that its gradient is summed there."""
         return name in self._fed
 
     def put_on(self, changes: Changes) -> None:
-        """Wrap the blocks and the modules that gather: the last wrappers that a plan puts on."""
+        """Wrap the blocks and the modules that gather. The last wrappers that a plan adds."""
         for name, arguments in self._gathers.items():
             stack = self.around(name)
             if stack is None:
@@ -310,7 +317,7 @@ class Stacks:
 
 
 class GatherSequence:
-    """Around a module that takes the whole sequence in some of its arguments."""
+    """Wrapper of a module that takes the whole sequence in some of its arguments."""
 
     def __init__(self, parts: SequenceParts, arguments: list[int | str]) -> None:
         self._parts = parts
@@ -324,7 +331,7 @@ class GatherSequence:
 
 
 class OnWhole:
-    """Around a module in a stack that takes the whole sequence, and gives it."""
+    """Wrapper of a module in a stack that takes and returns the whole sequence."""
 
     def __init__(self, parts: SequenceParts, point: WholePoint) -> None:
         self._parts, self._point = parts, point
@@ -338,10 +345,10 @@ class OnWhole:
 
 
 class InStack:
-    """Around a block: the first divides what enters the stack, the last joins what leaves it."""
+    """Wrapper of a block: the first divides the stack's input, the last joins its output."""
 
     is_compiled = False
-    """Within it all blocks do the same, and the length of the sequence is known."""
+    """Within it all blocks are equal, and the length of the sequence is known."""
 
     def __init__(
         self, parts: SequenceParts, entry: GatherPoint | None, exit_: ExitPoint | None
@@ -365,7 +372,7 @@ class InStack:
 
 
 def is_below(name: str, modules: Sequence[str]) -> bool:
-    """Whether a module or parameter is one of some modules, or lies in one."""
+    """Whether a module or parameter is one of some modules, or within one."""
     return any(f"{name}.".startswith(f"{each}.") for each in modules)
 
 
@@ -373,7 +380,7 @@ def _changed(output: Any, point: ExitPoint, change: Callable[[Tensor], Tensor]) 
     """Return the output of a block with its sequence changed.
 
     Raises:
-        LayoutError: If it is not where it was.
+        LayoutError: If the sequence is not at the planned place.
     """
     if point.place is None and isinstance(output, Tensor):
         return change(output)
@@ -393,10 +400,10 @@ def _changed(output: Any, point: ExitPoint, change: Callable[[Tensor], Tensor]) 
 def _replaced(
     args: tuple[Any, ...], kwargs: dict[str, Any], argument: int | str, change: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return arguments of which one is changed.
+    """Return arguments with one of them changed.
 
     Raises:
-        LayoutError: It is missing.
+        LayoutError: If the argument is missing.
     """
     if isinstance(argument, int) and argument < len(args):
         return (*args[:argument], change(args[argument]), *args[argument + 1 :]), kwargs
@@ -409,7 +416,7 @@ def _replaced(
 
 
 def _between(root: Module, first: str, last: str) -> Iterator[str]:
-    """The modules from the first to the last of a list."""
+    """Yield the names of the modules from the first to the last of a list."""
     parent, _, start = first.rpartition(".")
     other, _, end = last.rpartition(".")
     names = [name for name, _ in root.get_submodule(parent).named_children()]

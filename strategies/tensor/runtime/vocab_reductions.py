@@ -1,17 +1,17 @@
-"""Reductions over a vocabulary of which each rank has some tokens: sums, softmax, losses.
+"""Reductions over a vocabulary that is divided over ranks: sums, softmax, losses.
 
-Logits are never gathered; ranks exchange a few numbers per position. For a softmax these are the
-largest logit and the sum of the exponentials. Both are kept in fp32 (fp64 for fp64), whatever the
-type of the logits.
+Logits are not gathered; ranks exchange a few numbers per position. For a softmax these are the
+largest logit and the sum of the exponentials, both in fp32 (fp64 for fp64), whatever the dtype of
+the logits.
 
 For cross entropy the ranks exchange the largest logit of a position, then, in one message, the sum
 of exponentials, the logit of the target, and with label smoothing the weighted sum of logits: three
-or four numbers per position, in fp32, none in the backward pass. That one computes probabilities
-again from the logits, which exist anyway, so nothing of their size is kept. Label smoothing counts
-the tokens of the whole vocabulary, and the mean divides by the weights of targets that are not
-ignored, as `torch.nn.functional.cross_entropy` does.
+or four numbers per position, in fp32, and none in the backward pass. That recomputes probabilities
+from the logits, which exist anyway, so nothing of their size is stored. Label smoothing counts the
+tokens of the whole vocabulary, and the mean divides by the weights of the targets that are not
+ignored, as in `torch.nn.functional.cross_entropy`.
 
-The rules by which torch's functions on a `VocabularyTensor` use these are in the second half.
+The second half has the rules for torch's functions on a `VocabularyTensor`.
 
 Shapes: softmax takes ``(..., v)``, v tokens of this rank after any dimensions of positions. For
 cross entropy with N positions and V tokens of all ranks, logits and scores are ``(N, v)``, targets
@@ -43,38 +43,47 @@ from boltmesh.strategies.tensor.runtime.vocab_tensor import (
 
 
 def log_softmax(logits: Tensor, vocabulary: Vocabulary) -> Tensor:
-    """Return this rank's part of the logarithms of the probabilities. Collective."""
+    """Return log probabilities of this rank's tokens, ``(..., v)`` like ``logits``. Collective."""
     return cast("Tensor", _LogSoftmax.apply(logits, vocabulary))  # type: ignore[no-untyped-call]
 
 
 def softmax(logits: Tensor, vocabulary: Vocabulary) -> Tensor:
-    """Return this rank's part of the probabilities. Collective."""
+    """Return probabilities of this rank's tokens, ``(..., v)`` like ``logits``. Collective."""
     return cast("Tensor", _Softmax.apply(logits, vocabulary))  # type: ignore[no-untyped-call]
 
 
 def log_sum_exp(logits: Tensor, vocabulary: Vocabulary) -> Tensor:
-    """Return the logarithm of the sum of the exponentials of all tokens. Collective."""
+    """Return the log of the sum of the exponentials of all tokens, ``(...)``. Collective."""
     return cast("Tensor", _LogSumExp.apply(logits, vocabulary))  # type: ignore[no-untyped-call]
 
 
 def pick(scores: Tensor, tokens: Tensor, vocabulary: Vocabulary) -> Tensor:
-    """Return the score of one token per position, alike on all ranks. Collective.
+    """Return the score of one token per position, replicated. Collective.
+
+    Args:
+        scores: Of this rank's tokens, ``(..., v)``.
+        tokens: Indices in the vocabulary, ``(...)``, replicated.
+        vocabulary: The tokens of each rank.
+
+    Returns:
+        Shape ``(...)``, dtype of ``scores``.
 
     Raises:
-        IndexError: A token is not of the vocabulary.
+        IndexError: A token is not in the vocabulary.
     """
     return cast("Tensor", _Pick.apply(scores, tokens, vocabulary))  # type: ignore[no-untyped-call]
 
 
 def in_sum_type(values: Tensor) -> Tensor:
-    """Return values in the type that sums over a vocabulary are taken in."""
+    """Cast to the dtype of sums over a vocabulary: fp32, or fp64 for fp64."""
     return values if values.dtype == torch.float64 else values.float()
 
 
 def log_probabilities(logits: Tensor, vocabulary: Vocabulary) -> tuple[Tensor, Tensor]:
-    """Return those of this rank's tokens, and what was subtracted, in fp32. Collective.
+    """Return log probabilities ``(..., v)``, and what was subtracted, ``(..., 1)``. Collective.
 
-    No gradient. Where all logits of a position are -inf, or one is inf, they are nan as in torch.
+    In fp32 (fp64 for fp64), without autograd. NaN if all logits of a position are -inf or one is
+    inf, as in torch.
     """
     distances = in_sum_type(logits.detach())
     largest = all_reduce(distances.amax(-1, keepdim=True), vocabulary.group, is_maximum=True)
@@ -167,17 +176,17 @@ def cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Return the loss of each position, 0 where the target is ignored, and what a mean counts it.
+    """Return the loss of each position, and its weight in a mean; both 0 if it is ignored.
 
-    Collective. Both are in fp32 (fp64 for fp64) and alike on all ranks.
+    Collective. Both are ``(N,)``, in fp32 (fp64 for fp64), and replicated.
 
     Args:
-        logits: Of this rank's tokens.
-        targets: Tokens or ``ignore_index``, alike on all ranks.
-        vocabulary: Which tokens each rank has.
-        weight: Of every token, alike on all ranks.
-        ignore_index: Targets that count nothing.
-        label_smoothing: Share of the target's probability that goes to all tokens alike.
+        logits: Logits of this rank's tokens, ``(N, v)``.
+        targets: Tokens or ``ignore_index``, ``(N,)``, replicated.
+        vocabulary: The tokens of each rank.
+        weight: Weight of every token, ``(V,)``, replicated.
+        ignore_index: Value of targets to ignore.
+        label_smoothing: Share of the target's probability that is spread over all tokens.
 
     Raises:
         IndexError: A target is neither a token nor ignored.
@@ -196,7 +205,7 @@ def negative_log_likelihood(
     weight: Tensor | None = None,
     ignore_index: int = -100,
 ) -> tuple[Tensor, Tensor]:
-    """Return the same of logarithms of probabilities. Collective.
+    """Return losses and weights as `cross_entropy`, from log probabilities ``(N, v)``. Collective.
 
     Raises:
         IndexError: A target is neither a token nor ignored.
@@ -209,7 +218,7 @@ def negative_log_likelihood(
 
 
 def reduced(losses: Tensor, counts: Tensor, reduction: str) -> Tensor:
-    """Sum up losses as ``reduction`` says; without a target, the mean is nan as in torch."""
+    """Reduce ``(N,)`` losses by ``reduction``; without targets the mean is NaN, as in torch."""
     if reduction == "none":
         return losses
     total = losses.sum()
@@ -217,7 +226,7 @@ def reduced(losses: Tensor, counts: Tensor, reduction: str) -> Tensor:
 
 
 def counted(targets: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
-    """Return the weight of each target, 0 of those that are ignored."""
+    """Return the weight of each target, ``(N,)``; 0 if it is ignored."""
     is_ignored = targets == ignore_index
     if weight is None:
         return (~is_ignored).float()
@@ -270,11 +279,11 @@ class _CrossEntropy(Function):
         logits, places, is_others, is_ignored, largest, log_total, weights, own_weight = (
             ctx.saved_tensors
         )
-        # A batch of which all is ignored has a mean of nan, and still no gradient.
+        # The mean of a batch in which everything is ignored is NaN, and still has no gradient.
         gradient_of_loss = gradient_of_loss.masked_fill(is_ignored, 0)
         of_target = (1 - ctx.label_smoothing) * weights * gradient_of_loss
         of_all = of_target + ctx.smoothing * ctx.all_weight * gradient_of_loss
-        # One after the other: their sum would round away what little is left of a sure token.
+        # Subtracted separately: their sum would round away the rest of a nearly certain token.
         gradient = in_sum_type(logits) - largest.unsqueeze(-1)
         gradient.sub_(log_total.unsqueeze(-1)).exp_().mul_(of_all.unsqueeze(-1))
         if ctx.smoothing:
@@ -298,14 +307,14 @@ def add_up(
     *,
     dtype: torch.dtype | None = None,
 ) -> Any:
-    """Sum, or average over the tokens of all ranks."""
+    """Sum or average over dims that may include the divided one."""
     if not isinstance(divided, VocabularyTensor) or isinstance(dim, torch.dtype):
         return NO_RULE
     dims = _dims(divided, dim)
     kind = func(divided.local.detach().new_zeros(1), dtype=dtype).dtype
     local = unwrap(divided)
     if kind.is_floating_point or kind.is_complex:
-        # Parts of a sum are not rounded to 16 bits before they are added up.
+        # Parts of a sum are not rounded to 16 bits before they are summed.
         local = in_sum_type(local.to(kind) if dtype is not None else local)
     if divided.divided_dim not in dims:
         left = divided.divided_dim - (0 if keepdim else sum(d < divided.divided_dim for d in dims))
@@ -318,7 +327,7 @@ def add_up(
 
 @rule_for("logsumexp")
 def logsumexp(func: Callable[..., Any], divided: Any, dim: _Dims, keepdim: bool = False) -> Any:
-    """Return what softmax divides by, as its logarithm, such as a z-loss is made of."""
+    """Return the logarithm of the divisor of a softmax, for example for a z-loss."""
     if not isinstance(divided, VocabularyTensor) or _dims(divided, dim) != (divided.divided_dim,):
         return NO_RULE
     last = unwrap(divided).movedim(divided.divided_dim, -1)
@@ -330,7 +339,7 @@ def logsumexp(func: Callable[..., Any], divided: Any, dim: _Dims, keepdim: bool 
 def argmax(
     func: Callable[..., Any], divided: Any, dim: int | None = None, keepdim: bool = False
 ) -> Any:
-    """Return the token with the highest score; of several the first, as torch does."""
+    """Return the token with the highest score; the first of several, as in torch."""
     if not _is_over_tokens(divided, dim):
         return NO_RULE
     return _best_token(divided, keepdim=keepdim)
@@ -356,7 +365,7 @@ def maximum(
 def gather_tokens(
     func: Callable[..., Any], divided: Any, dim: Any, index: Any, *, sparse_grad: bool = False
 ) -> Any:
-    """Return the scores of one token per position, such as the log-probabilities of targets."""
+    """Return the scores of one token per position, such as the log probabilities of targets."""
     if func.__name__ == "take_along_dim":
         dim, index = index, dim
     if not isinstance(index, Tensor) or not _is_over_tokens(divided, dim):
@@ -373,7 +382,7 @@ def _best_token(divided: VocabularyTensor, *, keepdim: bool) -> Tensor:
     vocabulary = divided.vocabulary
     last = divided.local.detach().movedim(divided.divided_dim, -1)
     values, places = last.max(-1)
-    # One after the other, because tokens are counted in another type than scores.
+    # Two messages, because tokens and scores have different dtypes.
     all_values = all_gather(values.unsqueeze(0), vocabulary.group, 0)
     all_tokens = all_gather((places + vocabulary.start).unsqueeze(0), vocabulary.group, 0)
     tokens = all_tokens.gather(0, all_values.argmax(0, keepdim=True)).squeeze(0)
@@ -381,7 +390,7 @@ def _best_token(divided: VocabularyTensor, *, keepdim: bool) -> Tensor:
 
 
 def _is_over_tokens(divided: Any, dim: Any) -> bool:
-    """Whether a function of one dim goes along the divided one."""
+    """Whether ``dim`` is the divided dim of a divided tensor."""
     return (
         isinstance(divided, VocabularyTensor)
         and isinstance(dim, int)
@@ -408,7 +417,7 @@ def cross_entropy_loss(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    """Compute the loss where targets are tokens; probabilities as targets need whole logits."""
+    """Compute the loss if targets are tokens; targets that are probabilities need whole logits."""
     if size_average is not None or reduce is not None or not _fits(logits, target, weight):
         return NO_RULE
     losses, counted = cross_entropy(
@@ -433,7 +442,7 @@ def nll_loss(
     reduce: bool | None = None,
     reduction: str = "mean",
 ) -> Any:
-    """Compute the loss of logarithms of probabilities."""
+    """Compute the loss from log probabilities."""
     if size_average is not None or reduce is not None or not _fits(scores, target, weight):
         return NO_RULE
     losses, counted = negative_log_likelihood(
@@ -454,13 +463,13 @@ def normalize(
     _stacklevel: int = 3,
     dtype: torch.dtype | None = None,
 ) -> Any:
-    """Normalise over the tokens, or, as any function of one dimension, over another."""
+    """Normalise over the tokens, or over another dim without communication."""
     if not isinstance(logits, VocabularyTensor) or dim is None or not isinstance(_stacklevel, int):
         return NO_RULE
     local = unwrap(logits)
     if dim % logits.dim() != logits.divided_dim:
         return wrap(func(local, dim, dtype=dtype), logits.vocabulary, logits.divided_dim)
-    # Asks torch for the type, which autocast may have a say in.
+    # The dtype as torch computes it, which autocast may change.
     kind = func(local.detach().new_zeros(1), 0, dtype=dtype).dtype
     over = softmax if func.__name__ == "softmax" else log_softmax
     result = over(local.movedim(logits.divided_dim, -1).to(kind), logits.vocabulary)
@@ -468,7 +477,7 @@ def normalize(
 
 
 def _fits(logits: Any, target: Any, weight: Any) -> bool:
-    """Whether the classes of a loss are the divided tokens, and its targets some of them."""
+    """Whether the classes of a loss are the divided tokens, and its targets are among them."""
     if not isinstance(logits, VocabularyTensor) or isinstance(target, VocabularyTensor):
         return False
     shape = list(logits.shape)
@@ -485,12 +494,12 @@ def _fits(logits: Any, target: Any, weight: Any) -> bool:
 
 
 def _rows(logits: VocabularyTensor) -> Tensor:
-    """This rank's part, one row per position."""
+    """Return this rank's part as ``(N, v)``, one row per position."""
     return unwrap(logits).movedim(logits.divided_dim, -1).reshape(-1, logits.vocabulary.length)
 
 
 def _result_type(loss: Callable[..., Tensor], logits: VocabularyTensor) -> torch.dtype:
-    """The type that torch's own loss has for such logits, which autocast may have a say in."""
+    """Return the dtype of torch's own loss for such logits, which autocast may change."""
     tiny = logits.local.detach().new_zeros(1, 1)
     return loss(tiny, torch.zeros(1, dtype=torch.long, device=tiny.device)).dtype
 

@@ -1,20 +1,22 @@
-"""A tensor of which each rank has some tokens, and which looks whole to the code that uses it.
+"""A tensor divided over a vocabulary, which looks whole to the code that uses it.
 
 The weights of embeddings and heads are such tensors while a module runs, and logits are until a
-loss is taken of them. ``RULES`` has, by name, the functions that work on the parts that the ranks
-have; for any other the tensor is gathered, with a right gradient, and the function runs on every
-rank alike.
+loss is computed from them. ``RULES`` lists, by name, the functions that work on each rank's part;
+for any other the tensor is gathered, with the right gradient, and the function runs replicated.
 
-As with DTensor, autograd sees the whole tensor; `unwrap` and `wrap` lead to this rank's part and
+As with DTensor, autograd sees the whole tensor; `unwrap` and `wrap` convert to this rank's part and
 back. So hooks, retained gradients, custom autograd functions and reentrant checkpointing work as
-on any tensor. Gradients that arrive may be parts or, from code that had it gathered, whole.
+on any tensor. Incoming gradients may be parts or, from code that had the tensor gathered, whole.
 
-What such a tensor needs from other ranks needs all ranks: code that only one rank runs must not
-use its values, not even to print them; ``repr`` communicates nothing.
+Reading values of such a tensor may communicate with all ranks, so code that only one rank runs must
+not use its values, not even to print them; ``repr`` does not communicate.
 
-``Vocabulary`` says which tokens each rank has, also where their number does not divide: the first
-``size % ranks`` ranks have one token more than the others. Nothing is padded in a parameter; only a
-message that needs equal parts is, while it is on its way.
+``Vocabulary`` assigns tokens to ranks, also if their number does not divide: the first
+``size % ranks`` ranks have one token more than the others. Parameters are not padded, only messages
+that need equal parts.
+
+Shapes: V tokens of all ranks, ``v`` of this rank (``Vocabulary.length``); a whole tensor
+``(..., V, ...)`` has a part ``(..., v, ...)``. Dtypes are kept.
 """
 
 from collections.abc import Callable, Mapping
@@ -40,39 +42,42 @@ from boltmesh.strategies.torch_compat.tensors import (
 
 @dataclass(frozen=True, eq=False)
 class Vocabulary:
-    """The tokens of one table or head, divided over the ranks of a group."""
+    """The tokens of one table or head, and their division over the ranks of a group."""
 
     group: TensorGroup
     size: int
-    """Tokens, on all ranks together."""
+    """V, the number of tokens."""
     loss_parallel: LossParallel = "auto"
     gathered_for: dict[str, int] = field(default_factory=dict)
-    """By function, how often a tensor was gathered because it had no rule of its own."""
+    """How often a function without a rule had a tensor gathered, by the function's name."""
 
     @property
     def start(self) -> int:
-        """First token of this rank."""
+        """Index of this rank's first token."""
         return balanced_share(self.size, self.group.size, self.group.rank)[0]
 
     @property
     def length(self) -> int:
-        """Tokens of this rank."""
+        """v, the number of this rank's tokens."""
         return self.length_of(self.group.rank)
 
     def length_of(self, rank: int) -> int:
-        """Tokens of a rank."""
+        """Return the number of a rank's tokens."""
         return balanced_share(self.size, self.group.size, rank)[1]
 
     def is_divided_like(self, other: "Vocabulary") -> bool:
-        """Whether each rank has the same tokens of both."""
+        """Whether each rank has the same tokens of both vocabularies."""
         return self.size == other.size and self.group is other.group
 
     def own(self, whole: Tensor, dim: int) -> Tensor:
-        """Return a view of this rank's tokens of a tensor that is alike on all ranks."""
+        """Return a view of this rank's tokens of a replicated tensor, without communication."""
         return whole.narrow(dim, self.start, self.length)
 
     def gather(self, local: Tensor, dim: int) -> Tensor:
-        """Join the tokens of all ranks along ``dim``. Collective; its gradient is `own`'s."""
+        """Join the tokens of all ranks along ``dim``, V of them. Collective.
+
+        The gradient is this rank's part of a replicated gradient.
+        """
         if self._is_even:
             return gather_parts(local, self.group, dim)
         missing = self.length_of(0) - self.length
@@ -83,9 +88,9 @@ class Vocabulary:
         )
 
     def take(self, whole: Tensor, dim: int) -> Tensor:
-        """Keep this rank's tokens of a tensor that is alike on all ranks.
+        """Return this rank's tokens of a replicated tensor.
 
-        Its gradient is alike on all ranks: the backward pass gathers it. Collective there.
+        The backward pass gathers the gradient, which is replicated. Collective there.
         """
         if not whole.requires_grad:
             return self.own(whole, dim)
@@ -99,27 +104,33 @@ class Vocabulary:
         return take_part(torch.cat(parts, dim), self.group, dim).narrow(dim, 0, self.length)
 
     def find(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Return where tokens stand in this rank's part, 0 for others, and which are others'.
+        """Return where tokens are in this rank's part, and which belong to other ranks.
+
+        Args:
+            tokens: Indices in the vocabulary, any shape, int64.
+
+        Returns:
+            Indices in the part, 0 for tokens of other ranks; a mask of those. Both of that shape.
 
         Raises:
-            IndexError: A token is not of the vocabulary. On an accelerator an assertion fails
-                there, as for a table that is not divided.
+            IndexError: A token is not in the vocabulary. On an accelerator a device assertion
+                fails instead, as for a table that is not divided.
         """
-        # Others' tokens read row 0, so nothing else would notice one that no rank has.
+        # Tokens of other ranks read row 0, so one that no rank has would not be noticed otherwise.
         torch.zeros((), device=tokens.device).expand(self.size).index_select(0, tokens.reshape(-1))
         places = tokens - self.start
         is_others = (places < 0) | (places >= self.length)
         return places.masked_fill(is_others, 0), is_others
 
     def note_gather(self, function: str, *, needs_grad: bool) -> None:
-        """Count a function that had a tensor gathered.
+        """Count a function for which a tensor was gathered.
 
         Args:
             function: Its name.
-            needs_grad: Whether a loss may be computed of it.
+            needs_grad: Whether a loss may be computed from the tensor.
 
         Raises:
-            ConfigError: The loss was to be computed on divided logits.
+            ConfigError: With ``loss_parallel=True``, if ``needs_grad``.
         """
         if self.loss_parallel is True and needs_grad:
             raise ConfigError(
@@ -137,7 +148,7 @@ class Vocabulary:
 
 
 def _lengthened(tensor: Tensor, missing: int, dim: int) -> Tensor:
-    """``tensor`` with zeros after its end."""
+    """Append ``missing`` zeros along ``dim``."""
     if missing == 0:
         return tensor
     shape = list(tensor.shape)
@@ -146,13 +157,13 @@ def _lengthened(tensor: Tensor, missing: int, dim: int) -> Tensor:
 
 
 Rule = Callable[..., Any]
-"""Called with the function and its arguments; returns its result, or `NO_RULE`."""
+"""Called with the function and its arguments; returns the result, or `NO_RULE`."""
 
 NO_RULE = object()
-"""What a rule returns for arguments that it has no answer for."""
+"""Returned by a rule that does not support the arguments."""
 
 RULES: dict[str, Rule] = {}
-"""By name of a function. Complete when `vocab_modules` is imported."""
+"""Rules by function name. Complete when `vocab_modules` is imported."""
 
 _ABOUT = frozenset(
     name
@@ -166,13 +177,13 @@ _ABOUT = frozenset(
 )
 
 _COPYING = {"T", "mT", "H", "mH", "data", "real", "imag"}
-"""Properties that are tensors. All others are asked of the whole."""
+"""Properties that are tensors. All others are those of the whole tensor."""
 
 _WRITING = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__"}
 
 
 def rule_for(*lines: str) -> Callable[[Rule], Rule]:
-    """Make a function the rule for functions of torch, by names with spaces between."""
+    """Register a function as the rule for torch functions, named in space-separated lines."""
 
     def register(rule: Rule) -> Rule:
         for line in lines:
@@ -183,17 +194,17 @@ def rule_for(*lines: str) -> Callable[[Rule], Rule]:
 
 
 def needs_no_values(name: str, *, is_property: bool) -> bool:
-    """Whether a function asks about a tensor, or is autograd's own, and needs no values."""
+    """Whether a function reads only metadata or is part of autograd, and needs no values."""
     return name in _ABOUT or (is_property and name not in _COPYING)
 
 
 def is_writing(name: str) -> bool:
-    """Whether a function of this name changes its first argument."""
+    """Whether a function of this name modifies its first argument."""
     return name in _WRITING or (name.endswith("_") and not name.endswith("__"))
 
 
 def name_of(func: Callable[..., Any]) -> tuple[str, bool]:
-    """A function's name, and whether it is that of a property."""
+    """Return a function's name, and whether it is a property."""
     name = getattr(func, "__name__", "")
     if name in {"__get__", "__set__"}:
         return getattr(getattr(func, "__self__", None), "__name__", ""), True
@@ -201,16 +212,16 @@ def name_of(func: Callable[..., Any]) -> tuple[str, bool]:
 
 
 class VocabularyTensor(Tensor):
-    """Whole in shape; this rank has ``local``, its tokens along ``divided_dim``."""
+    """Has the shape of the whole; stores ``local``, this rank's tokens along ``divided_dim``."""
 
     local: Tensor
     vocabulary: Vocabulary
     divided_dim: int
     times_written: int
-    """Of ``local``, as far as this tensor knows of it."""
+    """Version of ``local`` that this tensor has accounted for."""
 
     def __new__(cls, local: Tensor, vocabulary: Vocabulary, divided_dim: int) -> "VocabularyTensor":
-        """See `wrap`, which autograd follows."""
+        """Build without autograd; see `wrap`."""
         shape = list(local.shape)
         shape[divided_dim] = vocabulary.size
         made = cast("VocabularyTensor", make_wrapper(cls, local, shape))
@@ -260,13 +271,13 @@ class VocabularyTensor(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """What autograd itself and code in C++ asks; gradients are seen to above of this."""
+        """Run operators of autograd and of C++ code, below ``__torch_function__``."""
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
         if name in {"detach", "alias", "clone"}:
             return _like(args[0], func(_local_of(args[0]), *args[1:], **kwargs))
         if name == "add" and not kwargs and args[0].shape == getattr(args[1], "shape", None):
-            # Two gradients of one tensor, of which one may have come whole.
+            # Two gradients of one tensor, one of which may be whole.
             divided = next(each for each in args if isinstance(each, VocabularyTensor))
             return _like(divided, func(*(part_like(divided, each) for each in args)))
         for value, is_written in written_or_viewed(func, args, kwargs):
@@ -281,17 +292,17 @@ class VocabularyTensor(Tensor):
 
 
 def wrap(local: Tensor, vocabulary: Vocabulary, divided_dim: int) -> VocabularyTensor:
-    """Return the whole tensor of which ``local`` is this rank's part. No communication."""
+    """Return the whole tensor of which ``local``, ``(..., v, ...)``, is this rank's part. Local."""
     return cast("VocabularyTensor", _Wrap.apply(local, vocabulary, divided_dim))  # type: ignore[no-untyped-call]
 
 
 def unwrap(divided: VocabularyTensor) -> Tensor:
-    """Return this rank's part; what is computed of it is divided or partial."""
+    """Return this rank's part, ``(..., v, ...)``; results from it are divided or partial."""
     return cast("Tensor", _Unwrap.apply(divided))  # type: ignore[no-untyped-call]
 
 
 def gather(divided: VocabularyTensor) -> Tensor:
-    """Return all tokens, for computations that are alike on all ranks. Collective."""
+    """Return all tokens, ``(..., V, ...)``, for replicated computations. Collective."""
     return divided.vocabulary.gather(unwrap(divided), divided.divided_dim)
 
 
@@ -301,7 +312,7 @@ def gathered(values: Any) -> Any:
 
 
 def part_like(divided: VocabularyTensor, value: Tensor) -> Tensor:
-    """Return this rank's part of a tensor of the same shape, divided or whole."""
+    """Return this rank's part of ``value``, divided or whole, of the shape of ``divided``."""
     if isinstance(value, VocabularyTensor):
         return _local_of(value)
     return divided.vocabulary.own(value, divided.divided_dim)
@@ -310,7 +321,7 @@ def part_like(divided: VocabularyTensor, value: Tensor) -> Tensor:
 def apply_rule(
     func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Run a function on parts if a rule knows how, else on gathered tensors."""
+    """Run a function on parts if there is a rule for it, else on gathered tensors."""
     rule = RULES.get(name)
     if "input" in kwargs:
         args, kwargs = (kwargs["input"], *args), {k: v for k, v in kwargs.items() if k != "input"}
@@ -325,7 +336,7 @@ def apply_rule(
 
 
 def note(args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str) -> None:
-    """Tell the first vocabulary among the arguments that a function has it gathered."""
+    """Count a gather at the vocabulary of the first divided argument."""
     found: list[VocabularyTensor] = []
     tree_map_only(VocabularyTensor, found.append, (args, kwargs))
     needs_grad = torch.is_grad_enabled() and any(each.requires_grad for each in found)
@@ -335,7 +346,7 @@ def note(args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str) -> None:
 def _write(
     func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Change a copy, and then the tensor to what the copy has become."""
+    """Modify a copy, then overwrite the tensor with it."""
     target = args[0]
     if not isinstance(target, VocabularyTensor):
         note(args, kwargs, name)
@@ -386,7 +397,7 @@ class _Unwrap(Function):
 
 
 class _Overwrite(Function):
-    """Gives a tensor that is written in place its new values and their history."""
+    """Replaces the values and the history of a tensor that is modified in place."""
 
     @staticmethod
     @override
@@ -403,10 +414,10 @@ class _Overwrite(Function):
 
 
 def _local_of(divided: VocabularyTensor) -> Tensor:
-    """This rank's part, without a gradient.
+    """Return this rank's part, without autograd.
 
     Raises:
-        RuntimeError: A view of it was written in place, of which its history does not know.
+        RuntimeError: A view of it was modified in place, which its history does not contain.
     """
     if _times_written(divided.local) != divided.times_written:
         raise RuntimeError(
