@@ -1,4 +1,4 @@
-"""``TensorParallelStrategy``: the ranks of a host share each layer, by a plan that finds itself."""
+"""``TensorParallelStrategy``: the ranks of a host share each layer, by an automatic plan."""
 
 from typing import Any, Literal
 
@@ -16,33 +16,33 @@ from boltmesh.strategies.tensor.plan import TensorPlan
 class TensorParallelStrategy(MeshStrategy):
     """Tensor parallelism for a LightningModule as its author wrote it.
 
-    The ranks of a host share each layer: of attention every rank computes some heads, of an MLP
-    some hidden channels, of the vocabulary some tokens. The same numbers as one process with the
-    batch. Ranks beyond ``size`` are replicas with batches of their own, as with ``bolt_ddp``.
+    The ranks of a host share each layer: every rank computes some heads of an attention,
+    some hidden channels of an MLP, some tokens of the vocabulary. The results are those of one
+    process with the batch. Ranks beyond ``size`` are replicas with batches of their own, as with
+    ``bolt_ddp``.
 
-    Which dimensions can be divided is found by running ``training_step`` on tensors without data,
-    and proven before the first step: with a batch of the run, the loss, every gradient and the
-    output of each repeated kind of block are the same whole and divided. Kinds that are not stay
-    whole on every rank, and the plan says so. Inputs, norms and what lies between blocks are alike
-    on all ranks.
+    The plan is found by running ``training_step`` on tensors without data, and verified before the
+    first step: with a batch of the run, the loss, every gradient and the output of each repeated
+    kind of block must be the same whole and divided. Kinds that differ stay whole on every rank,
+    and the plan lists them. Inputs, norms and activations between blocks are equal on all ranks.
 
     Each rank has its part of divided parameters, in plain tensors under their own names, so
     ``state_dict`` raises: ``Trainer.save_checkpoint`` and ``ModelCheckpoint`` write the whole, and
-    ``gathered_parameters`` shows it. Norms that a hook takes of gradients by hand are those of one
+    ``gathered_parameters`` shows it. Gradient norms that a hook computes itself are those of one
     rank; ``trainer.strategy.gradient_norm(optimizer)`` and ``torch.nn.utils.clip_grad_norm_`` are
-    over all. Optimizers that need more of a parameter than its elements, such as Muon, step whole
-    parameters, each at one rank; those that step by all gradients at once are refused.
+    over all ranks. Optimizers that need more of a parameter than its elements, such as Muon, step
+    whole parameters, each on one rank; those that need all gradients at once are refused.
 
     Args:
-        size: Ranks that share a layer; by default all ranks of a host. They have to be on one host,
-            for they wait for each other several times in every layer.
+        size: Ranks that share a layer; by default all ranks of a host. They must be on one host,
+            since they wait for each other several times in every layer.
         plan: ``"auto"``, or a mapping of patterns of parameter names to styles (``"column"``,
             ``"row"``, ``"table"``, ``"vocabulary"``, ``"whole"``) that overrides parts of it.
-        sequence_parallel: Divide the sequence between blocks, too: what norms and dropout keep for
-            the backward pass is then divided by ``size``, at the same traffic.
-        loss_parallel: Whether the loss is computed of logits that are divided over the vocabulary:
-            ``"auto"`` where that is possible, True (an error where it is not) or False.
-        find_unused_parameters: As for ``DDPStrategy``, where there are replicas.
+        sequence_parallel: Divide the sequence between blocks, too: what norms and dropout store
+            for the backward pass is then divided by ``size``, at the same traffic.
+        loss_parallel: Whether the loss is computed from logits that are divided over the vocabulary:
+            ``"auto"`` if possible, True (an error if not) or False.
+        find_unused_parameters: As for ``DDPStrategy``, if there are replicas.
         **kwargs: As for ``MeshStrategy``: ``timeout_s``, ``telemetry``, ``seed``,
             ``activation_checkpointing``, ``process_group_backend``, ``start_method`` and
             Lightning's own.
@@ -73,7 +73,7 @@ class TensorParallelStrategy(MeshStrategy):
 
     @property
     def plan(self) -> TensorPlan | None:
-        """What is divided and how it is run; None before ``setup``."""
+        """The plan that the model runs by; None before ``setup``."""
         return self.tensor_axis.plan
 
     @override

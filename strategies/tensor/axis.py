@@ -1,7 +1,7 @@
 """The tensor axis: finds, verifies and applies the plan by which ranks share every layer.
 
-What the engine calls, and what becomes of parameters. How a model is divided is in
-``placement.py``, what runs by the plan in ``runtime/``.
+The entry points for the engine, and the state of parameters over runs. How a model is divided is in
+``placement.py``, how it runs divided in ``runtime/``.
 """
 
 import warnings
@@ -59,13 +59,13 @@ _CPU = torch.device("cpu")
 
 
 class TensorAxis(LayerAxis):
-    """Keeps the ranks of a tensor group one model, of whose layers each holds a part.
+    """Makes the ranks of a tensor group one model, each with a part of its layers.
 
-    Of one rank, it divides nothing.
+    With one rank, nothing is divided.
 
     Args:
-        options: What the user asked of the axis.
-        size: Ranks that share each layer; None: what the strategy chooses.
+        options: The user's options of the axis.
+        size: Ranks that share each layer; None for the strategy's choice.
     """
 
     name = "tensor"
@@ -78,35 +78,35 @@ class TensorAxis(LayerAxis):
         self.options = options
         self.wanted_size = size
         self.placement: TensorPlacement | None = None
-        """None before a model was placed."""
+        """None before a model is placed."""
         self._hooks: PartialActivationHooks | None = None
-        """None before a model was placed."""
+        """None before a model is placed."""
         self._sample: tuple[Any, tuple[Any, ...]] = None, ()
-        """A batch of the run that is set up, and what a step is called with behind it."""
+        """A batch of the present run, and the further arguments of the step."""
         self._overflow = OverflowAgreement()
         self._whole_steps: list[WholeSteps] = []
         """Steps of the optimizers that need whole parameters."""
         self._is_new = True
-        """Whether the model was placed for this run, and not for one before."""
+        """Whether the model was placed for this run, and not for an earlier one."""
         self._counted: Mapping[str, OperatorTraffic] | None = None
-        """What a batch of training moves, by operator; None where that is unknown."""
+        """Traffic of a training batch by operator; None if unknown."""
 
     @property
     def _placed(self) -> TensorPlacement:
-        """The placement of a model that was placed."""
+        """The placement; only after a model is placed."""
         assert self.placement is not None
         return self.placement
 
     @property
     def plan(self) -> TensorPlan | None:
-        """What is divided and how it is run; None before ``setup``."""
+        """The plan that the model runs by; None before ``setup``."""
         return None if self.placement is None else self.placement.plan
 
     # Set-up.
 
     @override
     def near_groups(self) -> dict[str, list[list[int]]]:
-        # Also where it is the only axis: its ranks wait for each other in every layer.
+        # Also if this is the only axis: its ranks wait for each other in every layer.
         layout = self.strategy.layout
         return {self.name: layout.groups(self.name)} if self.size > 1 else {}
 
@@ -157,12 +157,12 @@ class TensorAxis(LayerAxis):
         return StepPrecision(around, parameter_dtype(plugin), is_mixed=False)
 
     def begin(self, context: TensorContext) -> None:
-        """Take the context of a run: called for every run, before ``divide``."""
+        """Set the context of a run. Called for every run, before ``divide``."""
         self.context = context
         self.group = TensorGroup(context.group, context.device)
 
     def _is_placed(self, module: LightningModule, step: str) -> bool:
-        """Whether a model runs by a plan that was proven with as much as this step needs."""
+        """Whether a model runs by a plan that was verified with enough for this step."""
         placed = self.placement
         if placed is None or placed.module is not module:
             return False
@@ -179,15 +179,15 @@ class TensorAxis(LayerAxis):
 
         Args:
             module: The whole model, deferred or not, on the CPU.
-            step: The method that the run begins with.
-            batch: One that it is called with, on the CPU; equal on all ranks.
-            rest: What it is called with behind the batch.
+            step: Name of the first step method of the run.
+            batch: A batch for it, on the CPU; equal on all ranks.
+            rest: Its further arguments.
 
         Returns:
-            Messages about what verification has changed in the plan, and why.
+            Messages about changes that verification made in the plan, with reasons.
 
         Raises:
-            ConfigError: If the step cannot be run, or an option is not possible.
+            ConfigError: If the step cannot run, or an option is not possible.
         """
         self._join()
         placed, notes = place(
@@ -207,7 +207,7 @@ class TensorAxis(LayerAxis):
         return notes
 
     def _options_beside(self) -> TensorOptions:
-        """Return the options with what outer axes are to divide, which stays whole here."""
+        """Return the options, with parameters that outer axes divide kept whole here."""
         kept = {name for axis in self.strategy.axes for name in axis.kept_whole()}
         if not kept:
             return self.options
@@ -215,7 +215,7 @@ class TensorAxis(LayerAxis):
         return replace(self.options, plan={**own, **dict.fromkeys(sorted(kept), WHOLE)})
 
     def _join(self) -> None:
-        """Make the model whole again, if one was placed, unless it is in shards since then.
+        """Make a placed model whole again, unless it has been sharded since.
 
         Collective over the axis.
         """
@@ -225,7 +225,7 @@ class TensorAxis(LayerAxis):
         self.guard.remove()
         forget_parts(placed.parts)
         if any(isinstance(each, DTensor) for each in placed.parts):
-            return  # permanently: shards of the data axis have this rank's shapes
+            return  # permanent: shards of the data axis have the shapes of this rank's parts
         placed.applied.remove()
         with torch.no_grad():
             for parameter, entry in placed.applied.sharded.items():
@@ -236,7 +236,7 @@ class TensorAxis(LayerAxis):
         register_shards(self._joinings())
 
     def _joinings(self) -> dict[Parameter, "_Joining"]:
-        """Return how divided parameters are joined."""
+        """Return objects that join and cut the divided parameters."""
         applied, divisions = self._placed.applied, self._placed.divisions
         return {
             each: _Joining(entry, applied.group, divisions[entry.name])
@@ -256,7 +256,7 @@ class TensorAxis(LayerAxis):
 
     @override
     def before_wrap(self) -> None:
-        """Find out what a step moves while parameters are plain tensors, before they are shards."""
+        """Count the traffic of a step while parameters are plain tensors, before sharding."""
         strategy, module = self.strategy, self.module
         if self.size == 1 or not strategy.is_fitting or not module.automatic_optimization:
             return
@@ -268,23 +268,23 @@ class TensorAxis(LayerAxis):
 
     @property
     def _was_counted(self) -> bool:
-        """Whether verification has counted what a batch of this run moves."""
+        """Whether verification has counted the traffic of a batch of this run."""
         strategy = self.strategy
         is_alike = not strategy.divides_modules and strategy.recomputation.kind is None
         is_alike = is_alike and len(strategy.gradient_axes) == 1  # a context axis divides the batch
         return self._is_new and is_alike and self._placed.counted is not None
 
     def _count(self, runs: FakeRuns, device: torch.device) -> None:
-        """Find out what a batch of training moves; called for every fit.
+        """Count the traffic of a training batch. Called for every fit.
 
         Args:
-            runs: What this rank runs of it.
-            device: Where tensors of the batch are.
+            runs: Steps that this rank runs of it.
+            device: Device of the batch's tensors.
         """
         module = self._placed.module
         if any(isinstance(each, DTensor) for each in module.parameters()):
-            # Of a run before this one, whose shards only gathers make whole: its batches may have
-            # been others.
+            # They are shards since an earlier run, whole only while gathered; and its batches may
+            # have been different.
             self._counted = None
             return
         around = self.strategy.step_context("training_step")
@@ -297,7 +297,7 @@ class TensorAxis(LayerAxis):
 
     @override
     def after_wrap(self) -> None:
-        """Take the parameters as they are now, shards maybe, for those of the placement."""
+        """Replace the placement's parameters by the present ones, which may be shards."""
         if self.placement is None:
             return
         forget_parts(self.placement.parts)
@@ -307,7 +307,7 @@ class TensorAxis(LayerAxis):
             self._couple_blocks()
 
     def _couple_blocks(self) -> None:
-        """Tell blocks with experts that other replicas take part in each of their calls."""
+        """Stop verifying blocks whose experts get rows of other replicas."""
         owned = [each for axis in self.strategy.axes if (each := axis.owned_rows()) is not None]
         exchanging = {exchange.module for each in owned for exchange in each.exchanges}
         divided = set(self._placed.applied.sharded)
@@ -330,7 +330,7 @@ class TensorAxis(LayerAxis):
             return
         mixing = find_mixing(optimizers)
         if self.strategy.data_axis.is_sharded:
-            return  # it steps them, with what it has of parts
+            return  # the data axis steps them, using ``part_exchange``
         exchange = self.part_exchange()
         assert exchange is not None
         self._whole_steps = [WholeSteps(each, exchange) for each in mixing]
@@ -364,7 +364,7 @@ class TensorAxis(LayerAxis):
 
     @property
     def parts(self) -> tuple[Parameter, ...]:
-        """The parameters of which this rank has a part."""
+        """Parameters of which this rank has a part."""
         return () if self.placement is None else self.placement.parts
 
     # Checkpoints.
@@ -384,12 +384,12 @@ class TensorAxis(LayerAxis):
             division = self.division(name)
             if division is not None and self.strategy.holds(name):
                 whole[name] = self._joined(name, part)
-            elif division is not None:  # of another stage, which has it whole by now
+            elif division is not None:  # of another stage, which has joined it
                 whole[name] = part.new_empty(division.shape, device="meta")
         return whole
 
     def _joined(self, name: str, part: Tensor) -> Tensor:
-        """Return the whole of which each rank has a part. Collective over the axis.
+        """Return the whole tensor of which each rank has a part. Collective over the axis.
 
         Args:
             name: Any name of a divided parameter.
@@ -399,7 +399,7 @@ class TensorAxis(LayerAxis):
         first = next(each.name for each in applied.plan.sharded.values() if name in each.names)
         return applied.join(first, part)
 
-    # Forecasts.
+    # Expected traffic.
 
     @override
     def dry_batch(self) -> tuple[FakeRuns, torch.device] | None:
@@ -435,7 +435,7 @@ class TensorAxis(LayerAxis):
 
     @override
     def close(self) -> None:
-        """Let ranks step by themselves again. The model stays divided."""
+        """Restore the optimizers' own steps. The model stays divided."""
         self._overflow.end()
         for each in self._whole_steps:
             each.release()
@@ -445,7 +445,7 @@ class TensorAxis(LayerAxis):
 class _Joining:
     """Implements ``ShardOfParameter`` for one divided parameter.
 
-    It is kept as long as the parameter is, and must not refer to the model that has it.
+    It lives as long as the parameter, and must not reference the model.
     """
 
     entry: ShardedParameter
@@ -453,9 +453,9 @@ class _Joining:
     division: DimDivision
 
     def join(self, part: Tensor) -> Tensor:
-        """Return the full tensor. Collective over the tensor axis."""
+        """Return the whole tensor of a part, same dtype. Collective over the tensor axis."""
         return broadcast_whole(part, self.entry, self.group)
 
     def cut(self, whole: Tensor) -> Tensor:
-        """Return this rank's part."""
+        """Return this rank's part of a whole tensor."""
         return self.division.cut(whole)

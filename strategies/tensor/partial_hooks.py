@@ -1,8 +1,8 @@
-"""Warns of hooks that see this rank's part of an activation.
+"""Warns of hooks that receive only this rank's part of an activation.
 
 The analysis of a step sees what a hook adds to the loss. It does not see a hook that is registered
-later, nor where an activation goes that a hook keeps for the logs. Between divided layers such a
-hook has the channels of one rank, and with sequence parallelism its tokens.
+later, nor where an activation goes that a hook stores for logging. Between divided layers such a
+hook gets the channels of one rank, and with sequence parallelism its tokens.
 """
 
 import warnings
@@ -42,10 +42,10 @@ class PartialActivationHooks:
             if block_of(plan, name) not in regions
         ]
         self._known: set[str] = set()
-        """Names of the hooks that were warned of."""
+        """Labels of the hooks already warned of."""
 
     def warn(self) -> None:
-        """Warn once of each such hook. No communication: one rank alone may have it."""
+        """Warn once of each such hook. No communication: only one rank may have it."""
         found: dict[str, list[str]] = {}
         for name, module, on_outputs in self._watched:
             for hook in hooks_of(module, on_outputs=on_outputs):
@@ -64,7 +64,7 @@ class PartialActivationHooks:
 
 
 def _label(hook: Callable[..., Any]) -> str:
-    """Return the name of a hook; nothing for one of a library."""
+    """Return the name of a hook; empty for a library's."""
     while isinstance(hook, partial):
         hook = hook.func
     if hook.__module__.partition(".")[0] in _LIBRARIES:
@@ -73,7 +73,7 @@ def _label(hook: Callable[..., Any]) -> str:
 
 
 def _regions(plan: TensorPlan) -> set[str]:
-    """Return the blocks that run on DTensors, of which a hook sees the whole."""
+    """Return the blocks that run on DTensors, where a hook gets the whole."""
     return {
         block
         for axis, backend in zip(plan.axes, backends_of_axes(plan), strict=True)

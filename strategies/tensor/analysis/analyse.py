@@ -1,4 +1,4 @@
-"""Runs a step on tensors without data, and keeps what it says about the model's axes.
+"""Runs a step on fake tensors, and records the axes of the model's dims.
 
 ``AnalysisMode`` sees every operator of the step and applies the rule for it.
 """
@@ -36,30 +36,30 @@ from boltmesh.strategies.torch_compat.tensors import (
 )
 
 _FAMILIES = (arithmetic, movement)
-"""Loaded, they have put their rules into the table."""
+"""Importing them registers their rules."""
 
 _VIEWS = frozenset({
     "_reshape_alias", "_unsafe_view", "alias", "detach", "expand", "permute", "select", "slice",
     "split", "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unsqueeze", "view",
 })  # fmt: skip
-"""What is written to their outputs is written to their input."""
+"""Operators whose output is written through to their input."""
 
 
 _READ_NUMBER = "aten._local_scalar_dense.default"
 _MOST_NUMBERS = 1_000
-"""Numbers that a step may read from tensors without data. A solver that repeats a step until its
-error is small (of a neural ODE) gets the same one each time."""
+"""Limit of numbers that a step may read from fake tensors. A solver that iterates until its error
+is small (of a neural ODE) always gets the same number."""
 
 
 class AnalysisMode(DispatchMode):
     """Applies rules to operators on tensors that depend on parameters.
 
-    What does not depend on a parameter, such as a mask made of the batch, has values and is
-    computed: the code may branch on it. Each rank has all of it, so it is no business of a plan.
+    Tensors that do not, such as a mask made from the batch, have values and are computed: the code
+    may branch on them. Each rank has all of them, so a plan does not concern them.
     """
 
     def __init__(self, trace: DimTrace, persistent: set[int], guess: int = 1) -> None:
-        """Watch for a trace; ``persistent`` are the ids of parameters and buffers."""
+        """Record in ``trace``; ``persistent`` holds the ids of parameters and buffers."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.trace = trace
         self.persistent = persistent
@@ -91,7 +91,7 @@ class AnalysisMode(DispatchMode):
             left, right = args[:2]
             if (left.ndim, right.ndim) == (2, 3):
                 return left.new_empty(left.shape[0], right.shape[-1])
-            # For shapes alone, torch insists on a type that its kernels do not insist on.
+            # For fake tensors, torch requires a dtype that its kernels do not require.
             given, named = tree_map_only(Tensor, _in_half, (args, kwargs))
             return func(*given, **named).to(args[0].dtype)
         try:
@@ -105,7 +105,7 @@ class AnalysisMode(DispatchMode):
             return func(*given, **named)
 
     def _guessed(self, tensor: Tensor) -> Tensor:
-        """A tensor with data in the place of one without."""
+        """Return a tensor with data in the place of a fake one."""
         if not is_fake(tensor):
             return tensor
         return torch.full(tensor.shape, self.guess, dtype=tensor.dtype)
@@ -121,7 +121,7 @@ class AnalysisMode(DispatchMode):
         try:
             rule(call)
         except (IndexError, KeyError, TypeError, ValueError, AssertionError):
-            # An overload that the rule was not written for.
+            # An overload that the rule does not support.
             self.trace.unknown[str(func)] += 1
             call.forget()
 
@@ -138,7 +138,7 @@ def _in_half(tensor: Tensor) -> Tensor:
 
 
 def _places(output: Any) -> list[tuple[int | str | None, Any]]:
-    """What a module gave, taken apart by one level."""
+    """Return the outputs of a module, one level of nesting resolved."""
     if isinstance(output, Mapping):
         return list(output.items())
     if isinstance(output, list | tuple):
@@ -151,7 +151,7 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _named(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments by name, with the defaults of those that were not given."""
+    """Return arguments by name, with the defaults of those that were not given."""
     schema = schema_of(func).arguments
     named = {each.name: each.default_value for each in schema if each.has_default_value()}
     named.update({each.name: value for each, value in zip(schema, args, strict=False)})
@@ -160,7 +160,7 @@ def _named(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[
 
 @contextmanager
 def modules_watched(root: Module, trace: DimTrace) -> Iterator[None]:
-    """Within it, a trace knows in which modules' forward an operator runs."""
+    """Context in which a trace knows the modules whose forward runs."""
     with ExitStack() as stack:
         for name, module in root.named_modules():
             before, after = _hooks(name, trace)
@@ -199,7 +199,7 @@ def _hooks(name: str, trace: DimTrace) -> tuple[Any, Any]:
 
 @dataclass(frozen=True)
 class ParameterFacts:
-    """A parameter as far as a plan needs to know it."""
+    """Properties of a parameter that a plan depends on."""
 
     name: str
     names: tuple[str, ...]
@@ -210,13 +210,13 @@ class ParameterFacts:
 
     @property
     def elements(self) -> int:
-        """Of the whole."""
+        """Number of elements of the whole parameter."""
         return torch.Size(self.shape).numel()
 
 
 @dataclass(frozen=True)
 class Analysis:
-    """What a step told about the axes of a model."""
+    """Results of the traced steps about the axes of a model."""
 
     parameters: dict[str, ParameterFacts]
     """By first name, in the order of the model."""
@@ -224,9 +224,9 @@ class Analysis:
     blocks: tuple[str, ...]
     """Names of the repeated blocks."""
     integers: dict[str, dict[str, int]] = field(default_factory=dict)
-    """Attributes of modules that may be sizes, by name of the module."""
+    """Integer attributes of modules, which may be sizes, by name of the module."""
     classes: dict[str, type[Module]] = field(default_factory=dict)
-    """Of modules, by name."""
+    """Classes of modules by name."""
 
 
 def analyse(
@@ -237,19 +237,19 @@ def analyse(
     dtype: torch.dtype | None = None,
     guess: int = 1,
 ) -> Analysis:
-    """Find the logical axes of a model, from steps on tensors that have no data.
+    """Find the logical axes of a model, from steps on fake tensors.
 
-    Nothing is computed that depends on parameters, which may be on the meta device; what the
-    steps change in Python is theirs to undo. No communication.
+    Nothing that depends on parameters is computed; they may be on the meta device. The caller
+    undoes what the steps change in Python. No communication.
 
     Args:
-        module: The model. Its parameters and buffers are swapped for others during the steps.
-        run: Runs a step and returns what becomes of it, such as the loss. Given ``module``.
-        others: More steps, of batches with other shapes: what any of them needs whole stays
+        module: The model. Its parameters and buffers are replaced during the steps.
+        run: Runs a step with ``module`` and returns its result, such as the loss.
+        others: More steps, with batches of other shapes: a dim that any of them needs whole stays
             whole.
         blocks: The repeated blocks by dotted name.
-        dtype: Floating parameters have it during the steps. None keeps their own.
-        guess: What a step finds that looks at data.
+        dtype: Dtype of floating-point parameters during the steps; None keeps their own.
+        guess: Value of fake tensors that a step reads.
     """
     names = _tied_names(module)
     parameters = {first: module.get_parameter(first) for first in names}
@@ -293,7 +293,7 @@ def analyse(
 
 
 def _tied_names(module: Module) -> dict[str, list[str]]:
-    """All names of each parameter by its first one."""
+    """Return all names of each parameter by its first one."""
     firsts: dict[int, str] = {}
     names: dict[str, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -314,7 +314,7 @@ def _integers(module: Module) -> dict[str, int]:
 def _stand_ins(
     module: Module, trace: DimTrace, names: list[str], dtype: torch.dtype | None
 ) -> Iterator[set[int]]:
-    """Give a model parameters without data and copies of its buffers; yield the ids of both."""
+    """Replace parameters by fake ones and buffers by copies; yield the ids of both."""
     mode = fake_tensors()
     swapped: dict[str, Tensor] = {}
     for name in names:
@@ -327,7 +327,7 @@ def _stand_ins(
 
 
 def _without_data(tensor: Tensor, mode: FakeTensorMode, dtype: torch.dtype | None = None) -> Tensor:
-    """A tensor of that shape; on the CPU for one on the meta device, where batches are not."""
+    """Return a fake tensor of the same shape; on the CPU, where batches are, for a meta tensor."""
     if dtype is None or not tensor.is_floating_point():
         dtype = tensor.dtype
     if not tensor.is_meta and dtype == tensor.dtype:

@@ -1,10 +1,10 @@
-"""The logical axes of a model: what they are made of, and which of them nothing needs whole.
+"""The logical axes of a model: their structure, and which of them can be divided.
 
 An atom is one indivisible axis, such as the heads of a block or the channels of one head. Each
-dimension of a tensor is a row of atoms, outer to inner: ``[batch, tokens]`` after a flatten,
-``[heads, channels]`` in the output of a projection. Operators say that two atoms are the same one,
-that an atom is a product of others (a view), that it is a row of sections (a split), or that they
-need it whole. What nobody needed whole may be divided over ranks.
+dim of a tensor is a sequence of atoms, outer to inner: ``[batch, tokens]`` after a flatten,
+``[heads, channels]`` in the output of a projection. Operators unify two atoms, make an atom a
+product of others (a view) or a sequence of sections (a split), or need an atom whole. An atom that
+no operator needed whole may be divided over ranks.
 """
 
 from collections.abc import Sequence
@@ -17,11 +17,11 @@ from typing_extensions import override
 
 @dataclass(frozen=True)
 class Reason:
-    """What needed an axis whole."""
+    """Why an axis is needed whole."""
 
     operator: str
     module: str = ""
-    """In whose forward; empty for the root's."""
+    """Module in whose forward; empty for the root's."""
 
     @override
     def __str__(self) -> str:
@@ -31,40 +31,40 @@ class Reason:
 
 @dataclass(eq=False)
 class SymbolicDim:
-    """One logical axis. Two that turn out to be the same are united: see ``representative``."""
+    """One logical axis. Unified axes share a ``representative``."""
 
     size: int
     reasons: list[Reason] = field(default_factory=list)
-    """Why it has to be whole, each operator once; empty while nothing needs that."""
+    """Why it is needed whole, each operator once; empty if it may be divided."""
     parent: "SymbolicDim | None" = None
     form: Literal["product", "sections"] | None = None
     parts: "Dim" = ()
-    """Of a product, outer to inner; or sections, one after the other."""
+    """Factors of a product, outer to inner; or sections, one after the other."""
 
     @property
     def is_whole(self) -> bool:
-        """Whether something needs it whole."""
+        """Whether it is needed whole."""
         return bool(self.reasons)
 
 
 Dim: TypeAlias = tuple[SymbolicDim, ...]
-"""A dimension of a tensor, outer to inner."""
+"""A dim of a tensor, outer to inner."""
 
 
 def new_dim(size: int) -> Dim:
-    """A dimension of which nothing is known."""
+    """Return a dim with a new axis."""
     return (SymbolicDim(size),)
 
 
 def representative(atom: SymbolicDim) -> SymbolicDim:
-    """Return the one that stands for all atoms united with this one."""
+    """Return the representative of the atoms unified with this one."""
     while atom.parent is not None:
         atom = atom.parent
     return atom
 
 
 def leaves(dim: Sequence[SymbolicDim]) -> Dim:
-    """A dimension with products taken apart and without atoms of size 1. Sections stay one atom."""
+    """Return the factors of a dim without those of size 1; a sequence of sections is one atom."""
     found: list[SymbolicDim] = []
     for each in map(representative, dim):
         if each.size == 1:
@@ -77,12 +77,12 @@ def leaves(dim: Sequence[SymbolicDim]) -> Dim:
 
 
 def length(dim: Sequence[SymbolicDim]) -> int:
-    """Elements along a dimension."""
+    """Return the size of a dim."""
     return prod(each.size for each in dim)
 
 
 def keep_whole(dim: Sequence[SymbolicDim], reason: Reason) -> None:
-    """Say that an operator needs every atom of a dimension whole, and all that they consist of."""
+    """Mark every atom of a dim, and their parts, as needed whole."""
     for each in map(representative, dim):
         if all(reason.operator != known.operator for known in each.reasons):
             each.reasons.append(reason)
@@ -90,15 +90,15 @@ def keep_whole(dim: Sequence[SymbolicDim], reason: Reason) -> None:
 
 
 def part(atom: SymbolicDim, size: int) -> SymbolicDim:
-    """A new part of an atom, whole where the atom has to be."""
+    """Return a new part of an atom, needed whole if the atom is."""
     return SymbolicDim(size, list(atom.reasons))
 
 
 def split_product(atom: SymbolicDim, outer: int) -> Dim:
-    """Take a leaf apart into ``outer`` rows."""
+    """Split a leaf into ``outer`` rows."""
     inner = atom.size // outer
     parts = (part(atom, outer), part(atom, inner))
-    if atom.form is not None:  # sections that are no rows of each other
+    if atom.form is not None:  # sections that are not rows of each other
         keep_whole([atom], Reason("a view over sections"))
         for each in parts:
             each.reasons = list(atom.reasons)
@@ -108,12 +108,12 @@ def split_product(atom: SymbolicDim, outer: int) -> Dim:
 
 
 def unify(one: Sequence[SymbolicDim], other: Sequence[SymbolicDim], reason: Reason) -> None:
-    """Say that two dimensions of the same length are the same one.
+    """Unify two dims of equal length.
 
     Args:
         one: The first.
         other: The second.
-        reason: Why what does not fit together has to be whole.
+        reason: Why atoms that do not match are needed whole.
     """
     left, right = list(leaves(one)), list(leaves(other))
     while left and right:
@@ -136,7 +136,7 @@ def unify(one: Sequence[SymbolicDim], other: Sequence[SymbolicDim], reason: Reas
 
 
 def unite(one: SymbolicDim, other: SymbolicDim, reason: Reason) -> None:
-    """Say that two atoms of the same size are the same one."""
+    """Unify two atoms of equal size."""
     kept, dropped = representative(one), representative(other)
     if kept is dropped:
         return
@@ -166,19 +166,19 @@ def _sizes(dim: Sequence[SymbolicDim]) -> list[int]:
 
 
 def regroup(dims: Sequence[Dim], shape: Sequence[int], reason: Reason) -> list[Dim]:
-    """Give the atoms of a tensor to the dimensions of a view of it.
+    """Assign the atoms of a tensor to the dims of a view of it.
 
     Args:
-        dims: Of the tensor.
-        shape: Of the view, with as many elements.
-        reason: Why atoms that lie across a boundary of the view have to be whole.
+        dims: Dims of the tensor.
+        shape: Shape of the view, with as many elements.
+        reason: Why atoms that cross a boundary of the view are needed whole.
     """
     flat = list(leaves([atom for dim in dims for atom in dim]))
     return [_take(flat, size, reason) for size in shape]
 
 
 def _take(flat: list[SymbolicDim], size: int, reason: Reason) -> Dim:
-    """Take the atoms of one dimension from the front of those that are left."""
+    """Remove the atoms of one dim from the front of ``flat`` and return them."""
     taken: list[SymbolicDim] = []
     while size > 1 and flat:
         atom = representative(flat[0])
@@ -201,13 +201,13 @@ def _take(flat: list[SymbolicDim], size: int, reason: Reason) -> Dim:
 
 
 def narrow(dim: Sequence[SymbolicDim], start: int, size: int, reason: Reason) -> Dim:
-    """Return ``dim[start : start + size]``, and note the sections that it shows.
+    """Return ``dim[start : start + size]``, and record the sections that it implies.
 
     Args:
         dim: The dimension.
         start: First element.
         size: Elements.
-        reason: Why a dimension that is cut within an atom has to be whole.
+        reason: Why a dim that is cut within an atom is needed whole.
     """
     atoms = leaves(dim)
     if size == 0:

@@ -1,4 +1,4 @@
-"""What a traced step shows: the axes of every tensor's dimensions, and how parameters were used."""
+"""Record of a traced step: the symbolic dims of every tensor, and the uses of parameters."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -24,17 +24,17 @@ class Product:
 
     parameter: str
     contracted: Dim
-    """Of the parameter and of the activation, united."""
+    """The dim that is summed over, of the parameter and the activation, unified."""
     module: str
 
 
 @dataclass(frozen=True)
 class Use:
-    """A parameter that met an activation element by element, or scaled what a norm gave."""
+    """A parameter that met an activation element by element, or scaled the output of a norm."""
 
     parameter: str
     dims: tuple[Dim, ...]
-    """Of what came out."""
+    """Dims of the result."""
     module: str
     is_addend: bool = False
     """Whether it is added to a matrix product by the same operator, as a bias is."""
@@ -42,7 +42,7 @@ class Use:
 
 @dataclass(frozen=True)
 class Lookup:
-    """An embedding table, or another parameter that integers looked something up in."""
+    """An embedding table, or another parameter indexed by integers."""
 
     parameter: str
     module: str
@@ -50,7 +50,7 @@ class Lookup:
 
 @dataclass(frozen=True)
 class Draw:
-    """Random numbers for a tensor."""
+    """Random numbers drawn for a tensor."""
 
     dims: tuple[Dim, ...]
     module: str
@@ -58,7 +58,7 @@ class Draw:
 
 @dataclass(frozen=True)
 class ShapeUse:
-    """A view, a split or an expand: the code of a module names sizes of these dimensions."""
+    """A view, a split or an expand: the code of a module names sizes of these dims."""
 
     operator: str
     dims: tuple[Dim, ...]
@@ -67,54 +67,54 @@ class ShapeUse:
 
 @dataclass(frozen=True)
 class Operand:
-    """A tensor that an operator took or gave."""
+    """A tensor that an operator took or returned."""
 
     key: int
-    """Of the tensor."""
+    """Key of the tensor."""
     dims: tuple[Dim, ...]
     parameter: str | None
     is_floating: bool
     is_zero: bool = False
-    """Whether it is known to have nothing but zeros."""
+    """Whether it is known to hold only zeros."""
 
 
 @dataclass(frozen=True)
 class OperatorRecord:
-    """One operator."""
+    """One call of an operator."""
 
     operator: str
     inputs: tuple[Operand, ...]
     outputs: tuple[Operand, ...]
     modules: tuple[str, ...]
-    """In whose forwards it ran, outer to inner; the root is the empty name."""
+    """Modules in whose forward it ran, outer to inner; the root's name is empty."""
     needed: Dim = ()
-    """What it needed whole."""
+    """Dims that it needed whole."""
 
     @property
     def module(self) -> str:
-        """In whose own forward."""
+        """The innermost module in whose forward it ran."""
         return self.modules[-1] if self.modules else ""
 
 
 @dataclass(frozen=True)
 class TensorLabel:
-    """What is known of a tensor."""
+    """Key and dims of a tensor."""
 
     key: int
-    """Of the tensor: the same for as long as it lives, and no other one's ever."""
+    """Unique key of the tensor, never reused."""
     dims: tuple[Dim, ...]
     parameter: str | None = None
-    """The parameter that this is a view or a copy of, element by element."""
+    """The parameter that this is a view or an elementwise copy of."""
 
 
 @dataclass
 class DimTrace:
-    """All that was seen of one step or of several."""
+    """Everything recorded of one or several steps."""
 
     parameters: dict[str, tuple[Dim, ...]]
-    """Dimensions by first name, in the order of the model."""
+    """Dims by first name, in the order of the model."""
     attentions: frozenset[str] = frozenset()
-    """Modules of torch's own attention, which are run as layers for q, k and v."""
+    """Modules of torch's own attention, which run as layers for q, k and v."""
     products: list[Product] = field(default_factory=list)
     uses: list[Use] = field(default_factory=list)
     lookups: list[Lookup] = field(default_factory=list)
@@ -124,25 +124,25 @@ class DimTrace:
     unknown: Counter[str] = field(default_factory=Counter)
     """Operators without a rule."""
     guessed: Counter[str] = field(default_factory=Counter)
-    """Operators that needed data which are not there, and got ones."""
+    """Operators that needed data of fake tensors, and got guesses."""
     module_inputs: dict[str, dict[int | str, Operand]] = field(default_factory=dict)
-    """The floating tensors that a module took first, by place or keyword."""
+    """First floating-point inputs of each module, by position or keyword."""
     module_outputs: dict[str, dict[int | str | None, Operand]] = field(default_factory=dict)
-    """And gave first, by place or key; by None where it gave nothing else."""
+    """First floating-point outputs of each module, by position or key; None for a single one."""
     producers: dict[int, str] = field(default_factory=dict)
-    """The innermost module that returned a tensor."""
+    """The innermost module that returned a tensor, by its key."""
     bases: dict[int, int] = field(default_factory=dict)
-    """The tensor that another one is a view of."""
+    """Key of the tensor that another one is a view of."""
     stack: list[str] = field(default_factory=list)
-    """Modules whose forward runs."""
+    """Modules whose forward is running."""
     _keys: Iterator[int] = field(default_factory=count)
     _labels: dict[int, TensorLabel] = field(default_factory=dict)
     _kept: list[Tensor] = field(default_factory=list)
-    """An ``id`` tells tensors apart only while all of them exist."""
+    """Keeps tensors alive: an ``id`` identifies a tensor only while all of them exist."""
 
     @property
     def made_elements(self) -> int:
-        """Of all that operators made, views apart: what a backward pass may keep at most."""
+        """Elements of all results without views: the most that a backward pass may store."""
         return sum(
             prod(map(length, each.dims))
             for step in self.steps
@@ -152,15 +152,15 @@ class DimTrace:
 
     @property
     def module(self) -> str:
-        """Whose own forward runs."""
+        """The innermost module whose forward is running."""
         return self.stack[-1] if self.stack else ""
 
     def reason(self, operator: str) -> Reason:
-        """Why the operator that runs needs something whole."""
+        """Return why the running operator needs something whole."""
         return Reason(operator, self.module)
 
     def set(self, tensor: Tensor, dims: Iterable[Dim], parameter: str | None = None) -> None:
-        """Say what the dimensions of a tensor are."""
+        """Set the dims of a tensor."""
         kept = tuple(tuple(each) for each in dims)
         assert len(kept) == tensor.ndim, (len(kept), tensor.shape)
         known = self._labels.get(id(tensor))
@@ -169,41 +169,41 @@ class DimTrace:
         self._kept.append(tensor)
 
     def label(self, tensor: Tensor) -> TensorLabel:
-        """What is known of a tensor; of one that is new, nothing."""
+        """Return the label of a tensor; a new tensor gets new dims."""
         if id(tensor) not in self._labels:
             self.set(tensor, (new_dim(each) for each in tensor.shape))
         return self._labels[id(tensor)]
 
     def dims(self, tensor: Tensor) -> tuple[Dim, ...]:
-        """Dimensions of a tensor."""
+        """Return the dims of a tensor."""
         return self.label(tensor).dims
 
     def parameter(self, tensor: Tensor) -> str | None:
-        """The parameter that a tensor is a view or a copy of."""
+        """Return the parameter that a tensor is a view or a copy of."""
         known = self._labels.get(id(tensor))
         return None if known is None else known.parameter
 
     def operand(self, tensor: Tensor) -> Operand:
-        """Describe a tensor that an operator takes or gives."""
+        """Describe a tensor that an operator takes or returns."""
         label = self.label(tensor)
         is_zero = not is_fake(tensor) and not bool(tensor.any())
-        # Pairs of channels that are rotated as one complex number have a gradient as well.
+        # Pairs of channels that are rotated as one complex number also have a gradient.
         is_floating = tensor.is_floating_point() or tensor.is_complex()
         return Operand(label.key, label.dims, label.parameter, is_floating, is_zero)
 
     def keep_whole(self, tensor: Tensor, operator: str) -> None:
-        """Say that every dimension of a tensor has to be whole."""
+        """Mark every dim of a tensor as needed whole by ``operator``."""
         for each in self.dims(tensor):
             keep_whole(each, self.reason(operator))
 
     def root(self, key: int) -> int:
-        """The tensor that this one is a view of, through all views."""
+        """Return the key of the tensor that this one is a view of, through all views."""
         while key in self.bases:
             key = self.bases[key]
         return key
 
     def consumers(self) -> dict[int, list[OperatorRecord]]:
-        """The operators that took a tensor, by its key."""
+        """Return the operators that took a tensor, by its key."""
         found: dict[int, list[OperatorRecord]] = {}
         for step in self.steps:
             for each in step.inputs:
@@ -212,17 +212,17 @@ class DimTrace:
 
     @property
     def without_rule(self) -> frozenset[str]:
-        """Operators without a rule: divided only where a user's plan is responsible for them."""
+        """Operators without a rule: divided only if a user's plan takes responsibility."""
         return frozenset(name.split(".")[1] for name in self.unknown)
 
     def forget_labels(self) -> None:
-        """Let go of the tensors; what was recorded stays."""
+        """Release the tensors; the records stay."""
         self._labels.clear()
         self._kept.clear()
 
 
 def of_parameters(parameters: Mapping[str, Tensor], attentions: frozenset[str]) -> DimTrace:
-    """A trace in which nothing has happened yet: each dimension is an axis of its own."""
+    """Return an empty trace, in which each dim of a parameter is an axis of its own."""
     dims = {
         name: tuple(new_dim(each) for each in tensor.shape) for name, tensor in parameters.items()
     }

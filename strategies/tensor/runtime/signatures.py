@@ -1,14 +1,14 @@
-"""Runs a block by the plan only for arguments like those that the plan was verified with.
+"""Runs a block divided only for arguments of the kinds that the plan was verified with.
 
 A plan is verified on one batch, and a later batch may take another path through a block: without
 padding Hugging Face passes no mask, with padding a mask, and attention then calls other operators.
 So each call of a block has a signature: which arguments are tensors, None, True, ..., with which
-kind of dtype, how many dims, and which of these have one element. The first call with a new one is
-a verification of its own: the block runs whole, with parameters gathered, and divided, and outputs
-and gradients have to agree. If they do not, the block runs whole for such arguments from then on.
-So is the first call in evaluation mode.
+kind of dtype, how many dims, and which of these have one element. The first call with a new
+signature is verified: the block runs whole, with parameters gathered, and divided, and outputs and
+gradients must agree. If they do not, the block runs whole for such arguments from then on. The
+first call in evaluation mode is verified, too.
 
-Everything happens among the ranks of the tensor group, within the block's forward, so that data
+All of this happens among the ranks of the tensor group, within the block's forward, so that data
 replicas and pipeline stages may meet a signature at different times.
 """
 
@@ -76,7 +76,7 @@ def _add(found: list[tuple[str, Any]], path: str, value: Any) -> None:
 
 
 def without_sizes(signature: Signature) -> Signature:
-    """Return a signature that does not say which dims have one element."""
+    """Return a signature without the sizes of one element."""
     return tuple(
         (path, (kind[0], len(kind[1])) if isinstance(kind, tuple) else kind)
         for path, kind in signature
@@ -97,7 +97,7 @@ class Verified:
     forward_only: dict[Signature, bool] = field(default_factory=dict)
 
     def of_call(self, signature: Signature, *, has_gradient: bool) -> bool | None:
-        """Whether a block may run divided; None if that is not known."""
+        """Return whether a block may run divided; None if unknown."""
         if not self.has_sizes:
             signature = without_sizes(signature)
         known = self.with_gradient.get(signature)
@@ -110,7 +110,7 @@ class Verified:
         return signature in self.with_gradient and signature not in self.forward_only
 
     def leave_out_sizes(self) -> None:
-        """Let it not matter from now on which dims have one element."""
+        """Ignore from now on which dims have one element."""
         self.has_sizes = False
         for known in (self.with_gradient, self.forward_only):
             found = {without_sizes(signature): is_right for signature, is_right in known.items()}
@@ -118,7 +118,7 @@ class Verified:
             known.update(found)
 
     def add(self, signature: Signature, *, has_gradient: bool, is_right: bool) -> None:
-        """Keep the result for a signature."""
+        """Store the result for a signature."""
         if not self.has_sizes:
             signature = without_sizes(signature)
         (self.with_gradient if has_gradient else self.forward_only)[signature] = is_right
@@ -129,7 +129,7 @@ class SignatureRecorder:
 
     def __init__(self) -> None:
         self.seen: dict[str, set[tuple[Signature, bool]]] = {}
-        """With whether gradients were enabled, by name of the block."""
+        """Signatures, and whether gradients were enabled, by name of the block."""
 
     @contextmanager
     def watching(self, blocks: Mapping[str, Module]) -> Iterator[None]:
@@ -150,23 +150,23 @@ class SignatureRecorder:
 
 @dataclass
 class SignatureGuard:
-    """Around a block with divided parameters."""
+    """Wrapper of a block with divided parameters."""
 
     name: str
     block: Module
     entries: Mapping[str, ShardedParameter]
-    """Divided parameters, by the name that the block has for them."""
+    """Divided parameters, by their names within the block."""
     group: TensorGroup
     verified: Verified
     """Shared by all blocks of a kind."""
     depends_on: str | None
-    """Why the block cannot be verified by itself, as others are divided together with it."""
+    """Why the block cannot be verified alone: other modules are divided together with it."""
     stack: RunningStack | None = None
-    """If activations are divided along the sequence between this block and others."""
+    """The stack if activations are divided along the sequence around this block."""
     originals: Sequence[Original] = ()
     """Attributes of the block's modules before the plan was applied."""
     is_coupled: bool = False
-    """Whether ranks take part in its calls that do not have its batch."""
+    """Whether ranks with other batches take part in its calls."""
 
     def __call__(self, forward: Around, *args: Any, **kwargs: Any) -> Any:
         """Run the block.
@@ -183,7 +183,7 @@ class SignatureGuard:
         if is_right is None:
             reason = self._why_unverifiable(args, kwargs)
             if any(map(is_fake, tree_leaves((args, kwargs)))):
-                # Shapes are those of either way, and code that needs full sizes runs whole.
+                # Shapes are the same either way, and code that needs full sizes runs whole.
                 return (forward if reason else self._whole)(*args, **kwargs)
             if reason is not None:
                 if not has_gradient:
@@ -206,7 +206,7 @@ class SignatureGuard:
         return forward(*args, **kwargs) if is_right else self._whole(*args, **kwargs)
 
     def _is_new_path(self, signature: Signature, args: Any, kwargs: Any) -> bool:
-        """Whether a call in evaluation mode can be verified, and training alone has been."""
+        """Whether a call in evaluation mode can be verified, and only training was."""
         return (
             self.verified.is_of_training(signature)
             and not self.is_coupled
@@ -215,7 +215,7 @@ class SignatureGuard:
         )
 
     def couple(self, *, divides_experts: bool) -> None:
-        """Verify no more calls: the ranks that its experts get rows of would have to take part.
+        """Stop verifying calls: ranks that get rows of its experts would have to take part.
 
         Args:
             divides_experts: Whether the plan divides its experts, so that it cannot run whole.
@@ -227,7 +227,7 @@ class SignatureGuard:
             self.verified.leave_out_sizes()
 
     def of_its_kind(self) -> dict[str, object]:
-        """Return what decides how the block runs: all but names in the model."""
+        """Return what determines how the block runs: everything but names in the model."""
         entries = {
             name: (entry.shape, entry.dim, entry.sections) for name, entry in self.entries.items()
         }
@@ -260,7 +260,7 @@ class SignatureGuard:
         return own_parameters(self.block.get_submodule(owner))[attribute]
 
     def _change_to(self, signature: Signature) -> str:
-        """Describe the first argument that no earlier call had like this."""
+        """Describe the first argument that differs from all earlier calls."""
         known = [dict(each) for each in (*self.verified.with_gradient, *self.verified.forward_only)]
         if not self.verified.has_sizes:
             signature = without_sizes(signature)
@@ -291,7 +291,7 @@ class SignatureGuard:
                 views.setdefault(owner, {})[attribute] = view
             for owner, several in views.items():
                 context.enter_context(patched(self.block.get_submodule(owner), **several))
-            # Checkpoints of Hugging Face in it would be run again when its parts are back.
+            # Checkpoints of Hugging Face within would run again after the parameters are restored.
             for each in self.block.modules():
                 if vars(each).get("gradient_checkpointing"):
                     context.callback(setattr, each, "gradient_checkpointing", True)
@@ -357,7 +357,7 @@ class SignatureGuard:
 
 
 class _Copies(TorchFunctionMode):
-    """Lets ``copy.deepcopy`` copy tensors inside of a graph, as leaves of a graph of their own."""
+    """Makes ``copy.deepcopy`` copy tensors within a graph, as leaves of another graph."""
 
     def __init__(self) -> None:
         super().__init__()

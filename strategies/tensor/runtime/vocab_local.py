@@ -1,12 +1,11 @@
-"""Functions of torch on logits of which each rank has some tokens, without communication.
+"""Rules for torch functions on divided logits that need no communication.
 
-- Functions that treat every element alone: each rank applies them to the tokens it has. What is not
-  divided meets only a part of the logits on each rank: if it is learned, such as a temperature, its
+- Elementwise functions: each rank applies them to its own tokens. Operands that are not divided
+  meet only a part of the logits on each rank: if one is learned, such as a temperature, its
   gradient is partial and is summed over the ranks.
-- Functions that only change where elements stand. Where the divided dimension goes is read off a
-  tensor without data on which the same function runs: its stride there is that of no other
-  dimension.
-- Square brackets: positions are chosen on each rank, if all their tokens are kept.
+- Functions that only rearrange elements. The new place of the divided dim is read off a meta tensor
+  on which the same function runs: the stride of the divided dim differs from all others.
+- Indexing: positions are selected on each rank, if all tokens of them are kept.
 """
 
 from collections.abc import Callable, Sequence
@@ -56,7 +55,7 @@ _OF_ONE = (
 
 @rule_for(*_FUNCTIONS, *_OPERATORS, *_IN_PLACE, *_OF_ONE)
 def elementwise(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a function on parts that belong to the same tokens."""
+    """Run an elementwise function on parts with the same tokens."""
     tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
     divided = [each for each in tensors if isinstance(each, VocabularyTensor)]
     first = divided[0]
@@ -83,7 +82,7 @@ def elementwise(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 @rule_for("to type type_as")
 def casts(func: Callable[..., Any], divided: Any, *args: Any, **kwargs: Any) -> Any:
-    """Change the type or device; another tensor among the arguments only says of what."""
+    """Change dtype or device; another tensor among the arguments only specifies these."""
     args, kwargs = tree_map_only(VocabularyTensor, lambda each: each.local, (args, kwargs))
     if not isinstance(divided, VocabularyTensor):
         return func(divided, *args, **kwargs)
@@ -95,7 +94,7 @@ def casts(func: Callable[..., Any], divided: Any, *args: Any, **kwargs: Any) -> 
 
 @rule_for("new_empty new_full new_ones new_tensor new_zeros record_stream is_contiguous")
 def run_on_part(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Ask a part what it knows as well as the whole: type, device, layout."""
+    """Run a function on a part if the result does not depend on the divided size."""
     args, kwargs = tree_map_only(VocabularyTensor, lambda each: each.local, (args, kwargs))
     return func(*args, **kwargs)
 
@@ -105,7 +104,7 @@ def run_on_part(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     "squeeze swapaxes swapdims t tensor_split transpose unbind unflatten unsqueeze",
 )
 def rearrange(func: Callable[..., Any], divided: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run a function that names dimensions, but no sizes, unless they are of others."""
+    """Run a function whose arguments name dims, but no size of the divided dim."""
     if not isinstance(divided, VocabularyTensor):
         return NO_RULE
     shown = func(_outline(divided), *args, **kwargs)
@@ -127,13 +126,13 @@ def rearrange(func: Callable[..., Any], divided: Any, *args: Any, **kwargs: Any)
 
 @rule_for("__iter__")
 def iterate(func: Callable[..., Any], divided: VocabularyTensor) -> Any:
-    """Go along the first dimension."""
+    """Iterate over the first dim."""
     return iter(divided.unbind(0))
 
 
 @rule_for("expand expand_as reshape reshape_as view view_as")
 def resize(func: Callable[..., Any], divided: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run a function that is given the sizes of the whole; the part gets its own."""
+    """Run a function that is given sizes of the whole; the part gets its own."""
     if not isinstance(divided, VocabularyTensor) or _has_dtype((*args, *kwargs.values())):
         return NO_RULE
     if func.__name__.endswith("_as"):
@@ -154,7 +153,7 @@ def resize(func: Callable[..., Any], divided: Any, *args: Any, **kwargs: Any) ->
 
 @rule_for("cat concat concatenate stack")
 def join(func: Callable[..., Any], tensors: Sequence[Tensor], dim: int = 0, **kwargs: Any) -> Any:
-    """Put divided tensors one after the other, along another dimension than the divided one."""
+    """Concatenate or stack divided tensors along another dim than the divided one."""
     divided = [each for each in tensors if isinstance(each, VocabularyTensor)]
     first = divided[0]
     dims = first.dim() + (func.__name__ == "stack")
@@ -180,17 +179,17 @@ def join(func: Callable[..., Any], tensors: Sequence[Tensor], dim: int = 0, **kw
 def view_dim(
     func: Callable[..., Any], divided: VocabularyTensor, *args: Any
 ) -> tuple[int, list[int]] | None:
-    """Return where a view's divided dimension is, and its part's shape; None if it has none."""
+    """Return a view's divided dim and its part's shape; None if no dim is divided."""
     outline = func(_outline(divided), *args)
     dim = _divided_dim(outline, divided)
     return None if dim is None else (dim, _part_shape(outline, dim, divided))
 
 
 def _outline(divided: VocabularyTensor) -> Tensor:
-    """A tensor without data whose divided dimension has a stride of its own.
+    """Return a meta tensor whose divided dim has a unique stride.
 
-    The others are laid out as if it were not there, so they can be joined with each other and
-    never with it.
+    The others are laid out as if it did not exist, so they can be joined with each other and never
+    with it.
     """
     shape = list(divided.shape)
     others = [size for dim, size in enumerate(shape) if dim != divided.divided_dim]
@@ -204,7 +203,7 @@ def _own_stride(divided: VocabularyTensor) -> int:
 
 
 def _divided_dim(outline: Tensor, divided: VocabularyTensor) -> int | None:
-    """Where all tokens are, in their order; None where they are not."""
+    """Return the dim with all tokens in order; None if there is none."""
     for dim, (size, stride) in enumerate(zip(outline.shape, outline.stride(), strict=True)):
         if stride == _own_stride(divided) and size == divided.vocabulary.size:
             return dim
@@ -227,7 +226,7 @@ _EVERYTHING = slice(None)
 
 @rule_for("__getitem__")
 def get_item(func: Callable[..., Any], divided: Any, index: Any) -> Any:
-    """Choose positions."""
+    """Select positions."""
     if not isinstance(divided, VocabularyTensor) or holds_divided(index):
         return NO_RULE
     items = _expanded(divided, index)
@@ -268,7 +267,7 @@ def set_item(func: Callable[..., Any], divided: Any, index: Any, value: Any) -> 
 def index_select(
     func: Callable[..., Any], divided: Any, dim: int, index: Tensor, **kwargs: Any
 ) -> Any:
-    """Choose positions of another dimension than the divided one."""
+    """Select positions of another dim than the divided one."""
     if not isinstance(divided, VocabularyTensor) or dim % divided.dim() == divided.divided_dim:
         return NO_RULE
     part = func(unwrap(divided), dim, index)
@@ -276,7 +275,7 @@ def index_select(
 
 
 def _expanded(divided: VocabularyTensor, index: Any) -> list[Any] | None:
-    """An index with its ellipsis spelled out; None for kinds that are left to torch."""
+    """Return an index with its ellipsis expanded; None for kinds that need the whole tensor."""
     items = list(index) if isinstance(index, tuple) else [index]
     if not all(
         each is None
@@ -296,7 +295,7 @@ def _expanded(divided: VocabularyTensor, index: Any) -> list[Any] | None:
 
 
 def _consumed(item: Any) -> int:
-    """How many dimensions an item of an index stands for."""
+    """Return the number of dims that an item of an index consumes."""
     if item is None or item is Ellipsis:
         return 0
     return item.dim() if _is_mask(item) else 1
@@ -307,9 +306,9 @@ def _is_mask(item: Any) -> bool:
 
 
 def _dim_behind_tensors(divided: VocabularyTensor, items: list[Any]) -> int | None:
-    """Where the divided dimension is after tensors that stand next to each other chose positions.
+    """Return the divided dim after indexing with adjacent tensors; None if it is not supported.
 
-    Their dimensions take the place of the first; apart from each other they would go to the front.
+    Their dims take the place of the first tensor; if not adjacent, they would move to the front.
     """
     tensors = [each for each in items if isinstance(each, Tensor)]
     if any(each.dim() == 0 for each in tensors):

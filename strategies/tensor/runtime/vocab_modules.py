@@ -1,13 +1,13 @@
-"""Gives embeddings and heads the tokens of their rank, and lets their code see whole ones.
+"""Divides embeddings and heads over the vocabulary, while their code sees whole tensors.
 
 A module whose parameter is divided over the vocabulary finds a `VocabularyTensor` under its name
-while it runs, so any code that looks tokens up or multiplies by the table works: subclasses of
+while it runs, so any code that looks up tokens or multiplies by the table works: subclasses of
 ``nn.Embedding`` that scale, tied heads, heads with a bias. Lookups in a table sum what the ranks
-found, so what comes out is alike on all ranks. Matrix products have tokens as outputs or inputs;
-logits are divided until a loss is taken of them.
+found, so the result is replicated. Matrix products have tokens as outputs or inputs; logits stay
+divided until a loss is computed.
 
 A vocabulary that does not divide is not padded: the first ranks have one token more. Tables whose
-rows are counted or written while they are read stay whole; `left_whole` says why.
+rows are counted or written while they are read stay whole; `left_whole` gives the reason.
 """
 
 from collections.abc import Callable, Mapping
@@ -34,13 +34,13 @@ from boltmesh.strategies.tensor.runtime.vocab_tensor import (
 )
 
 _FUNCTIONS = (vocab_local, vocab_reductions)
-"""Loaded, they have put their rules into the table of ``vocab_tensor``; others are below."""
+"""Importing them registers their rules in ``vocab_tensor``; the other rules are below."""
 
 
 def left_whole(plan: TensorPlan, module: Module) -> TensorPlan:
-    """Return the plan without the vocabularies that a module of theirs needs whole, and say why.
+    """Return the plan without vocabularies that a module needs whole, with the reasons.
 
-    Axes keep their places; all parameters of an axis stay whole with the one that has to.
+    Axes keep their indices; all parameters of an axis stay whole if one of them must.
     """
     reasons: dict[int, str] = {}
     for entry in _divided(plan):
@@ -66,17 +66,17 @@ def divide_vocabularies(
     *,
     loss_parallel: LossParallel = "auto",
 ) -> list[Vocabulary]:
-    """Show the modules of divided vocabularies whole tables and heads.
+    """Give the modules of divided vocabularies tensors that look whole.
 
     Args:
         module: The model; its parameters are shards already.
-        plan: Whose parameters of style ``vocabulary`` are meant.
+        plan: The plan; its parameters of style ``vocabulary`` are used.
         group: Ranks that share them.
-        changes: Collects what is done to the modules.
-        loss_parallel: What to do where a function needs whole logits.
+        changes: Records the wrappers.
+        loss_parallel: What to do if a function needs whole logits.
 
     Returns:
-        One per axis of the plan. They count what was gathered.
+        One vocabulary per axis of the plan. They count gathers.
     """
     found: dict[int, Vocabulary] = {}
     owners: dict[str, dict[str, tuple[Vocabulary, int]]] = {}
@@ -93,11 +93,11 @@ def divide_vocabularies(
 
 @dataclass(frozen=True)
 class ShownUnsharded:
-    """Around a module that has shards of a vocabulary and finds tensors that look whole."""
+    """Wrapper of a module with shards of a vocabulary, which finds tensors that look whole."""
 
     module: Module
     views: Mapping[str, tuple[Vocabulary, int]]
-    """By name of a parameter: its vocabulary, and the dimension of the tokens."""
+    """Vocabulary and token dim of each parameter, by its name."""
 
     def __call__(self, forward: Around, *args: Any, **kwargs: Any) -> Any:
         """Run the module."""
@@ -112,7 +112,7 @@ def _divided(plan: TensorPlan) -> list[ShardedParameter]:
 
 
 def _needs_whole(module: Module, size: int, entry: ShardedParameter) -> str:
-    """Why a table cannot be divided; empty if it can."""
+    """Return why a table cannot be divided; empty if it can."""
     if entry.length < size:
         return f"{entry.length} tokens are fewer than {size} ranks"
     if getattr(module, "max_norm", None) is not None:
@@ -135,9 +135,10 @@ def embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Any:
-    """Look up the tokens that this rank has and add up what all ranks found: one has each.
+    """Look up this rank's tokens and sum over the ranks: ``(..., E)`` for tokens ``(...)``.
 
-    Rows without a gradient stay so. What counts or writes rows needs the whole table.
+    ``padding_idx`` keeps its row without a gradient. Arguments that count or write rows need the
+    whole table.
     """
     if (
         isinstance(tokens, VocabularyTensor)
@@ -159,7 +160,7 @@ def embedding(
 
 @rule_for("linear")
 def linear(func: Callable[..., Any], inputs: Any, weight: Any, bias: Tensor | None = None) -> Any:
-    """Compute the logits of this rank's tokens."""
+    """Compute the logits of this rank's tokens, ``(..., v)``, from replicated ``(..., E)``."""
     if not _makes_logits(inputs, weight, 0):
         return NO_RULE
     vocabulary: Vocabulary = weight.vocabulary
@@ -200,6 +201,6 @@ def _makes_logits(inputs: Any, weight: Any, token_dim: int) -> bool:
 
 
 def _logits(local: Tensor, vocabulary: Vocabulary) -> Tensor:
-    """Divided, unless whole ones were asked for."""
+    """Return logits, divided unless ``loss_parallel`` is False."""
     logits = wrap(local, vocabulary, local.dim() - 1)
     return gather(logits) if vocabulary.loss_parallel is False else logits

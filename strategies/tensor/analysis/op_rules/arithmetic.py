@@ -1,8 +1,8 @@
 """Rules for operators that compute: element by element, along a dim, and matrix products.
 
-Among them are operators that make tensors out of nothing or look at one without making any, and
-random masks. A matrix product or convolution sums over one axis, the others go on; in fused
-attention heads go on, what a head is made of and the keys it looks at do not.
+That includes operators that create tensors or only read one, and random masks. A matrix product or
+convolution sums over one axis and keeps the others; fused attention keeps the heads, and needs the
+channels of a head and the keys whole.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from boltmesh.strategies.tensor.analysis.trace import Product, Use
     "randperm", "scalar_tensor", "zeros",
 )  # fmt: skip
 def make(call: OperatorCall) -> None:
-    """Axes that occur nowhere else; what they meet says what they are."""
+    """Create axes that occur nowhere else; later operators unify them with others."""
     call.give_new(*call.outputs)
 
 
@@ -30,7 +30,7 @@ def make(call: OperatorCall) -> None:
     "sym_storage_offset", "sym_stride",
 )  # fmt: skip
 def look(call: OperatorCall) -> None:
-    """Nothing comes out, or a number: what it says is the same on all ranks where it is whole."""
+    """Return nothing or a number, which is equal on all ranks if the input is whole."""
     if call.name in {"_local_scalar_dense", "equal"}:
         for each in call.inputs:
             call.whole(*call.dims(each))
@@ -42,7 +42,7 @@ def look(call: OperatorCall) -> None:
     "real", "resolve_conj", "resolve_neg", "where", "zero", "zero_",
 )  # fmt: skip
 def pointwise(call: OperatorCall) -> None:
-    """Dimensions of the same place, from the last one back, are the same; one element goes on."""
+    """Unify dims at the same position, counted from the last; size 1 broadcasts."""
     shape = call.output.shape
     dims: list[Dim | None] = [None] * len(shape)
     taken = [each for each in call.inputs if each.ndim]
@@ -78,7 +78,7 @@ RANDOM = (
 
 @rule(*RANDOM)
 def draw(call: OperatorCall) -> None:
-    """Random numbers for each element."""
+    """Draw a random number for each element."""
     dims = call.dims(call.first)
     call.draws(dims)
     for each in call.outputs:
@@ -86,7 +86,7 @@ def draw(call: OperatorCall) -> None:
 
 
 def _places(asked: object, ndim: int) -> set[int]:
-    """Dimensions that an argument names; all of them where it names none."""
+    """Return the dims that an argument names; all if it names none."""
     if asked is None or asked == [] or ndim == 0:
         return set(range(ndim))
     named = [int(each) for each in asked] if isinstance(asked, Sequence) else [int(str(asked))]
@@ -99,11 +99,11 @@ def _places(asked: object, ndim: int) -> set[int]:
     "std_mean", "sum", "var", "var_mean",
 )  # fmt: skip
 def reduce(call: OperatorCall) -> None:
-    """One number out of many."""
+    """Reduce dims, which must be whole."""
     dims = call.dims(call.first)
     gone = _places(call.arguments.get("dim"), len(dims))
     if call.name != "mean" or call.trace.module not in call.trace.attentions:
-        # Torch's attention gives weights averaged over heads: the layers that it is run as can.
+        # Torch's attention averages weights over heads; its replacement can do that divided.
         call.whole(*(dims[each] for each in sorted(gone)))
     keeps = call.output.ndim == len(dims)
     kept = [
@@ -118,7 +118,7 @@ def reduce(call: OperatorCall) -> None:
     "log_softmax", "logcumsumexp", "roll", "softmax", "sort",
 )  # fmt: skip
 def along(call: OperatorCall) -> None:
-    """As many numbers, each of which depends on all along a dimension."""
+    """Keep the shape; each element depends on all elements along a dim."""
     dims = call.dims(call.first)
     asked = call.arguments.get("dim", call.arguments.get("dims"))
     call.whole(*(dims[each] for each in sorted(_places(asked, len(dims)))))
@@ -128,7 +128,7 @@ def along(call: OperatorCall) -> None:
 
 @rule("kthvalue", "mode", "multinomial", "topk")
 def choose(call: OperatorCall) -> None:
-    """Some elements along a dimension, or their places."""
+    """Select elements along a dim, or their indices."""
     dims = list(call.dims(call.first))
     place = call.arguments.get("dim", -1) % max(len(dims), 1)
     call.whole(dims[place])
@@ -143,7 +143,7 @@ def choose(call: OperatorCall) -> None:
 
 @rule("tril", "triu")
 def triangle(call: OperatorCall) -> None:
-    """Elements by their places in the last two dimensions."""
+    """Mask elements by their position in the last two dims."""
     dims = call.dims(call.first)
     call.whole(*dims[-2:])
     call.give(*dims)
@@ -151,7 +151,7 @@ def triangle(call: OperatorCall) -> None:
 
 @rule("_fused_rms_norm", "native_layer_norm", "rms_norm")
 def norm(call: OperatorCall) -> None:
-    """The last dimensions by their mean and variance, scaled and moved by parameters."""
+    """Normalise over the last dims, with a learned scale and bias."""
     dims = call.dims(call.first)
     count = len(call.arguments["normalized_shape"])
     normed = dims[len(dims) - count :]
@@ -179,7 +179,7 @@ def _scale(call: OperatorCall, name: str, normed: Sequence[Dim], dims: Sequence[
     "native_batch_norm", "native_group_norm",
 )  # fmt: skip
 def channel_norm(call: OperatorCall) -> None:
-    """Over all but channels, or over groups of them, with running statistics beside."""
+    """Normalise per channel or group of channels, perhaps with running statistics."""
     batch, *rest = call.dims(call.first)
     call.whole(*rest)
     if call.name != "native_group_norm":
@@ -195,7 +195,7 @@ def channel_norm(call: OperatorCall) -> None:
     "smooth_l1_loss",
 )  # fmt: skip
 def loss(call: OperatorCall) -> None:
-    """One number out of predictions and targets, or one for each of them."""
+    """Compute a loss from predictions and targets, reduced or not."""
     for each in call.inputs:
         call.whole(*call.dims(each))
     call.give_new(*call.outputs)
@@ -208,7 +208,7 @@ def loss(call: OperatorCall) -> None:
     "upsample_nearest2d", "upsample_trilinear3d",
 )  # fmt: skip
 def pool(call: OperatorCall) -> None:
-    """Neighbours within one channel; where patches become channels, all of that is left whole."""
+    """Combine neighbours within a channel; if patches become channels, these stay whole."""
     dims = call.dims(call.first)
     first = 1 if call.name == "im2col" else len(dims) - _spatial(call.name)
     call.whole(*dims[first:])
@@ -223,10 +223,10 @@ def _spatial(name: str) -> int:
 
 
 def contract(call: OperatorCall, one: Tensor, other: Tensor, dims: tuple[Dim, Dim]) -> None:
-    """Say that a dimension of each of two tensors is summed over.
+    """Unify the dims of two tensors that a product sums over.
 
-    Only a product with a parameter may be divided there, as row-parallel: the sum over ranks is
-    taken where its module ends.
+    Only a product with a parameter may be divided there, as a row module, where the sum over ranks
+    follows at the end of the module.
     """
     call.same(*dims)
     first, second = call.trace.parameter(one), call.trace.parameter(other)
@@ -238,7 +238,7 @@ def contract(call: OperatorCall, one: Tensor, other: Tensor, dims: tuple[Dim, Di
 
 
 def _add(call: OperatorCall, added: Tensor | None, dims: tuple[Dim, ...]) -> None:
-    """Say that a bias or another addend has the dimensions of a product, from the last one back."""
+    """Unify the dims of a bias or another addend with those of a product, from the last back."""
     if added is None:
         return
     parameter = call.trace.parameter(added)
@@ -253,7 +253,7 @@ def _add(call: OperatorCall, added: Tensor | None, dims: tuple[Dim, ...]) -> Non
 
 @rule("mm", "addmm", "bmm", "baddbmm")
 def matrix_product(call: OperatorCall) -> None:
-    """``[batch,] rows x inner`` times ``[batch,] inner x columns``, and an addend."""
+    """Multiply ``([batch,] rows, inner)`` and ``([batch,] inner, columns)``; perhaps add."""
     *added, one, other = call.inputs
     left, right = call.dims(one), call.dims(other)
     if len(left) == 3:
@@ -266,7 +266,7 @@ def matrix_product(call: OperatorCall) -> None:
 
 @rule("linear")
 def linear(call: OperatorCall) -> None:
-    """Where torch does not take it apart into a transposition and a product."""
+    """Multiply as ``linear``, if torch does not decompose it."""
     one, other = call.inputs[:2]
     left, right = call.dims(one), call.dims(other)
     contract(call, one, other, (left[-1], right[1]))
@@ -277,7 +277,7 @@ def linear(call: OperatorCall) -> None:
 
 @rule("mv", "dot", "vdot")
 def vector_product(call: OperatorCall) -> None:
-    """A matrix or a vector times a vector."""
+    """Multiply a matrix or a vector by a vector."""
     one, other = call.inputs[:2]
     left, right = call.dims(one), call.dims(other)
     call.same(left[-1], right[-1])
@@ -287,7 +287,7 @@ def vector_product(call: OperatorCall) -> None:
 
 @rule("linalg_solve_triangular")
 def solve(call: OperatorCall) -> None:
-    """Systems of equations, each for itself."""
+    """Solve independent systems of equations."""
     left, right = (call.dims(each) for each in call.inputs[:2])
     for one, other in zip(left[:-2], right[:-2], strict=True):
         call.same(one, other)
@@ -297,7 +297,7 @@ def solve(call: OperatorCall) -> None:
 
 @rule("_grouped_mm")
 def grouped_product(call: OperatorCall) -> None:
-    """Rows of several experts, each times the matrix of its own."""
+    """Multiply each row by the matrix of its expert."""
     one, other = call.inputs[:2]
     left, right = call.dims(one), call.dims(other)
     contract(call, one, other, (left[-1], right[-2]))
@@ -309,7 +309,7 @@ def grouped_product(call: OperatorCall) -> None:
 
 @rule("convolution", "_convolution")
 def convolution(call: OperatorCall) -> None:
-    """Sums over channels and neighbours; channels of several groups are left whole."""
+    """Sum over channels and neighbours; with several groups, channels stay whole."""
     data, weight, bias = call.tensor("input"), call.tensor("weight"), call.tensor("bias")
     assert data is not None
     assert weight is not None
@@ -337,9 +337,9 @@ def convolution(call: OperatorCall) -> None:
     "_scaled_dot_product_fused_attention_overrideable", "scaled_dot_product_attention",
 )  # fmt: skip
 def attention(call: OperatorCall) -> None:
-    """``[batch, heads, length, channels]`` of queries, keys and values.
+    """Attend with queries, keys and values ``(B, H, S, D)``.
 
-    Queries may have several heads for each head of keys, neighbours for the same one.
+    There may be several query heads, adjacent ones, for each head of keys.
     """
     query, key, value = (call.dims(each) for each in call.inputs[:3])
     query_heads, key_heads = call.inputs[0].shape[1], call.inputs[1].shape[1]

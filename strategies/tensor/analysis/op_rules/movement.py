@@ -1,7 +1,7 @@
 """Rules for operators that only move elements: views, lookups, cuts and joins.
 
-Views name the dimensions of a tensor otherwise. Lookups take or put elements by integers. Others
-cut tensors apart along a dimension, or join them.
+Views regroup the dims of a tensor. Lookups take or put elements by integer index. Others cut
+tensors along a dim, or join them.
 """
 
 import torch
@@ -17,19 +17,19 @@ from boltmesh.strategies.tensor.analysis.trace import Lookup, Use
     "lift_fresh", "lift_fresh_copy", "to",
 )  # fmt: skip
 def copy(call: OperatorCall) -> None:
-    """The same elements."""
+    """Return the same elements."""
     call.give(*call.dims(call.first), parameter=call.trace.parameter(call.first))
 
 
 @rule("empty_like", "full_like", "new_empty_like", "ones_like", "zeros_like")
 def like(call: OperatorCall) -> None:
-    """Another tensor of the same dimensions."""
+    """Return another tensor with the same dims."""
     call.give(*call.dims(call.first))
 
 
 @rule("_reshape_alias", "_unsafe_view", "reshape", "view", "view_copy")
 def view(call: OperatorCall) -> None:
-    """The same elements in other dimensions."""
+    """Return the same elements in other dims."""
     if "dtype" in call.arguments and call.first.shape != call.output.shape:
         call.forget()
         return
@@ -40,7 +40,7 @@ def view(call: OperatorCall) -> None:
 
 @rule("permute", "t", "transpose")
 def transpose(call: OperatorCall) -> None:
-    """The same dimensions in another order."""
+    """Return the same dims in another order."""
     dims = list(call.dims(call.first))
     if call.name == "t":
         dims.reverse()
@@ -54,7 +54,7 @@ def transpose(call: OperatorCall) -> None:
 
 @rule("unsqueeze")
 def unsqueeze(call: OperatorCall) -> None:
-    """One more dimension of one element."""
+    """Insert a dim of one element."""
     dims = list(call.dims(call.first))
     dims.insert(call.arguments["dim"] % call.output.ndim, ())
     call.give(*dims, parameter=call.trace.parameter(call.first))
@@ -62,7 +62,7 @@ def unsqueeze(call: OperatorCall) -> None:
 
 @rule("squeeze")
 def squeeze(call: OperatorCall) -> None:
-    """Without dimensions of one element: all of them, or those that are named."""
+    """Remove dims of one element: all, or the named ones."""
     ndim, asked = call.first.ndim, call.arguments.get("dim")
     chosen = range(ndim) if asked is None else asked if isinstance(asked, list) else [asked]
     dropped = {each % ndim for each in chosen if call.first.shape[each] == 1} if ndim else set()
@@ -72,7 +72,7 @@ def squeeze(call: OperatorCall) -> None:
 
 @rule("broadcast_to", "expand", "expand_copy")
 def expand(call: OperatorCall) -> None:
-    """The same elements for every element of new axes."""
+    """Repeat the tensor along new axes."""
     dims = [new_dim(each) for each in call.output.shape]
     first = call.output.ndim - call.first.ndim
     for place, dim in enumerate(call.dims(call.first), start=first):
@@ -84,7 +84,7 @@ def expand(call: OperatorCall) -> None:
 
 @rule("repeat")
 def repeat(call: OperatorCall) -> None:
-    """The whole dimension again and again: a new axis outside of it."""
+    """Repeat whole dims: each gets a new outer axis."""
     first = call.output.ndim - call.first.ndim
     dims = [new_dim(each) for each in call.arguments["repeats"]]
     for place, dim in enumerate(call.dims(call.first), start=first):
@@ -95,7 +95,7 @@ def repeat(call: OperatorCall) -> None:
 
 @rule("view_as_complex")
 def view_as_complex(call: OperatorCall) -> None:
-    """Pairs of numbers become one."""
+    """View pairs of numbers as one complex number."""
     *dims, pair = call.dims(call.first)
     call.whole(pair)
     call.give(*dims)
@@ -103,14 +103,14 @@ def view_as_complex(call: OperatorCall) -> None:
 
 @rule("view_as_real")
 def view_as_real(call: OperatorCall) -> None:
-    """Numbers become pairs."""
+    """View complex numbers as pairs."""
     pair = new_dim(2)
     call.whole(pair)
     call.give(*call.dims(call.first), pair)
 
 
 def _looks_up(call: OperatorCall, table: Tensor) -> bool:
-    """Note that rows of a parameter are looked up, which each rank may do for the rows it has."""
+    """Record a lookup of a parameter's rows, which may be divided; return whether it is one."""
     parameter = call.trace.parameter(table)
     if parameter is None:
         return False
@@ -120,7 +120,7 @@ def _looks_up(call: OperatorCall, table: Tensor) -> bool:
 
 @rule("embedding")
 def embedding(call: OperatorCall) -> None:
-    """Rows of a table; the order of the rows is no axis of what comes out."""
+    """Look up rows of a table; the row axis is no axis of the output."""
     table, indices = call.inputs[:2]
     dims = call.dims(table)
     if not _looks_up(call, table):
@@ -130,7 +130,7 @@ def embedding(call: OperatorCall) -> None:
 
 @rule("index", "_unsafe_index")
 def index(call: OperatorCall) -> None:
-    """Elements at places that tensors give, one for each dimension that is indexed."""
+    """Index dims by tensors, one for each indexed dim."""
     given: list[Tensor | None] = call.arguments["indices"]
     dims = call.dims(call.first)
     places = [place for place, each in enumerate(given) if each is not None]
@@ -138,7 +138,7 @@ def index(call: OperatorCall) -> None:
     call.whole(*(dims[each] for each in places))
     adjacent = places == list(range(places[0], places[0] + len(places)))
     if any(each.dtype in {torch.bool, torch.uint8} for each in tensors) or not adjacent:
-        # A mask takes several dimensions for one; those behind it stay as they are.
+        # A mask merges several dims into one; later dims do not change.
         covered = max(places) + max(each.ndim for each in tensors)
         call.whole(*dims[:covered])
         kept = call.output.ndim - (len(dims) - covered)
@@ -162,7 +162,7 @@ def index(call: OperatorCall) -> None:
 
 @rule("index_select")
 def index_select(call: OperatorCall) -> None:
-    """Elements of one dimension at places that a vector gives."""
+    """Index one dim by a vector."""
     dims = list(call.dims(call.first))
     place = call.arguments["dim"] % len(dims)
     call.whole(dims[place])
@@ -173,7 +173,7 @@ def index_select(call: OperatorCall) -> None:
 
 @rule("gather", "take_along_dim")
 def gather(call: OperatorCall) -> None:
-    """For each element its own place along a dimension; the other dimensions go along."""
+    """Index one dim per element; the other dims correspond."""
     place = call.arguments["dim"] % call.first.ndim
     given = call.dims(call.arguments["index"])
     for at, (one, other) in enumerate(zip(call.dims(call.first), given, strict=True)):
@@ -189,14 +189,14 @@ def gather(call: OperatorCall) -> None:
     "scatter", "scatter_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_",
 )  # fmt: skip
 def put_along(call: OperatorCall) -> None:
-    """Elements are put somewhere along one dimension; the other ones are the same."""
+    """Write elements at indices along one dim; the other dims correspond."""
     place = call.arguments["dim"] % max(call.first.ndim, 1)
     _put(call, {place}, [each for each in call.inputs[1:] if each.ndim == call.first.ndim])
 
 
 @rule("_index_put_impl_", "index_put", "index_put_")
 def index_put(call: OperatorCall) -> None:
-    """Elements are put at places that tensors give, for the first dimensions here."""
+    """Write elements at indices of the first dims."""
     indices = call.arguments["indices"]
     values: Tensor = call.arguments["values"]
     count = sum(max(each.ndim, 1) if each.dtype == torch.bool else 1 for each in indices
@@ -230,7 +230,7 @@ def _put(call: OperatorCall, places: set[int], sources: list[Tensor]) -> None:
 
 @rule("constant_pad_nd", "reflection_pad1d", "reflection_pad2d", "replication_pad2d")
 def pad(call: OperatorCall) -> None:
-    """More elements at the ends of the last dimensions."""
+    """Pad the ends of the last dims."""
     dims = list(call.dims(call.first))
     added = call.arguments.get("pad") or call.arguments.get("padding") or ()
     for back in range(1, len(added) // 2 + 1):
@@ -245,7 +245,7 @@ def pad(call: OperatorCall) -> None:
     "searchsorted", "unique", "unique2", "_unique2", "unique_consecutive", "unique_dim",
 )  # fmt: skip
 def count(call: OperatorCall) -> None:
-    """Numbers that depend on all elements."""
+    """Compute values that depend on all elements."""
     call.forget()
 
 
@@ -254,7 +254,7 @@ def count(call: OperatorCall) -> None:
     "unsafe_split_with_sizes",
 )  # fmt: skip
 def split(call: OperatorCall) -> None:
-    """Sections, one after the other."""
+    """Split a dim into sections."""
     dims = list(call.dims(call.first))
     place = call.arguments["dim"] % call.first.ndim
     call.names_sizes(dims)
@@ -274,7 +274,7 @@ def split(call: OperatorCall) -> None:
 
 @rule("slice")
 def cut(call: OperatorCall) -> None:
-    """One section; with a stride, elements of which each neighbour is missing."""
+    """Cut one section out of a dim; with a step, the dim must be whole."""
     dims = list(call.dims(call.first))
     place = call.arguments["dim"] % call.first.ndim
     whole, size = call.first.shape[place], call.output.shape[place]
@@ -293,7 +293,7 @@ def cut(call: OperatorCall) -> None:
 
 @rule("select", "unbind")
 def select(call: OperatorCall) -> None:
-    """One element of a dimension, or each."""
+    """Select one index of a dim, or unbind all."""
     dims = list(call.dims(call.first))
     call.whole(dims.pop(call.arguments.get("dim", 0) % call.first.ndim))
     for each in call.outputs:
@@ -302,7 +302,7 @@ def select(call: OperatorCall) -> None:
 
 @rule("cat", "stack")
 def join(call: OperatorCall) -> None:
-    """Several tensors, one after the other along a dimension; ``stack`` makes it."""
+    """Concatenate tensors along a dim, or stack them along a new one."""
     parts = [each for each in call.inputs if each.numel()] or [call.first]
     place = call.arguments.get("dim", 0) % call.output.ndim
     if len(parts) == 1 and call.name == "cat":
@@ -328,7 +328,7 @@ def join(call: OperatorCall) -> None:
 
 @rule("glu")
 def glu(call: OperatorCall) -> None:
-    """One half times the sigmoid of the other."""
+    """Multiply one half by the sigmoid of the other."""
     dims = list(call.dims(call.first))
     place = call.arguments["dim"] % call.first.ndim
     half = call.output.shape[place]

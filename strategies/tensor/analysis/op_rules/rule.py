@@ -19,66 +19,66 @@ from boltmesh.strategies.tensor.analysis.trace import DimTrace, Draw, ShapeUse
 
 @dataclass(frozen=True)
 class OperatorCall:
-    """An operator that ran."""
+    """One call of an operator."""
 
     trace: DimTrace
     name: str
-    """Without the overload."""
+    """Name without the overload."""
     arguments: Mapping[str, Any]
-    """By the names of the operator's schema, defaults included."""
+    """Arguments by the names of the operator's schema, defaults included."""
     inputs: Sequence[Tensor]
     outputs: Sequence[Tensor]
     needed: list[SymbolicDim] = field(default_factory=list)
-    """What it needs whole, as far as its rule has said."""
+    """Axes that it needs whole, as stated by its rule so far."""
 
     @property
     def first(self) -> Tensor:
-        """The first tensor that it took."""
+        """The first input tensor."""
         return self.inputs[0]
 
     @property
     def output(self) -> Tensor:
-        """The first tensor that it gave."""
+        """The first output tensor."""
         return self.outputs[0]
 
     def tensor(self, name: str) -> Tensor | None:
-        """An argument, where it is a tensor."""
+        """Return an argument if it is a tensor, else None."""
         value = self.arguments.get(name)
         return value if isinstance(value, Tensor) else None
 
     def dims(self, tensor: Tensor) -> tuple[Dim, ...]:
-        """Dimensions of a tensor."""
+        """Return the dims of a tensor."""
         return self.trace.dims(tensor)
 
     def give(self, *dims: Dim, output: Tensor | None = None, parameter: str | None = None) -> None:
-        """Say what the dimensions of an output are; of the first one by default."""
+        """Set the dims of an output; of the first one by default."""
         self.trace.set(self.output if output is None else output, dims, parameter)
 
     def give_new(self, *outputs: Tensor) -> None:
-        """Say that the dimensions of outputs are axes that occur nowhere else."""
+        """Give outputs dims that occur nowhere else."""
         for each in outputs:
             self.trace.set(each, (new_dim(size) for size in each.shape))
 
     def same(self, one: Dim, other: Dim) -> None:
-        """Say that two dimensions are the same one."""
+        """Unify two dims."""
         unify(one, other, self.trace.reason(self.name))
 
     def whole(self, *dims: Dim) -> None:
-        """Say that this operator needs dimensions whole."""
+        """Mark dims as needed whole by this operator."""
         for each in dims:
             keep_whole(each, self.trace.reason(self.name))
             self.needed.extend(leaves(each))
 
     def draws(self, dims: Sequence[Dim]) -> None:
-        """Note that random numbers were drawn for a tensor with these dimensions."""
+        """Record that random numbers were drawn for a tensor with these dims."""
         self.trace.draws.append(Draw(tuple(dims), self.trace.module))
 
     def names_sizes(self, dims: Sequence[Dim]) -> None:
-        """Note that the code around this operator names sizes of these dimensions."""
+        """Record that the code around this operator names sizes of these dims."""
         self.trace.shape_uses.append(ShapeUse(self.name, tuple(dims), self.trace.module))
 
     def forget(self) -> None:
-        """Say that nothing is known of this operator: all that it touches stays whole."""
+        """Treat the operator as unknown: all its inputs and outputs are needed whole."""
         for each in self.inputs:
             self.whole(*self.dims(each))
         self.give_new(*self.outputs)
@@ -89,11 +89,11 @@ class OperatorCall:
 Rule: TypeAlias = Callable[[OperatorCall], None]
 
 RULES: dict[str, Rule] = {}
-"""By the name of the operator without its overload."""
+"""Rules by the name of the operator without its overload."""
 
 
 def rule(*names: str) -> Callable[[Rule], Rule]:
-    """Put a rule into the table."""
+    """Register a rule for operators."""
 
     def put(function: Rule) -> Rule:
         for each in names:
