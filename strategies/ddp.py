@@ -17,7 +17,7 @@ from boltmesh.strategies.engine import MeshStrategy
 class DDPStrategy(MeshStrategy):
     """Data parallelism over torch's ``DistributedDataParallel``.
 
-    The same numbers as one process with a batch that is larger by the number of ranks. Memory per
+    Results are those of one process with a batch that is larger by the number of ranks. Memory per
     rank: the whole model, its gradients and its optimizer state. Traffic per optimizer step and
     rank: one all-reduce of the gradients, however many batches are accumulated.
 
@@ -28,16 +28,16 @@ class DDPStrategy(MeshStrategy):
             reentrant activation checkpointing and finds unused parameters by itself.
         find_unused_parameters: Search each step's graph for parameters that it does not use.
             Needed when a step leaves some out; costs a walk over the graph.
-        gradient_as_bucket_view: Keep gradients where they are reduced, instead of beside it. Saves
-            copying back and, unless batches are accumulated, 4 bytes per fp32 parameter. Each
-            backward pass then writes into the memory of ``.grad`` that an earlier one gave out, so
-            by default it is done only where no code of the user's can look at gradients: with
-            automatic optimisation, without hooks between the backward pass and the step.
+        gradient_as_bucket_view: Make ``.grad`` views of the buckets that are reduced. Saves a copy
+            and, unless batches are accumulated, 4 bytes per fp32 parameter. Each backward pass then
+            overwrites the memory of earlier ``.grad``, so by default it is used only if no user
+            code can read gradients: with automatic optimisation, without hooks between the
+            backward pass and the step.
         gradient_compression: None sends gradients as they are; ``"bf16"`` sends them in bf16, half
             the bytes of fp32 and 8 bits of mantissa; ``"powersgd"`` sends low-rank factors with
             error feedback. Both are torch's own hooks, and both change the numbers.
-        powersgd_rank: Rank of the factors: more is closer to the gradient and more to send.
-        powersgd_start_step: Steps without compression before PowerSGD begins, 2 at least.
+        powersgd_rank: Rank of the factors: a higher one is closer to the gradient, and larger.
+        powersgd_start_step: Uncompressed steps before PowerSGD begins, at least 2.
         **kwargs: As for ``MeshStrategy``: ``timeout_s``, ``telemetry``, ``seed``,
             ``activation_checkpointing``, ``process_group_backend``, ``start_method`` and
             Lightning's own.
@@ -111,8 +111,8 @@ class DDPStrategy(MeshStrategy):
         return checkpoint
 
 
-# What Lightning allows its own DDP strategy and tells by class alone (compiled modules, automatic
-# samplers) holds for this one, which drives the same DistributedDataParallel.
+# Lightning's rules for its own DDP strategy, applied by class alone (compiled modules, automatic
+# samplers), hold for this one, which runs the same DistributedDataParallel.
 LightningDDPStrategy.register(DDPStrategy)
 
 

@@ -1,6 +1,6 @@
-"""The sizes of a mesh: which rank has which coordinates, and which sizes fit a job.
+"""Sizes of a mesh: the coordinates of each rank, and layouts that fit a job.
 
-Plain Python, so that a layout is refused, with one to write instead, before anything is started.
+Plain Python, so that a layout is refused, with one that fits, before anything is started.
 """
 
 import math
@@ -19,10 +19,10 @@ class MeshLayout:
     """The sizes of the axes, and the coordinates of each rank.
 
     Args:
-        **sizes: Ranks along an axis, by its name in ``AXES``; 1 for those that are left out.
+        **sizes: Ranks along an axis, by its name in ``AXES``; 1 for omitted axes.
 
     Raises:
-        LayoutError: For an axis that does not exist, or holds no rank.
+        LayoutError: For an unknown axis, or a size below 1.
     """
 
     _sizes: tuple[int, ...]
@@ -44,7 +44,7 @@ class MeshLayout:
 
         Args:
             world_size: Ranks of the job.
-            **sizes: Of the other axes.
+            **sizes: Sizes of the other axes.
 
         Raises:
             LayoutError: When their product does not divide ``world_size``.
@@ -62,11 +62,11 @@ class MeshLayout:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Axis name to size, outermost first; without optional axes of one rank."""
+        """Size by axis name, outermost first; without optional axes of size 1."""
         return axes.named_sizes(dict(zip(AXES, self._sizes, strict=True)))
 
     def size(self, axis: str) -> int:
-        """Ranks along an axis; 1 along one that the layout does not have."""
+        """Return the number of ranks along an axis; 1 for axes that the layout does not have."""
         return self.sizes.get(axis, 1)
 
     @property
@@ -86,21 +86,21 @@ class MeshLayout:
 
     @property
     def world_size(self) -> int:
-        """The number of ranks that the layout needs."""
+        """Number of ranks of the layout."""
         return math.prod(self._sizes)
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Axis name to this rank's coordinate on it."""
+        """Return the coordinates of a rank by axis name."""
         if not 0 <= rank < self.world_size:
             raise LayoutError(f"Rank {rank} is not one of the {self.world_size} ranks of {self}.")
         return axes.coordinates(rank, self.sizes)
 
     def rank_at(self, **place: int) -> int:
-        """The rank with these coordinates, by axis; 0 where they are left out."""
+        """Return the rank with these coordinates by axis; 0 if omitted."""
         return axes.rank_at(place, self.sizes)
 
     def groups(self, *along: str) -> list[list[int]]:
-        """Every group of ranks that differ along these axes alone; each rank is in exactly one."""
+        """Return all groups of ranks that differ only along these axes; they are disjoint."""
         found: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world_size):
             place = self.coordinates(rank)
@@ -122,22 +122,22 @@ def _spell(sizes: Mapping[str, int]) -> str:
 
 
 NUM_NAMED = 2
-"""How many layouts an error names."""
+"""Number of layouts that an error suggests."""
 
 
 def fit_layout(
     *, world_size: int, ranks_per_host: int, data: int | None = None, **sizes: int
 ) -> MeshLayout:
-    """Return the layout that was asked for.
+    """Return the requested layout.
 
     Args:
         world_size: Ranks of the job.
-        ranks_per_host: How many of them each host has.
+        ranks_per_host: Ranks of each host.
         data: Size of the data axis; None takes the ranks that the other axes leave.
-        **sizes: Of the other axes. The groups of the tensor axis have to be on one host.
+        **sizes: Sizes of the other axes. The groups of the tensor axis must be on one host.
 
     Raises:
-        LayoutError: When there is none, with the nearest that there are.
+        LayoutError: If it does not fit, with the nearest that do.
     """
     given = sizes if data is None else {**sizes, "data": data}
     asked = {axis: given[axis] for axis in AXES if axis in given}
@@ -177,12 +177,12 @@ def fit_layout(
 def nearest_layouts(
     *, world_size: int, ranks_per_host: int, data: int | None, **sizes: int
 ) -> list[MeshLayout]:
-    """Return the layouts of so many ranks that are nearest to what was asked for, at most two.
+    """Return the layouts of this number of ranks nearest to the requested one, at most two.
 
-    Near is a small factor between sizes. Where the pipeline can stay as it was asked for it does:
-    its length changes what a microbatch is.
+    Distance is by factors between sizes. The pipeline keeps its requested size if possible, since
+    that determines the microbatches.
     """
-    # Strategies with an optional axis have no other one to change.
+    # Strategies with an optional axis have no other axis to change.
     may_change = set(sizes) if axes.OPTIONAL & set(sizes) else set(AXES) - axes.OPTIONAL
     others = [axis for axis in AXES if axis != "data" and axis in may_change]
     asked = {axis: sizes.get(axis, 1) for axis in others}
@@ -203,7 +203,7 @@ def _layouts(world_size: int, ranks_per_host: int, others: Sequence[str]) -> Ite
 
     Args:
         world_size: Ranks of the job.
-        ranks_per_host: How many of them each host has.
+        ranks_per_host: Ranks of each host.
         others: The axes beside the data axis.
     """
 

@@ -1,4 +1,4 @@
-"""Python objects between ranks, and actions that fail on all ranks or on none.
+"""Collectives on Python objects, and actions that fail on all ranks or on none.
 
 ``gather_objects`` and ``broadcast_object`` take any small object that can be pickled. After
 ``all_or_none`` no rank waits for one that has failed.
@@ -19,7 +19,7 @@ def gather_objects(item: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
     Args:
         item: Small and picklable.
-        group: The ranks that gather; None: all ranks of the job.
+        group: The ranks; None for all ranks of the job.
     """
     items = [item] * dist.get_world_size(group)
     dist.all_gather_object(items, item, group)
@@ -30,8 +30,8 @@ def broadcast_from_rank0(value: T, group: dist.ProcessGroup | None = None) -> T:
     """Return the first rank's value on every rank. Collective over the group.
 
     Args:
-        value: Small and picklable; only that of the first rank is used.
-        group: The ranks that get it; None: all ranks of the job.
+        value: Small and picklable; only the first rank's is used.
+        group: The ranks; None for all ranks of the job.
     """
     return broadcast_object(value, 0 if group is None else dist.get_global_rank(group, 0), group)
 
@@ -40,9 +40,9 @@ def broadcast_object(value: T, source: int, group: dist.ProcessGroup | None = No
     """Return one rank's value on every rank. Collective over the group.
 
     Args:
-        value: Small and picklable; only that of the source is used.
-        source: Its rank within the job.
-        group: The ranks that get it; None: all ranks of the job.
+        value: Small and picklable; only the source's is used.
+        source: Rank of the source within the job.
+        group: The ranks; None for all ranks of the job.
     """
     holder = [value]
     dist.broadcast_object_list(holder, source, group=group)
@@ -53,12 +53,11 @@ def all_or_none(action: Callable[[], T], group: dist.ProcessGroup | None = None)
     """Run ``action``, and raise on every rank when it raises on one. Collective over all ranks.
 
     Args:
-        action: May fail.
-        group: Of all ranks, if the default group is in use by another thread.
+        action: May raise.
+        group: A group of all ranks, if the default group is in use by another thread.
 
     Raises:
-        CheckpointError: With the error of the first rank that failed; of its class if that is a
-            subclass.
+        CheckpointError: The error of the first rank that failed, or its subclass.
     """
     result: T | None = None
     failure: Exception | None = None
@@ -84,11 +83,11 @@ def run_on_rank0_and_broadcast(
     """Run ``action`` on rank 0 and return its result on all ranks. Collective over all ranks.
 
     Args:
-        action: May fail; returns an object that can be pickled.
+        action: May raise; returns a picklable object.
         group: See ``all_or_none``.
 
     Raises:
-        CheckpointError: The action failed; on every rank.
+        CheckpointError: The action failed; raised on every rank.
     """
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     result = all_or_none(action if is_first else noop, group)
@@ -98,13 +97,13 @@ def run_on_rank0_and_broadcast(
 
 
 def run_on_rank0(action: Callable[[], object], group: dist.ProcessGroup | None = None) -> None:
-    """Run ``action`` on rank 0, and raise on all ranks when it fails. Collective."""
+    """Run ``action`` on rank 0, and raise on all ranks if it fails. Collective."""
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     all_or_none(action if is_first else noop, group)
 
 
 def noop(*_: Any, **__: Any) -> None:
-    """Do nothing: for ranks that only take part in an action, and for hooks that are not set."""
+    """Do nothing: for ranks that only take part in an action, and for unset hooks."""
 
 
 def _describe(error: Exception) -> tuple[type[CheckpointError], str]:

@@ -207,7 +207,7 @@ class Parallel3DStrategy(MeshStrategy):
 
     @property
     def plan(self) -> TensorPlan | None:
-        """What is divided of layers and how it is run; None before ``setup``."""
+        """The tensor plan that the model runs by; None before ``setup``."""
         return self.tensor_axis.plan
 
     @override

@@ -32,7 +32,7 @@ def _zero(description: str, **arguments: Any) -> Entry:
 
 
 OFFLOAD_FOLDER = "."
-"""Where a name that offloads to a disk does so unless told: beside Lightning's checkpoints."""
+"""Default folder of strategies that offload to a disk: beside Lightning's checkpoints."""
 
 STRATEGIES: dict[str, Entry] = {
     "bolt_ddp": Entry(

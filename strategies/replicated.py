@@ -1,10 +1,9 @@
-"""``ReplicatedStrategy``: one process, a copy of the model on each of several devices.
+"""``ReplicatedStrategy``: one process with a copy of the model on each of several devices.
 
-A training step goes over the devices as ``torch.nn.DataParallel`` does it: the batch is cut along
-its rows, a share for each device; the model is copied to all of them, runs there in a thread each,
-and gradients come back through the copy. What ``DataParallel`` leaves to its users is done here:
-the loss of the batch is the mean of those of the shares, weighted by their rows, and what a step
-logs is put together likewise.
+A training step runs on the devices as in ``torch.nn.DataParallel``: the batch is divided along its
+rows over the devices; the model is copied to all of them and runs there, in a thread each, and
+gradients come back through the copies. In addition to ``DataParallel``, the loss of the batch is
+the mean of the parts' losses, weighted by their rows, and logged values are combined likewise.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,7 +30,7 @@ Call = tuple[str, Any, dict[str, Any]]
 
 
 class _StepModule(Module):
-    """Makes a training step what a module is called for, which is all that torch copies."""
+    """Makes a training step the forward of a module, which is all that torch replicates."""
 
     def __init__(self, module: LightningModule, around: Any) -> None:
         super().__init__()
@@ -41,12 +40,12 @@ class _StepModule(Module):
 
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        # Threads do not know what the one that started them computes in.
+        # Threads do not inherit autocast from the one that started them.
         with self.around():
             return self.module.training_step(*args, **kwargs)
 
     def keep_logs(self) -> None:
-        """Let ``self.log`` of this copy write here: the loops know no threads."""
+        """Make ``self.log`` of this copy record here: the loops support no threads."""
         calls: list[Call] = []
         self.logged = calls
 
@@ -69,17 +68,20 @@ def scattered_step(
     devices: Sequence[torch.device],
     around: Any,
 ) -> Any:
-    """Run a training step on copies of a module, and return what it returns for the whole batch.
+    """Run a training step on copies of a module, and return its result for the whole batch.
 
     Args:
-        module: On the first device.
-        args: What the step is called with: a batch, and what comes behind it.
-        kwargs: The same.
-        devices: One for each copy; a batch of fewer rows uses fewer.
-        around: Enters the precision that steps run in.
+        module: The module, on the first device.
+        args: Positional arguments of the step: a batch ``(B, ...)``, and further ones.
+        kwargs: Keyword arguments of the step.
+        devices: One for each copy; a batch with fewer rows uses fewer.
+        around: Context of the steps' precision.
+
+    Returns:
+        The mean loss, a scalar on the first device, or the step's mapping with it.
 
     Raises:
-        ConfigError: When the batch has no rows to share out.
+        ConfigError: If the batch has no rows to divide.
     """
     shares = [tuple(each) for each in scatter(args, devices)]
     named = scatter(dict(kwargs), devices) if kwargs else [{} for _ in shares]
@@ -118,7 +120,7 @@ def _mean(values: Sequence[tuple[Any, int]], device: torch.device) -> Tensor:
 
 
 def _log(module: LightningModule, logged: Sequence[Sequence[Call]], rows: Sequence[int]) -> None:
-    """Make the calls of all copies once on the module, in the order of the first one."""
+    """Make the log calls of all copies once on the module, in the order of the first copy."""
     device = module.device
     for at, (name, value, options) in enumerate(logged[0]):
         same = [calls[at] for calls in logged if len(calls) > at and calls[at][0] == name]
@@ -140,29 +142,29 @@ def _log(module: LightningModule, logged: Sequence[Sequence[Call]], rows: Sequen
 
 
 class ReplicatedStrategy(MeshStrategy):
-    """Data parallelism as ``torch.nn.DataParallel`` has it, to be compared with.
+    """Data parallelism like ``torch.nn.DataParallel``, for comparisons.
 
-    One process cuts each batch along its rows, copies the model to every device for every batch,
-    and runs a thread for each. The numbers are those of one device with the same batch, where the
-    loss is a mean over rows; buffers keep what the first device's rows have made of them. Memory
-    of the first device: the whole model, its gradients and its optimizer state; of the others a
-    copy of the parameters and its gradients. ``DDPStrategy`` is faster and is what to train with.
+    One process divides each batch along its rows, copies the model to every device for every batch,
+    and runs a thread for each. Results are those of one device with the same batch, if the loss is
+    a mean over rows; buffers keep the values of the first device's rows. Memory of the first
+    device: the whole model, its gradients and its optimizer state; of the others, a copy of the
+    parameters and its gradients. ``DDPStrategy`` is faster, and should be used for training.
 
     Args:
-        devices: Indices of CUDA devices, the first one that of the Trainer; None: all that there
-            are, from that one on.
+        devices: Indices of CUDA devices, the first one being the Trainer's; None for all devices
+            from that one on.
         **kwargs: As for ``MeshStrategy``.
 
     Raises:
         ConfigError: At ``setup``, without several CUDA devices, for manual optimisation, and for
-            modules that keep metrics.
+            modules with metrics.
         LayoutError: For several processes, when the Trainer is built.
     """
 
     strategy_name = "bolt_replicated"
 
     is_distributed = False
-    """Loaders keep the sampler that their author gave them: there is nobody to share data with."""
+    """Loaders keep their author's sampler: there are no other processes to share data with."""
 
     def __init__(self, *, devices: Sequence[int] | None = None, **kwargs: Any) -> None:
         super().__init__(axes=[SingleRankAxis()], **kwargs)
@@ -198,10 +200,10 @@ class ReplicatedStrategy(MeshStrategy):
         super().setup(trainer)
 
     def find_devices(self) -> tuple[torch.device, ...]:
-        """Return where copies are.
+        """Return the devices of the copies.
 
         Raises:
-            ConfigError: Where there are no several CUDA devices.
+            ConfigError: Without several CUDA devices.
         """
         root = self.root_device
         if root.type != "cuda":

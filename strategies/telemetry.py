@@ -1,4 +1,4 @@
-"""Opens a strategy's telemetry: what the job is, where this rank stands, which group is whose."""
+"""Opens a strategy's telemetry: describes the job, this rank's place, and the groups of axes."""
 
 import os
 import warnings
@@ -36,7 +36,7 @@ def follow_loops(trainer: Trainer | None) -> None:
 def open_recorder_of(strategy: "MeshStrategy") -> Recorder | NullRecorder:
     """Open this rank's recorder and name the groups of the axes.
 
-    Collective over all ranks, which have to agree on the job's id.
+    Collective over all ranks, which agree on the job's id.
     """
     trainer = trainer_of(strategy.lightning_module)
     max_steps = trainer.max_steps if trainer is not None else -1
@@ -70,7 +70,7 @@ def open_recorder_of(strategy: "MeshStrategy") -> Recorder | NullRecorder:
 
 
 def record_expectations(strategy: "MeshStrategy") -> None:
-    """Record what a step should move and take, and how to see what it does."""
+    """Record the expected traffic and memory of a step, and watch what it holds."""
     strategy.recorder.expect(strategy.expected_traffic())
     copies = strategy.memory_checkpoints
     planned = [] if copies is None else [copies.expected_memory()]
@@ -79,7 +79,7 @@ def record_expectations(strategy: "MeshStrategy") -> None:
 
 
 def tensors_by_kind(strategy: "MeshStrategy") -> Mapping[str, Sequence[Tensor | StoredBytes]]:
-    """Return what this rank holds now, by kind of memory, as ``Recorder.watch_memory`` wants it."""
+    """Return the tensors that this rank holds now by kind, for ``Recorder.watch_memory``."""
     offload = strategy.recomputation.offload
     kept = [] if offload is None else offload.stored_bytes()
     copies = strategy.memory_checkpoints
@@ -110,13 +110,13 @@ def _state_by_kind(strategy: "MeshStrategy") -> Mapping[str, Sequence[Tensor | S
 
 
 def optimizer_tensors(optimizers: Iterable[Optimizer]) -> list[Tensor]:
-    """Return the tensors of optimizers' states, those in lists and mappings included."""
+    """Return the tensors of optimizers' states, including those in lists and mappings."""
     states = (state for each in optimizers for state in each.state.values())
     return [tensor for state in states for tensor in tensors_of(state)]
 
 
 def _hyperparameters(strategy: "MeshStrategy") -> Mapping[str, object]:
-    """Return the module's hyperparameters, and the config's values where there is a config."""
+    """Return the module's hyperparameters, and the config's values if there is one."""
     module = strategy.lightning_module
     settings = strategy.settings
     own = {} if module is None else dict(module.hparams)

@@ -40,7 +40,7 @@ class TensorParallelStrategy(MeshStrategy):
             ``"row"``, ``"table"``, ``"vocabulary"``, ``"whole"``) that overrides parts of it.
         sequence_parallel: Divide the sequence between blocks, too: what norms and dropout store
             for the backward pass is then divided by ``size``, at the same traffic.
-        loss_parallel: Whether the loss is computed from logits that are divided over the vocabulary:
+        loss_parallel: Whether the loss is computed from logits divided over the vocabulary:
             ``"auto"`` if possible, True (an error if not) or False.
         find_unused_parameters: As for ``DDPStrategy``, if there are replicas.
         **kwargs: As for ``MeshStrategy``: ``timeout_s``, ``telemetry``, ``seed``,

@@ -51,9 +51,7 @@ def has_checksums(file: IO[bytes]) -> bool:
 
 
 def find_damage(file: IO[bytes]) -> str | None:
-    """What is wrong with the bytes of a file, in words.
-
-    None when nothing is, or when it has no checksums.
+    """Describe damage to the bytes of a file; None if there is none, or no checksums.
 
     Raises:
         OSError: The medium cannot be read.

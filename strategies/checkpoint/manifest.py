@@ -29,7 +29,7 @@ FORMAT = 3
 In format 2 and, on a remote file system, in format 3 the files may be in a subfolder, because the
 directory replaced another one."""
 NEWER = "it has format"
-"""Begins the fault of a directory that is whole as far as can be told."""
+"""Start of the fault message for a directory that is complete, but newer than this version."""
 TRAINABLE_ONLY = "trainable_only"
 """Key that is true in a directory without the frozen parameters of its model."""
 SAVE = "save"

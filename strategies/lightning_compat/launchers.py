@@ -183,7 +183,7 @@ class SigtermAgreement:
     ranks, also if that is one, save before the same batch, with which a new step begins.
 
     Args:
-        trainer: Of the run.
+        trainer: The Trainer of the run.
         take_flags: Returns the maximum over all ranks of ``flags`` since its last call, equal on
             all ranks, if they exchange them anyway at the end of a batch. By default they are
             reduced before each batch, and on GPUs count from the batch after it.

@@ -1,4 +1,4 @@
-"""Lightning's loops: where training and evaluation stand, their loaders, and arguments of steps."""
+"""Lightning's loops: progress of training and evaluation, loaders, and arguments of steps."""
 
 import math
 import os
@@ -29,20 +29,20 @@ Result = TypeVar("Result")
 
 
 def training_loaders(trainer: Trainer) -> list[Any]:
-    """The loaders of the fit loop as it iterates over them, after samplers were put in."""
+    """Return the loaders that the fit loop iterates over, with the Trainer's samplers."""
     combined = trainer.fit_loop._combined_loader
     return [] if combined is None else list(combined.flattened)
 
 
 def prefetched_batches(trainer: Trainer) -> int:
-    """How many batches the fit loop has fetched and not yet used (loaders without a length)."""
+    """Return the number of batches fetched ahead by the fit loop (loaders without a length)."""
     return len(getattr(trainer.fit_loop._data_fetcher, "batches", ()))
 
 
 def ended_loaders(trainer: Trainer) -> list[bool]:
-    """Whether each training loader has ended in this epoch and was begun again, or gives no more.
+    """Return whether each training loader has ended in this epoch, restarted or exhausted.
 
-    Shorter loaders do so beside longer ones; the epoch is over when all have ended.
+    Shorter loaders restart beside longer ones; the epoch is over when all have ended.
     """
     iterator = getattr(trainer.fit_loop._combined_loader, "_iterator", None)
     ended = list(getattr(iterator, "_consumed", ()))
@@ -50,7 +50,7 @@ def ended_loaders(trainer: Trainer) -> list[bool]:
 
 
 class _Announced:
-    """An iterator over batches that calls before its first one."""
+    """An iterator over batches that calls a function before its first one."""
 
     def __init__(self, batches: Iterator[Any], call: Callable[[], None]) -> None:
         self._batches = batches
@@ -74,7 +74,7 @@ def call_before_fetch(trainer: Trainer, call: Callable[[], None]) -> None:
 
 
 def set_sampler_epochs(trainer: Trainer) -> None:
-    """Tell the samplers of training loaders which epoch this is, as the fit loop is about to."""
+    """Set the present epoch in the samplers of training loaders, as the fit loop is about to."""
     progress: Any = trainer.fit_loop.epoch_progress.current
     for loader in training_loaders(trainer):
         _set_sampler_epoch(loader, progress.processed)
@@ -84,7 +84,7 @@ _SAMPLERS = (Sampler, _DatasetSamplerWrapper)
 
 
 def own_generators(loader: Any) -> list[torch.Generator]:
-    """Return the generators of a loader and its samplers, which no state of the process has."""
+    """Return the generators of a loader and its samplers, which are not in the process's state."""
     generators: list[torch.Generator] = []
     holders = [loader]
     for holder in holders:
@@ -97,7 +97,7 @@ def own_generators(loader: Any) -> list[torch.Generator]:
 
 
 def is_epoch_over(trainer: Trainer) -> bool:
-    """Whether the batch in work, or the last one done, is the last of its epoch."""
+    """Whether the current batch, or the last one done, is the last of its epoch."""
     return bool(trainer.fit_loop.epoch_loop._num_ready_batches_reached())
 
 
@@ -108,7 +108,7 @@ def validation_follows(trainer: Trainer) -> bool:
 
 
 def batches_to_skip(trainer: Trainer) -> int:
-    """How many batches of the current epoch a restored fit loop has used."""
+    """Return how many batches of the current epoch a restored fit loop has used."""
     loop = trainer.fit_loop
     if not loop.is_resuming and not loop.restarting:
         return 0
@@ -117,25 +117,25 @@ def batches_to_skip(trainer: Trainer) -> int:
 
 
 def restart_fetching(trainer: Trainer) -> None:
-    """Make the fit loop ask its loaders for new iterators."""
+    """Make the fit loop request new iterators from its loaders."""
     fetcher = trainer.fit_loop._data_fetcher
     if fetcher is not None:
         iter(fetcher)
 
 
 def loggers_follow(trainer: Trainer) -> bool:
-    """Whether loggers are given what the batch in work logs."""
+    """Whether loggers receive values that the current batch logs."""
     return bool(trainer._logger_connector.should_update_logs or getattr(trainer, "fast_dev_run", 0))
 
 
 def log_step(trainer: Trainer, logger: Logger) -> None:
-    """Give one logger the metrics of a step that has been done and that Lightning has yet to log.
+    """Pass the metrics of a finished step that Lightning has yet to log to one logger.
 
-    Without such a step nothing happens.
+    No-op without such a step.
     """
     progress: Any = trainer.fit_loop.epoch_loop.batch_progress.current
     connector = trainer._logger_connector
-    # A run that resumes behind its last step has not begun one.
+    # A run that resumes after its last step has not begun one.
     has_begun = connector._first_loop_iter is not None
     if not trainer.training or not has_begun or progress.processed == progress.completed:
         return
@@ -147,18 +147,18 @@ def log_step(trainer: Trainer, logger: Logger) -> None:
 
 
 def agree_in_loops(trainer: Trainer, strategy: Strategy, kept: Mapping[str, float] | None) -> None:
-    """Let ranks agree where the loops of a fit decide by what each of them has.
+    """Make ranks agree where the loops of a fit decide by rank-local values.
 
     Args:
         trainer: The Trainer of a run that fits.
         strategy: Its strategy.
-        kept: The last values of metrics in the run that is resumed, for this rank.
+        kept: This rank's last values of metrics in the run that is resumed.
     """
     average_monitored(trainer, strategy.reduce, kept)
     loop = trainer.fit_loop.epoch_loop
     interval = getattr(trainer, "_val_check_time_interval", None)
     if interval is not None and trainer.world_size > 1:
-        # By the clock of each rank some would validate, and others train on.
+        # By the clock of each rank, some would validate and others train on.
         own = partial(type(loop)._should_check_val_fx, loop)
         agreed = partial(_agreed, own, strategy.reduce_boolean_decision)
         setattr(loop, "_should_check_val_fx", agreed)  # noqa: B010
@@ -171,15 +171,15 @@ def _agreed(own: Callable[[Any], bool], decide: Callable[..., bool], fetcher: An
 def average_monitored(
     trainer: Trainer, average: Callable[[Any], Any], kept: Mapping[str, float] | None
 ) -> None:
-    """Let ``ReduceLROnPlateau`` see the mean over ranks of the metric that it monitors.
+    """Let ``ReduceLROnPlateau`` see the mean over ranks of its monitored metric.
 
-    A metric that was logged without ``sync_dist`` is another one on each rank, and so would be the
-    rates with which ranks step one model.
+    A metric that was logged without ``sync_dist`` differs by rank, and so would the learning rates
+    with which ranks step one model.
 
     Args:
         trainer: The Trainer of a run that fits.
         average: Averages a tensor over ranks, in place. Collective.
-        kept: The last values of metrics in the run that is resumed, for this rank.
+        kept: This rank's last values of metrics in the run that is resumed.
     """
     loop = trainer.fit_loop.epoch_loop
     own = partial(type(loop)._get_monitor_value, loop)
@@ -199,16 +199,16 @@ def _averaged(
 
 
 def monitored_values(trainer: Trainer) -> dict[str, float]:
-    """Return what this rank has logged last of the metrics that ``ReduceLROnPlateau`` monitors."""
+    """Return this rank's last logged values of metrics monitored by ``ReduceLROnPlateau``."""
     keys = {config.monitor for config in trainer.lr_scheduler_configs if config.reduce_on_plateau}
     metrics = trainer.callback_metrics
     return {key: float(metrics[key]) for key in keys if key in metrics}
 
 
 def begin_restart(trainer: Trainer) -> None:
-    """Let a run that resumes behind the last batch of a stream count batches from 0.
+    """Make a run that resumes after the last batch of a stream count batches from 0.
 
-    Lightning finds the end of an epoch by its length, which a stream does not have.
+    Lightning detects the end of an epoch by its length, which a stream does not have.
     """
     loop = trainer.fit_loop
     progress = loop.epoch_loop.batch_progress
@@ -217,9 +217,9 @@ def begin_restart(trainer: Trainer) -> None:
 
 
 def end_restart(trainer: Trainer) -> None:
-    """Let the epoch in which a run resumes end like any other.
+    """Make the epoch in which a run resumes end like any other.
 
-    Lightning steps no ``ReduceLROnPlateau`` at its end, because it may lack the metric.
+    Otherwise Lightning steps no ``ReduceLROnPlateau`` at its end, as the metric may be missing.
     """
     loop = trainer.fit_loop
     loop._restarting = False
@@ -232,13 +232,13 @@ def _evaluating_loop(trainer: Trainer) -> Any:
 
 
 def evaluation_length(trainer: Trainer) -> float:
-    """Return how many batches this rank evaluates, infinity where nobody knows.
+    """Return how many batches this rank evaluates; infinity if unknown.
 
-    Valid from the start of validation, test or prediction on.
+    Valid after the start of validation, test or prediction.
     """
     loop = _evaluating_loop(trainer)
     if any(sized_len(each) is None for each in loop._combined_loader.flattened):
-        return math.inf  # a limit says how many there are at most
+        return math.inf  # a limit is only an upper bound
     return float(sum(loop.max_batches))
 
 
@@ -248,7 +248,7 @@ def draws_batches(trainer: Trainer) -> bool:
 
 
 class _WatchedBatches:
-    """An iterator over batches that says when it ends."""
+    """An iterator over batches that reports its end."""
 
     def __init__(
         self, batches: Iterator[Any], num_served: int, on_end: Callable[[int], None]
@@ -271,28 +271,28 @@ class _WatchedBatches:
 def watch_batches(trainer: Trainer, on_end: Callable[[int], None]) -> None:
     """Call ``on_end`` with the number of batches given when an evaluation's loaders end.
 
-    A loader may end before the length that it or a limit tells, which the loop learns only here.
+    A loader may end before its own length or a limit, which the loop only detects here.
     """
     fetcher = _evaluating_loop(trainer)._data_fetcher
     fetched_ahead = len(getattr(fetcher, "batches", ()))
     if fetcher.done and not fetched_ahead:
-        on_end(0)  # it has looked already, and will not again
+        on_end(0)  # the fetcher has reached the end, and will not read again
     fetcher.iterator = _WatchedBatches(fetcher.iterator, fetched_ahead, on_end)
 
 
 def evaluation_is_over(trainer: Trainer) -> bool:
-    """Whether the batch in work, or the last one done, is this rank's last of the evaluation."""
+    """Whether the current batch, or the last one done, is this rank's last of the evaluation."""
     fetcher = _evaluating_loop(trainer)._data_fetcher
     return fetcher is None or bool(fetcher.done)
 
 
 def evaluation_batch_index(trainer: Trainer) -> int:
-    """How many batches of this evaluation came before the one in work, over all its loaders."""
+    """Return the index of the current batch in this evaluation, over all its loaders."""
     return int(_evaluating_loop(trainer).batch_progress.current.ready) - 1
 
 
 def gives_last_batch(trainer: Trainer) -> bool:
-    """Whether the running loop's loaders have no batch after the one that was fetched last."""
+    """Whether the running loop's loaders have no batch after the one fetched last."""
     loop: Any = trainer.fit_loop if trainer.training else _evaluating_loop(trainer)
     return loop._data_fetcher is not None and bool(loop._data_fetcher.done)
 
@@ -300,7 +300,7 @@ def gives_last_batch(trainer: Trainer) -> bool:
 def rank_loader(
     loader: DataLoader[Any], rank: int, num_replicas: int, stage: RunningStage
 ) -> DataLoader[Any]:
-    """The loader that the Trainer would make of ``loader`` for one rank of a data axis."""
+    """Return ``loader`` as the Trainer would prepare it for one rank of a data axis."""
     sampler = _get_distributed_sampler(
         loader,
         shuffle=stage == RunningStage.TRAINING,
@@ -313,7 +313,7 @@ def rank_loader(
 
 
 def requested_loader(trainer: Trainer) -> Any:
-    """What the user's hook gives for the loop that is about to run; a new one, as a rule."""
+    """Return the loader from the user's hook for the loop about to run; usually a new one."""
     if trainer.state.fn == TrainerFn.FITTING:
         return _request_dataloader(trainer.fit_loop._data_source)
     assert trainer.state.fn is not None
@@ -328,9 +328,9 @@ def requested_loader(trainer: Trainer) -> Any:
 
 
 def show_loader(trainer: Trainer, loader: Any) -> None:
-    """Let steps that run before the fit loop has loaders find one, and a number of batches.
+    """Show a loader and a number of batches to steps that run before the fit loop has them.
 
-    A step would otherwise set up the loop, on this rank alone, to estimate the steps of a run.
+    Otherwise such a step would set up the loop, on this rank alone, to estimate a run's steps.
     """
     loop = trainer.fit_loop
     if trainer.state.fn != TrainerFn.FITTING or loop._combined_loader is not None:
@@ -351,7 +351,7 @@ def show_loader(trainer: Trainer, loader: Any) -> None:
 
 
 def without_shown_loader(function: Callable[[Trainer], Result], trainer: Trainer) -> Result:
-    """Call a function of a Trainer, and take away what ``show_loader`` has put there meanwhile."""
+    """Call a function of a Trainer, and undo a ``show_loader`` that it made."""
     loop = trainer.fit_loop
     before = loop._combined_loader, loop.max_batches
     try:
@@ -361,7 +361,7 @@ def without_shown_loader(function: Callable[[Trainer], Result], trainer: Trainer
 
 
 def transferred_to_host(trainer: Trainer, batch: Any) -> Any:
-    """A batch after the module's hooks around its transfer, on the CPU."""
+    """Return a batch after the module's hooks around its transfer, on the CPU."""
     module = trainer.lightning_module
     batch = trainer.precision_plugin.convert_input(batch)
     batch = module._on_before_batch_transfer(batch, 0)
@@ -369,9 +369,9 @@ def transferred_to_host(trainer: Trainer, batch: Any) -> Any:
 
 
 def step_arguments(module: LightningModule, step: str) -> tuple[int, ...]:
-    """What the loops call a step with behind its batch, for the first batch of the first loader.
+    """Return a step's further arguments after its batch, for the first batch of the first loader.
 
-    The index of the batch and that of the loader are given where the step has them.
+    The indices of the batch and of the loader, if the step takes them.
     """
     method = getattr(module, step)
     if not is_param_in_hook_signature(method, "batch_idx", min_args=2):
@@ -393,13 +393,13 @@ def seed_workers(loader: object, rank: int) -> None:
 
 
 def begins_step(trainer: Trainer) -> bool:
-    """Whether the next batch is the first of those whose gradients one step adds up."""
+    """Whether the next batch is the first of those whose gradients one step accumulates."""
     done: Any = trainer.fit_loop.epoch_loop.batch_progress.current
     return not done.ready % trainer.accumulate_grad_batches
 
 
 def batches_to_break(trainer: Trainer) -> float:
-    """How many batches follow the one in work up to the end of the epoch or the next validation.
+    """Return how many batches follow the current one until the epoch ends or validation begins.
 
     Infinity if unknown.
     """

@@ -30,7 +30,7 @@ def is_wrapping(checkpoint_io: CheckpointIO) -> bool:
 
 
 def is_for_requeue(path: str | PathLike[str]) -> bool:
-    """Whether a checkpoint is the one that SLURM is told to go on from as soon as it is saved."""
+    """Whether a checkpoint is the one from which SLURM resumes the job once it is saved."""
     return PurePath(path).name.startswith("hpc_ckpt_")
 
 

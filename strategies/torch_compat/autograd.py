@@ -25,21 +25,21 @@ def has_gradient_hooks(tensor: Tensor) -> bool:
 
 
 def has_accumulation_hooks(tensor: Tensor) -> bool:
-    """Whether a leaf has hooks that run after its ``.grad`` was added to."""
+    """Whether a leaf has hooks that run after its ``.grad`` is accumulated."""
     return bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
 
 
 def move_gradient_hooks(before: Tensor, after: Tensor) -> None:
-    """Let hooks on the gradient of one leaf, and their handles, be those of another."""
+    """Move hooks on the gradient of one leaf, and their handles, to another."""
     if before._backward_hooks:
         after._backward_hooks = before._backward_hooks
         before._backward_hooks = None
 
 
 def share_gradient_hooks(of: Tensor, to: Tensor) -> None:
-    """Let hooks on the gradient of one leaf run on that of another, and end with their handles.
+    """Run hooks on the gradient of one leaf also on another's; their handles remove both.
 
-    Those that the other one was given by itself stay, and are the first one's from then on.
+    Hooks of the other leaf itself stay, and belong to the first one from then on.
     """
     ours, theirs = of._backward_hooks, to._backward_hooks
     if ours is theirs:
@@ -56,24 +56,24 @@ _GRAD: Any = Tensor.grad  # torch declares its descriptor as a plain attribute
 
 
 def own_gradient(tensor: Tensor) -> Tensor | None:
-    """Return the gradient that backward passes have added up in a tensor, whatever its class."""
+    """Return the gradient accumulated by backward passes, bypassing a subclass's ``grad``."""
     gradient: Tensor | None = _GRAD.__get__(tensor)
     return gradient
 
 
 def set_own_gradient(tensor: Tensor, value: Tensor | None) -> None:
-    """Set the gradient that backward passes add to, whatever the class of the tensor."""
+    """Set the gradient that backward passes accumulate, bypassing a subclass's ``grad``."""
     _GRAD.__set__(tensor, value)
 
 
 def after_gradient(parameter: Parameter, hook: Callable[[Parameter], None]) -> RemovableHandle:
-    """Call ``hook`` when the gradient of a parameter is complete; torch has no types for it."""
+    """Call ``hook`` when the gradient of a parameter is complete; adds types to torch's method."""
     handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
     return handle
 
 
 def after_backward(loss: Tensor, call: Callable[[], None]) -> None:
-    """Call once the backward pass is over that begins at a tensor, and before what follows it."""
+    """Call once after the backward pass that begins at a tensor, before ``backward`` returns."""
     engine: Any = torch.autograd.Variable._execution_engine
 
     def queue(_: Tensor) -> None:
@@ -84,42 +84,42 @@ def after_backward(loss: Tensor, call: Callable[[], None]) -> None:
 
 
 def backward_number() -> int | None:
-    """The number of the backward pass that this thread is within, its own; None outside."""
+    """Return the unique number of this thread's running backward pass; None outside of one."""
     task: int = torch._C._current_graph_task_id()
     return None if task == -1 else task
 
 
 def numel_of_output(node: Node) -> int:
-    """Return how many elements the result has that a node of a graph belongs to."""
+    """Return the number of elements of the first output of a graph's node."""
     return math.prod(node._input_metadata[0].shape)
 
 
 def is_in_backward() -> bool:
-    """Whether this thread is within a backward pass, as layers are that are computed again."""
+    """Whether this thread is within a backward pass, as recomputed layers are."""
     return backward_number() is not None
 
 
 def is_given_gradient(leaf: Tensor) -> bool:
-    """Whether the backward pass that this thread is within adds to the ``.grad`` of a leaf."""
+    """Whether this thread's running backward pass accumulates into a leaf's ``.grad``."""
     try:
         return torch._C._will_engine_execute_node(get_gradient_edge(leaf).node)
-    except RuntimeError:  # torch.autograd.grad names it, and takes its gradient away
+    except RuntimeError:  # an input of torch.autograd.grad, whose gradient is returned
         return False
 
 
 def is_wanted(node: Node) -> bool:
-    """Whether the backward pass that this thread is within wants the gradients of a node."""
+    """Whether this thread's running backward pass needs the gradients of a node."""
     try:
         return torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # it is named
+    except RuntimeError:  # an input of torch.autograd.grad
         return True
 
 
 def goes_to_the_end() -> bool:
-    """Whether the backward pass that this thread is within goes from its node to a graph's end.
+    """Whether this thread's running backward pass runs from its node to an end of the graph.
 
-    As ``backward`` does, also one of a reentrant checkpoint. ``torch.autograd.grad`` ends where
-    what it names is made.
+    ``backward`` does so, also for a reentrant checkpoint. ``torch.autograd.grad`` ends where its
+    inputs were made.
     """
     node: Any = torch._C._current_autograd_node()
     if node is None:
@@ -128,12 +128,12 @@ def goes_to_the_end() -> bool:
         node = after
     try:
         return torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # it is named
+    except RuntimeError:  # an input of torch.autograd.grad
         return False
 
 
 class LinearMap(Function):
-    """A linear function of a tensor, and its adjoint as the backward pass."""
+    """A linear function of a tensor, with its adjoint as the backward pass."""
 
     @staticmethod
     @override
@@ -155,16 +155,16 @@ class LinearMap(Function):
 def linear_map(
     value: Tensor, run: Callable[[Tensor], Tensor], adjoint: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """Return what ``run`` makes of a tensor; ``adjoint`` makes its gradient of that of the result.
+    """Return ``run(value)``; ``adjoint`` maps the result's gradient to that of ``value``.
 
-    Gradients of gradients need an ``adjoint`` that is differentiable.
+    Higher derivatives need an ``adjoint`` that is differentiable.
     """
     return cast("Tensor", LinearMap.apply(value, run, adjoint))  # type: ignore[no-untyped-call]
 
 
 @contextmanager
 def unrecorded() -> Iterator[None]:
-    """Context whose operators are not seen by activation checkpointing or other dispatch modes."""
+    """Context whose operators activation checkpointing and other dispatch modes do not see."""
     with _disable_current_modes(), saved_tensors_hooks(_same, _same):
         yield
 
@@ -174,12 +174,12 @@ def _same(value: Any) -> Any:
 
 
 CHECKPOINT_INPUTS: Any = getattr(checkpoint, "_NoopSaveInputs", None)
-"""The function by which torch 2.11 saves the inputs of what it is to run again. None in later
-releases, which save them without one."""
+"""The function by which torch 2.11 saves the inputs of a checkpoint. None in later releases, which
+save them without one."""
 
 CHECKPOINT_OPTIONS: dict[str, Any] = {"use_reentrant": False}
-"""Arguments of torch's checkpoint. From torch 2.14 on it warns unless they say whether hooks of
-others see what selective checkpointing keeps; before they did not."""
+"""Arguments of torch's checkpoint. From torch 2.14 on it warns unless they state whether hooks of
+other code see tensors kept by selective checkpointing; before, they did not."""
 if "respect_saved_tensors_hooks" in inspect.signature(checkpoint.checkpoint).parameters:
     CHECKPOINT_OPTIONS["respect_saved_tensors_hooks"] = False
 
@@ -187,7 +187,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def not_compiled(function: _Function) -> _Function:
-    """Keep ``torch.compile`` out of a function, without an import of the compiler."""
+    """Exclude a function from ``torch.compile``, without importing the compiler."""
     wrapped: Any = torch._disable_dynamo(function)  # type: ignore[attr-defined]
     return cast("_Function", wrapped)
 
@@ -196,10 +196,10 @@ _FUNCTION: Any = torch.autograd.function._SingleLevelFunction
 
 
 class OwnFunctionMode(TorchFunctionMode):
-    """A mode that handles calls of a user's ``torch.autograd.Function`` too.
+    """A mode that also handles calls of a user's ``torch.autograd.Function``.
 
-    The functions of torch in its ``forward`` are seen as others are, without a graph: what is made
-    there gets its history when the call ends, and only then is what the step goes on with.
+    Functions of torch in its ``forward`` are handled as others are, without a graph: their results
+    get their history when the call ends, and only then does the step continue with them.
     """
 
     @override
@@ -225,5 +225,5 @@ class OwnFunctionMode(TorchFunctionMode):
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def call_function(self, name: str, call: Callable[[], Any], arguments: Any) -> Any:
-        """Call a user's function; return what the step goes on with."""
+        """Call a user's function; return the result with which the step continues."""
         raise NotImplementedError

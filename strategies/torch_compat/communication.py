@@ -1,14 +1,14 @@
 """Data parallelism on groups of its own, and how ranks reach each other.
 
 [Note: Ranks that torchrun starts again]
-torchrun keeps one store over all attempts of a job. torch writes the same keys in each attempt, so
-a rank of the second would connect to addresses of the first, which are closed.
-``store_of_attempt`` puts a random id before all keys, one for each attempt.
+torchrun keeps one store over all attempts of a job. torch writes the same keys in each
+attempt, so a rank of the second would connect to addresses of the first, which are closed.
+``store_of_attempt`` prefixes all keys with a random id, one per attempt.
 
 ``TORCHELASTIC_RESTART_COUNT`` cannot be this id: over several hosts each counts its own failures.
-The ranks agree on one through the store instead. Each writes a random number. Rank 0 answers each
-with that number and the id, and again when the number changes: so a rank knows an answer to itself
-from one to its predecessor. Rank 0 begins when all have written the id back.
+Instead the ranks agree on an id through the store. Each writes a random number. Rank 0 answers each
+with that number and the id, again whenever the number changes: so a rank can distinguish an answer
+to itself from one to its predecessor. Rank 0 begins when all have written the id back.
 """
 
 import os
@@ -35,10 +35,10 @@ from boltmesh.errors import RankError
 
 
 class Replica(DistributedDataParallel):
-    """DDP on a group of its own that can be copied all the same.
+    """DDP on a process group of its own, which can be copied.
 
     DDP refuses to be pickled or deep-copied with any but the default group, because a copy gets
-    the default group. Where the group holds all ranks, that is the same.
+    the default group. If the group holds all ranks, that is equivalent.
     """
 
     @override
@@ -57,13 +57,13 @@ def flush_static_graph(module: DistributedDataParallel) -> None:
     """Launch the all-reduces that DDP postpones in the first iteration of a static graph.
 
     DDP queues this flush on the autograd engine in its forward pass. Under manual optimisation
-    gradients are prepared outside of that forward pass, so nobody would launch them.
+    gradients are prepared outside of that forward pass, so it must be launched separately.
     """
     module.reducer._delay_all_reduce()  # type: ignore[attr-defined]
 
 
 def _named(newest: str, before: str) -> Any:
-    """Return a function of ``torch.distributed`` whose name changed, whichever this torch has."""
+    """Return a function of ``torch.distributed`` by its new or its old name."""
     return getattr(dist, newest, None) or getattr(dist, before)
 
 
@@ -76,7 +76,7 @@ reduce_scatter_single = _named("reduce_scatter_single", "reduce_scatter_tensor")
 # Dynamo rewrites `dist.all_reduce` to an operator and a copy into its argument. Until torch 2.12
 # such a copy in the forward pass of an autograd.Function loses the gradient of the result without
 # an error. An operator of its own is one node of the graph, whose result is a new tensor. For the
-# same reason what follows it is `clone`, and not `contiguous`, which may return its argument.
+# same reason it is followed by `clone`, not by `contiguous`, which may return its argument.
 
 
 def _group_named(name: str) -> dist.ProcessGroup:
@@ -85,7 +85,7 @@ def _group_named(name: str) -> dist.ProcessGroup:
 
 @torch.library.custom_op("boltmesh::all_reduce", mutates_args=())
 def compiled_all_reduce(value: Tensor, group_name: str, is_maximum: bool) -> Tensor:
-    """Return the sum, or the largest, over the ranks of a group. A new tensor."""
+    """Return the sum, or the maximum, over the ranks of a group; a new tensor. Collective."""
     total = value.clone(memory_format=torch.contiguous_format)
     operation = dist.ReduceOp.MAX if is_maximum else dist.ReduceOp.SUM
     dist.all_reduce(total, operation, group=_group_named(group_name))
@@ -99,7 +99,7 @@ def _(value: Tensor, group_name: str, is_maximum: bool) -> Tensor:
 
 @torch.library.custom_op("boltmesh::all_gather", mutates_args=())
 def compiled_all_gather(part: Tensor, group_name: str, group_size: int) -> Tensor:
-    """Return the parts of all ranks joined along the first dimension."""
+    """Return the parts ``(n, ...)`` of all ranks joined, ``(ranks * n, ...)``. Collective."""
     joined = part.new_empty(group_size * part.shape[0], *part.shape[1:])
     all_gather_single(joined, part.contiguous(), group=_group_named(group_name))
     return joined
@@ -112,7 +112,7 @@ def _(part: Tensor, group_name: str, group_size: int) -> Tensor:
 
 @torch.library.custom_op("boltmesh::reduce_scatter", mutates_args=())
 def compiled_reduce_scatter(value: Tensor, group_name: str, group_size: int) -> Tensor:
-    """Return this rank's part along the first dimension of the sum over the ranks."""
+    """Return this rank's ``(n, ...)`` of the sum of values ``(ranks * n, ...)``. Collective."""
     own = value.new_empty(value.shape[0] // group_size, *value.shape[1:])
     reduce_scatter_single(own, value.contiguous(), group=_group_named(group_name))
     return own
@@ -124,19 +124,19 @@ def _(value: Tensor, group_name: str, group_size: int) -> Tensor:
 
 
 def device_index(device: torch.device) -> list[int] | None:
-    """What DDP and ``barrier`` call ``device_ids``: an accelerator's index, None on the CPU."""
+    """Return ``device_ids`` for DDP and ``barrier``: an accelerator's index, None on the CPU."""
     return None if device.type == "cpu" or device.index is None else [device.index]
 
 
 def destroy_group(group: dist.ProcessGroup, *, is_idle: bool) -> None:
-    """Destroy a group of a trial; its NCCL communicator holds 0.3 to 1 GB of a GPU.
+    """Destroy a temporary group; its NCCL communicator holds 0.3 to 1 GB of a GPU.
 
     Called by all of its ranks.
 
     Args:
-        group: No mesh has it.
-        is_idle: False where messages may be under way. NCCL ends them; gloo would wait for them, so
-            its group stays.
+        group: Not used by any mesh.
+        is_idle: False if messages may be in flight. NCCL aborts them; gloo would wait for them, so
+            its group is kept.
     """
     if is_idle:
         dist.destroy_process_group(group)
@@ -145,30 +145,36 @@ def destroy_group(group: dist.ProcessGroup, *, is_idle: bool) -> None:
 
 
 class HostBackend(Protocol):
-    """What torch's stubs leave out of a backend."""
+    """Methods of a backend that torch's stubs omit."""
 
     def send(self, tensors: list[Tensor], dst: int, tag: int, /) -> dist.Work:
         """Send one contiguous tensor to a rank of the group."""
 
     def recv(self, tensors: list[Tensor], src: int, tag: int, /) -> dist.Work:
-        """Receive one from a rank of the group."""
+        """Receive one contiguous tensor from a rank of the group."""
 
     def _allgather_base(self, output: Tensor, part: Tensor, /) -> dist.Work:
-        """Gather equal parts into one tensor."""
+        """Gather parts ``(N,)`` of all ranks into ``output``, ``(ranks * N,)``."""
 
     def _reduce_scatter_base(
         self, output: Tensor, whole: Tensor, options: ReduceScatterOptions, /
     ) -> dist.Work:
-        """Reduce tensors of all ranks; give each rank its part."""
+        """Reduce ``(ranks * N,)`` of all ranks; each gets its part, ``(N,)``."""
 
 
 def host_backend(group: dist.ProcessGroup) -> HostBackend:
-    """Return what carries a group's messages over the CPU, behind torch's dispatcher."""
+    """Return the backend of a group's messages over the CPU, below torch's dispatcher."""
     return cast("HostBackend", group._get_backend(torch.device("cpu")))
 
 
 def gather_on_host(output: Tensor, part: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """``all_gather_single`` over the CPU, behind torch's dispatcher; returns at once."""
+    """Post ``all_gather_single`` over the CPU, below torch's dispatcher; returns at once.
+
+    Args:
+        output: ``(ranks * n, ...)``, contiguous.
+        part: ``(n, ...)``, contiguous.
+        group: The ranks.
+    """
     if output.is_complex():
         output, part = torch.view_as_real(output), torch.view_as_real(part)
     return host_backend(group)._allgather_base(output, part)
@@ -180,18 +186,25 @@ def reduce_scatter_on_host(
     group: dist.ProcessGroup,
     operation: dist.ReduceOp | dist.ReduceOp.RedOpType,
 ) -> dist.Work:
-    """``reduce_scatter_single`` over the CPU, behind torch's dispatcher; returns at once."""
+    """Post ``reduce_scatter_single`` over the CPU, below torch's dispatcher; returns at once.
+
+    Args:
+        output: ``(n, ...)``, contiguous.
+        whole: ``(ranks * n, ...)``, contiguous.
+        group: The ranks.
+        operation: Sum or average.
+    """
     options = ReduceScatterOptions()
     options.reduceOp = operation  # type: ignore[assignment]
     return host_backend(group)._reduce_scatter_base(output, whole, options)
 
 
 BROADCAST_BUCKET_BYTES = 250 << 20
-"""How much is flattened for one broadcast, as ``DistributedDataParallel`` does."""
+"""Size of one broadcast, as in ``DistributedDataParallel``."""
 
 
 def broadcast_coalesced(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
-    """Give every rank of a group the values of its first one, in few messages. Collective."""
+    """Overwrite tensors with those of the group's first rank, in few messages. Collective."""
     dist._broadcast_coalesced(group, tensors, BROADCAST_BUCKET_BYTES, 0)  # type: ignore[attr-defined]
 
 
@@ -201,12 +214,12 @@ def all_to_all(
     like: Tensor,
     group: dist.ProcessGroup,
 ) -> list[Tensor]:
-    """Send tensors to each rank of a group; return what each one sent, flat. Collective.
+    """Send tensors to each rank of a group; return those received from each, flat. Collective.
 
     Args:
-        sent: Tensors for each rank.
-        received: Elements that each rank sends to this one.
-        like: A tensor of the type and on the device of all that is sent.
+        sent: Tensors for each rank, any shapes.
+        received: Number of elements from each rank.
+        like: A tensor with the dtype and device of all tensors.
         group: The ranks.
     """
     sizes = [sum(each.numel() for each in tensors) for tensors in sent]
@@ -226,10 +239,10 @@ def sum_flags(
     for all queued work. Otherwise it returns 1 for each: no sum is 0.
 
     Args:
-        flags: One for each question, in the same order on all ranks.
+        flags: The flags, in the same order on all ranks.
         group: The ranks.
-        device: Device of the communication.
-        dtype: Integer type of the sums.
+        device: Device for communication.
+        dtype: Integer dtype of the sums.
     """
     are_set = all(flags)
     if are_set:
@@ -247,17 +260,17 @@ POLL_S = 0.05
 
 
 def store_of_attempt(rank: int, world_size: int, timeout: timedelta) -> Store | None:
-    """Return the store of this attempt; None where the launcher makes a new store for each.
+    """Return the store of this attempt; None if the launcher makes a new store for each.
 
     Collective over all ranks.
 
     Args:
         rank: The rank of this process.
         world_size: Number of ranks.
-        timeout: Wait no longer for the other ranks.
+        timeout: Limit of the wait for other ranks.
 
     Raises:
-        RankError: They did not come.
+        RankError: A rank did not join in time.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
@@ -267,16 +280,16 @@ def store_of_attempt(rank: int, world_size: int, timeout: timedelta) -> Store | 
 
 
 def agree(store: Store, rank: int, world_size: int, timeout: timedelta) -> str:
-    """Return a random id that all ranks of this attempt have in common. Collective.
+    """Return a random id that is equal on all ranks of this attempt. Collective.
 
     Args:
-        store: May hold what earlier attempts have written here.
+        store: May hold keys of earlier attempts.
         rank: See ``store_of_attempt``.
         world_size: See ``store_of_attempt``.
         timeout: See ``store_of_attempt``.
 
     Raises:
-        RankError: A rank is missing.
+        RankError: A rank did not join in time.
     """
     until = time.monotonic() + timeout.total_seconds()
     own = token_hex(8)

@@ -1,4 +1,4 @@
-"""torch's compiler: what it needs on this machine, and its errors. Importing it takes seconds."""
+"""torch's compiler: requirements on this machine, and errors. Importing it takes seconds."""
 
 import shutil
 from collections.abc import Iterator
@@ -9,20 +9,20 @@ from torch._dynamo import config
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
 RecompileLimitError = FailOnRecompileLimitHit
-"""A function was compiled ``recompile_limit`` times and is asked for once more."""
+"""A function was compiled ``recompile_limit`` times and needs another compilation."""
 
 CompilerError = TorchDynamoException
 
 
 @contextmanager
 def recompile_limit_raises() -> Iterator[None]:
-    """Context in which a function that is compiled too often raises; it would run uncompiled."""
+    """Context in which too many recompilations raise, instead of running uncompiled."""
     with config.patch(fail_on_recompile_limit_hit=True):
         yield
 
 
 def missing_for(device: torch.device) -> str | None:
-    """Return what this machine lacks to compile for a device; None where nothing is missing."""
+    """Return what this machine lacks to compile for a device; None if nothing is missing."""
     if device.type == "cpu":
         from torch._inductor.cpp_builder import get_cpp_compiler
         from torch._inductor.exc import InvalidCxxCompiler

@@ -1,4 +1,4 @@
-"""What torch reads from disks: batches, and pieces of checkpoints."""
+"""Private parts of torch's readers of files: batches, and pieces of checkpoints."""
 
 from typing import Any
 
@@ -11,10 +11,10 @@ from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 
 def skip_indices(iterator: Any, count: int) -> bool:
-    """Move a single-process iterator over a map-style dataset forward without loading anything.
+    """Advance a single-process iterator over a map-style dataset without loading anything.
 
     Returns:
-        False when this iterator cannot be moved that way and its batches have to be loaded.
+        False if this iterator cannot be advanced so, and its batches have to be loaded.
     """
     if not isinstance(iterator, _SingleProcessDataLoaderIter):
         return False
@@ -27,17 +27,17 @@ def skip_indices(iterator: Any, count: int) -> bool:
 
 
 def storage_info(file_name: str, offset: int, length: int) -> Any:
-    """Where a piece of a sharded checkpoint lies, as torch's own reader wants to be told."""
+    """Return the place of a piece of a sharded checkpoint, as torch's own reader needs it."""
     return _StorageInfo(file_name, offset, length)
 
 
 def without_duplicates(plans: list[SavePlan]) -> list[SavePlan]:
-    """Let one rank of those that have a piece of a tensor write it."""
+    """Assign each piece of a tensor that several ranks have to one of them for writing."""
     return dedup_save_plans(plans)
 
 
 def storage_class(storage: Any) -> type:
-    """The class that a file of ``torch.save`` names for a tensor's storage."""
+    """Return the class that a file of ``torch.save`` names for a tensor's storage."""
     if isinstance(storage, torch.TypedStorage):
         name = storage._pickle_storage_type()  # type: ignore[no-untyped-call]
         found: type = getattr(torch, name)

@@ -14,14 +14,16 @@ from boltmesh.errors import UnsupportedError
 from boltmesh.telemetry.writer.torch_compat.flops import count_as_linear
 
 MULTIPLE = 16
-"""Rows of inputs, and sizes of both dims of a weight, that products of GPUs take."""
+"""Float8 products of GPUs need multiples of this: rows of inputs, both dims of a weight."""
 
 
 def forward_by(recipe: str, *, emulate: bool) -> Callable[[Linear], Callable[[Tensor], Tensor]]:
-    """Return what gives the forward of a ``Linear`` layer in float8.
+    """Return a function from a ``Linear`` layer to its forward in float8.
+
+    The forward takes ``(..., inputs)`` and returns ``(..., outputs)``, like the layer's own.
 
     Args:
-        recipe: One of torchao's.
+        recipe: Name of a torchao recipe.
         emulate: Compute products of the rounded values in fp32, for devices without float8.
     """
     config = Float8LinearConfig.from_recipe_name(recipe)
@@ -36,7 +38,7 @@ def forward_by(recipe: str, *, emulate: bool) -> Callable[[Linear], Callable[[Te
 
 
 class _Products:
-    """Attributes that torchao's forward reads of its layer, with another layer's parameters."""
+    """Attributes that torchao's forward reads from its layer, with another layer's parameters."""
 
     def __init__(self, layer: Linear, like: Any) -> None:
         self._layer = layer
@@ -69,15 +71,15 @@ def _multiply(inputs: Tensor, weight: Tensor, products: _Products) -> Tensor:
     return made
 
 
-# The products within it are no functions of torch that a mode knows.
+# Its products are no torch functions that a mode would handle.
 _linear: Any = wrap_torch_function(_operands)(_multiply)
 
 
 def refuse_rows(inputs: Tensor) -> None:
-    """Refuse inputs of a number of rows that a GPU's float8 products do not take.
+    """Refuse inputs whose number of rows a GPU's float8 products do not support.
 
     Raises:
-        UnsupportedError: With the shape.
+        UnsupportedError: With the shape of the input.
     """
     width = inputs.shape[-1]
     if inputs.numel() % (width * MULTIPLE):

@@ -16,9 +16,9 @@ from boltmesh.strategies.torch_compat.autograd import own_gradient, set_own_grad
 
 
 def prepare_class(kind: type[Module]) -> None:
-    """Make the class that ``fully_shard`` gives modules of a class.
+    """Make the class that ``fully_shard`` gives to modules of a class.
 
-    It says why they cannot be copied, and can be made where the first base is no ``Module``.
+    Copies are refused with a reason, and it exists for classes whose first base is no ``Module``.
 
     [Note: Layout of a class]
     ``fully_shard`` gives a module a class with the bases ``FSDPModule`` and the module's own class.
@@ -54,7 +54,7 @@ def _refuse_copy(unit: Module, memo: dict[int, Any]) -> NoReturn:
 
 
 def parameter_groups(unit: FSDPModule) -> list[Any]:
-    """Return how FSDP2 groups a unit's parameters: one gather and one reduction each."""
+    """Return FSDP2's parameter groups of a unit: one gather and one reduction each."""
     return _groups_of_state(unit._get_fsdp_state())
 
 
@@ -73,7 +73,7 @@ def _params(unit: FSDPModule) -> Iterator[Any]:
 def unsharded_parameter(param: Any) -> Parameter | None:
     """Return the unsharded parameter of an ``FSDPParam``, None before its first gather.
 
-    FSDP2 keeps the object and frees the memory behind it.
+    FSDP2 keeps the object and frees its memory.
     """
     return getattr(param, "_unsharded_param", None)
 
@@ -84,12 +84,12 @@ def is_gathered(unit: FSDPModule) -> bool:
 
 
 def unit_parameters(unit: FSDPModule) -> list[tuple[Parameter, Parameter | None]]:
-    """Return a unit's sharded parameters, each with its unsharded one where that exists."""
+    """Return a unit's sharded parameters, each with its unsharded one if that exists."""
     return [(param.sharded_param, unsharded_parameter(param)) for param in _params(unit)]
 
 
 def unsharded_gradients(unit: FSDPModule) -> list[Tensor]:
-    """Return the gradients of a unit that no rank has reduced yet."""
+    """Return the gradients of a unit that have not been reduced yet, unsharded."""
     found = [getattr(param, "unsharded_accumulated_grad", None) for param in _params(unit)]
     unsharded = [unsharded_parameter(param) for param in _params(unit)]
     found += [own_gradient(each) for each in unsharded if each is not None]
@@ -97,14 +97,14 @@ def unsharded_gradients(unit: FSDPModule) -> list[Tensor]:
 
 
 def forget_step(root: FSDPModule) -> None:
-    """Reset what a step that ended in an error has left, so that the next one is a first one.
+    """Reset the state of a step that ended in an error, so that the next one is a first one.
 
-    FSDP2 otherwise takes the end of its next backward pass for announced, and a unit whose inputs
-    need no gradients, as the first, is not reduced ever after. Its own remedy leaves unsharded
-    gradients, and is new in torch 2.13.
+    Otherwise FSDP2 takes the end of its next backward pass for already queued, and a unit whose
+    inputs need no gradients, such as the first, is never reduced again. Its own remedy leaves
+    unsharded gradients, and is new in torch 2.13.
 
     Args:
-        root: The unit that holds the others.
+        root: The unit that contains the others.
     """
     state = root._get_fsdp_state()
     if state._is_root is None:
@@ -135,11 +135,11 @@ def _forget_gradients(group: Any) -> None:
 
 
 def gather_units(root: FSDPModule, units: Iterable[FSDPModule]) -> None:
-    """Gather all units of a model at once, for steps that do not run through them. Collective.
+    """Gather all units of a model, for steps that do not run through them. Collective.
 
     Args:
-        root: The unit that holds the others.
-        units: All of them, in the same order on all ranks; those that are gathered already stay.
+        root: The unit that contains the others.
+        units: All of them, in the same order on all ranks; gathered ones are skipped.
     """
     root._get_fsdp_state()._lazy_init()
     before: Any = None
@@ -148,20 +148,21 @@ def gather_units(root: FSDPModule, units: Iterable[FSDPModule]) -> None:
             continue
         handle = unit.unshard(async_op=True)
         if before is not None:
-            before.wait()  # its copy goes beside this one's messages
+            before.wait()  # its copy overlaps with the next one's messages
         before = handle
     if before is not None:
         before.wait()
 
 
 def reduce_gradients(root: FSDPModule) -> None:
-    """Reduce the gradients of all units' unsharded parameters to those of shards, and reshard.
+    """Reduce the gradients of all units' unsharded parameters into those of shards, and reshard.
 
-    For steps that did not run through the units. Collective over the ranks that share them, which
-    need to have gradients of the same parameters. What FSDP2 does at the end of a backward pass.
+    For steps that did not run through the units; this is what FSDP2 does at the end of a backward
+    pass. Collective over the ranks that share the units, which must have gradients of the same
+    parameters.
 
     Args:
-        root: The unit that holds the others.
+        root: The unit that contains the others.
     """
     root._get_fsdp_state()._root_post_backward_final_callback()
 
@@ -170,32 +171,32 @@ class StepUnits:
     """The units of a model with their parameter groups, looked up once for all steps.
 
     Args:
-        units: Of ``fully_shard``.
+        units: Modules of ``fully_shard``.
     """
 
     def __init__(self, units: Iterable[FSDPModule]) -> None:
         self._groups = [(unit, group) for unit in units for group in parameter_groups(unit)]
 
     def reshard(self) -> None:
-        """Free what is gathered."""
+        """Free gathered parameters."""
         for unit, group in self._groups:
             if not group.is_sharded:
                 unit.reshard()
 
     def forget_gradients(self) -> None:
-        """Drop gradients that no rank has reduced: ``zero_grad`` reaches those of shards alone."""
+        """Drop gradients that were not reduced: ``zero_grad`` only reaches those of shards."""
         for _, group in self._groups:
             _forget_gradients(group)
 
     def follow_shards(self) -> None:
-        """Make what is gathered require gradients where its shards do.
+        """Set ``requires_grad`` of gathered parameters to that of their shards.
 
-        FSDP2 looks once, before the first forward pass, which parameters get gradients. A unit that
-        is wholly frozen then has no types to reduce in, and would not cast its gradients if it was
-        trained later: it is made to look again.
+        FSDP2 determines once, before the first forward pass, which parameters get gradients. A unit
+        that is entirely frozen then has no reduction dtype, and would not cast its gradients if it
+        was trained later: here it is determined again.
         """
         for _, group in self._groups:
-            if getattr(group, "_orig_dtype", torch.float32) is None:  # unset until it has looked
+            if getattr(group, "_orig_dtype", torch.float32) is None:  # not determined yet
                 group._init_mp_dtypes()
             for param in group.fsdp_params:
                 unsharded, is_trained = (
@@ -208,22 +209,22 @@ class StepUnits:
 
 @dataclass(frozen=True)
 class UnitShard:
-    """One parameter of a unit, as FSDP2 keeps this rank's shard of it."""
+    """One parameter of a unit, and FSDP2's state of this rank's shard of it."""
 
     parameter: Parameter
     compute_dtype: torch.dtype
-    """What it is gathered in."""
+    """Dtype that it is gathered in."""
     padded_shape: tuple[int, ...]
-    """The shape of the largest shard: what every rank puts into an all-gather."""
+    """Shape of the largest shard, which every rank contributes to an all-gather."""
     _fsdp_parameter: Any
 
     def replace(self, local: Tensor, flat: Tensor) -> None:
         """Give FSDP2 another shard, and free its own.
 
         Args:
-            local: The new local tensor of the parameter.
-            flat: A plain flat tensor over the same storage. FSDP2 takes equal addresses of both
-                storages to mean that the shard is padded as it is.
+            local: The new local tensor of the parameter, in the shard's shape.
+            flat: A plain tensor over the same storage, ``(padded_numel,)``. If the addresses of
+                both storages are equal, FSDP2 treats the shard as padded already.
         """
         param = self._fsdp_parameter
         param.sharded_param._local_tensor = local
@@ -246,5 +247,5 @@ def unit_shards(unit: FSDPModule) -> list[UnitShard]:
 
 
 def unit_parameter_names(unit: FSDPModule) -> list[str]:
-    """Return the names of a unit's parameters within the full model, once that has run."""
+    """Return the names of a unit's parameters within the full model, after its first run."""
     return [param._param_fqn or "" for param in _params(unit)]

@@ -1,9 +1,9 @@
-"""Phases of FSDP2's gathers and reductions, and what runs at them.
+"""Phases of FSDP2's gathers and reductions, and callbacks for them.
 
 [Note: Phases of a unit]
-FSDP2 has no hooks around the gather, the reduction and the reshard of a unit, a module that
-``fully_shard`` was applied to. ``InstrumentedParamGroup`` replaces the class of the unit's
-parameter groups and runs callbacks, those of one phase in the order in which they were added:
+FSDP2 has no hooks around the gather, the reduction and the reshard of a unit (a module of
+``fully_shard``). ``InstrumentedParamGroup`` replaces the class of the unit's parameter groups and
+runs callbacks, those of one phase in the order in which they were added:
 
     gather     [skip_prefetch?] before_gather, all-gather, copy out, after_gather
     reduction  [keep_gathered?] [is_early?] before_reduction, reshard, reduce-scatter,
@@ -11,7 +11,7 @@ parameter groups and runs callbacks, those of one phase in the order in which th
     reshard    before_reshard, the gathered parameters are freed, after_reshard
     drop       the end of a gather whose parameters nothing used, gather_dropped
 
-Where a callback of a phase in brackets returns true, the rest of the line is left out.
+If a callback of a phase in brackets returns true, the rest of the line is skipped.
 """
 
 import warnings
@@ -54,11 +54,11 @@ class Phases:
 
     skip_prefetch: list[Callable[[], bool]] = field(default_factory=list)
     before_gather: list[Callable[[], None]] = field(default_factory=list)
-    """Called in the thread that gathers, for prefetches too, not where parameters are gathered."""
+    """Called in the gathering thread, also for prefetches; not if parameters are gathered."""
     after_gather: list[Callable[[], None]] = field(default_factory=list)
     keep_gathered: list[Callable[[], bool]] = field(default_factory=list)
     is_early: list[Callable[[], bool]] = field(default_factory=list)
-    """FSDP2 then comes back to the unit, at the end of the backward pass at the latest."""
+    """FSDP2 then returns to the unit, at the latest at the end of the backward pass."""
     before_reduction: list[Callable[[list[str], list[str]], None]] = field(default_factory=list)
     """Called with the names of the parameters whose gradients are reduced, and of those that
     require a gradient and have none."""
@@ -67,23 +67,23 @@ class Phases:
     before_reshard: list[Callable[[], None]] = field(default_factory=list)
     after_reshard: list[Callable[[], None]] = field(default_factory=list)
     gather_dropped: list[Callable[[Tensor], None]] = field(default_factory=list)
-    """Called with the local tensor of each parameter of the gather, which the shards'
-    ``fsdp_post_all_gather`` is not called for."""
+    """Called with the local tensor of each parameter of the gather, for which the shards'
+    ``fsdp_post_all_gather`` is not called."""
     wait: Callable[[], AbstractContextManager[None]] = nullcontext
-    """A context around what the stream of the computation waits in: for a gather, and at the end of
-    the backward pass for the reduction."""
+    """Context for waits of the computation's stream: for a gather, and at the end of the backward
+    pass for the reduction."""
 
 
 class InstrumentedParamGroup(FSDPParamGroup):
-    """A parameter group with phases."""
+    """A parameter group with phases and callbacks."""
 
     phases: Phases
     has_gathered = False
-    """Whether the unsharded parameters exist, maybe without memory."""
+    """Whether the unsharded parameters exist, perhaps without memory."""
     is_reducing = False
-    """Whether gradients of the unsharded parameters are being taken to the shards."""
+    """Whether gradients of the unsharded parameters are being reduced."""
     _is_reached = False
-    """Whether the backward pass has come to the unit, which is no prefetch then."""
+    """Whether the backward pass has reached the unit, so that a gather is no prefetch."""
     _is_needed_again = False
     """Whether a derivative was taken whose own derivative needs the gathered parameters."""
 
@@ -100,7 +100,7 @@ class InstrumentedParamGroup(FSDPParamGroup):
     @override
     def wait_for_unshard(self) -> None:
         is_pending = self._all_gather_result is not None
-        # FSDP2 makes unsharded parameters once, maybe in an evaluation. Those made within
+        # FSDP2 makes unsharded parameters once, perhaps in an evaluation. Those made within
         # ``torch.inference_mode`` could not be used by a backward pass.
         with torch.inference_mode(mode=False):
             with self.phases.wait() if is_pending else nullcontext():
@@ -154,7 +154,7 @@ class InstrumentedParamGroup(FSDPParamGroup):
         super()._to_unsharded()  # type: ignore[no-untyped-call]
 
     def _refuse_others(self, own: str) -> None:
-        """Refuse parameters that were put in the places of those of the unit, and would be lost.
+        """Refuse parameters that replaced those of the unit, and would be lost.
 
         Raises:
             UnsupportedError: Naming one.
@@ -217,9 +217,9 @@ def _run(callbacks: Iterable[Callable[[], None]]) -> None:
 
 
 def instrument(unit: FSDPModule) -> list[InstrumentedParamGroup]:
-    """Return the parameter groups of a unit with phases, which they have from the first call on.
+    """Return the parameter groups of a unit, instrumented from the first call on.
 
-    Hooks on the gradients of the unit's parameters run from then on, and the unsharded parameters
+    From then on hooks on the gradients of the unit's parameters run, and the unsharded parameters
     have the attributes of the shards. Views that the unit returns may be written to in place.
     """
     groups = parameter_groups(unit)
@@ -235,9 +235,9 @@ def instrument(unit: FSDPModule) -> list[InstrumentedParamGroup]:
 
 
 def _share_hooks(group: InstrumentedParamGroup) -> None:
-    """Give unsharded parameters, which are differentiated, what an author gave the shards.
+    """Give unsharded parameters, which are differentiated, the attributes and hooks of the shards.
 
-    As under ``DistributedDataParallel`` a hook gets the full gradient of this rank alone.
+    As under ``DistributedDataParallel``, a hook gets the full gradient of this rank alone.
     """
     for param in group.fsdp_params:
         unsharded, shard = param._unsharded_param, param.sharded_param
@@ -248,10 +248,10 @@ def _share_hooks(group: InstrumentedParamGroup) -> None:
 
 
 def _hook_bases(unit: Any, args: Any, kwargs: Any, output: Any) -> None:
-    """Gather a unit also where the backward pass comes to what its outputs are views of.
+    """Gather a unit also when the backward pass reaches the bases of its outputs.
 
-    FSDP2 hooks the outputs. A view, as that of ``Linear`` with a bias, has another node in the
-    graph once it was written to in place, and the backward pass goes around the one with the hook.
+    FSDP2 hooks the outputs. A view, such as the output of ``Linear`` with a bias, has another node
+    in the graph after a write in place, and the backward pass bypasses the hooked one.
     """
     outer = {id(base) for base in _bases((args, kwargs))}
     for base in {id(each): each for each in _bases(output)}.values():
@@ -268,13 +268,13 @@ def _bases(value: Any) -> list[Any]:
 
 
 def end_every_backward(root: FSDPModule) -> None:
-    """Reduce the root's gradients of a backward pass that goes through no other unit.
+    """Reduce the root's gradients of a backward pass that runs through no other unit.
 
-    FSDP2 learns of a backward pass where it reaches an output of a unit. Under manual optimisation
-    the root has none yet, and a loss may be of its own parameters alone, as of a temperature.
+    FSDP2 notices a backward pass when it reaches an output of a unit. Under manual optimisation the
+    root has none yet, and a loss may depend only on its own parameters, such as a temperature.
 
     Args:
-        root: The unit that holds the others.
+        root: The unit that contains the others.
     """
     for group in instrument(root):
         group.phases.after_gather.append(partial(_watch_gradients, root, group))
@@ -300,7 +300,7 @@ def intercept_collectives(
     before_gather: Callable[[], None],
     before_reduction: Callable[[list[str], list[str]], None],
 ) -> None:
-    """Call a function before each gather of a unit, and one before each reduction; see Phases."""
+    """Add callbacks for each gather and each reduction of a unit; see Phases."""
     for group in instrument(unit):
         group.phases.before_gather.append(before_gather)
         group.phases.before_reduction.append(before_reduction)
@@ -309,14 +309,14 @@ def intercept_collectives(
 def observe_waits(
     units: Iterable[FSDPModule], wait: Callable[[], AbstractContextManager[None]]
 ) -> None:
-    """Replace the context around waits of the computation for gathers and reductions."""
+    """Set the context around waits of the computation for gathers and reductions."""
     for unit in units:
         for group in instrument(unit):
             group.phases.wait = wait
 
 
 class EndedReduceScatter(ReduceScatter):
-    """A ``ReduceScatter`` with a method that is called when a reduction has ended."""
+    """A ``ReduceScatter`` that is notified when a reduction has ended."""
 
     @abstractmethod
     def finish(self) -> None:
@@ -324,11 +324,11 @@ class EndedReduceScatter(ReduceScatter):
 
 
 def reduce_with(unit: FSDPModule, build: Callable[[int], EndedReduceScatter]) -> None:
-    """Reduce a unit's gradients by another ``ReduceScatter``.
+    """Set the ``ReduceScatter`` of a unit.
 
     Args:
-        unit: Of ``fully_shard``.
-        build: Returns it, given the number of ranks that share the unit.
+        unit: Module of ``fully_shard``.
+        build: Returns the ``ReduceScatter``, given the number of ranks that share the unit.
     """
     for group in instrument(unit):
         comm = build(group._reduce_scatter_process_group.size())
@@ -337,10 +337,10 @@ def reduce_with(unit: FSDPModule, build: Callable[[int], EndedReduceScatter]) ->
 
 
 def watch_dropped_gathers(unit: FSDPModule, dropped: Callable[[Tensor], None]) -> None:
-    """Call a function with the local tensors of gathers that nothing used.
+    """Call a function with the local tensors of gathers that were not used.
 
-    FSDP2 gathers in the reverse order of the last forward pass, and drops what the backward pass
-    did not come to.
+    FSDP2 gathers in the reverse order of the last forward pass, and drops gathers that the backward
+    pass did not reach.
     """
     for group in instrument(unit):
         if dropped not in group.phases.gather_dropped:
@@ -348,13 +348,13 @@ def watch_dropped_gathers(unit: FSDPModule, dropped: Callable[[Tensor], None]) -
 
 
 def skip_gathers_ahead(unit: FSDPModule, is_needless: Callable[[], bool]) -> Callable[[], None]:
-    """Leave out prefetches of a unit in a backward pass that is not going to reach it.
+    """Skip prefetches of a unit in a backward pass that will not reach it.
 
-    FSDP2 prefetches in the reverse order of all forward passes since the last backward pass, those
-    without gradients among them: it cannot tell them from checkpointed ones.
+    FSDP2 prefetches in the reverse order of all forward passes since the last backward pass,
+    including those without gradients: it cannot distinguish them from checkpointed ones.
 
     Args:
-        unit: Of ``fully_shard``.
+        unit: Module of ``fully_shard``.
         is_needless: Equal on all ranks of the unit. A unit that the backward pass reaches
             nevertheless is gathered then.
 
@@ -375,17 +375,17 @@ def skip_gathers_ahead(unit: FSDPModule, is_needless: Callable[[], bool]) -> Cal
 def keep_for_derivatives(
     units: Sequence[FSDPModule], others: Callable[[], Iterable[Tensor]]
 ) -> None:
-    """Leave units gathered that a backward pass is not done with.
+    """Keep units gathered while a backward pass is not done with them.
 
-    A step may call ``torch.autograd.grad`` and go on: with its forward pass, or to derivatives of
-    derivatives, which read the parameters once more. FSDP2 takes every backward pass for the
-    step's own and reshards all units at its end, also those whose forward pass is not over. It
-    also takes a unit as done when one of its calls is, while the gradients of another call, which
-    autograd adds to the same leaves, are still to come.
+    A step may call ``torch.autograd.grad`` and continue: with its forward pass, or with derivatives
+    of derivatives, which read the parameters again. FSDP2 takes every backward pass for the step's
+    own and reshards all units at its end, also those whose forward pass is not over. It also takes
+    a unit for done when one of its calls is, while gradients of another call, which autograd adds
+    to the same leaves, are still to come.
 
     Args:
-        units: Of ``fully_shard``, all of a model. The step's own backward pass reshards them.
-        others: Returns the leaves that a step may train beside those of units.
+        units: Modules of ``fully_shard``, all of a model. Its own backward pass reshards them.
+        others: Returns the leaves outside of units that a step may train.
     """
     groups = [group for unit in units for group in instrument(unit)]
     derivatives = _Derivatives(groups, others)
@@ -401,7 +401,7 @@ def _is_kept(derivatives: "_Derivatives", gradients: "_NewGradients") -> bool:
 
 
 class _Derivatives:
-    """True in a backward pass that makes no gradients of parameters; found once for each pass."""
+    """True in a backward pass that makes no gradients of parameters; determined once per pass."""
 
     def __init__(
         self, groups: Sequence[InstrumentedParamGroup], others: Callable[[], Iterable[Tensor]]
@@ -430,10 +430,10 @@ class _Derivatives:
 
 
 class _NewGradients:
-    """True where unsharded parameters of a group have gradients that no reduction has seen.
+    """True if unsharded parameters of a group have gradients that were not seen by a reduction.
 
-    Reentrant checkpoints have backward passes of their own within the step's. The step's own pass
-    makes no gradients of what they hold.
+    Reentrant checkpoints have backward passes of their own within the step's, which itself makes no
+    gradients of their parameters.
     """
 
     def __init__(self, group: InstrumentedParamGroup) -> None:
@@ -444,7 +444,7 @@ class _NewGradients:
         return not self._present().items() <= self._known.items()
 
     def are_to_come(self) -> bool:
-        """Whether the running backward pass has yet to add to the gradient of a parameter."""
+        """Whether the running backward pass will still add to the gradient of a parameter."""
         present = self._present()
         return any(
             present.get(number) == self._known.get(number) and is_given_gradient(unsharded)
@@ -453,7 +453,7 @@ class _NewGradients:
         )
 
     def note(self) -> None:
-        """Remember those that stay: all of them until the last batch of an accumulation window."""
+        """Remember gradients that stay: all, until the last batch of an accumulation window."""
         self._known = {} if self._group.reduce_grads else self._present()
 
     def _present(self) -> dict[int, tuple[int, int]]:

@@ -1,23 +1,23 @@
-"""Writes to parameters while they are gathered, as of momentum encoders within a step.
+"""Writes to parameters while they are gathered, such as by momentum encoders within a step.
 
 [Note: Writes to gathered parameters]
 The memory of an unsharded parameter is freed when its unit reshards, so what a step wrote to it is
-copied to the shards before: each rank copies its own rows. A write is known by
+copied to the shards before: each rank copies its own rows. A write is detected by
 
 - the version counter of the unsharded parameter, for writes in place;
 - its storage, for ``parameter.data = tensor``;
 - ``GatheredParameter.was_data_used``, for writes in place to ``parameter.data``, which has a
-  version counter of its own. Where the shard is a plain tensor of the same type the rows are copied
-  then without a look at their values: a copy of a shard costs less than to wait for the device.
-  Elsewhere they are compared first.
+  version counter of its own. If the shard is a plain tensor of the same dtype, the rows are then
+  copied without comparing values: a copy of a shard costs less than waiting for the device.
+  Otherwise they are compared first.
 
-A write to the shards between a gather and the reshard is known by the version counter of the shard.
+A write to the shards between a gather and the reshard is detected by the shard's version counter.
 
-Where units stay gathered (stages 1 and 2), a step may compute with ``.data`` of a unit that has run
-and of a frozen one that has not (MoCo): the latter is gathered too when its ``.data`` is read.
+If units stay gathered (stages 1 and 2), a step may compute with ``.data`` of a unit that has run,
+and of a frozen one that has not (MoCo): the latter is gathered when its ``.data`` is read.
 
-What stays gathered beyond a backward pass, as the root under manual optimisation, or is gathered
-before gradients are zeroed, has the ``.grad`` of its shard: the one that the optimizer is given.
+Parameters that stay gathered after a backward pass, as the root's under manual optimisation, or are
+gathered before gradients are zeroed, have the ``.grad`` of their shard, as does the optimizer.
 """
 
 from collections.abc import Callable, Iterable
@@ -49,17 +49,17 @@ _DATA: Any = Parameter.data  # torch declares its descriptors as plain attribute
 
 
 class GatheredParameter(Parameter):
-    """An unsharded parameter that notes whether its ``.data`` was read or set.
+    """An unsharded parameter that records whether its ``.data`` was read or set.
 
     Outside of backward passes its ``.grad`` is that of its shard.
     """
 
     was_data_used = False
     origin: tuple[InstrumentedParamGroup, Any] | None = None
-    """The group and its ``FSDPParam``; None where gradients are its own."""
+    """The group and its ``FSDPParam``; None if its gradients are its own."""
 
     def _read_data(self) -> Tensor:
-        """The values, without autograd."""
+        """Return the values, without autograd."""
         self.was_data_used = True
         values: Tensor = _DATA.__get__(self)
         return values
@@ -71,7 +71,7 @@ class GatheredParameter(Parameter):
     data = property(_read_data, _write_data)
 
     def _read_grad(self) -> Tensor | None:
-        """The gradient, without which an optimizer leaves the parameter out."""
+        """Return the gradient; an optimizer skips parameters without one."""
         own = own_gradient(self)
         shard = self._shard() if own is None else None
         return own if shard is None else shard.grad
@@ -90,7 +90,7 @@ class GatheredParameter(Parameter):
             shard.grad = value
 
     def _shard(self) -> Parameter | None:
-        """The shard whose gradient this one's is now."""
+        """Return the shard whose gradient is also this parameter's, if that is so now."""
         if self.origin is None or is_in_backward() or self.origin[0].is_reducing:
             return None
         shard: Parameter = self.origin[1].sharded_param
@@ -100,27 +100,27 @@ class GatheredParameter(Parameter):
 
 
 class GatheredWrites:
-    """Carries writes to gathered parameters to their shards, see the note above.
+    """Copies writes to gathered parameters to their shards, see the note above.
 
     Args:
-        units: Of ``fully_shard``, the root last.
-        refuse: Raises, given the name within the root of a parameter that was written to and
-            whose shards cannot follow: shard and unsharded parameter were both written to, or the
-            unsharded one is of lower precision, or what it was replaced by is of another shape or
-            type. Called when all other parameters of its unit are resharded.
+        units: Modules of ``fully_shard``, the root last.
+        refuse: Raises an error, given the name within the root of a parameter whose shards cannot
+            take the write: shard and unsharded parameter were both written to, or the unsharded
+            one has lower precision, or its replacement has another shape or dtype. Called when all
+            other parameters of its unit are resharded.
     """
 
     def __init__(self, units: Iterable[FSDPModule], refuse: Callable[[str], None]) -> None:
         self._refuse = refuse
         self._units = [(unit, group) for unit in units for group in instrument(unit)]
         self._versions: dict[Any, tuple[int, int]] = {}
-        """By ``FSDPParam`` that is gathered: of the shard and of the unsharded parameter."""
+        """Versions of the shard and of the unsharded parameter, by gathered ``FSDPParam``."""
         self._shard_versions: dict[Any, int] = {}
         self._data_uses = 0
         self._refused: list[str] = []
         self.shares_gradients = False
-        """Whether gathered parameters have the gradients of their shards: where steps go through
-        the units, which reduce them in the backward pass."""
+        """Whether gathered parameters have the gradients of their shards: if steps run through the
+        units, which reduce gradients in the backward pass."""
         self._frozen: dict[int, tuple[FSDPModule, Any]] = {}
         """Unit and ``FSDPParam``, by the id of the shard."""
         for _, group in self._units:
@@ -132,10 +132,10 @@ class GatheredWrites:
     def gather_frozen(
         self, is_in_step: Callable[[], bool], gather: Callable[[FSDPModule], None]
     ) -> None:
-        """Gather frozen units when a step reads ``.data`` of theirs after others have run.
+        """Gather a frozen unit if a step reads its ``.data`` after other units have run.
 
         Args:
-            is_in_step: Whether a step is under way.
+            is_in_step: Whether a step is running.
             gather: Gathers a unit.
         """
         self._is_in_step, self._gather = is_in_step, gather
@@ -157,7 +157,7 @@ class GatheredWrites:
         return whole
 
     def begin_forward(self) -> None:
-        """Note the shards as they are: FSDP2 orders gathers behind what was written until now."""
+        """Note the versions of shards: FSDP2 orders gathers after all earlier writes."""
         self._data_uses = times_data_was_used()
         self._shard_versions = {
             param: param.sharded_param._version
@@ -166,7 +166,7 @@ class GatheredWrites:
         }
 
     def write_back(self) -> None:
-        """Copy what was written so far to the shards, before these are stepped."""
+        """Copy all writes so far to the shards, before these are stepped."""
         for _, group in self._units:
             gathered = [param for param in group.fsdp_params if param in self._versions]
             shard_versions = [self._versions[param][0] for param in gathered]
@@ -176,7 +176,7 @@ class GatheredWrites:
         self._raise_refused()
 
     def stale(self) -> dict[str, FSDPModule]:
-        """Return units whose shards were written to since they were gathered, by parameter name."""
+        """Return units whose shards were written to after their gather, by parameter name."""
         return {
             param._param_fqn or "": unit
             for unit, group in self._units
@@ -186,7 +186,7 @@ class GatheredWrites:
         }
 
     def _before_gather(self, group: InstrumentedParamGroup) -> None:
-        # FSDP2 gathers on streams of its own, which wait for the optimizer and not for a step.
+        # FSDP2 gathers on streams of its own, which wait for the optimizer but not for a step.
         known = self._shard_versions
         if self._data_uses != times_data_was_used() or any(
             known.get(param) != param.sharded_param._version for param in group.fsdp_params
@@ -224,25 +224,25 @@ class GatheredWrites:
         if self._refused:
             name = self._refused[0]
             self._refused.clear()
-            self._versions.clear()  # the run ends, and has to reshard the other units
+            self._versions.clear()  # the run ends, and must reshard the other units
             self._refuse(name)
 
 
 def _version(unsharded: Tensor) -> int:
-    # What is made in inference mode counts no writes.
+    # Tensors made in inference mode have no version counter.
     return 0 if unsharded.is_inference() else unsharded._version
 
 
 def _written_rows(param: Any, shard_version: int, version: int) -> Tensor | None:
-    """Return this rank's rows of an unsharded parameter that may have been written to, else None.
+    """Return this rank's rows of an unsharded parameter that may have been written, else None.
 
     Args:
-        param: The ``FSDPParam``. Its unsharded parameter gets its own storage back.
+        param: The ``FSDPParam``. The storage of its unsharded parameter is restored.
         shard_version: Version of the shard when it was gathered.
         version: Version of the unsharded parameter at that time.
 
     Raises:
-        ValueError: When the shard cannot take the rows.
+        ValueError: If the shard cannot take the rows.
     """
     unsharded, shard = param._unsharded_param, param.sharded_param
     gathered = param.all_gather_outputs[0]
@@ -275,7 +275,7 @@ def _written_rows(param: Any, shard_version: int, version: int) -> Tensor | None
 
 
 def _order_gather(group: InstrumentedParamGroup) -> None:
-    """Let the group's next gather wait for what the current stream has been given so far."""
+    """Make the group's next gather wait for all work submitted so far to the current stream."""
     event = group.device_handle.Event()
     event.record()
     group._reshard_after_forward_event = event

@@ -1,4 +1,4 @@
-"""Steps of optimizers, their scaling and their clipping, and the calls that users make of them."""
+"""Steps of optimizers, gradient scaling and clipping, and replacements of their methods."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -16,26 +16,26 @@ from boltmesh.strategies.patch import patched
 
 
 def fused_adam(*, is_decoupled: bool) -> Any:
-    """Torch's fused Adam kernel; public is only the optimizer around it."""
+    """Return torch's fused Adam kernel; only the optimizer around it is public."""
     return torch._fused_adamw_ if is_decoupled else torch._fused_adam_
 
 
 def scale_all(tensors: list[Tensor], factor: Tensor) -> None:
-    """Multiply tensors of one device and type in place, in few kernels."""
+    """Multiply tensors of one device and dtype in place by a scalar tensor, in few kernels."""
     torch._foreach_mul_(tensors, factor)
 
 
 def step_without_hooks(optimizer: Optimizer) -> Callable[[Optimizer], Any]:
-    """The class's ``step`` beneath the wrapper that runs step hooks."""
+    """Return the class's ``step`` without the wrapper that runs step hooks."""
     step: Any = type(optimizer).step
     beneath: Callable[[Optimizer], Any] = getattr(step, "__wrapped__", step)
     return beneath if getattr(step, "hooked", False) else step
 
 
 def bare_copy(optimizer: Optimizer) -> Optimizer:
-    """Return an optimizer with the same attributes, of which lists, dicts and sets are copies.
+    """Return an optimizer with the same attributes; lists, dicts and sets are copied.
 
-    torch's own copies have groups and state alone.
+    torch's own copies only have groups and state.
     """
     made: Optimizer = object.__new__(type(optimizer))
     for name, value in vars(optimizer).items():
@@ -44,7 +44,7 @@ def bare_copy(optimizer: Optimizer) -> Optimizer:
 
 
 def lacks_shard_rules(optimizer: Optimizer) -> bool:
-    """Whether a step of torch's own fails on shards: DTensor cannot do what it calls."""
+    """Whether a step of torch's own fails on shards: DTensor lacks rules for its operators."""
     if isinstance(optimizer, (SGD, Adagrad)):
         return any(group.get("fused") for group in optimizer.param_groups)
     return isinstance(optimizer, Rprop)
@@ -54,7 +54,7 @@ def stop_scaling_in_step(optimizer: Optimizer) -> Callable[[], None]:
     """Make a gradient scaler unscale the gradients of a fused optimizer before its step.
 
     Returns:
-        A function that puts things back.
+        A function that undoes this.
     """
     marked = vars(optimizer).pop("_step_supports_amp_scaling", None)
 
@@ -66,10 +66,10 @@ def stop_scaling_in_step(optimizer: Optimizer) -> Callable[[], None]:
 
 
 class OverflowAgreement:
-    """Makes a gradient scaler skip a step on all ranks of a group when one of them has to.
+    """Makes a gradient scaler skip a step on all ranks of a group if one of them must.
 
-    DTensor decides by the first gradient alone whether ranks have to agree; where that is of a
-    replicated parameter, they would not.
+    DTensor decides by the first gradient alone whether ranks must agree; if that is of a replicated
+    parameter, they would not.
     """
 
     def __init__(self) -> None:
@@ -81,20 +81,20 @@ class OverflowAgreement:
         group: dist.ProcessGroup,
         device: torch.device | None = None,
     ) -> None:
-        """Let ranks agree until ``end``; nothing happens without a scaler or without other ranks.
+        """Make ranks agree until ``end``; no-op without a scaler or without other ranks.
 
         Args:
             scaler: The scaler of this rank.
-            group: The ranks that step together.
-            device: Of the gradients; with it a rank takes part that has none, which a scaler would
-                otherwise refuse to step.
+            group: Ranks that step together.
+            device: Device of the gradients; if given, a rank without gradients takes part, which a
+                scaler would otherwise refuse to step.
         """
         self.end()
         if scaler is None or group.size() == 1:
             return
         attributes = vars(scaler)
         unscale: Any = scaler._unscale_grads_
-        before = attributes.get("_unscale_grads_")  # of another axis, whose ranks agree too
+        before = attributes.get("_unscale_grads_")  # of another axis, whose ranks agree, too
 
         def unscale_and_agree(*args: Any, **kwargs: Any) -> Any:
             found: dict[torch.device, Tensor] = unscale(*args, **kwargs)
@@ -120,7 +120,7 @@ class OverflowAgreement:
 
 
 TOTAL_NORM: Callable[..., Tensor] = torch.nn.utils.clip_grad._get_total_norm
-"""What ``torch.nn.utils.clip_grad_norm_`` clips by, of the gradients that it is given."""
+"""Norm by which ``torch.nn.utils.clip_grad_norm_`` clips the gradients that it is given."""
 
 
 _SCALE_TO_NORM: Callable[..., None] = torch.nn.utils.clip_grad._clip_grads_with_norm_
@@ -129,14 +129,14 @@ _SCALE_TO_NORM: Callable[..., None] = torch.nn.utils.clip_grad._clip_grads_with_
 def total_norm_replaced(
     total_norm: Callable[..., Tensor], check: Callable[[Sequence[Tensor]], None] | None = None
 ) -> AbstractContextManager[None]:
-    """Within, ``torch.nn.utils.clip_grad_norm_`` clips by another norm.
+    """Context in which ``torch.nn.utils.clip_grad_norm_`` clips by another norm.
 
-    That holds also where it was imported by name.
+    Also if it was imported by name.
 
     Args:
-        total_norm: In the place of ``TOTAL_NORM``.
-        check: Called between norm and scaling with the parameters that were given, also those
-            without a gradient; may raise.
+        total_norm: Replacement for ``TOTAL_NORM``.
+        check: Called between norm and scaling with the given parameters, also those without a
+            gradient; may raise.
     """
 
     def scale(parameters: Sequence[Tensor], *args: Any, **kwargs: Any) -> None:
@@ -150,7 +150,7 @@ def total_norm_replaced(
 
 
 def zeroed_by(optimizers: Sequence[Optimizer]) -> set[Parameter]:
-    """Return the parameters whose gradients are gone once ``zero_grad`` of these was called."""
+    """Return the parameters whose gradients ``zero_grad`` of these optimizers removes."""
     return {
         each
         for optimizer in optimizers
@@ -161,13 +161,13 @@ def zeroed_by(optimizers: Sequence[Optimizer]) -> set[Parameter]:
 
 
 def _zeroes_as_torch_does(optimizer: Optimizer) -> bool:
-    """Whether ``zero_grad()`` does what torch documents, and nothing of its class's own."""
+    """Whether ``zero_grad()`` is torch's, not overridden by class or instance."""
     is_own = "zero_grad" in vars(optimizer)
     return not is_own and type(optimizer).zero_grad is Optimizer.zero_grad
 
 
 STEP_MARKS = ("_wrapped_by_lr_sched",)
-"""What torch's schedulers put on ``step`` to know it again."""
+"""Attributes by which torch's schedulers recognise a ``step`` that they have wrapped."""
 
 
 def patch_optimizer(
@@ -177,16 +177,16 @@ def patch_optimizer(
     discard: Callable[[Optimizer, bool], None],
     absorb: Callable[[Optimizer], None],
 ) -> Callable[[], None]:
-    """Let an optimizer's methods do something else; the object, its groups and hooks stay.
+    """Replace methods of an optimizer; the object, its groups and hooks stay.
 
     Args:
-        optimizer: The user's.
+        optimizer: The user's optimizer.
         step: Called in place of the class's ``step``, after the closure and between step hooks.
-        discard: Called before ``zero_grad`` with whether gradients are kept, as zeros.
+        discard: Called before ``zero_grad``; True if gradients are kept as zeros.
         absorb: Called after ``load_state_dict``.
 
     Returns:
-        A function that puts everything back.
+        A function that restores the methods.
     """
     zero_grad = optimizer.zero_grad
     before = optimizer.__dict__.get("step")
@@ -196,7 +196,7 @@ def patch_optimizer(
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        # Schedulers look for this to warn of steps that were never made.
+        # Schedulers read this to warn of steps that were never made.
         self._opt_called = True  # type: ignore[attr-defined]
         step(self)
         return loss
@@ -209,7 +209,7 @@ def patch_optimizer(
     for mark in STEP_MARKS:
         if before is not None and hasattr(before, mark):
             setattr(hooked, mark, getattr(before, mark))
-    # Schedulers wrap the function under a bound method.
+    # Schedulers wrap the function of a bound method.
     optimizer.step = MethodType(hooked, optimizer)  # type: ignore[method-assign]
     optimizer.zero_grad = MethodType(new_zero_grad, optimizer)  # type: ignore[method-assign]
     restore_scaling = stop_scaling_in_step(optimizer)

@@ -9,7 +9,7 @@ from boltmesh.schedule_sim import Order
 
 @dataclass
 class _ScheduledStage:
-    """What torch's schedules read from a stage to make an order; it holds no module."""
+    """Attributes that torch's schedules read from a stage to build an order; without a module."""
 
     num_stages: int
     group_size: int
@@ -19,10 +19,10 @@ class _ScheduledStage:
 
 
 def torch_schedule_order(class_name: str) -> Callable[[int, int, int], Order]:
-    """Return a function of ranks, microbatches and stages on a rank: the order of a torch class.
+    """Return the order of a torch class as a function of ranks, microbatches and stages per rank.
 
-    torch makes the order when a schedule is built, on stages that exist, and adds communication
-    there too. That is left out here: :func:`torch_send_recv` adds it. The function loads torch.
+    torch builds the order with the schedule, on existing stages, and adds communication. Here that
+    is left out: :func:`torch_send_recv` adds it. The returned function imports torch.
     """
 
     def order(num_ranks: int, num_microbatches: int, stages_per_rank: int) -> Order:
@@ -49,8 +49,8 @@ def torch_send_recv(
 ) -> tuple[tuple[str, ...], ...]:
     """Return ``order`` with sends and receives where torch places them.
 
-    The parts of an overlapped pair are placed one after the other, which is how torch runs them
-    too unless a function for pairs is registered; so a forward is sent on before its pair's
+    The parts of an overlapped pair are placed one after the other, which is also how torch runs
+    them unless a function for pairs is registered; so a forward's result is sent before its pair's
     backward runs.
     """
     from torch.distributed.pipelining import schedules

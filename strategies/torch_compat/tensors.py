@@ -1,7 +1,7 @@
 """Private parts of tensors: DTensors, fake tensors, subclasses, pytrees, operators.
 
-``FakePackedSequences`` packs and pads sequences by operators that also run on tensors without data.
-Torch's own two operators write into memory, and have no version for fake tensors.
+``FakePackedSequences`` packs and pads sequences by operators that also run on fake tensors. Torch's
+own two operators write into memory, and have no version for them.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -50,35 +50,35 @@ from boltmesh.errors import ConfigError
 
 
 def fake_tensors() -> FakeTensorMode:
-    """Return a mode in which tensors have shape and type and no data."""
+    """Return a mode whose tensors have shape and dtype, but no data."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def storage_ref(tensor: Tensor) -> Any:
-    """Return what is equal for tensors of one storage, does not keep it, and knows when it goes."""
+    """Return a weak reference to a tensor's storage; equal for equal storages."""
     return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 
 def is_fake(value: Any) -> bool:
-    """Whether a value is a tensor with shape and type and no data."""
+    """Whether a value is a fake tensor: with shape and dtype, but without data."""
     return isinstance(value, FakeTensor)
 
 
 def make_fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
-    """Return a tensor without data of the same shape, type, device and class."""
+    """Return a fake tensor of the same shape, dtype, device and class."""
     return mode.from_tensor(tensor)
 
 
 NEEDS_DATA = (DataDependentOutputException, DynamicOutputShapeException)
-"""What operators raise that need the data of a tensor without data."""
+"""Raised by operators that need the data of a fake tensor."""
 
 
 disabled_torch_function = torch._C._disabled_torch_function_impl
-"""``__torch_function__`` of a tensor subclass that is called at dispatch only, below autograd."""
+"""``__torch_function__`` of a tensor subclass that only handles dispatch, below autograd."""
 
 
 def make_subclass(kind: type[Tensor], tensor: Tensor) -> Any:
-    """``tensor`` under another class: a new object over the same storage.
+    """Return ``tensor`` as another class: a new object over the same storage.
 
     FSDP2 compares the addresses of storages, which wrapper subclasses do not have.
     """
@@ -86,32 +86,32 @@ def make_subclass(kind: type[Tensor], tensor: Tensor) -> Any:
 
 
 def make_wrapper(kind: type[Tensor], local: Tensor, shape: Sequence[int]) -> Any:
-    """A tensor of a class and shape, of the type and on the device of another, without storage."""
+    """Return a storage-less tensor of a class and shape, with ``local``'s dtype and device."""
     return Tensor._make_wrapper_subclass(
         kind, torch.Size(shape), dtype=local.dtype, device=local.device
     )
 
 
 def subclasses_unasked() -> AbstractContextManager[None]:
-    """Within it, calls on a tensor subclass go on to autograd, not to its rules for functions."""
+    """Context in which calls on tensor subclasses bypass their ``__torch_function__``."""
     return torch._C.DisableTorchFunctionSubclass()
 
 
 def subclasses_asked() -> AbstractContextManager[None]:
-    """Within it, calls on a tensor subclass go to its rules, inside ``subclasses_unasked`` too."""
+    """Context in which they reach it again, also inside ``subclasses_unasked``."""
     return torch._C._EnableTorchFunction()
 
 
 def times_written(tensor: Tensor) -> int:
-    """Return how often a tensor was written in place."""
+    """Return the version of a tensor: how often it was modified in place."""
     return _of_traced(tensor).shape[0] if is_compiling() else tensor._version
 
 
 @torch.library.custom_op("boltmesh::times_written", mutates_args=())
 def _of_traced(tensor: Tensor) -> Tensor:
-    """Return a tensor as long as the number of writes.
+    """Return an empty tensor whose size is the number of writes.
 
-    A size is known when code is traced, and ``_version`` is not, which would cut the graph in two.
+    A size is known when code is traced, and ``_version`` is not, which would break the graph.
     """
     return tensor.new_empty(tensor._version)
 
@@ -122,12 +122,12 @@ def _(tensor: Tensor) -> Tensor:
 
 
 def count_write(tensor: Tensor) -> None:
-    """Make a tensor's count of writes one higher."""
+    """Increment a tensor's version."""
     torch.autograd.graph.increment_version(tensor)
 
 
 def storage_key(tensor: Tensor) -> int:
-    """Return what tell storages apart that have no address, as those of fake tensors."""
+    """Return an id of a tensor's storage, also if it has no address, as those of fake tensors."""
     return int(under_transforms(tensor).untyped_storage()._cdata)
 
 
@@ -145,27 +145,27 @@ def components_of(tensor: Tensor) -> list[Tensor]:
 
 
 def as_no_view(view: Tensor) -> Tensor:
-    """Return the memory of a view that has no other user as a tensor that is no view."""
+    """Return the memory of a view without other users as a tensor that is not a view."""
     made: Tensor = torch.ops.aten._unsafe_view(view, view.shape)
     return made
 
 
 def under_transforms(tensor: Tensor) -> Tensor:
-    """Return the tensor that ``torch.vmap`` or another transform of torch.func has wrapped."""
+    """Return the tensor below the wrappers of ``torch.vmap`` and other torch.func transforms."""
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return tensor
 
 
 def set_local_tensor(parameter: Tensor, local: Tensor) -> None:
-    """Put another local tensor of the same shape under a DTensor."""
+    """Replace the local tensor of a DTensor by one of the same shape."""
     parameter._local_tensor = local  # type: ignore[attr-defined]
 
 
 def check_number_reads(check: Callable[[DTensor], None]) -> None:
-    """Call a check before a DTensor becomes a number of Python, as by ``item()`` and ``float()``.
+    """Call a check before a DTensor is read as a Python number, by ``item()`` or ``float()``.
 
-    torch itself gives the number of this rank's local tensor, whatever the placements are.
+    torch itself returns the number of this rank's local tensor, whatever the placements are.
     """
 
     def read(op_call: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
@@ -178,13 +178,13 @@ def check_number_reads(check: Callable[[DTensor], None]) -> None:
 
 
 def check_writes_to_copies(names: Iterable[str], check: Callable[[], None]) -> None:
-    """Call a check before a write to a view of a DTensor that has not the memory of its base.
+    """Call a check before a write to a view of a DTensor with other memory than its base.
 
-    torch gathers what it views along a dim that is divided, and what is written there is lost.
+    torch gathers such a view along a divided dim, and what is written to it is lost.
 
     Args:
-        names: Methods of tensors that write to them.
-        check: Raises.
+        names: Tensor methods that write.
+        check: Raises an error.
     """
     for name in names:
         setattr(DTensor, name, _checked(getattr(Tensor, name), check))
@@ -207,9 +207,9 @@ def _checked(write: Callable[..., Any], check: Callable[[], None]) -> Callable[.
 
 
 def compare_over_meshes() -> None:
-    """Let ``torch.equal`` compare DTensors of different meshes, as of experts and of all else.
+    """Let ``torch.equal`` compare DTensors of different meshes, such as experts and others.
 
-    torch itself refuses to. Callbacks that unfreeze layers look so for what an optimizer has.
+    torch itself refuses to. Callbacks that unfreeze layers compare parameters with an optimizer's.
     """
 
     def equal(op_call: OpOverload, args: tuple[Any, ...], kwargs: dict[str, object]) -> Any:
@@ -231,17 +231,17 @@ def _spec_of(tensor: Tensor) -> tuple[object, ...] | None:
 
 
 def is_equal(tensor: Tensor, other: Tensor) -> bool:
-    """Whether a tensor has the values of another, rounded to its type; NaN equals NaN."""
+    """Whether a tensor equals another one rounded to its dtype; NaN equals NaN. Same shapes."""
     return torch.allclose(tensor, other.to(tensor.dtype), rtol=0.0, atol=0.0, equal_nan=True)
 
 
 _data_uses = 0
 _whole: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""By DTensor, a method that returns the tensor whose ``.data`` stands for that of the DTensor."""
+"""By DTensor, a weak method that returns the tensor whose ``.data`` is the DTensor's."""
 
 
 def offer_whole(parameter: Tensor, whole: Callable[[Tensor], Tensor | None]) -> None:
-    """Let ``.data`` of a DTensor be that of what a method of an object returns, if not None."""
+    """Let ``.data`` of a DTensor be that of the tensor that a method returns, unless it is None."""
     _whole[parameter] = WeakMethod(whole)
 
 
@@ -251,15 +251,15 @@ def _whole_of(tensor: DTensor) -> Tensor | None:
 
 
 def times_data_was_used() -> int:
-    """Return how often ``.data`` of a DTensor was read or set, since ``write_through_data``."""
+    """Return how often ``.data`` of a DTensor was read or set since ``write_through_data``."""
     return _data_uses
 
 
 def write_through_data() -> None:
-    """Make ``parameter.data = tensor`` write to the shard where the parameter is a DTensor.
+    """Make ``parameter.data = tensor`` write to the shard if the parameter is a DTensor.
 
     torch replaces the storage of the DTensor's outer tensor, which has none, and leaves the local
-    tensor as it was, without an error.
+    tensor unchanged, without an error.
     """
     DTensor.data = property(_get_data, _set_data)  # type: ignore[assignment]
 
@@ -297,7 +297,7 @@ def _set_data(tensor: DTensor, value: Tensor) -> None:
 
 
 def event_on_stream(device: torch.device) -> torch.Event | None:
-    """An event that passes when what was submitted so far to the current stream is done.
+    """Return an event that passes when the work submitted so far to the current stream is done.
 
     None on the CPU, where it is done already.
     """
@@ -311,7 +311,7 @@ def event_on_stream(device: torch.device) -> torch.Event | None:
 def scalar_on(value: Tensor | float, device: torch.device) -> Tensor:
     """Return a 0-dim fp64 tensor on a device without waiting for the device.
 
-    A number is filled in by a kernel: a copy of it would wait for all work that is queued.
+    A kernel fills in a number: a copy of it would wait for all queued work.
     """
     if isinstance(value, Tensor) and (device.type == "cpu" or value.device.type != "cpu"):
         return value.to(device, torch.float64).reshape(())
@@ -319,22 +319,22 @@ def scalar_on(value: Tensor | float, device: torch.device) -> Tensor:
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """Return a DTensor's local tensor itself, where ``to_local`` makes a view; others as they are.
+    """Return a DTensor's local tensor itself, where ``to_local`` makes a view; others unchanged.
 
-    Autograd does not see it.
+    Without autograd.
     """
     local: Tensor = getattr(tensor, "_local_tensor", tensor)
     return local
 
 
 def dtensor_like(local: Tensor, parameter: Tensor) -> Tensor:
-    """Return a DTensor with the layout of ``parameter`` and another local tensor."""
+    """Return a DTensor with the layout of ``parameter`` and ``local`` as its local tensor."""
     spec: Any = parameter._spec  # type: ignore[attr-defined]
     return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def open_one_level(value: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]] | None:
-    """Return the children of a value that pytree can open, and what closes it; None for a leaf."""
+    """Return the children of a value that pytree can open, and its inverse; None for a leaf."""
     # torch's function refers to itself, and what it is given lives until Python collects garbage.
     outer = [value]
     children, spec = tree_flatten(value, is_leaf=lambda node: node is not outer[0])
@@ -347,7 +347,7 @@ def open_one_level(value: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any
 def written_or_viewed(
     func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Iterator[tuple[Any, bool]]:
-    """Give the arguments that an operator writes to, with True, or returns views of, with False."""
+    """Yield the arguments that an operator writes to, with True, or views, with False."""
     schema = func._schema.arguments
     given = [(schema[i], value) for i, value in enumerate(args)]
     given += [(arg, kwargs[arg.name]) for arg in schema if arg.name in kwargs]
@@ -357,7 +357,7 @@ def written_or_viewed(
 
 
 DispatchMode = TorchDispatchMode
-"""What sees every operator that runs while it is entered."""
+"""A mode that handles every operator that runs while it is entered."""
 
 
 class OperatorsSeen(DispatchMode):  # type: ignore[no-untyped-call]
@@ -396,7 +396,7 @@ CPU_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_
 
 
 GROUPED_PRODUCT = torch.ops.aten._grouped_mm.default
-"""Rows of several experts, multiplied with the matrix of their expert."""
+"""Multiplies each row by the matrix of its expert."""
 
 
 COSTLY_OPERATORS: frozenset[Any] = frozenset(
@@ -408,26 +408,26 @@ COSTLY_OPERATORS: frozenset[Any] = frozenset(
     )
     if hasattr(torch.ops.aten, name)
 )  # fmt: skip
-"""Operators that are worth their outputs' memory: everything else is quickly done again."""
+"""Operators whose outputs are worth storing: all others are cheap to recompute."""
 
 
 def is_watched() -> bool:
-    """Whether a mode sees the functions or operators that this thread calls."""
+    """Whether a mode intercepts the functions or operators that this thread calls."""
     return bool(torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack())
 
 
 def functions_unwatched() -> AbstractContextManager[None]:
-    """Within it, no mode sees calls of torch's functions."""
+    """Context in which no mode intercepts torch functions."""
     return torch._C.DisableTorchFunction()
 
 
 def schema_of(operator: OpOverload) -> Any:
-    """What an operator takes and gives, and what of that it changes."""
+    """Return an operator's arguments and results, and which of them it modifies."""
     return operator._schema
 
 
 class FakePackedSequences(TorchFunctionMode):
-    """Mode in which fake tensors can be packed and padded, by lengths that have values."""
+    """Mode in which fake tensors can be packed and padded, given lengths with data."""
 
     @override
     def __torch_function__(
@@ -444,11 +444,11 @@ class FakePackedSequences(TorchFunctionMode):
 
 
 def _pack(padded: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
-    """Return the rows of all steps, one step after the other, and the number of each step.
+    """Return the rows of all steps, step by step, and the number of rows of each step.
 
     Args:
-        padded: Shape ``(steps, rows, ...)``, or ``(rows, steps, ...)`` with ``batch_first``.
-        lengths: Lengths of the rows, in decreasing order.
+        padded: ``(steps, rows, ...)``, or ``(rows, steps, ...)`` with ``batch_first``.
+        lengths: Lengths of the rows, ``(rows,)``, in decreasing order.
         batch_first: See ``padded``.
     """
     steps = padded.transpose(0, 1) if batch_first else padded
@@ -460,7 +460,7 @@ def _pack(padded: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, T
 def _pad(
     packed: Tensor, sizes: Tensor, batch_first: bool, value: float, num_steps: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the padded sequences, and their lengths. The reverse of ``_pack``."""
+    """Return the padded sequences and their lengths: the inverse of ``_pack``."""
     of_steps = sizes.tolist()
     rows = of_steps[0]
     parts = [
