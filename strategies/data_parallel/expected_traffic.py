@@ -367,7 +367,7 @@ class ZeroEstimate:
 
     @property
     def sharing(self) -> ShardingLayout:
-        """What is sharded, and where state and parameters are stored."""
+        """ZeRO stage, and where state and parameters are stored."""
         return self._options.sharing()
 
     @property

@@ -61,7 +61,7 @@ def pick(scores: Tensor, tokens: Tensor, vocabulary: Vocabulary) -> Tensor:
     """Return the score of one token per position, replicated. Collective.
 
     Args:
-        scores: Of this rank's tokens, ``(..., v)``.
+        scores: Scores of this rank's tokens, ``(..., v)``.
         tokens: Indices in the vocabulary, ``(...)``, replicated.
         vocabulary: The tokens of each rank.
 
