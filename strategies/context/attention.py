@@ -1,8 +1,10 @@
-"""Attention over a cut sequence: keys are fetched, heads are swapped for positions, or a ring.
+"""Attention over a cut sequence: fetch keys, swap heads for positions, or pass keys round.
 
-Every rank knows the masks whole, so each can compute which keys the queries of every rank see, and
-the bytes of each way. All ranks choose the one with the fewest bytes in sum, which is the same on
-all of them.
+Every rank has whole masks, so each can compute which keys the queries of every rank see, and the
+bytes of each way. All ranks choose the one with the fewest bytes over all ranks.
+
+Shapes: queries ``(B, H, S, D)``, keys and values with perhaps fewer heads and other lengths; of S
+each rank has its own positions, ``s``.
 
 Sources: gathered keys, Llama 3, Grattafiori et al. 2024, https://arxiv.org/abs/2407.21783; heads,
 DeepSpeed-Ulysses, Jacobs et al. 2023, https://arxiv.org/abs/2309.14509; ring attention, Liu et al.
@@ -45,12 +47,12 @@ from boltmesh.strategies.torch_compat.tensors import (
 )
 
 MOST_STRETCHES = 64
-"""Keys that a mask shows in more pieces are fetched from the first to the last one."""
+"""If a mask shows more pieces of keys, they are fetched from the first to the last one."""
 
 
 @cut_rule("scaled_dot_product_attention")
 def attend(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Attention of cut queries; of whole ones with cut keys, the keys are gathered."""
+    """Attend with cut queries; for whole queries with cut keys, the keys are gathered."""
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     given = named(names, args, kwargs)
     query, key, value = (given.pop(each) for each in names[:3])
@@ -75,14 +77,20 @@ def attend(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def is_at_place(value: Any) -> bool:
-    """Whether a tensor of attention is cut at its positions, the last dim but one."""
+    """Whether an operand of attention is cut along S, its last dim but one."""
     return isinstance(value, CutTensor) and value.cut_dim == value.ndim - 2 and value.is_simple
 
 
 def fetch_keys(
     key: CutTensor, value: CutTensor, wants: Sequence[Stretches]
 ) -> tuple[Tensor, Tensor]:
-    """Return the keys and values that this rank wants. Collective over the group."""
+    """Return the keys and values that this rank wants, ``(..., wanted, D)``. Collective.
+
+    Args:
+        key: Cut keys, ``(..., S, D)``.
+        value: Cut values with the same positions.
+        wants: Positions that each rank wants.
+    """
     both = torch.cat([key.local, value.local], -1)
     fetched = fetch(both, both.ndim - 2, key.positions, wants, key.state.group, "keys")
     keys, values = fetched.split([key.shape[-1], value.shape[-1]], -1)  # type: ignore[no-untyped-call]
@@ -109,7 +117,7 @@ class _Attention:
         self.group = self.state.group
 
     def run(self) -> Tensor:
-        """Return this rank's positions of the output."""
+        """Return this rank's positions of the output, ``(..., s, D of values)``."""
         key, value = self.key, self.value
         if (
             not (is_at_place(key) and is_at_place(value))
@@ -128,7 +136,7 @@ class _Attention:
             return self._by_keys(wants)
 
     def _way(self) -> tuple[str, Sequence[Stretches]]:
-        """Choose a mechanism, and tell which keys each rank wants. The same on all ranks."""
+        """Choose a way, and return the keys that each rank wants. The same on all ranks."""
         asked = self.state.attention
         wants = self._wants()
         ways = {"keys": self.bytes_of_keys(wants)}
@@ -168,7 +176,7 @@ class _Attention:
         )
 
     def bytes_of_keys(self, wants: Sequence[Stretches]) -> int:
-        """Return what all ranks send in the forward pass, where keys are fetched."""
+        """Return the bytes that all ranks send in the forward pass by fetching keys."""
         key, value = self.key, self.value
         row: int = key.shape[:-2].numel() * (key.shape[-1] + value.shape[-1]) * key.element_size()
         ranks = range(self.group.size)
@@ -177,7 +185,7 @@ class _Attention:
         return sum(num_positions(common(parts[r], wants[s])) for r, s in pairs) * row
 
     def bytes_of_heads(self) -> int:
-        """Return what all ranks send in the forward pass, where heads are swapped."""
+        """Return the bytes that all ranks send in the forward pass by swapping heads."""
         query, key, value = self.query, self.key, self.value
         heads, key_heads = self._heads()
         batch, item = query.shape[0], query.element_size()
@@ -218,7 +226,7 @@ class _Attention:
         return known[1]
 
     def _rows(self, keys: Tensor, values: Tensor, have: Stretches) -> Tensor:
-        """Attend with this rank's queries to fetched keys, at the positions ``have``."""
+        """Attend with this rank's queries to fetched keys, whose positions are ``have``."""
         query, own = self.query.local, self.query.positions.parts[self.group.rank]
         if not query.shape[-2]:
             shape = (*query.shape[:-1], values.shape[-1])
@@ -234,7 +242,7 @@ class _Attention:
             rows_of_query = query.narrow(-2, at, stop - start)
             at += stop - start
             if self.is_causal:
-                # Keys are those from the first one on: a stretch sees the first ``stop`` of them.
+                # Keys begin with the first one: a stretch sees the first ``stop`` of them.
                 count = min(stop, keys.shape[-2])
                 seen = keys.narrow(-2, 0, count), values.narrow(-2, 0, count)
                 found.append(causal_attention(rows_of_query, *seen, start, self.options))
@@ -249,7 +257,7 @@ class _Attention:
 
     @property
     def _has_rows(self) -> bool:
-        """Whether a mask may show other keys to each stretch of this rank."""
+        """Whether a mask may show different keys to the stretches of this rank."""
         mask = self.mask
         return (
             mask is not None
@@ -287,8 +295,8 @@ class _Attention:
     def _by_keys(self, wants: Sequence[Stretches]) -> Tensor:
         """Attend to fetched keys: of all heads, or of as many at a time as may be gathered.
 
-        Those of some heads are fetched again in the backward pass, where a rank then holds no
-        others.
+        In the second case they are fetched again in the backward pass, so that a rank holds those
+        of no other heads.
         """
         num_heads: int = self.key.shape[1] if self.key.ndim == 4 else 1
         together = self._num_heads_together(wants, num_heads)
@@ -315,7 +323,7 @@ class _Attention:
         return torch.cat(found, 1)
 
     def _num_heads_together(self, wants: Sequence[Stretches], num_heads: int) -> int:
-        """Return of how many heads keys are fetched at once; the same on all ranks."""
+        """Return for how many heads keys are fetched at once; the same on all ranks."""
         most, key = self.state.max_gather_bytes, self.key
         if most is None or num_heads == 1 or self.query.shape[1] % num_heads:
             return num_heads
@@ -394,10 +402,17 @@ def _sdpa(
 def causal_attention(
     query: Tensor, key: Tensor, value: Tensor, start: int, options: dict[str, Any]
 ) -> Tensor:
-    """Attend from the positions ``start`` on to the first keys, each to those up to its own.
+    """Attend from positions ``start`` on, each query to the keys up to its own position.
 
-    With the last query first, what row i shows depends on ``i + key`` alone: a view of one row is
-    the mask, in place of a matrix of all queries and keys.
+    With the queries in reverse order, entry ``(i, key)`` of the mask depends on ``i + key`` alone:
+    the mask is a view of one row, instead of a matrix of all queries and keys.
+
+    Args:
+        query: ``(..., queries, D)``.
+        key: The first keys, ``(..., keys, D)``.
+        value: Their values.
+        start: Position of the first query.
+        options: Further arguments of torch's function.
     """
     count, length = query.shape[-2], key.shape[-2]
     if not start and length == count:
@@ -417,7 +432,7 @@ def causal_attention(
 
 
 def _has_cpu_kernel(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> bool:
-    """Whether torch would take the CPU's fused kernel for queries and keys without a mask."""
+    """Whether torch would use the CPU's fused kernel for these operands without a mask."""
     return (
         query.device.type == "cpu"
         and query.ndim == 4
@@ -433,11 +448,11 @@ def _has_cpu_kernel(query: Tensor, key: Tensor, value: Tensor, options: dict[str
 
 
 class JoinedAttention(Function):
-    """Attention to all earlier keys, and causal attention of a stretch to itself, as one.
+    """Attention of a stretch to all earlier keys, and causally to itself, joined.
 
-    Each is a call of the CPU's fused kernel, which computes no score that a mask would hide. The
-    sums of exponentials join both, as in ring attention; with the output and the sums of both the
-    kernel's backward pass gives the gradients of each.
+    Each part is a call of the CPU's fused kernel, which computes no scores that a mask would hide.
+    They are joined by their sums of exponentials, as in ring attention; given the joint output and
+    sums, the kernel's backward pass returns the gradients of each part.
     """
 
     @staticmethod
@@ -472,26 +487,26 @@ class JoinedAttention(Function):
 
 
 def _parts(key: Tensor, value: Tensor, start: int) -> Iterator[tuple[Tensor, Tensor, bool]]:
-    """Yield keys and values before a stretch, and those of it; and whether they are causal."""
+    """Yield keys and values before a stretch, and those of the stretch; True if causal."""
     yield key[..., :start, :], value[..., :start, :], False
     yield key[..., start:, :], value[..., start:, :], True
 
 
 def attend_from_last(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
-    """Attend from the last positions, each to keys up to its own; a GPU's kernels need no mask."""
+    """Attend with the last positions, each to the keys up to its own; for GPU kernels."""
     mask = causal_lower_right(query.shape[-2], key.shape[-2])
-    with subclasses_asked():  # the mask is one, and not what its elements say
+    with subclasses_asked():  # torch handles the mask by its class, not by its values
         return _sdpa(query, key, value, mask, options)
 
 
 def positions_of(stretches: Stretches, device: torch.device) -> Tensor:
-    """Return the positions of stretches, ascending."""
+    """Return the positions of stretches, ascending: int64, ``(positions,)``."""
     found = [torch.arange(start, stop, device=device) for start, stop in stretches]
     return torch.cat(found) if found else torch.arange(0, device=device)
 
 
 def _seen(mask: Tensor, own: Stretches, length: int) -> Stretches:
-    """Return the keys that a boolean mask shows to some queries; one where it shows none."""
+    """Return the keys that a boolean mask shows to some queries; one if it shows none."""
     if not own:
         return ()
     if mask.shape[-1] != length:

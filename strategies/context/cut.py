@@ -1,8 +1,8 @@
-"""A tensor of which each rank of a context group has some positions of one dim.
+"""A tensor divided along one dim, of which each rank of a context group has some positions.
 
 To the code of a model it has the shape of the whole; inside is a plain tensor of this rank's
-positions with autograd of its own. So the gradient of a local tensor is always a local tensor of
-the same positions, and no operator needs a rule for its backward pass.
+positions with its own autograd. So the gradient of a local tensor is always a local tensor of the
+same positions, and no operator needs a rule for its backward pass.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -50,13 +50,13 @@ class ContextState:
     attention: Mechanism = "auto"
     balance: Balance = "contiguous"
     max_gather_bytes: int | None = None
-    """A gather of more is refused; None: no limit."""
+    """Larger gathers are refused; None: no limit."""
     gathered: dict[str, int] = field(default_factory=dict)
-    """Bytes of tensors that were made whole, by the function that needed it."""
+    """Bytes of tensors that were gathered, by the function that needed them whole."""
     parts: dict[Any, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    """This rank's part of whole tensors, which are kept as long. For one step."""
+    """This rank's part of whole tensors, which are kept alive by it. For one step."""
     wanted: dict[Any, tuple[Tensor, Any]] = field(default_factory=dict)
-    """The keys that each rank's queries see, by mask, which is kept as long. For one step."""
+    """The keys that each rank's queries see, by mask, which is kept alive. For one step."""
 
     def __post_init__(self) -> None:
         self.draws = Draws(self.group)
@@ -64,12 +64,12 @@ class ContextState:
         self._divisions: dict[int, Positions] = {}
 
     def take_batch(self, batch: Any) -> None:
-        """Find the documents of a batch where its sequence is divided by them. Local."""
+        """Find the documents of a batch, if its sequence is divided by them. Local."""
         if self.balance == "documents":
             self._work, self._divisions = document_work(tree_leaves(batch)), {}
 
     def divide(self, length: int) -> Positions:
-        """Return which rank has which positions of a sequence of the batch."""
+        """Return the positions of each rank in a sequence of the batch."""
         if self.balance != "documents":
             return divide(length, self.group.size, self.balance)
         known = self._divisions.get(length)
@@ -85,7 +85,7 @@ class ContextState:
         return self.group.rank
 
     def end_step(self) -> None:
-        """Let go of what was kept for the layers of one step."""
+        """Drop what was kept for the layers of one step."""
         self.parts.clear()
         self.wanted.clear()
 
@@ -94,9 +94,9 @@ class ContextState:
 
 
 class CutTensor(Tensor):
-    """Has, of the positions of dim ``cut_dim``, this rank's in ``local``.
+    """A tensor of which ``local`` has this rank's positions along dim ``cut_dim``.
 
-    The dim is ``(num_outer, length, num_inner)``, as where batch and sequence are one dim.
+    That dim is ``(num_outer, S, num_inner)`` flattened, if batch and sequence are one dim.
     """
 
     local: Tensor
@@ -106,7 +106,7 @@ class CutTensor(Tensor):
     num_inner: int
     state: ContextState
     gathered: tuple[Tensor, int, bool] | None
-    """Result of a gather, how often ``local`` was written by then, and if it has a graph."""
+    """Result of a gather, the version of ``local`` then, and whether it has a graph."""
     was_asked: bool
     """Whether a single position of it was fetched."""
 
@@ -137,7 +137,7 @@ class CutTensor(Tensor):
         num_outer: int | None = None,
         num_inner: int | None = None,
     ) -> "CutTensor":
-        """Return a tensor that is cut in the same way, but for what is given."""
+        """Return a tensor that is cut in the same way, except for the given arguments."""
         return make_cut(
             local,
             self.cut_dim if dim is None else dim,
@@ -148,7 +148,7 @@ class CutTensor(Tensor):
         )
 
     def rebuilder(self) -> "Callable[[Tensor], CutTensor]":
-        """Return what cuts a tensor in the same way, without keeping this one."""
+        """Return a function that cuts a tensor in the same way, without keeping this one."""
         return partial(
             make_cut,
             dim=self.cut_dim,
@@ -167,15 +167,15 @@ class CutTensor(Tensor):
 def on_positions(
     run: Callable[..., Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Tensor:
-    """Run what computes each row by itself on this rank's positions; return a cut tensor.
+    """Run a row-wise function on this rank's positions; return a cut tensor.
 
     Args:
-        run: Given plain tensors of this rank's rows; returns a row for each.
-        args: Positional arguments, of which tensors are all cut in the same way, or none is.
+        run: Takes plain tensors of this rank's rows; returns one row for each.
+        args: Positional arguments, whose tensors are all cut in the same way, or none is.
         kwargs: Keyword arguments.
 
     Raises:
-        UnsupportedError: When some tensors are whole.
+        UnsupportedError: If only some tensors are cut.
     """
     given = [each for each in tree_leaves((args, dict(kwargs))) if isinstance(each, Tensor)]
     cut = [each for each in given if isinstance(each, CutTensor)]
@@ -193,7 +193,7 @@ _run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
 def run_functions_by(run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
-    """Say what runs functions on cut tensors; called once, by the module that does."""
+    """Set the function that runs functions on cut tensors. Called once, by its module."""
     global _run  # noqa: PLW0603 - the class is below the rules that make tensors of it
     _run = run
 
@@ -206,15 +206,15 @@ def make_cut(
     num_outer: int = 1,
     num_inner: int = 1,
 ) -> CutTensor:
-    """Return a cut tensor.
+    """Return a cut tensor. Local.
 
     Args:
-        local: This rank's positions, plain.
-        dim: That is cut.
-        positions: Which rank has which.
+        local: This rank's positions, plain, ``(..., num_outer * s * num_inner, ...)``.
+        dim: The divided dim.
+        positions: The positions of each rank.
         state: State of the run.
-        num_outer: Elements of the dim that have the sequence once each, as a flattened batch.
-        num_inner: Elements of the dim for each position, as flattened channels.
+        num_outer: Times that the dim contains the sequence, as in a flattened batch.
+        num_inner: Elements of the dim per position, as in flattened channels.
     """
     shape = list(local.shape)
     own = num_outer * positions.count(state.rank) * num_inner
@@ -231,13 +231,13 @@ def make_cut(
 
 
 def cut(tensor: Tensor, dim: int, state: ContextState) -> CutTensor:
-    """Return the cut tensor of one that every rank has whole. Local."""
+    """Cut a tensor that every rank has whole, ``(..., S, ...)``. Local."""
     positions = state.divide(tensor.shape[dim])
     return make_cut(part_of(tensor, dim, positions, state), dim, positions, state)
 
 
 def rows_of(cut_tensor: CutTensor) -> Tensor:
-    """Return ``local`` with the positions as a dim of their own, at ``cut_dim + 1``."""
+    """Return ``local`` with the positions as a separate dim, at ``cut_dim + 1``."""
     own = cut_tensor.positions.count(cut_tensor.state.rank)
     sizes = cut_tensor.num_outer, own, cut_tensor.num_inner
     rows: Tensor = cut_tensor.local.unflatten(cut_tensor.cut_dim, sizes)  # type: ignore[no-untyped-call]
@@ -245,14 +245,14 @@ def rows_of(cut_tensor: CutTensor) -> Tensor:
 
 
 def make_whole(value: Any, why: str) -> Any:
-    """Return all positions of a cut tensor; anything else as it is. Collective over the group.
+    """Return all positions of a cut tensor, in its shape; others unchanged. Collective.
 
     Args:
-        value: Maybe cut.
-        why: The function that needs it, and for what.
+        value: A cut tensor, or any other value.
+        why: The function that needs it whole, and the reason.
 
     Raises:
-        UnsupportedError: When it is larger than ``max_gather_bytes``.
+        UnsupportedError: If the result is larger than ``max_gather_bytes``.
     """
     if not isinstance(value, CutTensor):
         return value
@@ -282,15 +282,15 @@ def make_whole(value: Any, why: str) -> Any:
 
 
 def _moment(local: Tensor) -> tuple[int, bool]:
-    """Return how often a tensor was written, and whether it has a graph."""
+    """Return the version of a tensor, and whether it has a graph."""
     return times_written(local), local.requires_grad and torch.is_grad_enabled()
 
 
 def by_channels(value: CutTensor) -> Tensor:
-    """Return all positions of this rank's channels of ``(batch, channels, positions, states)``.
+    """Return all positions of this rank's channels, for a cut tensor ``(B, channels, S, states)``.
 
-    As the state of a recurrence needs them, which a model computes position by position. All
-    channels of a tensor with other dims, or with fewer channels than ranks. Collective.
+    For recurrences, which a model computes position by position. Tensors with other dims, or with
+    fewer channels than ranks, are gathered instead. Collective.
     """
     state, local = value.state, value.local
     ranks = state.group.size
@@ -309,11 +309,11 @@ def by_channels(value: CutTensor) -> Tensor:
 
 
 def by_positions(value: CutTensor, like: CutTensor) -> CutTensor:
-    """Return channels divided as another tensor of that shape: by positions. Collective.
+    """Convert channels from :func:`by_channels` to positions. Collective.
 
     Args:
-        value: From :func:`by_channels`, ``(batch, channels, positions)``, maybe with a dim behind.
-        like: Its positions are the result's.
+        value: ``(B, channels, S)`` or ``(B, channels, S, states)``, divided along channels.
+        like: A cut tensor of that shape, with the positions of the result.
     """
     local, positions, state = value.local, like.positions, value.state
     with subclasses_unasked():
@@ -328,12 +328,12 @@ def _heads_of(channels: Positions) -> list[list[int]]:
 
 
 def make_all_whole(tree: Any, why: str) -> Any:
-    """Return a tree with every cut tensor whole. Collective over the group."""
+    """Return a nested value with every cut tensor whole. Collective over the group."""
     return tree_map_only(CutTensor, lambda each: make_whole(each, why), tree)
 
 
 def moved_to(value: CutTensor, positions: Positions) -> CutTensor:
-    """Return the same in another division of as many positions. Collective where they differ."""
+    """Return the same tensor with other positions. Collective if they differ."""
     if value.positions.parts == positions.parts:
         return value
     state = value.state
@@ -351,9 +351,9 @@ def part_of(
     num_outer: int = 1,
     num_inner: int = 1,
 ) -> Tensor:
-    """Return this rank's positions of a tensor that every rank has. Local.
+    """Return this rank's positions of a tensor that every rank has whole. Local.
 
-    Layers of a step that cut the same mask or table share one part.
+    Layers of a step that cut the same mask or table share one part. Arguments as in ``make_cut``.
     """
     own = positions.parts[state.rank]
     key = id(tensor), times_written(tensor), dim, own, num_outer, num_inner
@@ -375,7 +375,7 @@ def part_of(
 
 
 def taken_along(tensor: Tensor, dim: int, stretches: Sequence[tuple[int, int]]) -> Tensor:
-    """Return the elements of some stretches of a dim."""
+    """Return the elements of some stretches of a dim, joined."""
     if len(stretches) == 1 and stretches[0] == (0, tensor.shape[dim]):
         return tensor
     pieces = [tensor.narrow(dim, start, stop - start) for start, stop in stretches]
@@ -384,7 +384,7 @@ def taken_along(tensor: Tensor, dim: int, stretches: Sequence[tuple[int, int]]) 
 
 @contextmanager
 def step_ended(state: ContextState) -> Iterator[None]:
-    """Context of a step, after which nothing is kept for its layers."""
+    """Context of a step; afterwards nothing is kept for its layers."""
     try:
         yield
     finally:

@@ -1,14 +1,14 @@
-"""Communication of a context group, each function with its exact adjoint as backward pass.
+"""Communication of a context group; the backward pass of each function is its exact adjoint.
 
 Every rank starts its backward pass from the same loss. So the sum over the ranks of a parameter's
-gradients is that of as many losses, and their *mean* is the gradient of one process: for what is
-cut, for what every rank computes whole, and for a parameter used in both. An all-reduce with the
-identity as its backward pass would be right only where nothing behind it has parameters.
+gradients is that of as many losses, and their *mean* is the gradient of one process: for uses on
+cut tensors, for uses on whole ones that every rank computes, and for both together. An all-reduce
+with the identity as its backward pass would only be right if no parameters came after it.
 
 All functions are collective over the group. Bytes that a rank sends, with ``row`` the bytes of one
 position: ``fetch`` sends ``row`` for each position that another rank wants, and in the backward
-pass for each that it wanted of another; ``total`` of n bytes is an all-reduce of n bytes, both
-ways; ``swap_to_heads`` sends other ranks' heads of its positions, ``swap_to_positions`` its heads
+pass for each that it wanted from another; ``total`` of n bytes is an all-reduce of n bytes in both
+passes; ``swap_to_heads`` sends other ranks' heads of its positions, ``swap_to_positions`` its heads
 of other ranks' positions.
 """
 
@@ -42,7 +42,7 @@ from boltmesh.telemetry.traffic import ExpectedTraffic
 
 @dataclass(frozen=True)
 class ContextGroup(TensorGroup):
-    """The ranks that divide one sequence, and the rank of this process."""
+    """The ranks that divide a sequence, and this process's rank among them."""
 
     sent: Counter[str] = field(default_factory=Counter)
     """Bytes that this rank sent to others, by purpose."""
@@ -54,12 +54,12 @@ class ContextGroup(TensorGroup):
     def exchange(
         self, pieces: Sequence[Tensor], numels: Sequence[int], purpose: str
     ) -> list[Tensor]:
-        """Send ``pieces[r]`` to rank r and return what each rank has sent, flat.
+        """Send ``pieces[r]`` to rank r and return the tensors from each rank, flat. Collective.
 
         Args:
-            pieces: One for each rank, of one dtype.
-            numels: Elements that each rank sends to this one.
-            purpose: For the count of bytes.
+            pieces: One for each rank, any shapes, of one dtype.
+            numels: Number of elements from each rank.
+            purpose: Key for the count of bytes.
         """
         dtype = pieces[0].dtype
         away = (each.nbytes for rank, each in enumerate(pieces) if rank != self.rank)
@@ -73,16 +73,16 @@ class ContextGroup(TensorGroup):
     def on_all_ranks(
         self, device: torch.device, flags: Sequence[Tensor | bool]
     ) -> tuple[Tensor, ...]:
-        """Return whether each flag is set on all ranks; collective."""
+        """Return whether each flag is set on all ranks, as scalars on ``device``. Collective."""
         both = torch.stack([torch.as_tensor(each, device=device).to(torch.uint8) for each in flags])
         dist.all_reduce(both, dist.ReduceOp.MIN, group=self.process_group)
         return tuple(both.bool())
 
 
 class SumOverRanks(Function):
-    """The sum over the ranks; so is the gradient.
+    """Sums over the ranks; its gradient is summed, too.
 
-    A pipeline reads through its node what a loss was divided by.
+    A pipeline reads from its node by how much a loss was divided.
     """
 
     @staticmethod
@@ -102,12 +102,12 @@ class SumOverRanks(Function):
 
 
 def total(value: Tensor, group: ContextGroup, num_summed: int = 1) -> Tensor:
-    """Return the sum over the ranks; so is the gradient.
+    """Return the sum over the ranks, same shape and dtype; the gradient is summed, too. Collective.
 
     Args:
-        value: This rank's part.
+        value: This rank's summand, any shape.
         group: The ranks.
-        num_summed: Elements of all ranks that an element of the result is the sum of.
+        num_summed: Number of elements of all ranks summed in one element of the result.
     """
     result: Tensor = SumOverRanks.apply(value, group, num_summed)  # type: ignore[no-untyped-call]
     return result
@@ -115,7 +115,7 @@ def total(value: Tensor, group: ContextGroup, num_summed: int = 1) -> Tensor:
 
 @dataclass(frozen=True)
 class _RowFetch:
-    """Rows along a dim: the ranks that have them, and those that want them."""
+    """Rows along a dim, the ranks that have them, and the ranks that want them."""
 
     dim: int
     has: tuple[Stretches, ...]
@@ -124,7 +124,7 @@ class _RowFetch:
     purpose: str
 
     def run(self, local: Tensor) -> Tensor:
-        """Return the rows that this rank wants. Several ranks may want one."""
+        """Return the rows that this rank wants. Several ranks may want the same row."""
         me, ranks = self.group.rank, range(self.group.size)
         rows = local.movedim(self.dim, 0)
         row = rows.shape[1:].numel()
@@ -150,7 +150,7 @@ class _RowFetch:
         return made.movedim(0, self.dim).contiguous()
 
     def add_back(self, gradient: Tensor) -> Tensor:
-        """Return to each rank the sum of the gradients of its rows: the adjoint of ``run``."""
+        """Return to each rank the summed gradients of its rows: the adjoint of ``run``."""
         me, ranks = self.group.rank, range(self.group.size)
         rows = gradient.movedim(self.dim, 0)
         row = rows.shape[1:].numel()
@@ -183,18 +183,21 @@ def fetch(
     group: ContextGroup,
     purpose: str,
 ) -> Tensor:
-    """Return the positions that this rank wants, wherever they are.
+    """Return the positions that this rank wants, from the ranks that have them. Collective.
 
-    A gather where every rank wants all, a halo where it wants its neighbour's, another division,
-    or one row. The gradient of a position goes to its owner, summed over those who wanted it.
+    A gather if every rank wants all, a halo if it wants its neighbour's, another division, or one
+    row. The gradient of a position is summed over the ranks that wanted it, at its owner.
 
     Args:
-        local: This rank's positions along ``dim``.
+        local: This rank's positions along ``dim``, ``(..., s, ...)``.
         dim: The dim.
-        positions: Which rank has which.
-        wants: By rank, ascending.
+        positions: The positions of each rank.
+        wants: Wanted positions by rank, ascending.
         group: The ranks.
-        purpose: For the count of bytes.
+        purpose: Key for the count of bytes.
+
+    Returns:
+        The wanted positions along ``dim``, ascending; same dtype.
     """
     rows = _RowFetch(dim, positions.parts, tuple(wants), group, purpose)
     return _fetched(local, rows)
@@ -210,17 +213,17 @@ def _added_back(gradient: Tensor, rows: _RowFetch) -> Tensor:
 
 @dataclass(frozen=True)
 class _HeadSwap:
-    """Which rank has which positions, and which heads it gets of all positions."""
+    """Positions of each rank, and the heads that it gets of all positions."""
 
     positions: Positions
     heads: tuple[tuple[int, ...], ...]
-    """By rank; several ranks may get one head."""
+    """By rank; several ranks may get the same head."""
     num_heads: int
     group: ContextGroup
     purpose: str
 
     def to_heads(self, local: Tensor) -> Tensor:
-        """Own positions of all heads to all positions of own heads."""
+        """Convert own positions of all heads to all positions of own heads."""
         batch, _, _, channels = local.shape
         ranks = range(self.group.size)
         own = len(self.heads[self.group.rank])
@@ -238,7 +241,7 @@ class _HeadSwap:
         return made
 
     def to_positions(self, whole: Tensor) -> Tensor:
-        """The adjoint of ``to_heads``: heads that several ranks have are summed."""
+        """Adjoint of ``to_heads``: heads that several ranks have are summed."""
         batch, _, _, channels = whole.shape
         ranks = range(self.group.size)
         mine = self.positions.count(self.group.rank)
@@ -263,17 +266,17 @@ def swap_to_heads(
     group: ContextGroup,
     purpose: str,
 ) -> Tensor:
-    """Return some heads of all positions for all heads of this rank's positions.
+    """Exchange all heads of this rank's positions for some heads of all positions. Collective.
 
     Args:
-        local: Shape ``(batch, heads, own positions, channels)``.
-        positions: Which rank has which.
+        local: ``(B, H, s, D)``.
+        positions: The positions of each rank.
         heads: The heads that each rank gets.
         group: The ranks.
-        purpose: For the count of bytes.
+        purpose: Key for the count of bytes.
 
     Returns:
-        Shape ``(batch, own heads, length, channels)``.
+        ``(B, own heads, S, D)``, same dtype.
     """
     swap = _HeadSwap(positions, tuple(map(tuple, heads)), local.shape[1], group, purpose)
     return _to_heads(local, swap)
@@ -286,7 +289,10 @@ def swap_to_positions(
     group: ContextGroup,
     purpose: str,
 ) -> Tensor:
-    """Return all heads of this rank's positions; the way back of ``swap_to_heads``."""
+    """Return all heads of this rank's positions, ``(B, H, s, D)``: reverses ``swap_to_heads``.
+
+    Collective. Arguments are those of ``swap_to_heads``, with its result in place of ``local``.
+    """
     num_heads = sum(map(len, heads))
     swap = _HeadSwap(positions, tuple(map(tuple, heads)), num_heads, group, purpose)
     return _to_positions(whole, swap)
@@ -301,7 +307,7 @@ def _to_positions(whole: Tensor, swap: _HeadSwap) -> Tensor:
 
 
 def send_around(tensor: Tensor, numel: int, group: ContextGroup, purpose: str) -> Tensor:
-    """Send a tensor to the next rank and return the previous rank's, flat. Not differentiable."""
+    """Send a tensor to the next rank; return the previous rank's, ``(numel,)``. No autograd."""
     following, previous = (group.rank + 1) % group.size, (group.rank - 1) % group.size
     pieces = [tensor if r == following else tensor.new_empty(0) for r in range(group.size)]
     numels = [numel if r == previous else 0 for r in range(group.size)]
@@ -309,7 +315,7 @@ def send_around(tensor: Tensor, numel: int, group: ContextGroup, purpose: str) -
 
 
 def all_of(positions: Positions, group: ContextGroup) -> tuple[Stretches, ...]:
-    """Return what each rank wants of a gather."""
+    """Return the positions that each rank wants in a gather: all."""
     return (merged([(0, positions.length)]),) * group.size
 
 

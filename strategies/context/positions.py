@@ -1,4 +1,4 @@
-"""Which rank has which positions of a sequence: arithmetic, without communication."""
+"""Positions of a sequence by rank: arithmetic, without communication."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 Stretch = tuple[int, int]
-"""First position, and the one behind the last."""
+"""First position, and the one after the last."""
 Stretches = tuple[Stretch, ...]
 """Ascending and disjoint."""
 
 Balance = Literal["contiguous", "zigzag", "documents"]
 
 _EVEN = 1.02
-"""Most work of a rank over the mean with which no more stretches are made."""
+"""A division is even enough if the rank with the most work has at most this factor of the mean."""
 _MOST_BLOCKS = 32
 
 
@@ -29,10 +29,10 @@ class Positions:
     parts: tuple[Stretches, ...]
     """By rank of the context group; empty for a rank without positions."""
     are_channels: bool = False
-    """Whether it divides channels, of which a rank has all positions, see ``by_channels``."""
+    """Whether these are channels, of which a rank has all positions, see ``by_channels``."""
 
     def count(self, rank: int) -> int:
-        """Return how many positions a rank has."""
+        """Return the number of positions of a rank."""
         return self._counts[rank]
 
     @cached_property
@@ -40,7 +40,7 @@ class Positions:
         return tuple(map(num_positions, self.parts))
 
     def narrowed(self, start: int, stop: int) -> "Positions":
-        """Return those of ``axis[start:stop]``: every rank keeps what it has."""
+        """Return the positions within ``start:stop``, counted from ``start``; ranks keep theirs."""
         parts = tuple(
             tuple((a - start, b - start) for a, b in common(each, ((start, stop),)))
             for each in self.parts
@@ -50,14 +50,14 @@ class Positions:
 
 @lru_cache(maxsize=256)
 def divide(length: int, ranks: int, balance: Balance = "contiguous") -> Positions:
-    """Divide a sequence over ranks; numbers of positions differ by one at most, or by two.
+    """Divide a sequence over ranks; numbers of positions differ by at most one, or two (zigzag).
 
     Args:
         length: Positions.
         ranks: Number of ranks.
         balance: ``"contiguous"`` gives each rank one stretch. ``"zigzag"`` makes twice as many
-            and gives rank r the r-th and the r-th last, so that causal attention is even work.
-            By ``"documents"`` ``divide_by_work`` divides.
+            stretches and gives rank r the r-th and the r-th last, so that causal attention is
+            evenly distributed. ``"documents"`` is done by ``divide_by_work``.
     """
     if balance == "zigzag":
         halves = divide(length, 2 * ranks).parts
@@ -67,13 +67,14 @@ def divide(length: int, ranks: int, balance: Balance = "contiguous") -> Position
 
 
 def divide_by_work(work: Tensor, ranks: int) -> Positions:
-    """Divide a sequence whose positions take more and less work.
+    """Divide a sequence whose positions take different amounts of work.
 
-    It is cut into blocks of one length, of which each rank gets as many; those with the most work
-    come first, each to the rank with the least. There are as few blocks as make the work even.
+    It is cut into blocks of equal length, the same number for each rank; those with the most work
+    are assigned first, each to the rank with the least. The number of blocks is the smallest that
+    makes the work even.
 
     Args:
-        work: Work of each position, in any unit; shape ``(length,)``.
+        work: Work of each position in any unit, ``(S,)``.
         ranks: Number of ranks.
     """
     length = len(work)
@@ -100,10 +101,11 @@ def divide_by_work(work: Tensor, ranks: int) -> Positions:
 
 
 def document_work(tensors: Iterable[object]) -> dict[int, Tensor]:
-    """Return the keys that causal attention shows to each position, by length of the sequence.
+    """Return how many keys causal attention shows to each position, by length of the sequence.
 
-    Documents are found in tensors of shape ``(rows, length)`` or ``(length,)``: positions that
-    begin again at 0, or numbers of documents, which rise by one from each to the next.
+    Documents are found in integer tensors ``(B, S)`` or ``(S,)``: position ids that restart at 0,
+    or document numbers, which rise by one from each document to the next. Results are ``(S,)``,
+    summed over rows.
     """
     found: dict[int, Tensor] = {}
     for each in tensors:
@@ -126,13 +128,13 @@ def document_work(tensors: Iterable[object]) -> dict[int, Tensor]:
 
 
 def of_one(length: int, ranks: int, owner: int) -> Positions:
-    """Return positions that one rank has all of."""
+    """Return positions that are all on one rank."""
     whole = merged([(0, length)])
     return Positions(length, tuple(whole if rank == owner else () for rank in range(ranks)))
 
 
 def joined(several: Sequence[Positions]) -> Positions:
-    """Return the positions of sequences one after the other."""
+    """Return the positions of concatenated sequences."""
     parts: list[list[Stretch]] = [[] for _ in several[0].parts]
     base = 0
     for each in several:
@@ -143,7 +145,7 @@ def joined(several: Sequence[Positions]) -> Positions:
 
 
 def merged(stretches: Iterable[Stretch]) -> Stretches:
-    """Return ascending stretches without empty ones, neighbours joined."""
+    """Return ascending stretches without empty ones; adjacent ones are joined."""
     found: list[Stretch] = []
     for start, stop in stretches:
         if stop <= start:
@@ -156,13 +158,13 @@ def merged(stretches: Iterable[Stretch]) -> Stretches:
 
 
 def num_positions(stretches: Stretches) -> int:
-    """Return how many positions stretches have."""
+    """Return the number of positions in stretches."""
     return sum(stop - start for start, stop in stretches)
 
 
 @lru_cache(maxsize=4096)
 def common(one: Stretches, other: Stretches) -> Stretches:
-    """Return what two rows of stretches have in common."""
+    """Return the intersection of two sets of stretches."""
     found = []
     for a, b in one:
         for c, d in other:
@@ -174,11 +176,11 @@ def common(one: Stretches, other: Stretches) -> Stretches:
 
 @lru_cache(maxsize=4096)
 def places(stretches: Stretches, own: Stretches) -> Stretches:
-    """Return where stretches are within a tensor that has the positions ``own``.
+    """Return the indices of stretches within a tensor with the positions ``own``.
 
     Args:
         stretches: Each of them within one of ``own``.
-        own: What the tensor has, one stretch behind the other.
+        own: Stretches of the tensor, stored one after the other.
     """
     found = []
     for start, stop in stretches:

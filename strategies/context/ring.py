@@ -1,7 +1,7 @@
-"""Attention with keys and values that go round: no rank holds more than two blocks of them.
+"""Attention with keys and values passed round: no rank holds more than two blocks of them.
 
-Softmax is accumulated block by block with the logarithms of its sums, and in the backward pass the
-gradients of keys go round with them. Scores of one block exist at a time.
+Softmax is accumulated block by block with the logarithms of its sums. In the backward pass the
+gradients of keys are passed round with them. Scores of one block exist at a time.
 
 Source: Ring Attention with Blockwise Transformers, Liu et al. 2023, section 3,
 https://arxiv.org/abs/2310.01889
@@ -18,7 +18,7 @@ from typing_extensions import override
 from boltmesh.strategies.context.exchange import ContextGroup, send_around
 
 _FAR = -1e30
-"""Score of a key that a query does not see; finite, so that a row of them is no NaN."""
+"""Score of a key that a query does not see; finite, so that a row of only these is not NaN."""
 
 
 def ring_attention(
@@ -33,14 +33,17 @@ def ring_attention(
     """Attend to the keys of all ranks. Collective over the group.
 
     Args:
-        query: Shape ``(batch, heads, own queries, channels)``.
-        key: Shape ``(batch, key heads, own keys, channels)``; so is ``value``.
+        query: ``(B, H, s, D)``.
+        key: ``(B, key heads, own keys, D)``, like ``value``.
         value: The values.
         scale: Factor of the scores.
-        allowed: By rank, which of its keys this rank's queries see; True for all. Masks that
-            broadcast to ``(batch, heads, own queries, its keys)``.
-        counts: By rank, how many keys it has.
+        allowed: For each rank, the keys of it that this rank's queries see: True for all, or a mask
+            that broadcasts to ``(B, H, s, its keys)``.
+        counts: Number of keys by rank.
         group: The ranks.
+
+    Returns:
+        ``(B, H, s, D)``, dtype of ``query``.
     """
     batch, heads, num_queries, channels = query.shape
     key_heads = key.shape[1]
