@@ -6,7 +6,7 @@ elements, 19 % in the worst case measured. Large tensors are therefore reduced i
 
 ``JointNorms`` is the norm of the gradients of all ranks. Each axis provides a ``NormShare``: the
 group over which squares are summed, and which gradients this rank counts, since several ranks may
-hold the same. ``joint_norm`` is the same for gradients that the offload engine holds.
+hold the same. ``joint_norm`` does it for gradients that the offload engine holds.
 """
 
 import math
@@ -35,7 +35,7 @@ PIECE_NUMEL = 1 << 16
 
 
 def tensor_norm(tensor: Tensor, norm_type: float = 2.0) -> Tensor:
-    """The norm of one tensor, a scalar of its dtype (fp32 at least)."""
+    """Return the norm of one tensor of any shape: 0-dim, in its dtype, at least fp32. Local."""
     dtype = torch.promote_types(tensor.dtype, torch.float32)
     if tensor.device.type != "cpu" or tensor.numel() <= WHOLE_NUMEL:
         whole: Tensor = torch.linalg.vector_norm(tensor, norm_type, dtype=dtype)
@@ -54,7 +54,7 @@ def clip_by_norm(parameters: Iterable[Parameter], max_norm: float) -> Tensor:
     Local: gradients must be whole and equal on every rank, as they are after DDP's all-reduce.
 
     Returns:
-        The norm before clipping, a scalar.
+        The norm before clipping, 0-dim.
     """
     with_gradient = [p for p in parameters if p.grad is not None]
     gradients = gradients_of(with_gradient)
@@ -68,7 +68,7 @@ def clip_by_norm(parameters: Iterable[Parameter], max_norm: float) -> Tensor:
 
 
 def gradient_norm(parameters: Iterable[Parameter]) -> float | None:
-    """Return the joint 2-norm of the gradients, None without any.
+    """Return the joint 2-norm of the gradients, None if there are none.
 
     Local, like ``clip_by_norm``.
     """
@@ -90,7 +90,7 @@ def gradients_of(parameters: Iterable[Parameter]) -> list[Tensor]:
 
 
 def total_square(parts: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Return the sum of the squares of tensors, summed in fp64."""
+    """Return the sum of the squares of all elements of tensors, fp64 and 0-dim. Local."""
     if parts and device.type != "cpu" and all(part.dtype == torch.float32 for part in parts):
         # Few kernels; a device sums in a tree, which is accurate enough.
         return torch.nn.utils.get_total_norm(parts).to(device, torch.float64).square()
@@ -106,7 +106,13 @@ def local_part(gradient: Tensor) -> Tensor:
 
 
 def scale_to_norm(gradients: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
-    """Scale gradients in place from a joint norm to at most ``max_norm``, as torch does."""
+    """Scale gradients in place, so that a joint norm becomes at most ``max_norm``. Local.
+
+    Args:
+        gradients: Plain tensors or DTensors of any shapes.
+        norm: Their joint norm over all ranks, 0-dim.
+        max_norm: The limit; the factor is that of ``torch.nn.utils.clip_grads_with_norm_``.
+    """
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     if factor.device.type == "cpu" and factor.item() == 1.0:
         return  # on a device the comparison would synchronize
@@ -119,18 +125,18 @@ def scale_to_norm(gradients: Sequence[Tensor], norm: Tensor, max_norm: float) ->
 
 @dataclass(frozen=True)
 class NormShare(ABC):
-    """Contribution of one axis to norms."""
+    """What one axis of the mesh contributes to norms: which gradients a rank counts."""
 
     group: ProcessGroup
     """The ranks of the axis, over which squares are summed."""
 
     @abstractmethod
     def counted(self, gradients: Iterable[Tensor]) -> list[Tensor]:
-        """Return those of the gradients that this rank counts."""
+        """Return the gradients that this rank counts, so that the ranks count each once."""
 
     @abstractmethod
     def counts(self, parameter: Parameter) -> bool:
-        """Whether this rank counts the gradient of a parameter, also of one that has none."""
+        """Whether this rank counts the gradient of a parameter, even if it has none now."""
 
     @abstractmethod
     def has_copies(self, parameter: Parameter) -> bool:
@@ -138,8 +144,8 @@ class NormShare(ABC):
 
 
 OWNED_DIM = "expert"
-"""Dim of the mesh of parameters of which ranks have rows of their own, whatever axes they lie on;
-a dim before it is that of replicas."""
+"""Mesh dim of parameters of which each rank has rows of its own, whichever axes divide them;
+a mesh dim before it holds replicas."""
 
 
 def _is_owned(tensor: Tensor) -> bool:
@@ -150,7 +156,7 @@ def _is_owned(tensor: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class HeldShare(NormShare):
-    """Each rank holds some of the parameters, and a few of them are on other ranks too."""
+    """For an axis whose ranks hold different parameters, a few of them on several ranks."""
 
     elsewhere: Collection[Parameter]
     """Parameters of this rank whose gradients another rank counts."""
@@ -173,10 +179,10 @@ class HeldShare(NormShare):
 
 @dataclass(frozen=True)
 class PartShare(NormShare):
-    """Each rank has its part of some parameters in plain tensors, and copies of the others."""
+    """For an axis whose ranks hold parts of some parameters in plain tensors, else copies."""
 
     parts: Callable[[], Iterable[Parameter]]
-    """Returns the parameters of which this rank has a part, at the time of a norm."""
+    """Returns the parameters of which this rank has a part; called for each norm."""
 
     @override
     def counted(self, gradients: Iterable[Tensor]) -> list[Tensor]:
@@ -194,7 +200,7 @@ class PartShare(NormShare):
         return not self._owns(parameter) and not any(part is parameter for part in self.parts())
 
     def _owns(self, tensor: Tensor) -> bool:
-        """Whether ranks of the axis have rows of a tensor each."""
+        """Whether the ranks of the axis each have different rows of a tensor."""
         if not _is_owned(tensor):
             return False
         assert isinstance(tensor, DTensor)
@@ -204,7 +210,7 @@ class PartShare(NormShare):
 
 @dataclass(frozen=True)
 class ShardShare(NormShare):
-    """Each rank has its shard of every parameter as a DTensor; a few are replicated."""
+    """For an axis whose ranks hold shards of parameters as DTensors; a few are replicated."""
 
     @override
     def counted(self, gradients: Iterable[Tensor]) -> list[Tensor]:
@@ -226,7 +232,7 @@ class ShardShare(NormShare):
         return all(mesh.get_local_rank(dim) == 0 for dim in self._copied_dims(tensor))
 
     def _copied_dims(self, tensor: Tensor) -> list[int]:
-        """Return the dims of a DTensor's mesh along which ranks of the group have the same."""
+        """Return the mesh dims of a DTensor along which ranks of the group hold equal values."""
         if not isinstance(tensor, DTensor):
             return []
         return [
@@ -245,7 +251,7 @@ class ShardShare(NormShare):
 
 
 class JointNorms:
-    """Norms over the ranks of one model. Every method is collective over the groups of all shares.
+    """Norms over the ranks of one model. Its methods are collective over the groups of all shares.
 
     Gradients that are equal on several ranks are counted by one of them, and all ranks get the same
     norm, bit for bit. Squares are summed in fp64: the distribution changes the sum by less than
@@ -264,7 +270,11 @@ class JointNorms:
         return self._joint(gradients_of(parameters), 2.0)
 
     def clip(self, parameters: Iterable[Parameter], max_norm: float) -> Tensor:
-        """Scale gradients so that their norm over all ranks is at most ``max_norm``; return it."""
+        """Scale gradients in place so that their norm over all ranks is at most ``max_norm``.
+
+        Returns:
+            The norm before clipping, fp64 and 0-dim.
+        """
         gradients = gradients_of(parameters)
         norm = self._joint(gradients, 2.0)
         scale_to_norm(gradients, norm, max_norm)
@@ -277,11 +287,14 @@ class JointNorms:
         error_if_nonfinite: bool = False,
         foreach: bool | None = None,
     ) -> Tensor:
-        """Return a norm of gradients, with the arguments of torch's function of this name.
+        """Return a norm of gradients; arguments as for ``torch.nn.utils.get_total_norm``.
+
+        Returns:
+            0-dim, in the dtype of the first gradient, at least fp32.
 
         Raises:
-            ConfigError: For a p that is not above 0.
-            RuntimeError: As torch does, on all ranks.
+            ConfigError: If ``norm_type`` is not above 0.
+            RuntimeError: On all ranks, if the norm is not finite and ``error_if_nonfinite``.
         """
         norm_type = float(norm_type)
         if not norm_type > 0:
@@ -297,17 +310,17 @@ class JointNorms:
         return norm.to(kind)
 
     def refuse_others(self, given: Iterable[Tensor], model: Iterable[Tensor]) -> None:
-        """Refuse to clip by a norm to which ranks gave the gradients of different parameters.
+        """Refuse to clip where ranks of a pipeline select different parameters.
 
-        A rank has no gradients of the parameters of other ranks, so that ``if p.grad is not None``
-        selects others on each. That is right for the whole model alone.
+        A rank has no gradients of other ranks' parameters, so ``if p.grad is not None`` selects
+        different ones on each. That is only right for the whole model.
 
         Args:
             given: The parameters that are clipped, with a gradient or without one.
             model: All parameters of the model, in the same order on all ranks.
 
         Raises:
-            UnsupportedError: On all ranks.
+            UnsupportedError: On all ranks, if they differ and are not the whole model.
         """
         groups = [share.group for share in self.shares if isinstance(share, HeldShare)]
         if not groups:
@@ -346,7 +359,7 @@ class JointNorms:
 
 
 def _local_total(parts: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
-    """Return the sum of this rank's powers, or the largest of its norms, fp64."""
+    """Return the sum of this rank's powers, or the largest of its norms, fp64 and 0-dim."""
     if norm_type == 2.0:
         return total_square(parts, device)
     total = torch.zeros((), dtype=torch.float64, device=device)
@@ -364,10 +377,10 @@ def _device_of(shares: Sequence[NormShare]) -> torch.device:
 
 
 class HasSquaredNorm(Protocol):
-    """Gradients, or their known norm."""
+    """Gradients of which the sum of squares is known or can be computed."""
 
     def square(self) -> float:
-        """The sum of squares of the gradients that this rank counts."""
+        """Return the sum of squares of the gradients that this rank counts."""
 
 
 def joint_norm(
@@ -375,7 +388,7 @@ def joint_norm(
 ) -> float | None:
     """Return the 2-norm of gradients of which each rank holds parts.
 
-    Collective over ``groups``. None without a gradient and without other ranks. Sums are float64:
+    Collective over ``groups``. Returns None without gradients and groups. Sums are float64, since
     whether a step is clipped must not depend on the number of ranks.
     """
     if not gradients and not groups:

@@ -39,7 +39,12 @@ from boltmesh.strategies.torch_compat.tensors import is_composite, local_tensor
 
 @dataclass(eq=False)
 class TiledWeight:
-    """A parameter sharded by rows, as ``fully_shard`` does it, and gathered in tiles."""
+    """A parameter ``(rows, ...)``, sharded by rows as ``fully_shard`` does it, gathered in tiles.
+
+    Shapes below use R, the ranks of the shard group, and the numbers of ``plan``: a gathered tile
+    is ``(R * length, ...)``, with ``length`` rows of each shard in the order of ranks; rows that
+    pad a shard are zeros.
+    """
 
     name: str
     parameter: Parameter
@@ -54,7 +59,14 @@ class TiledWeight:
 
     @classmethod
     def shard(cls, name: str, whole: Parameter, max_bytes: int, mesh: DeviceMesh) -> "TiledWeight":
-        """Keep this rank's rows of a parameter that every rank holds in full."""
+        """Keep this rank's rows of a parameter that every rank holds in full. Local.
+
+        Args:
+            name: Dotted name of the parameter.
+            whole: ``(rows, ...)``, equal on all ranks.
+            max_bytes: Largest gathered tile, in bytes of the parameter's dtype.
+            mesh: One dim, or ``(replicate, shard)``.
+        """
         dimension = mesh.ndim - 1
         ranks, rank = mesh.size(dimension), mesh.get_local_rank(dimension)
         plan = TilePlan.of(whole.shape[0], whole[0].nbytes, ranks, max_bytes)
@@ -98,15 +110,15 @@ class TiledWeight:
         return dtypes.pop() if len(dtypes) == 1 else self.parameter.dtype
 
     def attend(self, dtype: torch.dtype) -> None:
-        """Take part in one pass over the tiles without using them. Collective."""
+        """Gather all tiles for the other ranks, without using them here. Collective."""
         for _ in self.tiles(dtype):
             pass
 
     def tiles(self, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
-        """Yield each tile's number and its rows from every shard, gathered in ``dtype``.
+        """Yield each tile's number and its rows, ``(R * length, ...)`` in ``dtype``.
 
-        Collective. The next tile is gathered while one is used, so two exist at a time. A tile is
-        valid until the next iteration.
+        Collective over the shard group. The next tile is gathered while one is used, so two exist
+        at a time. A tile is valid until the next iteration.
         """
         if self.plan.ranks == 1:
             for tile in range(self.plan.count):
@@ -125,7 +137,7 @@ class TiledWeight:
             yield tile, gathered
 
     def _gather(self, tile: int, buffer: Tensor) -> tuple[Tensor, Tensor, dist.Work]:
-        """Start an all-gather; its input has to live until it ends."""
+        """Start an all-gather; the caller keeps its input, the second value, until it ends."""
         piece = self._piece(tile, buffer.dtype)
         gathered = buffer[: self.plan.ranks * piece.shape[0]]
         work = all_gather_single(gathered, piece, self.shard_group, async_op=True)
@@ -133,7 +145,7 @@ class TiledWeight:
         return gathered, piece, work
 
     def _piece(self, tile: int, dtype: torch.dtype) -> Tensor:
-        """This rank's rows of a tile on the compute device, padded to equal size on all ranks."""
+        """Return this rank's rows of a tile, ``(length, ...)`` on the device, zeros for padding."""
         start, length = self.plan.piece(tile)
         local = local_tensor(self.parameter.detach())
         if isinstance(local, OffloadedShard):
@@ -149,7 +161,7 @@ class TiledWeight:
         return padded
 
     def gradient(self) -> "TiledGradient":
-        """Start the gradient of this rank's shard."""
+        """Return an empty gradient of this rank's shard, to which tiles are added."""
         if self.plan.ranks > 1:
             self.note(f"reduced the gradients of '{self.name}' in tiles")
         return TiledGradient(self)
@@ -170,7 +182,12 @@ class TiledGradient:
         self._pending: tuple[int, Tensor, Tensor, dist.Work | None] | None = None
 
     def add(self, tile: int, rows: Tensor) -> None:
-        """Add this rank's gradient of a gathered tile, with zeros for padding. Collective."""
+        """Add this rank's gradient of a gathered tile. Collective over the shard group.
+
+        Args:
+            tile: Number of the tile; each is added once.
+            rows: ``(R * length, ...)``, zeros in rows of padding.
+        """
         self._settle()
         rows = rows.to(self._value.dtype)
         if self.weight.plan.ranks == 1:
@@ -182,7 +199,11 @@ class TiledGradient:
         self._pending = tile, rows, reduced, work
 
     def finish(self) -> Tensor:
-        """The gradient of the shard, averaged over all ranks, as a DTensor. Collective."""
+        """Return the gradient of the shard, averaged over the mesh. Collective over it.
+
+        Returns:
+            A DTensor of the parameter's shape, dtype and placements.
+        """
         self._settle()
         weight = self.weight
         if weight.num_copies > 1:
@@ -210,14 +231,14 @@ def _distribute(local: Tensor, mesh: DeviceMesh, whole: Tensor) -> DTensor:
 
 
 class LinearFunction(Function):
-    """``x @ weight.T + bias``."""
+    """``inputs @ weight.T + bias``, ``(..., in)`` to ``(..., out)``, with a tiled weight."""
 
     @staticmethod
     @override
     def forward(
         ctx: Any, inputs: Tensor, shard: Tensor, bias: Tensor | None, weight: TiledWeight
     ) -> Tensor:
-        """Compute in the inputs' dtype; ``shard`` is an argument so that autograd tracks it."""
+        """Compute in the dtype of the inputs. ``shard`` is only there for autograd to track."""
         plan = weight.plan
         flat = inputs.reshape(-1, inputs.shape[-1])
         outputs = flat.new_empty(flat.shape[0], plan.rows)
@@ -266,7 +287,7 @@ class LinearFunction(Function):
 
 
 class EmbeddingFunction(Function):
-    """``weight[indices]``."""
+    """``weight[indices]``, int64 ``(...)`` to ``(..., width)``, with a tiled weight."""
 
     @staticmethod
     @override
@@ -328,14 +349,14 @@ class _TileIndex:
         self._starts = [end - count for end, count in zip(self._ends, counts, strict=True)]
 
     def of(self, tile: int) -> tuple[Tensor, Tensor]:
-        """Return the positions, and the row of each in the gathered tile."""
+        """Return a tile's positions in the list, and the row of each in the gathered tile."""
         positions = self._order[self._starts[tile] : self._ends[tile]]
         start, length = self._plan.piece(tile)
         return positions, self._shard[positions] * length + self._row[positions] - start
 
 
 def _put(outputs: Tensor, part: Tensor, plan: TilePlan, tile: int) -> None:
-    """Write a tile's columns to their places in the output of the whole layer."""
+    """Write a tile's columns to their places in ``outputs``, ``(positions, rows)``."""
     start, length = plan.piece(tile)
     if plan.is_even:
         whole = outputs.view(-1, plan.ranks, plan.shard_rows)
@@ -346,7 +367,7 @@ def _put(outputs: Tensor, part: Tensor, plan: TilePlan, tile: int) -> None:
 
 
 def _take(whole: Tensor, plan: TilePlan, tile: int) -> Tensor:
-    """Return a tile's columns in the order of the gathered tile, zeros for padding."""
+    """Return a tile's columns of ``(positions, rows)``: ``(positions, R * length)``."""
     start, length = plan.piece(tile)
     if plan.is_even:
         columns = whole.view(-1, plan.ranks, plan.shard_rows)[:, :, start : start + length]
@@ -467,7 +488,7 @@ def _check(module: nn.Module, path: str) -> None:
 
 @not_compiled
 def _run_in_tiles(layer: nn.Module, weight: TiledWeight, inputs: Tensor) -> Tensor:
-    """The forward of a layer with a tiled weight."""
+    """Run a layer that has a tiled weight."""
     if isinstance(layer, nn.Embedding):
         looked_up: Tensor = EmbeddingFunction.apply(  # type: ignore[no-untyped-call]
             inputs, weight.parameter, layer.padding_idx, weight

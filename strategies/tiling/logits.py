@@ -1,4 +1,4 @@
-"""Logits in tiles: a loss over a large vocabulary without the logits of all positions.
+"""Logits in tiles: the loss over a large vocabulary without the logits of all positions in memory.
 
 The output of the model's head is replaced by a tensor that has the shape of the logits and no data.
 Views, slices and casts of it are taken of the head's input. ``cross_entropy`` computes the logits
@@ -43,16 +43,16 @@ _WHOLE_ATTRIBUTES = frozenset({"data", "grad_fn"})
 _CASTS = {"float": torch.float32, "double": torch.float64, "half": torch.float16,
           "bfloat16": torch.bfloat16}  # fmt: skip
 _SWAPS = ({1, 2}, {-1, -2}, {1, -1}, {-2, 2})
-"""Dims of [B, T, V] that ``transpose`` exchanges to get [B, V, T]."""
+"""Pairs of dims that ``transpose`` exchanges to make ``(B, V, S)`` of ``(B, S, V)``."""
 
 
 class LogitTiling:
-    """Lets the heads of a model give logits without data.
+    """Makes the heads of a model return logits without data.
 
     Heads are ``nn.Linear`` modules outside of the repeated blocks with more outputs than inputs.
 
     Args:
-        positions: Positions whose logits exist at the same time; None tiles nothing.
+        positions: How many positions have their logits in memory at once; None: no tiling.
 
     Raises:
         ConfigError: If it is less than one.
@@ -72,7 +72,7 @@ class LogitTiling:
 
         Args:
             root: The model.
-            is_divided: Whether its layers or their parts are on different ranks.
+            is_divided: Whether a pipeline or a tensor axis divides the model over ranks.
 
         Raises:
             ConfigError: If the model has no head, or is divided.
@@ -99,10 +99,10 @@ class LogitTiling:
             self._changes.set(head, "forward", partial(_run, head, head.forward, self.positions))
 
     def refuse_division(self) -> None:
-        """Refuse a model of which layers or their parts are on different ranks.
+        """Refuse a model that a pipeline or a tensor axis divides over ranks.
 
         Raises:
-            ConfigError: If anything is to be tiled.
+            ConfigError: If ``positions`` is set.
         """
         if self.positions is not None:
             raise ConfigError(
@@ -130,12 +130,12 @@ def _run(
 
 
 class Projection:
-    """The head as it was called: what makes logits of its inputs until the backward pass.
+    """One call of a head: computes its logits when they are needed, until the backward pass.
 
     Args:
         head: The module.
-        positions: Positions of a tile.
-        inputs: Inputs of the call; shape ``(..., head.in_features)``.
+        positions: Number of positions in a tile.
+        inputs: Inputs of the call, ``(..., in_features)``.
     """
 
     def __init__(self, head: nn.Linear, positions: int, inputs: Tensor) -> None:
@@ -154,12 +154,12 @@ class Projection:
         self._is_over = True
 
     def logits(self, inputs: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the logits of some inputs, with data."""
+        """Return the logits of inputs ``(..., in_features)``, with data: ``(..., V)``."""
         with self._autocast():
             return functional.linear(inputs, self.head.weight, self.head.bias).to(dtype)
 
     def check(self) -> None:
-        """Raise if weights may be others by now."""
+        """Raise UnsupportedError if the backward pass is over: weights may have changed since."""
         if self._is_over:
             raise UnsupportedError(
                 "Logits of a training step were used after its backward pass, and with tile_logits "
@@ -169,27 +169,27 @@ class Projection:
 
 
 class TiledLogits(Tensor):
-    """Logits without data: positions of ``inputs``, and classes as the last dim or as dim 1."""
+    """Logits without data: positions as in ``inputs``, and classes as the last dim or as dim 1."""
 
     inputs: Tensor
     projection: Projection
     are_classes_second: bool
-    """Whether the shape is [B, V, T] of inputs [B, T, C]."""
+    """Whether the shape is ``(B, V, S)``, for inputs ``(B, S, E)``."""
     whole: Tensor | None
-    """With data, once a function needed that."""
+    """The logits with data, once a function has needed them."""
     base: "TiledLogits | None"
-    """That of which plain logits would be a view."""
+    """The logits of which these would be a view if they had data."""
     as_view: Callable[[Tensor], Tensor]
-    """Makes the view of that one's data."""
+    """Makes the view from the data of ``base``."""
     like: Tensor
-    """With the strides of plain logits, without data."""
+    """Meta tensor with the strides that logits with data would have."""
     stays_whole: bool
-    """Whether data were handed out that may be written, or that have a hook."""
+    """Whether a user holds data that may be written, or that have a hook."""
     was_recomputed: bool
-    """Whether gradients come that do not pass ``whole``: of a loss in tiles, of a copy."""
+    """Whether some gradients bypass ``whole``: those of a loss in tiles, or of a copy."""
 
     def line(self) -> "Iterator[TiledLogits]":
-        """Return this tensor, and those of which it is a view."""
+        """Yield this tensor, then those of which it is a view."""
         each: TiledLogits | None = self
         while each is not None:
             yield each
@@ -197,7 +197,7 @@ class TiledLogits(Tensor):
 
     @property
     def is_whole(self) -> bool:
-        """Whether nothing may be computed from the inputs again."""
+        """Whether ``whole`` has to be used, since recomputed logits would differ from it."""
         return any(
             each.stays_whole or (each.whole is not None and each.whole._version > 0)  # noqa: SLF001
             for each in self.line()
@@ -228,7 +228,14 @@ def make_tiled(
     *,
     are_classes_second: bool = False,
 ) -> TiledLogits:
-    """Return logits of ``inputs`` without data."""
+    """Return logits of ``inputs`` without data.
+
+    Args:
+        inputs: ``(..., in_features)``.
+        projection: Computes the logits later.
+        dtype: Of the logits; None: as the head would return them.
+        are_classes_second: Return ``(B, V, S)`` for inputs ``(B, S, E)``, else ``(..., V)``.
+    """
     shape = [*inputs.shape[:-1], projection.head.out_features]
     if are_classes_second:
         shape[1], shape[2] = shape[2], shape[1]
@@ -281,7 +288,7 @@ def _call_on(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], logits: T
 
 
 def _linked(made: Any, logits: TiledLogits, as_view: Callable[[Tensor], Any]) -> Any:
-    """Make of new logits a view of those they were taken of, where plain ones would be a view."""
+    """Note what new logits are a view of, where logits with data would be one; return them."""
     if not isinstance(made, TiledLogits) or made is logits:
         return made
     made.like = as_view(logits.like)
@@ -300,7 +307,7 @@ def _note_recomputed(logits: TiledLogits) -> None:
 
 
 def _forget(found: list[TiledLogits], values: Any) -> None:
-    """Free data that were made for a function without gradients, which need not be kept."""
+    """Free data that were made for one function without gradients, unless its values use them."""
     handed = [each for each in tree_leaves(values) if isinstance(each, Tensor)]
     for each in found:
         whole = each.whole
@@ -315,7 +322,7 @@ def _forget(found: list[TiledLogits], values: Any) -> None:
 def _without_data(
     name: str, logits: TiledLogits, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Do without logits what can be done so."""
+    """Call a function that needs no data; NotImplemented if this one needs them."""
     if name == "cross_entropy":
         return _cross_entropy(logits, *args, **kwargs)
     if name in _CASTS and not args and not kwargs:
@@ -366,7 +373,7 @@ def _keeps_classes(logits: TiledLogits, sizes: list[int]) -> bool:
 
 
 def _leaves_classes(index: tuple[Any, ...], num_dims: int) -> bool:
-    """Whether an index takes positions, and all classes of each."""
+    """Whether an index selects positions with all of their classes."""
     if any(isinstance(each, TiledLogits) for each in index):
         return False
     if not all(isinstance(each, (int, slice, type(Ellipsis))) for each in index):
@@ -378,7 +385,7 @@ def _leaves_classes(index: tuple[Any, ...], num_dims: int) -> bool:
 
 
 def _with_data(found: list[TiledLogits], value: Any) -> Any:
-    """Return logits with data; ``found`` gets those whose data are new."""
+    """Return logits with data, other values as they are; append to ``found`` if data are new."""
     if not isinstance(value, TiledLogits):
         return value
     if value.whole is not None:
@@ -405,7 +412,7 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """``torch.nn.functional.cross_entropy``."""
+    """``torch.nn.functional.cross_entropy``, in tiles where its arguments allow that."""
     is_plain = (
         weight is None
         and size_average is reduce is None
@@ -429,9 +436,9 @@ def _cross_entropy(
 
 
 class _TiledLoss:
-    """Cross entropy of positions by the head's inputs.
+    """Cross entropy computed from the head's inputs, tile by tile.
 
-    It goes by the name of ``cross_entropy``, so that a tensor subclass that has some of the
+    Its ``__name__`` is ``cross_entropy``, so that a tensor subclass that has some of the
     positions treats it as it treats the loss of logits.
     """
 
@@ -449,8 +456,8 @@ class _TiledLoss:
         """Return the loss.
 
         Args:
-            inputs: Shape ``(N, in_features)``.
-            target: Indices of classes; shape ``(N,)``.
+            inputs: ``(positions, in_features)``.
+            target: Indices of classes, int64 ``(positions,)``.
             ignore_index: Target of positions that do not count.
             reduction: As in torch.
         """
