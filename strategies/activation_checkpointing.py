@@ -36,7 +36,7 @@ from boltmesh.telemetry.writer.recorder import Recorder
 
 Recompute = Literal["full", "selective"]
 RecomputeShare = Recompute | Mapping[Recompute, float]
-"""A kind for all blocks, or with the share of the blocks that it is for."""
+"""A kind for all blocks, or a kind with its share of the blocks."""
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 """Contexts of the forward pass, and of its recomputation."""
@@ -49,11 +49,11 @@ class ActivationCheckpointing:
         kind: ``"full"`` keeps only the inputs of each block; ``"selective"`` also the outputs of
             matrix products, convolutions and attention, and recomputes the rest; None keeps all.
             ``{"full": 0.5}`` recomputes half of the blocks, which lie evenly among the others.
-        offload: Where the inputs of blocks wait: True: in host memory; a folder: in a file there;
+        offload: Where inputs of blocks are kept: True: in host memory; a folder: in a file there;
             False: on the device.
 
     Raises:
-        ConfigError: For an unknown kind, a share that is none, a folder that is none, and offload
+        ConfigError: For an unknown kind, a share outside of (0, 1], a missing folder, and offload
             without a kind.
     """
 
@@ -82,12 +82,12 @@ class ActivationCheckpointing:
         """Share of the blocks that are recomputed."""
         self._offload_to = offload
         self.offload: ActivationOffload | None = None
-        """Offload of the wrapped model; None without one."""
+        """Offload of the wrapped model; None if the inputs stay on the device."""
         self._changes = Changes()
 
     @property
     def blocks(self) -> frozenset[Module]:
-        """Blocks that are recomputed at the moment; none outside of a fit."""
+        """Blocks that are recomputed now; none outside of a fit."""
         return self._changes.modules()
 
     def put_on(
@@ -99,7 +99,7 @@ class ActivationCheckpointing:
     ) -> None:
         """Wrap the repeated blocks of a model. No effect on a model that is wrapped already.
 
-        Blocks without layers of their own (a ``Linear`` in a ``Sequential``) keep only their input
+        Blocks without child modules (a ``Linear`` in a ``Sequential``) keep only their input
         anyway, and are left out.
 
         Args:
@@ -147,7 +147,7 @@ def _with_share(given: Mapping[Any, Any]) -> tuple[Recompute, float]:
 
 
 def _spread(blocks: list[Module], share: float) -> list[Module]:
-    """Return a share of the blocks, at least the first, evenly among the others."""
+    """Return a share of the blocks, at least the first, spread evenly over all."""
 
     def before(count: int) -> int:
         return ceil(round(share * count, 6))
@@ -184,10 +184,10 @@ def _run(
 
 
 def _without_cache(block: Module, value: Any) -> Any:
-    """Return an argument of a block, None for a cache of transformers in use.
+    """Return an argument of a block, or None for a key-value cache of transformers.
 
-    The block would append its keys and values to it once more, and attend to both. Transformers'
-    own checkpointing removes it too.
+    The recomputed block would append its keys and values once more, and attend to both.
+    Transformers' own checkpointing removes the cache too. One with earlier tokens is refused.
     """
     length = getattr(value, "get_seq_length", None)
     if not callable(length):
@@ -220,7 +220,7 @@ def _choose(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolic
 
 
 class _BuffersKept(AbstractContextManager[None]):
-    """Restores buffers afterwards: running statistics count a batch once.
+    """Restores buffers after a recomputation, so that running statistics count a batch once.
 
     It may be entered again: a graph that is retained is recomputed in each backward pass.
     """

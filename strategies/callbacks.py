@@ -36,17 +36,17 @@ BATCH, LOSS = "the batch itself", "the loss"
 
 
 class DetectNonFinite(Callback):
-    """Ends training at the first output of a module that has a NaN or an infinity.
+    """Ends training at the first output of a module that contains a NaN or an infinity.
 
-    A cheap kind of ``Trainer(detect_anomaly=True)``: one comparison of each module's output, and
-    one small collective per batch, which waits for the device. Modules are looked at in the order
-    in which they finish, so the one that is named holds the operation, and none inside of it does.
-    Negative infinity is allowed, because masks consist of it.
+    A cheaper ``Trainer(detect_anomaly=True)``: one comparison of each module's output, and
+    one small collective per batch, which waits for the device. Modules are checked in the order
+    in which they finish: the one that is named holds the operation, and no module inside it does.
+    Negative infinity is allowed, since masks use it.
 
-    The error comes after the batch, before a checkpoint of it is saved, and is the same on all
-    ranks: among several ranks the one with the earliest module is named. In a pipeline, the layers
-    that a stage runs are looked at, and what lies in them: the earliest layer of any microbatch is
-    named. Modules that are compiled are not seen, only what contains them.
+    The error is raised after the batch, before a checkpoint of it is saved, and is the same on all
+    ranks: it names the rank with the earliest module. In a pipeline, the layers that a stage runs
+    are checked, with the modules in them: the earliest layer of any microbatch is named. Compiled
+    modules are not checked, only modules that contain them.
     """
 
     def __init__(self) -> None:
@@ -54,9 +54,9 @@ class DetectNonFinite(Callback):
         self._forwards = Changes()
         """Forwards of the layers of a pipeline."""
         self._places = {BATCH: -1}
-        """Index of the layer of a pipeline that a module is or lies in."""
+        """Index of the layer of a pipeline that a module is or is part of."""
         self._seen: list[tuple[str, Tensor]] = []
-        """Names, and on the device whether all is finite."""
+        """Names, each with a 0-dim bool on the device: whether no element is NaN or +inf."""
         self._last: Tensor | None = None
         self._step = 0
 
@@ -75,7 +75,7 @@ class DetectNonFinite(Callback):
         self._handles.append(module.register_forward_hook(hook, always_call=False))
 
     def _look_at_units(self, units: Mapping[str, Module]) -> None:
-        """Look at units where their stage runs them; hooks on them run on every stage."""
+        """Check units where their stage runs them: hooks on a unit would run on every stage."""
         for place, (name, unit) in enumerate(units.items()):
             for inner, module in unit.named_modules(prefix=name):
                 self._places[inner] = place
@@ -169,19 +169,19 @@ class DetectNonFinite(Callback):
 class StartingWeights(Callback):
     """Loads weights when a fit begins.
 
-    No effect on a fit that resumes; except with ``save_trainable_only=True`` and a strategy that
-    shards, where these are the base of what is resumed.
+    No effect on a fit that resumes, except with ``save_trainable_only=True`` and a strategy that
+    shards: the resumed checkpoint then lacks the frozen weights, which are loaded from here.
 
     ::
 
         Trainer(strategy="bolt_zero3", callbacks=[StartingWeights("model.boltmesh")])
 
-    No rank holds the full model meanwhile. ``strict_loading`` of the module decides whether all
+    No rank holds the full model while loading. ``strict_loading`` of the module decides whether all
     names have to be present.
 
     Args:
-        path: A directory of shards or a Lightning file, or its address for fsspec. Relative
-            paths are those of the working directory.
+        path: A directory of shards or a Lightning file, or its address for fsspec. A relative path
+            starts at the working directory.
 
     Raises:
         ConfigError: If ``path`` does not exist.

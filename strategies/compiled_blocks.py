@@ -1,11 +1,11 @@
-"""Compiles the repeated blocks of a model, each by itself: one compilation for all of a kind.
+"""Compiles the repeated blocks of a model, with one compilation for all blocks of a class.
 
-``torch.compile`` takes the forward of the class, and the block as an argument: with parameters as
+``torch.compile`` gets the forward of the class, with the block as an argument: with parameters as
 inputs of the graph the compiled code serves every block of the class. It replaces ``forward`` on
-the instances, inside of hooks: sharding, gathers and telemetry by hooks stay outside of graphs.
+the instances, below hooks: sharding, gathers and telemetry by hooks stay outside of graphs.
 
-Only training is compiled. Within a mode that looks at torch's functions or operators, such as a dry
-run on tensors without data, blocks run as they are.
+Only training is compiled. Within a mode that intercepts torch's functions or operators, as in a dry
+run on tensors without data, blocks run uncompiled.
 """
 
 import warnings
@@ -27,15 +27,15 @@ from boltmesh.strategies.torch_compat.tensors import is_fake, is_watched
 BACKEND = "inductor"
 
 _OPTIONS = {"fallback_random": True}
-"""Random numbers are those of torch's own kernels, so dropout masks are those of the model as it
-is."""
+"""Random numbers are those of torch's own kernels, so dropout masks are those of the uncompiled
+model."""
 
 
 class CompiledBlocks:
     """Compiles the repeated blocks of a model during a fit.
 
     Args:
-        is_on: Whether blocks are compiled at all.
+        is_on: Whether blocks are compiled.
         recompute: Kind of ``activation_checkpointing``.
 
     Raises:
@@ -54,15 +54,15 @@ class CompiledBlocks:
         self._limits = ExitStack()
 
     def put_on(self, root: Module, device: torch.device) -> None:
-        """Let the repeated blocks be compiled at their first call. No effect the second time.
+        """Make the repeated blocks compile at their first call. No effect the second time.
 
         Args:
             root: The model, before hooks of other features replace the forward of its blocks.
-            device: Where it is trained.
+            device: Device of the run.
 
         Raises:
             ConfigError: Without a compiler for the device, or if the model has no repeated block.
-            UnsupportedError: When the author has compiled parts of the model.
+            UnsupportedError: If the user has compiled parts of the model.
         """
         if not self.is_on or self._changes.modules():
             return
@@ -101,7 +101,7 @@ class CompiledBlocks:
 
 
 def refuse_without_compiler(device: torch.device) -> None:
-    """Refuse to compile for a device without what the code is made by.
+    """Refuse to compile for a device if this machine lacks a compiler for it.
 
     Raises:
         ConfigError: Naming what is missing.
@@ -123,11 +123,11 @@ def _compiler() -> Any:
 
 
 class CompiledForward:
-    """The forward of a block: compiled in training, as it is where a mode watches.
+    """The forward of a block: compiled in training, plain where a mode intercepts operators.
 
     Args:
         name: The class of the block, for messages.
-        plain: Its forward as it is.
+        plain: Its uncompiled forward.
         compiled: The same, compiled.
     """
 
@@ -141,7 +141,7 @@ class CompiledForward:
         return self.choose((*args, *kwargs.values()))(*args, **kwargs)
 
     def choose(self, arguments: Sequence[Any]) -> Callable[..., Any]:
-        """Return what is to run on these arguments; a recomputation has to run the same again."""
+        """Return the forward for these arguments; a recomputation has to run the same again."""
         if not torch.is_grad_enabled() or _is_looked_at(arguments):
             return self._plain
         return self._run
@@ -164,7 +164,7 @@ class CompiledForward:
 
 
 def _is_looked_at(arguments: Sequence[Any]) -> bool:
-    """Whether a mode watches, or arguments have no data: compiled code would hide its operators."""
+    """Whether a mode intercepts operators, which compiled code hides, or arguments have no data."""
     return is_watched() or any(
         isinstance(each, Tensor) and (each.is_meta or is_fake(each)) for each in arguments
     )

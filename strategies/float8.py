@@ -33,10 +33,10 @@ class Float8Products:
     """Computes the matrix products of repeated blocks in float8 during a fit.
 
     Args:
-        recipe: How operands are scaled; None: layers stay as they are.
+        recipe: How operands are scaled; None: layers do not change.
 
     Raises:
-        ConfigError: For another recipe.
+        ConfigError: If the recipe is unknown.
     """
 
     def __init__(self, recipe: Recipe | None) -> None:
@@ -49,10 +49,10 @@ class Float8Products:
         self._layers: list[Linear] = []
 
     def refuse(self, device: torch.device, axes: Iterable[Any]) -> None:
-        """Refuse a run without such products.
+        """Refuse a run that cannot compute float8 products.
 
         Args:
-            device: Where it trains.
+            device: Device of the run.
             axes: Axes of its mesh.
 
         Raises:
@@ -76,11 +76,11 @@ class Float8Products:
             )
 
     def put_on(self, root: Module, device: torch.device) -> None:
-        """Let the products of repeated blocks be torchao's. No effect the second time.
+        """Make the repeated blocks use torchao's products. No effect the second time.
 
         Args:
             root: The model, before it is compiled or sharded.
-            device: Where it trains.
+            device: Device of the run.
 
         Raises:
             ConfigError: If no layer of a repeated block can be converted.
@@ -107,9 +107,9 @@ class Float8Products:
 
 
 def convertible_layers(root: Module) -> list[Linear]:
-    """Return the ``Linear`` layers within repeated blocks that float8 products can compute.
+    """Return the ``Linear`` layers of repeated blocks that can use float8 products.
 
-    Not those of subclasses, whose weight others may read, such as ``MultiheadAttention``.
+    Subclasses are left out: other modules may read their weights, as ``MultiheadAttention`` does.
     """
     return [
         each
@@ -122,7 +122,7 @@ def convertible_layers(root: Module) -> list[Linear]:
 
 
 def refuse_device(recipe: Recipe, device: torch.device) -> None:
-    """Refuse a device without float8 products; the CPU computes them of rounded values.
+    """Refuse a device without float8 products; the CPU emulates them with rounded values.
 
     Raises:
         ConfigError: Naming the device.

@@ -19,11 +19,11 @@ from boltmesh.strategies.torch_compat.tensors import local_tensor
 
 _Type = tuple[torch.dtype, torch.device]
 _Pair = tuple[Tensor, Tensor]
-"""Value and gradient."""
+"""Value and gradient of one parameter, of equal shape and dtype."""
 
 
 class AxisTraffic(NamedTuple):
-    """The bytes that one rank sends over one axis in a step of all parameters."""
+    """Bytes and calls of one rank over one axis, in a step that steps all parameters."""
 
     axis: str
     operator: str
@@ -34,35 +34,38 @@ class AxisTraffic(NamedTuple):
 class Exchange(Protocol):
     """Moves parameters between the ranks that share them and their owners.
 
-    Lists of what ranks own have an entry for each of ``size`` ranks, in the order of ``rank``.
+    ``owned`` lists the parameters of each owner, one entry for each of ``size`` ranks by ``rank``;
+    it is the same on all ranks. Every parameter in it has a gradient.
     """
 
     rank: int
     size: int
 
     def is_shared(self, parameter: Tensor) -> bool:
-        """Whether ranks have shards or parts of a parameter that can be moved."""
+        """Whether each rank has a shard or part of a parameter that can be moved."""
 
     def whole_shape(self, parameter: Tensor) -> torch.Size:
-        """Shape of what an owner steps, the same on all ranks."""
+        """Return the shape of the whole parameter that an owner steps, the same on all ranks."""
 
     def gather(self, owned: Sequence[Sequence[Parameter]]) -> list[_Pair]:
-        """Return whole values and gradients of what this rank owns. Collective over the ranks.
+        """Return whole values and gradients of what this rank owns. Collective over all ranks.
+
+        The shapes are those of ``whole_shape``, dtypes those of the parameters.
 
         Args:
-            owned: What each rank owns, of those that are trained.
+            owned: The parameters that each rank owns, in the same order on all ranks.
         """
 
     def give_back(self, owned: Sequence[Sequence[Parameter]], wholes: Sequence[Tensor]) -> None:
-        """Write whole values to all ranks. Collective over the ranks.
+        """Write each rank's shard or part of whole values. Collective over all ranks.
 
         Args:
             owned: As for ``gather``.
-            wholes: Values of what this rank owns, in that order.
+            wholes: Values of what this rank owns, of ``whole_shape``, in the order of ``owned``.
         """
 
     def traffic(self, owned: Sequence[Sequence[Parameter]]) -> list[AxisTraffic]:
-        """Return what this rank sends in a step of all parameters."""
+        """Return what this rank sends in a step that steps all parameters."""
 
 
 class JoinedPart(Protocol):
@@ -73,14 +76,14 @@ class JoinedPart(Protocol):
         """This rank's part of the full tensor."""
 
     def join(self, part: Tensor) -> Tensor:
-        """Return the full tensor. Collective."""
+        """Return the full tensor, of shape ``division.shape``. Collective."""
 
     def cut(self, whole: Tensor) -> Tensor:
-        """Return this rank's part."""
+        """Return this rank's part of a full tensor. Local."""
 
 
 class ShardExchange:
-    """Moves parameters that are shards by rows, between their ranks and their owners.
+    """Moves parameters that are sharded by rows, between their ranks and their owners.
 
     Args:
         group: Ranks that hold the shards of one copy of the model.
@@ -91,18 +94,18 @@ class ShardExchange:
         self.rank, self.size = group.rank(), group.size()
 
     def is_shared(self, parameter: Tensor) -> bool:
-        """Whether a parameter is in shards that can be moved."""
+        """Whether a parameter is sharded by rows over exactly this group."""
         return is_shard_of(parameter, self._group)
 
     def whole_shape(self, parameter: Tensor) -> torch.Size:
-        """Shape of a parameter."""
+        """Return the shape of a parameter."""
         return parameter.shape
 
     def gather(self, owned: Sequence[Sequence[Parameter]]) -> list[_Pair]:
         """Return whole values and gradients of what this rank owns. Collective over the group.
 
         Args:
-            owned: What each rank owns, of those that are trained.
+            owned: The parameters that each rank owns, in the same order on all ranks.
         """
         mine = owned[self.rank]
         found: dict[int, _Pair] = {}
@@ -131,7 +134,7 @@ class ShardExchange:
 
         Args:
             owned: As for ``gather``.
-            wholes: This rank's values, in that order.
+            wholes: Values of what this rank owns, in the order of ``owned``.
         """
         value_of = dict(zip(map(id, owned[self.rank]), wholes, strict=True))
         for like in _types(owned):
@@ -159,13 +162,13 @@ class ShardExchange:
         return all_to_all(sent, counts, torch.empty(0, dtype=dtype, device=device), self._group)
 
     def _numel(self, parameter: Parameter, rank: int) -> int:
-        """Return the elements on one rank."""
+        """Return how many elements of a parameter are on one rank."""
         num_rows = parameter.shape[0]
         rows = shard_rows(num_rows, rank, self.size)
         return len(rows) * (parameter.numel() // max(num_rows, 1))
 
     def traffic(self, owned: Sequence[Sequence[Parameter]]) -> list[AxisTraffic]:
-        """Return what this rank sends in a step of all parameters."""
+        """Return what this rank sends in a step that steps all parameters."""
         sent = sum(_local(parameter).nbytes for some in owned for parameter in some)
         own = sum(parameter.numel() * parameter.element_size() for parameter in owned[self.rank])
         return [AxisTraffic("data", "alltoall_base", 2 * sent + own, 2 * len(_types(owned)))]
@@ -189,7 +192,7 @@ class PartExchange:
         return id(parameter) in self._parts
 
     def whole_shape(self, parameter: Tensor) -> torch.Size:
-        """Shape of a parameter, or of the one of which it is a part."""
+        """Return the shape of a parameter, or of the full one if it is a part."""
         part = self._parts.get(id(parameter))
         return parameter.shape if part is None else part.division.shape
 
@@ -203,11 +206,12 @@ class PartExchange:
             parameter.copy_(part)
 
     def join(self, owned: Sequence[Sequence[Parameter]], pairs: Mapping[int, _Pair]) -> list[_Pair]:
-        """Return what this rank owns, whole. Collective over the group.
+        """Return whole values and gradients of what this rank owns. Collective over the group.
 
         Args:
             owned: What each rank owns.
-            pairs: By id, what this rank has of all of them; what is not in parts is whole.
+            pairs: This rank's value and gradient of each parameter, by ``id``: its part, or the
+                whole if the parameter is not divided.
         """
         found = []
         for rank, some in enumerate(owned):
@@ -223,7 +227,7 @@ class PartExchange:
     def send(
         self, owned: Sequence[Sequence[Parameter]], wholes: Sequence[Tensor]
     ) -> Iterator[tuple[Parameter, Tensor]]:
-        """Yield what this rank is to have of all of them, one by one. Collective over the group."""
+        """Yield each parameter and its new values on this rank. Collective over the group."""
         own = iter(wholes)
         for rank, some in enumerate(owned):
             source = dist.get_global_rank(self._group, rank)
@@ -238,7 +242,7 @@ class PartExchange:
                 yield parameter, whole if part is None else part.cut(whole)
 
     def traffic(self, owned: Sequence[Sequence[Parameter]]) -> list[AxisTraffic]:
-        """Return what a step of all parameters moves on this rank."""
+        """Return what this rank moves in a step that steps all parameters."""
         num_bytes = num_calls = 0
         for parameter in (parameter for some in owned for parameter in some):
             is_part = id(parameter) in self._parts
@@ -251,7 +255,8 @@ class PartExchange:
 class ShardedPartExchange:
     """Moves parameters that are shards of the data axis, some of them of a tensor rank's part.
 
-    Ranks are those of both groups, by data rank first. What is not in parts has one owner too.
+    Ranks are numbered by data rank, then by tensor rank. Parameters that no tensor axis divides
+    have one owner too.
     """
 
     def __init__(self, shards: ShardExchange, parts: PartExchange) -> None:
@@ -260,11 +265,11 @@ class ShardedPartExchange:
         self.size = shards.size * parts.size
 
     def is_shared(self, parameter: Tensor) -> bool:
-        """Whether a parameter is in shards that can be moved."""
+        """Whether a parameter is sharded by rows over exactly this group."""
         return self._shards.is_shared(parameter)
 
     def whole_shape(self, parameter: Tensor) -> torch.Size:
-        """Shape of a parameter, or of the one of which it is a part."""
+        """Return the shape of a parameter, or of the full one if it is a part."""
         return self._parts.whole_shape(parameter)
 
     def gather(self, owned: Sequence[Sequence[Parameter]]) -> list[_Pair]:
@@ -280,19 +285,19 @@ class ShardedPartExchange:
         self._shards.give_back(self._by_data(owned), parts)
 
     def traffic(self, owned: Sequence[Sequence[Parameter]]) -> list[AxisTraffic]:
-        """Return what this rank sends in a step of all parameters."""
+        """Return what this rank sends in a step that steps all parameters."""
         shards = self._shards.traffic(self._by_data(owned))
         return shards + self._parts.traffic(self._here(owned))
 
     def _by_data(self, owned: Sequence[Sequence[Parameter]]) -> list[list[Parameter]]:
-        """Return what the tensor ranks of each data rank own together."""
+        """Return, for each data rank, the parameters that its tensor ranks own together."""
         return [
             [parameter for some in self._of_data(owned, rank) for parameter in some]
             for rank in range(self._shards.size)
         ]
 
     def _here(self, owned: Sequence[Sequence[Parameter]]) -> Sequence[Sequence[Parameter]]:
-        """Return what each tensor rank of this data rank owns."""
+        """Return, for each tensor rank of this data rank, the parameters that it owns."""
         return self._of_data(owned, self._shards.rank)
 
     def _of_data(
@@ -302,7 +307,7 @@ class ShardedPartExchange:
 
 
 def is_shard_of(parameter: Tensor, group: ProcessGroup) -> bool:
-    """Whether ranks of a group, and no others, have the rows of a parameter in shards."""
+    """Whether a parameter is sharded by rows over exactly the ranks of a group."""
     if not isinstance(parameter, DTensor) or not parameter.placements[-1].is_shard(0):
         return False
     mesh = parameter.device_mesh
@@ -321,7 +326,7 @@ def _local(parameter: Tensor) -> Tensor:
 
 
 def _local_pair(parameter: Parameter) -> _Pair:
-    """Return what this rank has of a parameter and of its gradient."""
+    """Return this rank's shard or part of a parameter and of its gradient, in equal dtypes."""
     assert parameter.grad is not None
     value = _local(parameter)
     if isinstance(value, OffloadedChunk):
@@ -330,7 +335,7 @@ def _local_pair(parameter: Parameter) -> _Pair:
 
 
 def _types(owned: Sequence[Sequence[Parameter]]) -> list[_Type]:
-    """Return the types that are moved, in an order that is the same on all ranks."""
+    """Return the dtypes and devices of the parameters, in the same order on all ranks."""
     return list(
         dict.fromkeys((parameter.dtype, parameter.device) for some in owned for parameter in some)
     )

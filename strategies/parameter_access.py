@@ -1,22 +1,22 @@
-"""Parameters and gradients outside of the forward pass, where a rank holds a part of them.
+"""Access to parameters and gradients outside of the forward pass, where a rank holds parts of them.
 
 ``gathered_parameters`` gathers full parameters for the duration of a ``with`` block, to read them,
 to average them or to set them, in the dtype that the optimizer keeps them in (fp32 also under
 ``bf16-mixed``). The axes register what they hold: units (ZeRO), shards in plain tensors (tensor
 axis), stages (pipeline).
 
-``GradientReads`` follows each read of ``.grad`` through the operations of a hook, which may make
-numbers of gradients, such as a norm by hand:
+``GradientReads`` follows each read of ``.grad`` through the operations of a hook. The hook may
+compute Python numbers from gradients, such as a norm of its own:
 
-- A number made of a shard (a DTensor of ZeRO) is reduced over the ranks that share the parameter:
-  ``item()`` would give the rank's own.
-- A number made of the gradient of a parameter that a tensor axis divides is refused.
-- Between stages of a pipeline a number of one parameter is right where it stays a tensor, as to
-  scale that gradient. One that is read, or joined with those of others, is refused.
+- A number computed from a shard (a DTensor of ZeRO) is reduced over the ranks that share the
+  parameter: ``item()`` would return that of this rank's shard.
+- A number computed from the gradient of a parameter that a tensor axis divides is refused.
+- With stages of a pipeline a number from one parameter is right while it stays a tensor, as to
+  scale that gradient. It is refused if it is read, or combined with those of other parameters.
 
-Elsewhere a number of Python made of a shard is refused, also one of a weight.
+Elsewhere a Python number computed from a shard is refused, also from that of a weight.
 
-``WholeShapes`` answers reads of the shape of a part with that of the parameter.
+``WholeShapes`` makes parts return the shape of the full parameter.
 """
 
 import difflib
@@ -64,18 +64,18 @@ from boltmesh.strategies.torch_compat.tensors import (
 )
 
 _units: "WeakSet[FSDPModule]" = WeakSet()
-"""Units of every sharded model of this process, including those that hold a module's parameters
-without being part of it."""
+"""Units of every sharded model of this process. A unit may hold parameters of a module of which it
+is no part."""
 
 
 class ShardOfParameter(Protocol):
     """Joins a parameter of which each rank of a group holds a part in a plain tensor."""
 
     def join(self, part: Tensor) -> Tensor:
-        """Return the full tensor, for the parameter or a tensor of its shape. Collective."""
+        """Return the full tensor of the parameter, or of a tensor of its shape. Collective."""
 
     def cut(self, whole: Tensor) -> Tensor:
-        """Return this rank's part."""
+        """Return this rank's part of a full tensor. Local."""
 
 
 _parts: MutableMapping[Tensor, ShardOfParameter] = WeakTensorKeyDictionary()
@@ -83,17 +83,18 @@ _parts: MutableMapping[Tensor, ShardOfParameter] = WeakTensorKeyDictionary()
 
 
 class StageOwned(Protocol):
-    """Sends a parameter of some stages of a pipeline to the ranks of the other stages."""
+    """Sends a parameter that some stages of a pipeline hold to the ranks of the other stages."""
 
     @property
     def is_held(self) -> bool:
-        """Whether this rank has values of it."""
+        """Whether this rank has the values of the parameter."""
 
     def broadcast_value(self, value: Tensor) -> Tensor:
-        """Return a holder's value, in memory of its own. Collective over the pipeline.
+        """Return a copy of the value that the holders have. Collective over the pipeline.
 
         Args:
-            value: This rank's tensor, used on holders; shape and dtype are the same on all ranks.
+            value: This rank's tensor, of which only holders' values count; same shape and dtype on
+                all ranks.
         """
 
 
@@ -117,9 +118,9 @@ class _ParamSite(NamedTuple):
 
 
 def register_units(units: Iterable[FSDPModule]) -> None:
-    """Register the units of a model, for parameters that are read while one of them is gathered.
+    """Register the units of a model, so that their parameters can be read while one is gathered.
 
-    From now on a number of Python that a DTensor would give of this rank's shard alone is refused.
+    From now on, reading a Python number of a sharded DTensor is refused: it would be this rank's.
     """
     _units.update(units)
     check_number_reads(_refuse_number_of_shard)
@@ -145,12 +146,12 @@ def register_shards(parts: Mapping[Parameter, ShardOfParameter]) -> None:
 
 
 def is_part(parameter: Parameter) -> bool:
-    """Whether this rank holds a part of a parameter, in a plain tensor."""
+    """Whether this rank holds only a part of a parameter, in a plain tensor."""
     return parameter in _parts
 
 
 def forget_parts(parameters: Iterable[Parameter]) -> None:
-    """Remove parameters that are full again."""
+    """Forget that parameters were parts: they are full again."""
     for each in parameters:
         _parts.pop(each, None)
 
@@ -168,8 +169,8 @@ def whole_value(tensor: Tensor, parameter: Tensor) -> Tensor:
     or if it belongs to a parameter of other pipeline stages and has no values.
 
     Args:
-        tensor: This rank's tensor.
-        parameter: The parameter that it belongs to.
+        tensor: This rank's tensor; it is in parts if it has the shape of ``parameter``.
+        parameter: The parameter that it belongs to, this rank's shard or part.
     """
     is_alike = tensor.shape == parameter.shape
     value = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -236,7 +237,7 @@ def gathered_parameters(
 
 
 def shard_value(parameter: Tensor) -> Tensor:
-    """Values of this rank's shard, wherever it is kept; may be the shard itself."""
+    """Return the values of this rank's shard, wherever it is kept; may be the shard itself."""
     local = local_tensor(parameter.detach())
     return local.read() if isinstance(local, OffloadedShard) else local
 
@@ -341,7 +342,7 @@ def _is_written(whole: Parameter, shard: Parameter, version: int) -> bool:
 _GRAD: Any = Tensor.grad  # torch declares its descriptor as a plain attribute
 
 _READERS = {"item", "tolist", "numpy", "__array__", "__bool__", "__float__", "__format__"}
-"""Methods that make something else than a tensor of values."""
+"""Methods that turn a tensor into Python or NumPy values."""
 
 _MACHINERY = (*OF_TORCH, os.path.dirname(os.path.abspath(__file__)) + os.sep)
 
@@ -356,12 +357,13 @@ class _GradientSource:
 
 
 class GradientReads(TorchFunctionMode):
-    """Reduces or refuses numbers that are made of gradients, see above.
+    """Reduces or refuses Python numbers computed from gradients, see the module's docstring.
 
-    Collective over the ranks that shard a parameter where a hook makes a number of its gradient.
+    Where a hook computes a number from a gradient, that is collective over the ranks that shard the
+    parameter.
 
     Args:
-        shares: What the axes say of norms of gradients.
+        shares: Contributions of the axes to norms of gradients.
     """
 
     def __init__(self, shares: Iterable[NormShare]) -> None:
@@ -443,12 +445,12 @@ _SHAPE_READS = (Tensor.shape.__get__, Tensor.size, Tensor.numel, Tensor.nelement
 
 
 class WholeShapes(TorchFunctionMode):
-    """Shows parameters in their full shapes, for rates and groups that depend on these.
+    """Makes parameters return their full shapes, for learning rates and groups that depend on them.
 
     Args:
-        module: Whose parameters are read.
-        division: How a parameter is divided of which this rank has a part in a plain tensor, by
-            name.
+        module: The module with the parameters.
+        division: Returns by name how a parameter is divided of which this rank has a part in a
+            plain tensor, else None.
     """
 
     def __init__(

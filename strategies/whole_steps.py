@@ -2,15 +2,15 @@
 
 [Note: Whole parameters at one owner]
 Each parameter has one owner among the ranks that share it. For a step, every rank sends its shards
-of gradients and parameters to their owners in one all-to-all; the owner runs the author's optimizer
-on the whole parameters that it owns, and a second all-to-all brings the shards back. State stays
-whole, at the owner. The owners are chosen once, the most expensive parameter first, each for the
-rank with the least to do: no matrix is stepped twice.
+of gradients and parameters to their owners in one all-to-all; the owner runs the user's optimizer
+on the whole parameters that it owns, and a second all-to-all returns the shards. State stays
+whole, at the owner. Owners are chosen once, the most expensive parameter first, each time the rank
+with the least work: no matrix is stepped twice.
 
-A rank sends two times its shards and receives its shards back; beside them it holds gradient and
-value of what it owns during the step. With parts of a tensor axis, whose shards the data axis has,
-the shards of a part go to one data rank and its tensor ranks join their parts; the owner is one of
-these. With offload the owner steps on the host, where its state is.
+A rank sends its shards of gradients and parameters and receives the latter back; beside them it
+holds gradient and value of what it owns during the step. Where a tensor axis divides parameters and
+the data axis shards the parts, the shards of a part go to one data rank, whose tensor ranks join
+their parts; the owner is one of these. With offload the owner steps on the host, with its state.
 
 Source: Liu et al. 2025, Muon is Scalable for LLM Training, https://arxiv.org/abs/2502.16982,
 section 2.3
@@ -33,19 +33,19 @@ from boltmesh.telemetry.traffic import ExpectedTraffic
 STAND_IN_SIZE = 2
 
 ROUND_BYTES = 256 << 20
-"""Whole values that a step on the host gathers at once, from all ranks."""
+"""Bytes of whole values that all ranks together gather at once for a step on the host."""
 
 
 class WholeSteps:
     """Runs one optimizer on whole parameters, each at its owner.
 
-    See [Note: Whole parameters at one owner]. Made on all ranks of the exchange together.
+    See [Note: Whole parameters at one owner]. Create it on all ranks of the exchange.
 
     Args:
-        optimizer: The author's. Its groups and state stay its own.
+        optimizer: The user's optimizer. It keeps its groups and state.
         exchange: Moves parameters between the ranks that share them and their owners.
         record: Called before each collective step.
-        device: Where it steps, and keeps state; None: where parameters are.
+        device: Where it steps and keeps state; None: on the device of the parameters.
     """
 
     def __init__(
@@ -63,15 +63,15 @@ class WholeSteps:
         self._costs = [0] * exchange.size
         """The cost of the parameters that each rank owns."""
         self._wholes: dict[int, Parameter] = {}
-        """Stand for owned parameters while the optimizer steps; the same object in each step."""
+        """The whole of each owned parameter, by ``id`` of its shard; the same object each step."""
         self._stand_ins: dict[int, Parameter] = {}
-        """By group, of which this rank owns nothing: counters of the group go on there too."""
+        """By number of a group of which this rank owns nothing: its counters advance here too."""
         self._stand_in_state: dict[int, Any] = {}
         self._restore: Callable[[], None] | None = None
         self._find_owners()
 
     def _find_owners(self) -> None:
-        """Give new parameters their owners: the largest cost first, where least is to be done."""
+        """Choose owners of new parameters: the largest cost first, the rank with the least work."""
         given = (each for group in self.optimizer.param_groups for each in group["params"])
         new = [e for e in given if self._exchange.is_shared(e) and id(e) not in self._owner]
         for each in sorted(new, key=lambda each: -self._cost(each)):
@@ -81,29 +81,29 @@ class WholeSteps:
         self._shared += new
 
     def _cost(self, parameter: Parameter) -> int:
-        """Return what a step takes, relative to others: products of matrices take most."""
+        """Return the relative cost of a step of a parameter: that of matrix products."""
         shape = self._exchange.whole_shape(parameter)
         return shape.numel() * (min(shape) if len(shape) > 1 else 1)
 
     def patch(self) -> None:
-        """Let the optimizer's own ``step`` be this one, until ``release``."""
+        """Replace the optimizer's own ``step`` by this one, until ``release``."""
         self._restore = patch_optimizer(
             self.optimizer, step=self.step, discard=lambda *_: None, absorb=lambda _: None
         )
 
     def release(self) -> None:
-        """Give the optimizer its own ``step`` back."""
+        """Restore the optimizer's own ``step``."""
         restore, self._restore = self._restore, None
         if restore is not None:
             restore()
 
     def owns(self, parameter: Tensor) -> bool | None:
-        """Whether this rank holds the state of a parameter, whole; None: each rank its own."""
+        """Whether this rank holds all state of a parameter; None: each rank has its own state."""
         owner = self._owner.get(id(parameter))
         return None if owner is None else owner == self._exchange.rank
 
     def traffic(self) -> list[AxisTraffic]:
-        """Return what this rank sends in a step of all parameters."""
+        """Return what this rank sends in a step that steps all parameters."""
         rounds = map(self._by_owner, self._rounds(self._shared))
         return [each for owned in rounds for each in self._exchange.traffic(owned)]
 
@@ -129,7 +129,7 @@ class WholeSteps:
                 whole.grad, whole.data = None, whole.data.new_empty(0)
 
     def _rounds(self, parameters: Sequence[Parameter]) -> list[list[Parameter]]:
-        """Return what is gathered at once: beside an accelerator, little, to spare its memory."""
+        """Return the parameters that are gathered at once: few, for a step on the host."""
         rounds: list[list[Parameter]] = [[]]
         size = 0
         for each in parameters:
@@ -142,14 +142,14 @@ class WholeSteps:
         return rounds
 
     def _take(self, owned: Sequence[Sequence[Parameter]]) -> None:
-        """Let this rank have what it owns, whole. Collective."""
+        """Gather what this rank owns, with gradients. Collective over the ranks of the exchange."""
         pairs = self._exchange.gather(owned)
         for each, pair in zip(owned[self._exchange.rank], pairs, strict=True):
             whole = self._whole(each)
             whole.data, whole.grad = (tensor.to(whole.device) for tensor in pair)
 
     def _give_back(self, owned: Sequence[Sequence[Parameter]]) -> None:
-        """Let all ranks have what this rank has stepped. Collective."""
+        """Send what this rank has stepped to all ranks. Collective over those of the exchange."""
         own = owned[self._exchange.rank]
         wholes = [self._wholes[id(each)].detach().to(each.device) for each in own]
         self._exchange.give_back(owned, wholes)
@@ -161,7 +161,7 @@ class WholeSteps:
         ]
 
     def _whole(self, parameter: Parameter) -> Parameter:
-        """Return what stands for a parameter, with the attributes that the author gave it."""
+        """Return the whole parameter for a shard, with the attributes that the user gave that."""
         known = self._wholes.get(id(parameter))
         if known is None:
             like: Any = {"dtype": parameter.dtype, "device": self._device or parameter.device}
@@ -172,7 +172,10 @@ class WholeSteps:
 
     @contextmanager
     def _swapped(self, optimizer: Optimizer, mine: Sequence[Parameter]) -> Iterator[None]:
-        """Within, the optimizer has whole parameters in its groups, those that this rank owns."""
+        """For the duration of the block, let the optimizer's groups hold whole parameters.
+
+        They hold those that this rank owns, with their state, instead of its shards.
+        """
         by_id = {id(each): each for each in mine}
         before = [settings["params"] for settings in optimizer.param_groups]
         state = optimizer.state
@@ -204,7 +207,7 @@ class WholeSteps:
     def _stepped(
         self, number: int, parameters: Sequence[Parameter], mine: Collection[int]
     ) -> list[Parameter]:
-        """Return what a group steps on this rank; a stand-in where it owns nothing of it."""
+        """Return what a group steps on this rank; a stand-in if the rank owns nothing of it."""
         stepped = [
             self._wholes[id(each)] if id(each) in mine else each
             for each in parameters
@@ -226,7 +229,7 @@ class WholeSteps:
 def add_whole_steps(
     expected: Sequence[ExpectedTraffic], steps: Sequence[WholeSteps], axis: str
 ) -> list[ExpectedTraffic]:
-    """Add what this rank sends over an axis in an optimizer step of whole parameters."""
+    """Add what steps of whole parameters send over an axis to the expected traffic of a step."""
     why = "gradients and parameters to the rank that steps them whole, and parameters back"
     found = list(expected)
     sent = [traffic for each in steps for traffic in each.traffic() if traffic.axis == axis]
@@ -246,6 +249,6 @@ def add_whole_steps(
 
 
 def is_owned(parameter: Tensor, steps: Iterable[WholeSteps]) -> bool | None:
-    """Whether this rank holds the state of a parameter, whole; None: it is stepped by none."""
+    """Whether this rank holds all state of a parameter; None: no ``WholeSteps`` steps it."""
     known = (each.owns(parameter) for each in steps)
     return next((owns for owns in known if owns is not None), None)
