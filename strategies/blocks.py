@@ -18,7 +18,7 @@ LISTS = (nn.ModuleDict, nn.ModuleList, nn.Sequential)
 """Containers of repeated blocks."""
 
 MIN_SHARE = 1 / 200
-"""A single module of an ``nn.Sequential`` with this share of the model is worth a collective."""
+"""Least share of the model's parameters for which a child of ``nn.Sequential`` is a block alone."""
 
 _Signature = tuple[tuple[str, tuple[int, ...]], ...]
 
@@ -26,9 +26,9 @@ _Signature = tuple[tuple[str, tuple[int, ...]], ...]
 def find_blocks(root: Module) -> dict[str, Module]:
     """Return the repeated blocks by dotted name, in the order of their names in the model.
 
-    Blocks are children of a list, or of a list with a list for each layer, that repeat in the same
-    shape, with their siblings of the same class; else modules that an ``nn.Sequential`` calls, and
-    siblings of the same class and shapes. Blocks are not nested, and ``root`` is never a block.
+    In a list, or in the lists of a list with one for each layer: if a class repeats with the same
+    shapes, all its members are blocks. Else: modules that an ``nn.Sequential`` calls, and siblings
+    of the same class and shapes. Blocks are not nested, and ``root`` is never a block.
     """
     return _Search(root).blocks()
 
@@ -57,7 +57,7 @@ def has_forward(module: Module) -> bool:
 
 
 class _Search:
-    """One walk over a model."""
+    """One search of a model."""
 
     def __init__(self, root: Module) -> None:
         self.root = root
@@ -94,7 +94,10 @@ class _Search:
 
 
 def _repeated_kinds(root: Module) -> set[object]:
-    """Return the kinds that occur twice in one list with the same shape, or all but one's extra."""
+    """Return the kinds of blocks that one list holds twice or more with the same shapes.
+
+    A neighbour of the same class may have some parameters more.
+    """
     kinds: set[object] = set()
     for each in root.modules():
         if isinstance(each, LISTS):
@@ -113,9 +116,9 @@ def _repeated_kinds(root: Module) -> set[object]:
 
 
 def _members(modules: Any) -> Iterator[Module]:
-    """Yield the members of a list, and of lists in it, such as one for each layer.
+    """Yield the members of a list, and those of lists in it, such as a list for each layer.
 
-    Norms in inner lists are too small to be blocks, and left out.
+    Norms in inner lists are left out: they are too small to be blocks.
     """
     # Iterating a list yields a block that it holds twice; ``children()`` does not.
     for member in modules.values() if isinstance(modules, nn.ModuleDict) else modules:

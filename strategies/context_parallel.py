@@ -1,4 +1,4 @@
-"""``ContextParallelStrategy``: ranks that share a batch divide its sequence."""
+"""``ContextParallelStrategy``: the ranks of a group divide the sequence of each batch."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -21,46 +21,47 @@ if TYPE_CHECKING:
 
 
 class ContextParallelStrategy(MeshStrategy):
-    """Context parallelism for a LightningModule as its author wrote it: long sequences.
+    """Context parallelism, for long sequences, with an unchanged LightningModule.
 
-    Every rank of a context group gets the whole batch, and keeps some positions of its sequence
-    from the first embedding on: activations take ``1 / size`` of the memory. The same numbers as
-    one process with the batch. What the code computes of the batch alone (labels, masks, position
-    ids, counts) is whole on every rank; a tensor behind the embedding has the shape of the whole.
-    Where a function needs all positions, they are gathered; attention fetches the keys that its
-    queries see, or swaps heads for positions, whichever sends less.
+    Every rank of a context group gets the whole batch and keeps some positions of its sequence,
+    from the first embedding on: activations take ``1 / size`` of the memory. Results equal those of
+    one process with the batch. What the code computes from the batch alone (labels, masks, position
+    ids, counts) is whole on every rank; a divided tensor has the shape of the whole one. Functions
+    that need all positions gather them; attention fetches the keys that its queries attend to, or
+    exchanges heads for positions, whichever sends less.
 
-    Where the sequence begins is found by running the step on tensors without data. Before the first
-    step one batch is run whole and divided: the loss and every gradient have to agree, else the run
-    is refused.
+    Which tensors hold the sequence is found by running the step on tensors without data. Before the
+    first step one batch is run whole and divided: the run is refused unless the loss and every
+    gradient agree.
 
-    The loss that ``training_step`` returns, and what is logged or predicted, is that of the whole
+    The loss that ``training_step`` returns, and logged or predicted values, are those of the whole
     sequence. Gradients are averaged over ``data x context``; hooks on activations see gradients
     that are ``size`` times those of one process.
 
     Args:
-        size: Ranks that divide a sequence; by default all. May cross hosts.
-        zero_stage: What is sharded over the ranks of ``data x context``: 0 nothing, 1 the optimizer
+        size: Number of ranks that divide a sequence; None: all. A group may span hosts.
+        zero_stage: What is sharded over the ranks of ``data x context``: 0 nothing, 1 optimizer
             state, 2 also gradients, 3 also parameters.
-        attention: ``"keys"`` fetches the keys that this rank's queries see, ``"heads"`` swaps heads
-            for positions, ``"ring"`` lets keys go round, one rank's at a time; ``"auto"`` takes
-            keys or heads, per call, by bytes. A call that the chosen one cannot do is by keys.
-        balance: ``"contiguous"`` gives each rank one stretch of positions; ``"zigzag"`` two, one
-            from each end, so that causal attention is even work; ``"documents"`` as many as make
-            it even within the documents of each batch, which positions that begin again show.
-        max_gather_bytes: A tensor that would be larger when gathered is refused by name. Keys of
+        attention: ``"keys"`` fetches the keys that this rank's queries attend to, ``"heads"``
+            exchanges heads for positions, ``"ring"`` sends keys around a ring, one rank's at a
+            time; ``"auto"`` picks keys or heads for each call, by the bytes sent. A call that the
+            chosen one cannot do uses keys.
+        balance: ``"contiguous"`` gives each rank one range of positions; ``"zigzag"`` two, one
+            from each end, which balances causal attention; ``"documents"`` as many as balance it
+            within the documents of each batch, which are found by position ids that restart.
+        max_gather_bytes: Largest gathered tensor; a larger one is refused by name. Keys of
             attention are fetched for as many heads at a time as fit.
-        dims: The sequence by a name or place of the batch and a dim, such as ``{"input_ids": 1}``:
-            axes of that length are cut. None: it is found by what looks along it.
-        tile_tokens: Positions that modules in which no position meets another, such as MLPs, run
-            on at a time, and again in the backward pass. None: in one piece, kept.
+        dims: The dims of the sequence, by name or index of a batch entry: ``{"input_ids": 1}``;
+            dims of that length are cut. None: found from the functions that work along it.
+        tile_tokens: Positions that modules which treat each position alone, such as MLPs, compute
+            at a time, and again in the backward pass. None: all at once, without recomputation.
         find_unused_parameters: As for ``DDPStrategy``, with ``zero_stage=0``.
         **kwargs: As for ``MeshStrategy``: ``timeout_s``, ``telemetry``, ``seed``,
             ``activation_checkpointing``, ``process_group_backend``, ``start_method`` and
             Lightning's own.
 
     Raises:
-        ConfigError: When options contradict each other or do not exist.
+        ConfigError: If options contradict each other or do not exist.
 
     Sources: Llama 3, Grattafiori et al. 2024, section 3.3.2, https://arxiv.org/abs/2407.21783;
     DeepSpeed-Ulysses, Jacobs et al. 2023, https://arxiv.org/abs/2309.14509; Ring Attention, Liu et

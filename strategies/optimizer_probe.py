@@ -1,30 +1,31 @@
-"""Tries a user's optimizer on small parameters, to see what the step of one element depends on.
+"""Tries a user's optimizer on small parameters, to find what the step of an element depends on.
 
-The optimizer itself, its state and the random states of the run do not change.
+The optimizer itself, its state and the run's random states do not change.
 
-Each question compares runs of some steps over the same values and gradients. An optimizer is
+Each function compares trials of some steps with the same values and gradients:
 
-``mixes_elements``: the steps of two halves of a parameter are not the halves of its step. Muon and
-Shampoo need full matrices, LARS and LAMB norms of full parameters, Adafactor rows and columns, and
-whatever mixes parameters mixes their halves too. Tensor ranks and offload step whole parameters
-then.
+``mixes_elements``: steps of the two halves of a parameter are not the halves of its step. Muon and
+Shampoo need full matrices, LARS and LAMB norms of full parameters, Adafactor rows and columns;
+optimizers that mix parameters mix halves too. Tensor ranks and offload then step whole
+parameters.
 
-``mixes_parameters``: the step of one parameter depends on another one. Prodigy, D-Adaptation, SAM,
-an Adam that clips by its own norm. Refused by the pipeline, where a rank has its stages alone.
+``mixes_parameters``: the step of one parameter depends on another one: Prodigy, D-Adaptation, SAM,
+an Adam that clips by its own norm. A pipeline refuses them: a rank has only its stages.
 
-``matrix_use``: it takes products or factors of matrices. On shards torch would gather, in
-another order and precision for each number of ranks. ZeRO steps whole parameters then.
+``matrix_use``: the step multiplies or factors matrices. torch would gather shards for that, in
+an order and precision that depend on the number of ranks. ZeRO then steps whole parameters.
 
-``shard_mismatch``: steps of shards as DTensors fail, or are not the shards of the step. Norms and
-sums of DTensors are those of the whole; flat views, items and rows often are not. Likewise.
+``shard_mismatch``: steps of DTensor shards fail, or are not the shards of the step. Norms and
+sums of DTensors are those of the whole; flat views, items and rows often are not. ZeRO then steps
+whole parameters.
 
-``needs_all_ranks``: its step calls collectives itself, or draws random numbers. Refused where
-each rank steps whole parameters of its own.
+``needs_all_ranks``: the step calls collectives itself, or draws random numbers. Refused where
+each rank steps whole parameters that only it owns.
 
 [Note: Gradients of a trial]
-Gradients have a lasting part and a changing part, whose signs and sizes differ by element. With
-gradients that all point one way, the estimates of Prodigy are the same for every part, and with
-gradients without a lasting part they do not change at all. Later steps have gradients a thousand
+Gradients are the sum of a constant and a changing part, whose signs and sizes differ by element. If
+all gradients had the same sign, Prodigy's estimates would be the same for every part; without a
+constant part they would not change at all. Later steps have gradients a thousand
 times larger and smaller, for limits that apply above or below a norm.
 """
 
@@ -53,24 +54,24 @@ from boltmesh.strategies.torch_compat.tensors import OperatorsSeen
 
 _SHAPES = ((4, 6), (6, 4), (8,))
 _STEPS = 64
-"""Estimates that begin low, and what is done in every tenth step, show by then."""
+"""Enough for estimates that start low, and for what is done in every tenth step."""
 
 _WIDE, _FEW_STEPS = (130, 132), 3
-"""A matrix, and steps of it, for optimizers that factor large ones alone, as forms of Adafactor."""
+"""Shape and steps for optimizers that only factor large matrices, as some forms of Adafactor."""
 
 _SIZES = (1.0,) * 56 + (1e3, 1e-3) * 4
-"""Factor of the gradients of each step."""
+"""Factor of the gradients, for each step."""
 
 _RATE = 1e-2
 _ROUNDING = 1e-7
 """Tolerance of steps in double precision, relative to the largest element."""
 
 _OTHER = 1000.0
-"""How much larger the gradients of another parameter are made."""
+"""Factor of the gradients of other parameters, to find whether a step depends on them."""
 
 
 _MIX_PARAMETERS = {"LBFGS": "takes products of whole gradients"}
-"""Optimizers of torch, which need no trial, with what they do."""
+"""Optimizers of torch, which need no trial, and what they do."""
 
 _MIX_ELEMENTS = _MIX_PARAMETERS | {
     "Adafactor": "squares norms of rows in place",
@@ -100,8 +101,8 @@ def find_mixing(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
 def mixes_elements(optimizer: Optimizer) -> bool:
     """Whether steps of two halves of a parameter differ from the halves of its step.
 
-    True if it cannot be tried because it does not work on plain small matrices: whole parameters
-    are stepped as it means them. One that steps another optimizer is then judged by that one.
+    True if it cannot be tried, since it does not work on small matrices: then whole parameters are
+    stepped, which is always right. One that steps another optimizer is then judged by that one.
     """
 
     def differs_in(group: _Group, leaves: list[_Leaf], steps: int = _STEPS) -> bool:
@@ -134,7 +135,10 @@ def mixes_parameters(optimizer: Optimizer) -> bool:
 
 
 def matrix_use(optimizer: Optimizer) -> str | None:
-    """Return what a step needs whole matrices for: products or factors. None: nothing is known."""
+    """Return what a step needs whole matrices for, None if no use was found.
+
+    The reason is part of a sentence for a message: "multiplies or factors whole matrices".
+    """
 
     def multiplies(group: _Group) -> bool:
         seen = OperatorsSeen(_is_product)
@@ -157,15 +161,15 @@ def matrix_use(optimizer: Optimizer) -> str | None:
 def shard_mismatch(
     optimizer: Optimizer, mesh: DeviceMesh, placements: Sequence[Placement]
 ) -> str | None:
-    """Return why steps of shards are not the shards of the step, or None.
+    """Return why steps of shards are not the shards of the step; None if they are.
 
-    Collective over ``mesh``; every rank returns the same. An optimizer that cannot be tried on
-    plain small matrices has no reason.
+    Collective over ``mesh``; every rank returns the same. Also None if it cannot be tried on small
+    matrices.
 
     Args:
-        optimizer: This rank's.
+        optimizer: This rank's optimizer.
         mesh: Ranks that share the model's shards.
-        placements: One for each of its dims, as the model's shards have them.
+        placements: Placement of the model's shards for each dim of ``mesh``.
     """
     why: list[str] = []
 
@@ -197,10 +201,10 @@ def shard_mismatch(
 
 
 def needs_all_ranks(optimizer: Optimizer) -> str | None:
-    """Return why ranks cannot each step other parameters; None where they can.
+    """Return why ranks cannot step different parameters; None if they can.
 
     Some forms of Muon call collectives in their step, and other optimizers draw random numbers,
-    which would be other ones.
+    which would differ by rank.
     """
     own = set(map(id, optimizer.param_groups))
     stepped = (group for each in inner_optimizers(optimizer) for group in each.param_groups)
@@ -225,11 +229,15 @@ def needs_all_ranks(optimizer: Optimizer) -> str | None:
 
 
 def initial_state(like: Mapping[str, Any], parameter: Tensor) -> dict[str, Any] | None:
-    """Return the state that some optimizers, such as Adagrad, make with themselves.
+    """Return the state that an optimizer such as Adagrad creates in its constructor.
 
     Args:
-        like: State of a parameter of any shape; an empty one has no state.
-        parameter: What the state is for.
+        like: State of another parameter, of any shape; may be empty.
+        parameter: The parameter that the state is for.
+
+    Returns:
+        Tensors with the shape and dtype of ``parameter``, filled with the first element of those in
+        ``like``; other values are copied. None if ``like`` is empty.
     """
     if not like:
         return None
@@ -253,10 +261,10 @@ def _is_any(
     *,
     untried: bool = False,
 ) -> bool:
-    """Answer a question about torch's own optimizers, and try each group of any other one.
+    """Return the answer of a trial for any group; torch's own optimizers are looked up instead.
 
-    An optimizer that cannot be tried is judged by what it steps inside, and is ``untried`` if it
-    steps nothing inside.
+    If it cannot be tried, the optimizers that it steps inside are asked; without any the answer is
+    ``untried``.
     """
     if _known(optimizer, known) is not None:
         return True
@@ -271,13 +279,13 @@ def _is_any(
 
 
 def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
-    """Return the optimizers that are attributes of another one, or in lists or dicts of it."""
+    """Return the optimizers that another one has as attributes, or in lists or dicts."""
     found = (each for value in vars(optimizer).values() for each in (value, *_held(value)))
     return [each for each in found if isinstance(each, Optimizer)]
 
 
 def _held(value: Any) -> Iterable[Any]:
-    """Return what a list, tuple, set or dict holds; nothing of anything else."""
+    """Return the members of a list, tuple, set or dict; nothing for other values."""
     if isinstance(value, dict):
         return value.values()
     return value if isinstance(value, (list, tuple, set)) else ()
@@ -290,21 +298,21 @@ def _known(optimizer: Optimizer, known: Mapping[str, str]) -> str | None:
 
 @dataclass(frozen=True)
 class _Leaf:
-    """A small parameter: its value, and a lasting and a changing part of its gradients."""
+    """A small parameter: its value, and the constant and the changing part of its gradients."""
 
     value: Tensor
     lasting: Tensor
     changing: Tensor
-    """One for each step, stacked."""
+    """``(steps, ...)``: one for each step."""
 
     @property
     def dim(self) -> int:
-        """Dimension that is halved: the first of one matrix, the second of another."""
+        """The dim that is halved: the first of a wide matrix, the second of a tall one."""
         shape = self.value.shape
         return 0 if len(shape) == 1 or shape[0] < shape[1] else 1
 
     def gradient(self, step: int, at: Tensor) -> Tensor:
-        """The gradient of a step at a value, by which it goes back a little."""
+        """Return the gradient of a step at a value, which pulls it back a little."""
         return _SIZES[step] * (self.lasting + self.changing[step] + 0.1 * (at - self.value))
 
     def half(self, which: int) -> "_Leaf":
@@ -322,7 +330,7 @@ class _Leaf:
         return _Leaf(cut(self.value), cut(self.lasting), rows)  # type: ignore[arg-type]
 
     def otherwise(self) -> "_Leaf":
-        """A parameter of the same shape with other values, and gradients of other directions."""
+        """Return a parameter of the same shape with other values and gradients."""
         changing = _OTHER * self.changing.roll(1, 0)
         return _Leaf(2 * self.value.flip(0), -_OTHER * self.lasting.flip(0), changing)
 
@@ -356,7 +364,7 @@ class _Group:
     is_matrices: bool
     """Some optimizers accept only matrices."""
     starts: Mapping[str, Any] | None = None
-    """State of one of its parameters, to begin with."""
+    """State of one of its parameters at the beginning."""
 
     @property
     def leaves(self) -> list[_Leaf]:
@@ -364,7 +372,7 @@ class _Group:
 
 
 def _groups(optimizer: Optimizer) -> Iterator[_Group]:
-    """Return each group whose settings differ by more than the values of numbers."""
+    """Yield each group whose settings differ by more than the values of floats."""
     seen = set()
     for group in optimizer.param_groups:
         is_matrices = min((each.dim() for each in group["params"]), default=1) > 1
@@ -386,7 +394,7 @@ def _runs(group: _Group) -> bool:
 
 
 def _with_states(group: _Group, parameters: Iterable[Parameter]) -> Iterator[_Group]:
-    """Return the group once for each kind of state that its parameters have from the beginning."""
+    """Yield the group once for each kind of state that its parameters have at the beginning."""
     kinds: dict[str, tuple[Mapping[str, Any], list[int]]] = {}
     for each in parameters:
         starts = group.optimizer.state.get(each, {})
@@ -397,7 +405,7 @@ def _with_states(group: _Group, parameters: Iterable[Parameter]) -> Iterator[_Gr
 
 
 def _run(group: _Group, leaves: Sequence[_Leaf], steps: int = _STEPS) -> list[Tensor]:
-    """Return the changes of each parameter after each step, stacked.
+    """Return the change of each parameter since the beginning, after each step: ``(steps, ...)``.
 
     Raises:
         Exception: Whatever the optimizer's step raises.
@@ -417,7 +425,7 @@ def _run(group: _Group, leaves: Sequence[_Leaf], steps: int = _STEPS) -> list[Te
         at = [torch.full_like(each, torch.nan) for each in parameters]
 
         def evaluate(number: int = number, at: list[Tensor] = at) -> Tensor:
-            """As Lightning's closure: gradients where the parameters are, if they have moved."""
+            """As Lightning's closure: set gradients at the current values, if those changed."""
             for leaf, parameter, last in zip(leaves, parameters, at, strict=True):
                 now = parameter.detach()
                 if not _is_same(now, last):
@@ -445,7 +453,7 @@ def _is_same(one: Tensor, other: Tensor) -> bool:
 def _small(
     optimizer: Optimizer, settings: Mapping[str, Any], parameters: Sequence[Parameter]
 ) -> Optimizer:
-    """Return an optimizer of the same kind for other parameters, and what it steps inside."""
+    """Return an optimizer of the same kind for other parameters, with those it steps inside."""
     for name, value in vars(optimizer).items():
         if any(isinstance(each, (Parameter, Optimizer)) for each in _held(value)):
             raise ValueError(f"{name} holds what a trial must not change")
@@ -464,7 +472,7 @@ def _small(
 
 
 def _small_inner(outer: Optimizer, inner: Optimizer, runner: Optimizer) -> Optimizer:
-    """Return what an optimizer steps inside, over the groups and the state of ``runner``."""
+    """Return a small copy of an inner optimizer, over the groups and state of ``runner``."""
     (group,) = runner.param_groups
     own = {k: v for k, v in inner.param_groups[0].items() if k not in ("params", "param_names")}
     made = _small(inner, own, group["params"])
@@ -476,7 +484,7 @@ def _small_inner(outer: Optimizer, inner: Optimizer, runner: Optimizer) -> Optim
 
 
 def _is_near(one: Tensor, other: Tensor) -> bool:
-    """Whether changes after each step agree, relative to their size; up to one without limits."""
+    """Whether changes agree after each step, relative to their size, until one is not finite."""
     sizes = other.abs().flatten(1).amax(1)
     for here, there, size in zip(one, other, sizes.tolist(), strict=True):
         if not math.isfinite(size):

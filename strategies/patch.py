@@ -1,11 +1,11 @@
-"""Gives objects other attributes: within a context, or until they are taken back.
+"""Replaces attributes of objects, for a ``with`` block or until the change is undone.
 
-``patched`` is for one object and a block of code, ``Changes`` for modules that a feature is put on
-and taken off again; ``wrapped`` puts something around a method. Attributes go into the ``__dict__``
-of instances. There they are found before methods of the class and before parameters of a
-``Module``, whose ``__setattr__`` does not see them; classes and parameters stay as they are. A
-wrapper around ``forward``, and no hook, changes what a module takes, gives and reads: it also runs
-where activation checkpointing repeats a block, and is left where the block raises.
+``patched`` is for one object and a block of code, ``Changes`` for modules to which a feature is
+applied and later removed; ``wrapped`` wraps a method. Attributes go into the ``__dict__`` of
+instances. There they are found before methods of the class and before parameters of a
+``Module``, whose ``__setattr__`` is bypassed; classes and parameters do not change. A
+wrapper around ``forward`` is used instead of hooks where inputs and outputs are changed: it also
+runs where activation checkpointing repeats a block, and is left if the block raises.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -15,7 +15,7 @@ from typing import Any
 from torch.nn import Module
 
 Around = Callable[..., Any]
-"""Called with the method that it wraps, and with the arguments of the call."""
+"""Called with the method that it wraps and the arguments of the call."""
 
 Original = tuple[Module, str, object]
 """A module, the name of an attribute, and its value."""
@@ -25,11 +25,11 @@ _ABSENT = object()
 
 @contextmanager
 def patched(owner: Any, /, **attributes: Any) -> Iterator[None]:
-    """Context in which an object has other attributes; afterwards those of before, or none.
+    """Context in which an object has other attributes; restores or removes them afterwards.
 
     Args:
-        owner: An instance or a Python module; no attribute is a property of its class.
-        attributes: By name.
+        owner: An instance or a Python module; no attribute may be a property of its class.
+        attributes: Values by name.
     """
     own = vars(owner)
     before = {name: own.get(name, _ABSENT) for name in attributes}
@@ -48,7 +48,7 @@ def patched(owner: Any, /, **attributes: Any) -> Iterator[None]:
 def members_replaced(values: Iterable[Original]) -> Iterator[None]:
     """Context in which modules hold other parameters, buffers or lists of them.
 
-    They are registered, as by an author who sets them; each may be taken from one set before it.
+    They are set with ``setattr``, in order; a module may be one that was set before.
     """
     before: list[Original] = []
     try:
@@ -62,7 +62,7 @@ def members_replaced(values: Iterable[Original]) -> Iterator[None]:
 
 
 class Changes:
-    """A list of changes to modules, taken back in the reverse order."""
+    """A list of changes to modules, undone in reverse order."""
 
     def __init__(self) -> None:
         self._before: list[tuple[Module, str, Any]] = []
@@ -70,13 +70,13 @@ class Changes:
     def wrap(self, module: Module, around: Around, method: str = "forward") -> None:
         """Call ``around(method, *args, **kwargs)`` where ``method(*args, **kwargs)`` is called.
 
-        A copy of the module calls the copy's method: ``around`` is to hold the module only in ways
+        A copy of the module calls the copy's method: ``around`` may hold the module only in ways
         that ``copy.deepcopy`` follows.
         """
         self.set(module, method, wrapped(getattr(module, method), around))
 
     def set(self, module: Module, name: str, value: object) -> None:
-        """Give an instance an attribute that is neither parameter, buffer nor module."""
+        """Set an attribute of an instance that is neither parameter, buffer nor module."""
         self._before.append((module, name, vars(module).get(name, _ABSENT)))
         vars(module)[name] = value
 
@@ -94,7 +94,7 @@ class Changes:
         return [(module, name, before) for (module, name), before in found.items()]
 
     def undo(self) -> None:
-        """Put everything back. What others put on modules since then has to be off."""
+        """Undo all changes. Changes that others made since then have to be undone before."""
         _restore(reversed(self._before))
         self._before.clear()
 
@@ -120,7 +120,7 @@ def _restore(values: Iterable[Original]) -> None:
 
 
 class _Wrapped:
-    """A method, and what is called in its place."""
+    """A method and the function that is called in its place."""
 
     def __init__(self, around: Callable[..., Any], method: Callable[..., Any]) -> None:
         self.around, self.method = around, method
@@ -145,7 +145,7 @@ def _wrapper(method: Callable[..., Any]) -> _Wrapped | None:
 def compiled(
     method: Callable[..., Any], compile_: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> Callable[..., Any]:
-    """Return a compiled method; what is around it stays outside if its ``is_compiled`` is False."""
+    """Return a compiled method; a wrapper with ``is_compiled = False`` stays outside."""
     found = _wrapper(method)
     if found is None or getattr(found.around, "is_compiled", True):
         return compile_(method)
@@ -153,12 +153,12 @@ def compiled(
 
 
 def unwrapped(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method without all that ``wrapped`` has put around it."""
+    """Return a method without any wrapper of ``wrapped``."""
     found = _wrapper(method)
     return method if found is None else unwrapped(found.method)
 
 
 def rewrapped(method: Callable[..., Any], inner: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``inner`` with all that ``wrapped`` has put around a method."""
+    """Return ``inner`` within all wrappers that ``wrapped`` has put around a method."""
     found = _wrapper(method)
     return inner if found is None else wrapped(rewrapped(found.method, inner), found.around)
