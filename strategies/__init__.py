@@ -1,11 +1,10 @@
 """The strategies: Lightning ``Strategy`` classes that split a model over many ranks.
 
 One file per strategy (``ddp``, ``zero``, ``pipeline_parallel``, ``tensor_parallel``,
-``context_parallel``, ``parallel_3d``) checks its arguments and chooses axes; ``registry`` knows
-them by name. ``engine``
-is what every strategy does for Lightning: mesh, process groups, loops, checkpoints. It calls one
-object per axis: ``data_parallel`` (replicas or shards, with ``offload`` and ``tiling``),
-``pipeline``, ``context``, ``tensor``.
+``context_parallel``, ``parallel_3d``) checks its arguments and chooses axes; ``registry`` lists
+them by name. ``engine`` is what every strategy does for Lightning: mesh, process groups, loops,
+checkpoints. It calls one object per axis: ``data_parallel`` (replicas or shards, with ``offload``
+and ``tiling``), ``pipeline``, ``context``, ``tensor``.
 
 Shared below the axes: ``dry_run``, ``cost_model``, ``checkpoint``, ``deferred_initialization``,
 ``topology``, and modules such as ``grad_norm``, ``blocks`` and ``activation_checkpointing``.

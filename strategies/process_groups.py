@@ -1,9 +1,9 @@
-"""Process groups of strategies that are gone: used again, or destroyed.
+"""Process groups of strategies that no longer exist: used again, or destroyed.
 
 A process may train many times, as in a cross-validation. A group holds threads and sockets, or a
 communicator with buffers on the GPU, until it is destroyed. Groups of an axis are not destroyed:
-torch caches meshes by their ranks, and may look for the group of an equal one. After an error all
-groups are left alone: their ranks may have made different numbers of calls, and a group waits for
+torch caches meshes by their ranks, and may look up the group of an equal mesh. After an error all
+groups are kept: their ranks may have made different numbers of calls, and a group waits for
 calls that have begun before it is destroyed.
 """
 
@@ -27,30 +27,30 @@ class _StrategyGroups:
     world: object
     """The default group: all others go when it is destroyed."""
     modules: "weakref.WeakSet[object]" = field(default_factory=weakref.WeakSet)
-    """Models that it trained, whose parameters may be gathered when the Trainer is gone."""
+    """Models that it trained; their parameters may be gathered after the Trainer is deleted."""
     temporary: list[weakref.ref[dist.ProcessGroup]] = field(default_factory=list)
     axes: list[tuple[Hashable, Any]] = field(default_factory=list)
     unfinished: int = 0
-    """Number of runs that have begun and did not end without an error."""
+    """Number of runs that have begun and have not ended without an error."""
 
     @property
     def is_gone(self) -> bool:
-        """Whether nothing refers to the strategy or to a model of it."""
+        """Whether neither the strategy nor any model of it exists any more."""
         return self.strategy() is None and not self.modules
 
 
 _strategies: list[_StrategyGroups] = []
-"""In the order in which they were set up, the last one at the end."""
+"""In the order in which they were set up."""
 _spare: dict[tuple[Hashable, object], list[Any]] = {}
-"""Groups of axes to be used again."""
+"""Groups of axes that can be used again."""
 
 
 def begin(strategy: object, module: object) -> None:
-    """Register a strategy that is set up, and free the groups of those that are gone.
+    """Register a strategy that is set up, and free the groups of deleted strategies.
 
-    Collective over all ranks. A strategy goes with its Trainer, and its groups when its models are
-    gone as well. Ranks may collect garbage at different times, so groups are kept that one rank may
-    still use.
+    Collective over all ranks. A strategy is deleted with its Trainer, and its groups are freed when
+    its models are deleted as well. Ranks may collect garbage at different times: groups are kept
+    while one rank may use them.
     """
     world = dist.group.WORLD
     known = [each for each in _strategies if each.world is world]
@@ -78,10 +78,10 @@ def end(strategy: object) -> None:
 
 
 def temporary_group(group: T, strategy: object) -> T:
-    """Return a new group that no mesh has; it is destroyed when the strategy is gone.
+    """Return ``group``, which no mesh has; it is destroyed after the strategy is deleted.
 
     Args:
-        group: As ``new_group`` returns it, also on a rank that is no member.
+        group: The new group, as ``new_group`` returns it, also on a rank that is no member.
         strategy: The strategy that uses it.
     """
     if isinstance(group, dist.ProcessGroup):
@@ -91,11 +91,12 @@ def temporary_group(group: T, strategy: object) -> T:
 
 
 def axis_group(key: Hashable, make: Callable[[], T], strategy: object) -> T:
-    """Return a group of a strategy that is gone, or a new one. Collective as ``make`` is.
+    """Return a group of a deleted strategy, or a new one. Collective if ``make`` is.
 
     Args:
-        key: Ranks and settings by which a group may take the place of another; equal on all ranks.
-        make: Makes a group, also on a rank that is no member.
+        key: Ranks and settings of the group, equal on all ranks. A group with an equal key can be
+            used instead.
+        make: Creates the group; also called on ranks that are no members.
         strategy: The strategy that uses it.
     """
     spare = _spare.get((key, dist.group.WORLD))
@@ -110,11 +111,11 @@ def _groups_of(strategy: object) -> list[_StrategyGroups]:
 
 
 def _free(groups: _StrategyGroups, states: list[tuple[bool, int]]) -> bool:
-    """Free the groups of a strategy if it is gone on all ranks, and return whether it is.
+    """Free the groups of a strategy if it is deleted on all ranks; return whether it is.
 
     Args:
         groups: The groups of the strategy.
-        states: By rank, whether it is gone, and how many of its runs are unfinished.
+        states: By rank, whether it is deleted, and how many of its runs are unfinished.
     """
     if not all(is_gone for is_gone, _ in states):
         return False

@@ -12,10 +12,10 @@ AFTER_S = 2.0
 
 @contextmanager
 def long_phase(text: str, *, is_shown: bool) -> Iterator[None]:
-    """Log what a phase does once it has taken two seconds, and how long it took.
+    """Log what a phase does if it takes longer than two seconds, and how long it took.
 
     Args:
-        text: What it does, as in "verifies the tensor plan".
+        text: What the phase does, such as "verifies the tensor plan".
         is_shown: Whether this rank logs; one of a job does.
     """
     if not is_shown:

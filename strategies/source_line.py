@@ -1,4 +1,4 @@
-"""Which line of the user's code is running, for messages."""
+"""Finds the line of the user's code that is running, for messages."""
 
 import contextlib
 import inspect
@@ -8,11 +8,15 @@ from collections.abc import Sequence
 import torch
 
 OF_TORCH = (os.path.dirname(torch.__file__) + os.sep, contextlib.__file__)
-"""Where files of torch lie, and of what it is called through."""
+"""Paths of torch and of ``contextlib``, through which torch is called."""
 
 
 def line_outside(machinery: Sequence[str]) -> str:
-    """Return file and line of the innermost frame whose file begins with none of these."""
+    """Return file and line of the innermost frame outside of some paths.
+
+    Args:
+        machinery: Prefixes of the paths of files that are skipped; this file is too.
+    """
     frame = inspect.currentframe()
     while frame is not None and frame.f_back is not None:
         file = frame.f_code.co_filename

@@ -16,9 +16,9 @@ Tier = Literal["cpu", "nvme"]
 
 
 class ZeROStrategy(MeshStrategy):
-    """Data parallelism without the redundancy: each rank keeps a share, and gathers what it needs.
+    """Data parallelism without copies: each rank keeps a shard and gathers what it needs.
 
-    The same numbers as one process with a batch that is larger by the number of ranks N. For mixed
+    Results equal those of one process with an N times larger batch on N ranks. For mixed
     precision with Adam, bytes per parameter and rank: 6 + 12/N in stage 1 (2 + 16/N without
     accumulation), 2 + 16/N in stage 2, 16/N in stage 3, where plain data parallelism takes 22 (18
     without accumulation).
@@ -26,40 +26,40 @@ class ZeROStrategy(MeshStrategy):
     Args:
         stage: 1 shards the optimizer state; 2 also the gradients; 3 also the parameters, which are
             then gathered block by block in the forward pass and again in the backward pass.
-        offload_optimizer: Keeps optimizer state and fp32 master parameters in host memory
-            (``"cpu"``) or on a disk (``"nvme"``), and steps there, overlapped with the backward
-            pass. AdamW and Adam run through torch's fused kernel with the same numbers; other
-            elementwise torch optimizers run as they are, more slowly; those of whole parameters,
-            such as Muon, with ``"cpu"`` alone, after the backward pass.
-        offload_parameters: Keeps the shards that are gathered there too (stage 3), and fetches
-            them ahead of their use.
-        offload_path: Folder on a fast local disk for ``"nvme"``. One file per rank, with room for
-            everything from the start, mode 0600, gone when the run ends however it ends.
+        offload_optimizer: Keep optimizer state and fp32 master parameters in host memory
+            (``"cpu"``) or on a disk (``"nvme"``), and step there, overlapped with the backward
+            pass. AdamW and Adam use torch's fused kernel, with equal results; other
+            elementwise torch optimizers run unchanged, more slowly; those of whole parameters,
+            such as Muon, only with ``"cpu"``, after the backward pass.
+        offload_parameters: Keep the parameter shards in host memory or on a disk too (stage 3), and
+            fetch them before they are used.
+        offload_path: Folder on a fast local disk for ``"nvme"``. Each rank has one file there, with
+            its full size from the start and mode 0600, which is gone however the run ends.
         offload_fraction: Share of the optimizer state that leaves the device; or shares by tier,
-            such as ``{"host": 0.3, "disk": 0.5}``. The rest stays.
+            such as ``{"host": 0.3, "disk": 0.5}``. The rest stays on the device.
         tile_linear_bytes: Run a ``Linear`` or ``Embedding`` whose weight is larger than this in
-            tiles, so that never more than a tile or two of it is gathered (stage 3).
-        blocks: Names, or patterns such as ``"layers.*"``, of the modules that are gathered as one.
-            By default the repeated blocks of the model are found.
-        shard_size: Over how many ranks to shard; groups of that size hold the same shards and
-            average their gradients. ``"node"`` shards inside each host. By default all ranks.
-        expert: Over how many ranks the experts of a mixture of experts are divided: each rank of
-            such a group keeps and runs its own, and rows travel to them. ``"node"`` divides them
-            over the ranks of each host. By default experts are sharded like all else.
-        expert_capacity: In training an expert takes so many rows of a rank's batch, over those of
-            an even load, and further ones are dropped: 1.25 leaves room for a quarter more. Sizes
-            are then known before, and nothing waits for the device. By default none is dropped.
-        expert_bias: ``"update"`` raises the correction bias of a router for experts with fewer
-            rows than the mean after each step, and lowers that of others, by 0.001 or the number
-            given. By default biases stay as they are.
+            tiles, so that at most two tiles of it are gathered at once (stage 3).
+        blocks: Names, or patterns such as ``"layers.*"``, of modules, each gathered as one.
+            None: the repeated blocks of the model.
+        shard_size: Number of ranks that shard a copy; groups of that size hold equal shards and
+            average their gradients. ``"node"`` shards inside each host. None: all ranks.
+        expert: Number of ranks that divide the experts of a mixture of experts: each rank of
+            such a group keeps and runs its own, and rows are sent to them. ``"node"`` divides them
+            over the ranks of each host. None: experts are sharded like other parameters.
+        expert_capacity: Most rows that an expert takes of a rank's batch in training, relative to
+            an even load: 1.25 allows a quarter more, and further rows are dropped. Sizes are then
+            known in advance, and nothing waits for the device. None: no row is dropped.
+        expert_bias: After each step, raise the correction bias of a router for experts with fewer
+            rows than the mean and lower that of others, by 0.001 (``"update"``) or by this number.
+            None: biases do not change.
         gather_for_generation: Gather the whole model once for each call of Hugging Face's
-            ``generate``, and not block by block for each token (stage 3).
+            ``generate`` instead of block by block for each token (stage 3).
         **kwargs: As for ``MeshStrategy``: ``timeout_s``, ``telemetry``, ``seed``,
             ``activation_checkpointing``, ``process_group_backend``, ``start_method`` and
             Lightning's own.
 
     Raises:
-        ConfigError: When options contradict each other or do not exist.
+        ConfigError: If options contradict each other or do not exist.
 
     Sources: ZeRO, Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054; ZeRO-Offload, Ren et
     al. 2021, https://arxiv.org/abs/2101.06840; ZeRO-Infinity, Rajbhandari et al. 2021,
