@@ -1,7 +1,7 @@
-"""The context axis: ranks that share a batch, each with some positions of its sequence.
+"""The context axis, as the engine calls it: ranks share a batch and divide its sequence.
 
-What the engine calls. Where the sequence begins is found and the step is proven when a model is
-placed; during a step the entries cut, and results are made whole. Gradients are the data axis's:
+When a model is placed, its entries (modules that first take the sequence) are found and the step is
+proven. During a step the entries cut, and results are made whole. The data axis reduces gradients:
 it averages over ``data x context``.
 """
 
@@ -69,15 +69,15 @@ from boltmesh.telemetry.traffic import ExpectedTraffic
 _CPU = torch.device("cpu")
 
 _PATIENCE = timedelta(seconds=120)
-"""Timeout of a proof if a rank has raised and others have not."""
+"""Timeout of a proof's collectives: a rank that raised leaves the others waiting."""
 
 
 class ContextAxis(LayerAxis):
     """Divides the sequence of each batch over its ranks. With one rank it divides nothing.
 
     Args:
-        options: What the user asked of the axis.
-        size: Ranks that divide a sequence; None: what the strategy chooses.
+        options: The user's options.
+        size: Number of ranks that divide a sequence; None: the strategy chooses.
     """
 
     name = "context"
@@ -90,28 +90,28 @@ class ContextAxis(LayerAxis):
         self.options = options
         self.wanted_size = size
         self.entries: tuple[SequenceEntry, ...] = ()
-        """Where the sequence begins; empty before a model was placed."""
+        """Modules that first take the sequence; empty before a model was placed."""
         self._tokenwise: dict[str, TokenwiseModule] = {}
         self._plain: TokenwiseModules | None = None
-        """Modules that run on plain tensors, while a model is placed."""
+        """Modules that run on plain tensors; None while no model is placed."""
         self.state: ContextState | None = None
         """None before a model was placed."""
         self._module: LightningModule | None = None
         self._steps: set[str] = set()
-        """Steps of the module that were proven, or are run whole."""
+        """Steps of the module that were proven, or that every rank runs whole."""
         self._whole_steps: set[str] = set()
-        """Steps that generate text: every rank runs all of them."""
+        """Steps that generate text, which every rank runs whole."""
         self._is_proving = False
         self.hooks: Entries | None = None
         """Cuts the sequence; None before a model was placed."""
         self._sample: tuple[Any, ...] = ()
-        """A batch of the run, and what a step is called with behind it."""
+        """A batch of the run, followed by the other arguments of the step."""
         self._counted: Mapping[str, OperatorTraffic] | None = None
-        """Traffic of a batch of training by operator; None where that is unknown."""
+        """Traffic of a training batch by operator; None if unknown."""
         self._uses_flex = False
         """Whether a step calls ``flex_attention``."""
         self._watching = ExitStack()
-        """Lets functions that do not ask tensor subclasses take cut ones."""
+        """Contexts in which functions that bypass tensor subclasses accept cut tensors."""
 
     # Set-up.
 
@@ -152,10 +152,10 @@ class ContextAxis(LayerAxis):
 
     @override
     def look_at_whole(self, trainer: Trainer) -> None:
-        """Find where the sequence begins. Collective over all ranks.
+        """Find the modules that first take the sequence. Collective over all ranks.
 
         Raises:
-            ConfigError: When there is no sequence.
+            ConfigError: If no sequence is found.
         """
         if self.size == 1:
             return
@@ -186,7 +186,7 @@ class ContextAxis(LayerAxis):
 
     @contextmanager
     def _whole_where_it_generates(self, step: str) -> Iterator[None]:
-        """Context of a proof; a step that generates text is left to every rank."""
+        """Context of a proof; a step that generates text is run whole by every rank instead."""
         try:
             with patched(self, _is_proving=True):
                 yield
@@ -214,10 +214,10 @@ class ContextAxis(LayerAxis):
         )
 
     def _prove(self, module: LightningModule, step: str) -> None:
-        """Prove the step. Collective over all ranks.
+        """Prove that the step computes the same with its sequence divided. Collective.
 
         Raises:
-            ConfigError: When the step is not the same with its sequence divided.
+            ConfigError: If it does not.
         """
         strategy = self.strategy
         assert self.world_cpu_group is not None
@@ -249,9 +249,9 @@ class ContextAxis(LayerAxis):
     def _found(
         self, run: DryRun, blocks: dict[str, Module]
     ) -> tuple[tuple[SequenceEntry, ...], dict[str, TokenwiseModule]]:
-        """Return where the sequence begins, and modules in which no position meets another.
+        """Return the modules that first take the sequence, and those that compute positions alone.
 
-        As the first rank finds them. Collective.
+        All ranks return those that the first one finds. Collective over all ranks.
         """
         assert self.world_cpu_group is not None
         dims = self.options.dims
@@ -304,7 +304,7 @@ class ContextAxis(LayerAxis):
 
     @override
     def before_wrap(self) -> None:
-        """Count what a step moves while parameters are plain tensors, before they are shards."""
+        """Count the traffic of a step while parameters are still plain tensors."""
         module, self._counted = self.module, None
         if self.strategy.divides_modules:
             return  # stages run the end of a step once for all microbatches
@@ -398,11 +398,11 @@ class ContextAxis(LayerAxis):
 
 
 class DividedSequences(Protocol):
-    """Division of the sequences of steps; state and hooks are None before it is placed."""
+    """An axis that divides sequences; state and hooks are None before a model is placed."""
 
     @property
     def entries(self) -> tuple[SequenceEntry, ...]:
-        """Where the sequence begins."""
+        """Modules that first take the sequence."""
 
     @property
     def state(self) -> ContextState | None:
@@ -410,18 +410,18 @@ class DividedSequences(Protocol):
 
     @property
     def hooks(self) -> Entries | None:
-        """Cuts the sequence."""
+        """Hooks that cut the sequence."""
 
     @property
     def sharing_group(self) -> ProcessGroup:
-        """The ranks that have the other positions, on the CPU."""
+        """CPU group of the ranks that divide the sequence."""
 
 
 class ContextBoundaries(StageBoundaries):
-    """Values cross from one stage to the next with this rank's positions alone.
+    """Sends only this rank's positions of a value from one pipeline stage to the next.
 
-    What is handed on whole, and what is divided, decides memory and bytes, not numbers: a value is
-    divided along the first dim behind the rows that is as long as a sequence of the step.
+    Whether a value is sent whole or divided changes memory and bytes, not results: it is divided
+    along the first dim after the rows that is as long as a sequence of the step.
     """
 
     def __init__(self, axis: DividedSequences) -> None:

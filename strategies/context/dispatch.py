@@ -1,12 +1,12 @@
-"""Runs a function of which some argument is cut: by its rule, or as the axis analysis says.
+"""Runs a function with a cut argument: by its rule, or by the result of the axis analysis.
 
-A function that nothing needs whole runs on plain local tensors, and operands that every rank has
-whole are cut where they meet the sequence. Where it needs an operand whole, that one is gathered.
-So a model is right whatever it does; rules decide memory and bytes.
+A function that needs no operand whole runs on plain local tensors; operands that every rank has
+whole are cut where they meet the sequence. An operand that it needs whole is gathered. So every
+model gives right results; rules only change memory and bytes.
 
 ``ask`` finds by the axis analysis what a function does along the sequence of its operands. The
 function is called once on fake tensors of whole shapes. Each cut operand gets a symbolic dim of its
-own for its sequence; what the analysis says of it is the answer, kept by shapes:
+own for its sequence. What the analysis finds for that dim is the answer, cached by shapes:
 
 =======================================  ==================================================
 its sequence                             answer
@@ -67,10 +67,10 @@ from boltmesh.strategies.torch_compat.tensors import (
 
 @dataclass(frozen=True)
 class SequenceDim:
-    """A dim that has the sequence of some operands."""
+    """A dim that contains the sequence of some operands."""
 
     operands: tuple[int, ...]
-    """Places of cut operands with this sequence."""
+    """Indices of the cut operands with this sequence, among the leaves of the arguments."""
     dim: int
     num_outer: int
     num_inner: int
@@ -78,20 +78,20 @@ class SequenceDim:
 
 @dataclass(frozen=True)
 class Answer:
-    """Effect of a function along the sequences of its operands."""
+    """What a function does along the sequences of its operands."""
 
     gathers: Mapping[int, str] = field(default_factory=dict)
-    """Why an operand has to be whole, by its place; the rest holds where there is none."""
+    """Why operands have to be whole, by index; the other fields count only if this is empty."""
     inputs: Mapping[int, Sequence[SequenceDim]] = field(default_factory=dict)
-    """By place of a tensor operand."""
+    """Sequences of each tensor operand, by its index among the leaves of the arguments."""
     outputs: Mapping[int, Sequence[SequenceDim]] = field(default_factory=dict)
-    """By place among the leaves of the result."""
+    """Sequences of each output, by its index among the leaves of the result."""
     draws: bool = False
-    """Whether random numbers are drawn for something cut."""
+    """Whether random numbers are drawn for cut tensors."""
 
     @cached_property
     def leaders(self) -> Mapping[int, int]:
-        """The operand in whose division of positions each cut operand takes part."""
+        """For each cut operand, the operand whose division of positions it gets."""
         found: dict[int, int] = {}
         for several in (*self.inputs.values(), *self.outputs.values()):
             for sequence in several:
@@ -106,9 +106,9 @@ class Answer:
 
 
 class Call:
-    """A function and its arguments, taken apart into leaves.
+    """A function and its arguments, flattened to leaves.
 
-    Lists, tuples and dicts of arguments are taken apart, too.
+    Lists, tuples and dicts among the arguments are flattened too.
     """
 
     def __init__(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -128,7 +128,7 @@ class Call:
         return None
 
     def run(self, values: Sequence[Any]) -> Any:
-        """Call the function with other leaves."""
+        """Call the function with these leaves in place of its own."""
         rest = iter(values)
         args = [_built(spec, rest) for spec in self._spec[0]]
         kwargs = {name: _built(spec, rest) for name, spec in self._spec[1]}
@@ -136,7 +136,7 @@ class Call:
 
     @property
     def key(self) -> Any:
-        """Calls with equal keys have equal answers."""
+        """Key of the cache: calls with equal keys have equal answers."""
         found: list[Any] = [self.func, self._spec]
         for leaf in self.leaves:
             if isinstance(leaf, CutTensor):
@@ -153,7 +153,7 @@ class Call:
 
 
 def _built(spec: Any, leaves: Iterator[Any]) -> Any:
-    """Return an argument with the next leaves."""
+    """Return an argument, built from the next leaves."""
     if spec is None:
         return next(leaves)
     kind, parts = spec
@@ -168,7 +168,7 @@ _MOST_ANSWERS = 20_000
 
 
 def ask(call: Call) -> Answer:
-    """Return what a function does along the sequences of its operands."""
+    """Return what a function does along the sequences of its operands. Local."""
     key = call.key
     known = _answers.get(key)
     if known is None:
@@ -254,9 +254,9 @@ def _gathers(
 
 
 def _makes_positions(trace: DimTrace, given: set[int], atoms: Mapping[int, SymbolicDim]) -> bool:
-    """Whether the function meets the sequence with a tensor that it did not get as an argument.
+    """Whether the function combines the sequence with a tensor that is no argument.
 
-    Such as an ``arange`` of its length, which would begin at 0 on every rank.
+    An ``arange`` of its length, for example, would begin at 0 on every rank.
     """
     known = set(given)
     for step in trace.steps:
@@ -286,7 +286,7 @@ _OF_THE_WHOLE = frozenset({
     "is_neg", "is_same_size", "is_signed", "ndimension", "nelement", "numel", "size", "stride",
     "is_contiguous", "__hash__", "storage_offset", "is_inference",
 })  # fmt: skip
-"""Methods that the shape and type of the whole answer."""
+"""Methods whose result only depends on the shape and type of the whole."""
 
 _ATTRIBUTES_OF_THE_WHOLE = frozenset({
     "device", "dtype", "is_cpu", "is_cuda", "is_meta", "is_mkldnn", "is_mps", "is_mtia",
@@ -305,7 +305,7 @@ _WRITES_FIRST = frozenset({
 
 
 def run_function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a function with cut arguments. Collective where it communicates."""
+    """Run a function with cut arguments. Collective over the context group if it communicates."""
     name = getattr(func, "__name__", str(func))
     if name in ("__get__", "__set__"):
         return _attribute(func, args)
@@ -366,7 +366,7 @@ def _attribute(func: Any, args: tuple[Any, ...]) -> Any:
 
 
 def _hooked(cut: CutTensor, hook: Callable[[Tensor], Tensor | None]) -> Any:
-    """Let a hook see gradients as the model's code sees values: cut."""
+    """Register a hook that gets gradients as ``CutTensor``, of the whole shape."""
 
     def call(gradient: Tensor) -> Tensor | None:
         result = hook(cut.like(gradient))
@@ -384,10 +384,10 @@ def _writes(name: str, kwargs: dict[str, Any]) -> bool:
 
 
 def run_by_answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a function as the axis analysis says.
+    """Run a function by the result of the axis analysis. Collective if an operand is gathered.
 
     Raises:
-        UnsupportedError: When it writes into a cut tensor and looks along the sequence.
+        UnsupportedError: If it writes into a cut tensor and needs it whole.
     """
     name = getattr(func, "__name__", str(func))
     writes = _writes(name, kwargs)
@@ -421,7 +421,7 @@ def run_by_answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 
 def _brought_together(leaves: list[Any], cuts: list[int]) -> bool:
-    """Divide by positions what is divided by channels, beside another tensor of its shape."""
+    """Divide one operand by positions, not channels, if another of its shape is; else False."""
     others = [leaves[cut] for cut in cuts if not leaves[cut].positions.are_channels]
     for place in cuts:
         value = leaves[place]
@@ -434,7 +434,7 @@ def _brought_together(leaves: list[Any], cuts: list[int]) -> bool:
 
 
 def _run_local(call: Call, cuts: list[int], answer: Answer) -> Any:
-    """Run a function on local tensors, and wrap what it gives."""
+    """Run a function on local tensors and wrap its results."""
     leaves = call.leaves
     state = leaves[cuts[0]].state
     lead = {operand: leaves[leader].positions for operand, leader in answer.leaders.items()}

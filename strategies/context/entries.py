@@ -1,9 +1,9 @@
-"""Where the sequence of a model begins: found by running its step on tensors without data.
+"""Finds the modules that first take the sequence, by running a step on tensors without data.
 
-A sequence is an axis of the data along which something other than a loss looks, preferably
+A sequence is a dim of the data along which some function other than a loss computes, preferably
 attention or a softmax. It is cut where the data first meet a parameter, in an ``Embedding`` or
-``Linear``; where these see each position by a layer that cannot be cut, such as patches of images
-by a convolution, the first of the repeated blocks cuts what it takes.
+``Linear``. If the first layer cannot be cut, such as a convolution that makes patches of images,
+the first of the repeated blocks cuts its input.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -34,14 +34,14 @@ _ENTRIES = (nn.Embedding, nn.Linear)
 
 @dataclass(frozen=True)
 class SequenceEntry:
-    """A module that takes the sequence first."""
+    """A module that first takes the sequence, and whose input is cut."""
 
     module: str
     """Its dotted name."""
     argument: int | str
-    """Place or keyword of what it takes."""
+    """Position or keyword of the argument that is cut."""
     dim: int
-    """Dim of that argument, which is cut."""
+    """The dim of that argument with the sequence."""
 
 
 def find_entries(
@@ -50,13 +50,13 @@ def find_entries(
     blocks: Sequence[str],
     lengths: Collection[int] | None = None,
 ) -> tuple[SequenceEntry, ...]:
-    """Return where the sequence begins; empty where no axis of the data is one.
+    """Return the modules that first take the sequence; empty if no dim of the data is one.
 
     Args:
         model: The model that was analysed.
         analysis: Analysis of the step.
         blocks: Names of the repeated blocks.
-        lengths: Sizes of the axes that the user has named; None: those that something looks along.
+        lengths: Sizes of the dims that the user has named; None: found from the functions.
     """
     trace = analysis.trace
     axes, modules = find_sequences(analysis, lengths)
@@ -76,7 +76,7 @@ def find_entries(
 def _of_blocks(
     analysis: Analysis, blocks: Sequence[str], axes: Sequence[SymbolicDim]
 ) -> Iterator[SequenceEntry]:
-    """Yield the first block of each row of blocks that takes a sequence."""
+    """Yield the first block of each list of blocks that takes a sequence."""
     seen = set()
     for block in blocks:
         parent = block.rpartition(".")[0]
@@ -95,7 +95,12 @@ def _of_blocks(
 def find_sequences(
     analysis: Analysis, lengths: Collection[int] | None = None
 ) -> tuple[list[SymbolicDim], list[str]]:
-    """Return the axes of the data that are meant, and modules that data meet first."""
+    """Return the sequences, and the modules whose parameters the data first meet.
+
+    Args:
+        analysis: Analysis of the step.
+        lengths: As for ``find_entries``.
+    """
     made: set[int] = set()
     found: list[SymbolicDim] = []
     modules: list[str] = []
@@ -138,7 +143,7 @@ def _is_attention(reason: Reason) -> bool:
 
 
 def _tops(dim: Dim) -> list[SymbolicDim]:
-    """The axes of a dim as the data brought them, whatever a view has divided since."""
+    """Return the dims of the data in a dim, from before any view divided them."""
     return [representative(each) for each in dim if each.size > 1]
 
 
@@ -148,10 +153,10 @@ def _reasons(atom: SymbolicDim) -> list[Reason]:
 
 
 def lengths_of(batch: Any, dims: Mapping[str | int, int]) -> set[int]:
-    """Return how long the dims are that a user has named.
+    """Return the lengths of the dims that the user has named.
 
     Raises:
-        ConfigError: When the batch does not have them.
+        ConfigError: If the batch does not have them.
     """
     found = set()
     for name, dim in dims.items():
@@ -171,13 +176,13 @@ def lengths_of(batch: Any, dims: Mapping[str | int, int]) -> set[int]:
 
 
 class Entries:
-    """Cuts what the entries of a model take, while it is switched on.
+    """Hooks that cut the inputs of a model's entries while they are switched on.
 
     Args:
         model: The model.
-        entries: Where its sequence begins.
+        entries: The modules that first take its sequence.
         state: State of the run.
-        on_length: Called with the length of each sequence that an entry takes.
+        on_length: Called with the length of each sequence that an entry takes; then nothing is cut.
     """
 
     def __init__(
@@ -227,15 +232,15 @@ class Entries:
         return call
 
     def on(self) -> AbstractContextManager[None]:
-        """Context in which entries cut, as in backward passes that run a block again."""
+        """Context in which entries cut; they also do in backward passes, for recomputed blocks."""
         return patched(self, is_on=True)
 
     def off(self) -> AbstractContextManager[None]:
-        """Context in which they do not."""
+        """Context in which entries do not cut."""
         return patched(self, is_on=False)
 
     def remove(self) -> None:
-        """Leave the model as it was."""
+        """Remove the hooks."""
         for each in self._handles:
             each.remove()
         self._handles.clear()

@@ -1,10 +1,10 @@
-"""Functions that do not ask tensor subclasses: ``autograd.Function`` and ``flex_attention``.
+"""Functions that bypass tensor subclasses: ``autograd.Function`` and ``flex_attention``.
 
-Within ``functions_watched`` a ``Function`` of the user's runs as any function on cut tensors does.
+Within ``functions_watched`` a user's ``Function`` runs like any other function of cut tensors.
 
-Within ``flex_attention_watched`` the operator gets this rank's queries, and the keys that its mask
-shows. The mask is whole on every rank. Keys are fetched by its blocks that are not empty, and its
-function is called with the positions of queries and keys in the whole sequence.
+Within ``flex_attention_watched`` the operator gets this rank's queries, and the keys that the mask
+lets them attend to. The mask is whole on every rank. Keys are fetched by its blocks that are not
+empty, and its function gets the positions of queries and keys in the whole sequence.
 """
 
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ from boltmesh.strategies.torch_compat.tensors import is_fake, subclasses_unasked
 
 @contextmanager
 def flex_attention_watched() -> Iterator[list[None]]:
-    """Context in which ``flex_attention`` takes cut tensors; yields a list of its calls."""
+    """Context in which ``flex_attention`` accepts cut tensors; yields a list of calls."""
     calls: list[None] = []
 
     def run(operator: Operator, *args: Any) -> Any:
@@ -88,7 +88,7 @@ def _attended(operator: Operator, query: Tensor, key: Tensor, value: Tensor, *re
 
 
 def _shown(mask: tuple[Any, ...], own: Stretches, length: int) -> Stretches:
-    """Return the keys that a mask shows to some queries; one where it shows none."""
+    """Return the keys that some queries may attend to; if there are none, the first key."""
     if not own:
         return ()
     if is_fake(mask[3]):
@@ -106,12 +106,12 @@ _APPLY: Any = vars(torch.autograd.Function)["apply"]
 
 
 def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-    """``Function.apply`` as torch has it, which is a function of Python or of C."""
+    """Call ``Function.apply`` of torch, which is a function of Python or of C."""
     return _APPLY.__get__(None, cls)(*args, **kwargs)
 
 
 def _applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
-    """``Function.apply``, which does not ask tensor subclasses."""
+    """Replaces ``Function.apply``, so that cut tensors are handled."""
     if cls is CHECKPOINT_INPUTS or not any(isinstance(each, CutTensor) for each in args):
         return _apply(cls, *args, **kwargs)
     if cls.__name__ in {"CheckpointFunction", "CheckpointFunctionAttribute"}:
@@ -147,7 +147,7 @@ _functions: dict[Any, Any] = {}
 
 @contextmanager
 def functions_watched() -> Iterator[None]:
-    """Context in which ``autograd.Function`` of the user's takes cut tensors."""
+    """Context in which a user's ``autograd.Function`` accepts cut tensors."""
     before = torch.autograd.Function.__dict__.get("apply")
     torch.autograd.Function.apply = classmethod(_applied)  # type: ignore[method-assign,assignment]
     try:

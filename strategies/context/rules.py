@@ -1,8 +1,8 @@
-"""Rules for functions that name sizes or positions, or that add up over the sequence.
+"""Rules for functions whose arguments are sizes or positions, or that sum over the sequence.
 
-A rule is called with the function and its arguments, and returns ``NotImplemented`` where the
-answer of ``ask`` is right. Views, slices, joins and padding come first. Sums and losses are local
-sums, of fp32 at least as one process's kernels accumulate, and one all-reduce. A convolution
+A rule is called with the function and its arguments, and returns ``NotImplemented`` if the answer
+of ``ask`` is to be used. First come views, slices, joins and padding. Sums and losses are local
+sums, at least in fp32 like the accumulation in torch's kernels, and one all-reduce. A convolution
 fetches the neighbours that its kernel covers.
 """
 
@@ -31,11 +31,11 @@ from boltmesh.strategies.torch_compat.tensors import subclasses_unasked
 CutRule: TypeAlias = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 CUT_RULES: dict[str, CutRule] = {}
-"""By ``__name__`` of the function."""
+"""Rules by the ``__name__`` of the function."""
 
 
 def cut_rule(*names: str) -> Callable[[CutRule], CutRule]:
-    """Put a rule into the table."""
+    """Decorator that registers a rule for functions of these names."""
 
     def put(function: CutRule) -> CutRule:
         for name in names:
@@ -47,12 +47,12 @@ def cut_rule(*names: str) -> Callable[[CutRule], CutRule]:
 
 
 def named(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return arguments by name."""
+    """Return arguments by name, given the names of the positional ones."""
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 def _place_in(value: CutTensor, shape: torch.Size) -> tuple[int, int, int] | None:
-    """Return dim, outer and inner of the sequence in a view; None where the view divides it."""
+    """Return dim, outer and inner of the sequence in a view; None if the view divides it."""
     num_outer = prod(value.shape[: value.cut_dim]) * value.num_outer
     length = value.positions.length
     done = 1
@@ -71,7 +71,7 @@ def _place_in(value: CutTensor, shape: torch.Size) -> tuple[int, int, int] | Non
 @cut_rule("view", "reshape", "_unsafe_view", "flatten", "unflatten", "view_as", "reshape_as",
           "ravel", "squeeze")  # fmt: skip
 def view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The sequence stays where all elements of it are in one dim."""
+    """Stays cut if the view has the whole sequence in one dim."""
     value = args[0]
     if not isinstance(value, CutTensor):
         return NotImplemented
@@ -94,13 +94,13 @@ def view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 _Seen: TypeAlias = tuple[torch.Size, tuple[int, int, int] | None]
 
 _shapes: dict[Any, _Seen] = {}
-"""Shapes of views and where their sequences are, by the arguments of the calls."""
+"""Shapes of views and the dims of their sequences, by the arguments of the calls."""
 
 
 def _shape_and_place(
     func: Any, value: CutTensor, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> _Seen:
-    """Return the shape of a view of the whole, and what ``_place_in`` says of it."""
+    """Return the shape of a view of the whole, and the result of ``_place_in`` for it."""
     key: Any = None
     sizes = args[1:]
     if not kwargs and {int}.issuperset(map(type, sizes)):
@@ -130,7 +130,7 @@ def _meta(tensor: Tensor) -> Tensor:
 
 @cut_rule("type_as", "new_empty", "new_zeros", "new_ones", "new_full", "new_tensor")
 def of_the_kind(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Only type and device of the tensor count."""
+    """Uses only dtype and device of the tensor."""
     if func.__name__ == "type_as":
         return args[0].to(dtype=args[1].dtype, device=args[1].device)
     return func(args[0].local.new_empty(0), *args[1:], **kwargs)
@@ -138,7 +138,7 @@ def of_the_kind(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 @cut_rule("expand", "expand_as", "broadcast_to")
 def expand(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Other dims are repeated, and the sequence is as it is."""
+    """Repeats other dims; the division of the sequence does not change."""
     value = args[0]
     if not isinstance(value, CutTensor):
         return NotImplemented
@@ -154,7 +154,7 @@ def expand(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @cut_rule("__getitem__")
 def getitem(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A slice: every rank keeps what it has of it. One position: its owner sends it to all."""
+    """For a slice every rank keeps its positions of it; one position is sent to all ranks."""
     value, index = args
     if not isinstance(value, CutTensor):
         return NotImplemented
@@ -222,7 +222,7 @@ def _sliced(value: CutTensor, index: list[Any]) -> Any:
 
 @cut_rule("narrow")
 def narrow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """As the slice."""
+    """Like indexing with a slice."""
     given = named(("input", "dim", "start", "length"), args, kwargs)
     value, dim, start = given["input"], given["dim"], int(given["start"])
     if not isinstance(value, CutTensor):
@@ -235,7 +235,7 @@ def narrow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @cut_rule("select")
 def select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """As the index."""
+    """Like indexing with an integer."""
     given = named(("input", "dim", "index"), args, kwargs)
     if not isinstance(given["input"], CutTensor):
         return NotImplemented
@@ -246,7 +246,7 @@ def select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @cut_rule("split", "chunk", "tensor_split", "unbind")
 def split(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Along another dim on local tensors; along the sequence by slices."""
+    """Splits local tensors along other dims; takes slices along the sequence."""
     value = args[0]
     if not isinstance(value, CutTensor):
         return NotImplemented
@@ -270,7 +270,7 @@ def split(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @cut_rule("cat", "concat", "concatenate")
 def cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Along the sequence: every rank keeps what it has; a prefix goes to the first rank."""
+    """Joins along the sequence: every rank keeps its positions; the first rank gets a prefix."""
     given = named(("tensors", "dim"), args, kwargs)
     pieces, dim = list(given["tensors"]), given.get("dim", 0)
     first = next((piece for piece in pieces if isinstance(piece, CutTensor)), None)
@@ -320,7 +320,7 @@ def _is_cut_as(one: CutTensor, other: CutTensor) -> bool:
 
 @cut_rule("pad")
 def pad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Along the sequence: constants are put in front and behind, or positions taken away."""
+    """Along the sequence, adds constants at the ends or removes positions."""
     given = named(("input", "pad", "mode", "value"), args, kwargs)
     value, sizes = given["input"], [int(size) for size in given["pad"]]
     if not isinstance(value, CutTensor) or given.get("mode", "constant") != "constant":
@@ -360,7 +360,7 @@ def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @cut_rule("sum", "mean")
 def add_up(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A sum or mean over dims with the sequence among them."""
+    """Sum or mean over dims that include the sequence: a local sum and an all-reduce."""
     given = named(("input", "dim", "keepdim"), args, kwargs)
     value, dims = given["input"], given.get("dim", given.get("axis"))
     if not isinstance(value, CutTensor) or given.get("out") is not None:
@@ -393,7 +393,7 @@ def _own(value: CutTensor, target: Tensor, dim: int) -> Tensor:
 
 
 def _summed(values: Tensor, *others: Tensor, state: ContextState, num_summed: int) -> Tensor:
-    """Return the sums over all ranks, by one all-reduce."""
+    """Return the sums of each tensor over all ranks, ``(tensors,)``, by one all-reduce."""
     dtype = _sum_dtype(values.dtype)
     sums = [summand.sum(dtype=dtype) for summand in (values, *others)]
     return total(torch.stack(sums), state.group, num_summed)
@@ -401,7 +401,7 @@ def _summed(values: Tensor, *others: Tensor, state: ContextState, num_summed: in
 
 @cut_rule("cross_entropy", "nll_loss")
 def classify(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A loss of classes: local sums of losses and of weights, and one all-reduce of both."""
+    """Losses over classes: local sums of losses and of weights, and one all-reduce of both."""
     names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction",
              "label_smoothing")  # fmt: skip
     given = named(names, args, kwargs)
@@ -445,7 +445,7 @@ _ELEMENTS = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cros
 
 @cut_rule(*_ELEMENTS)
 def by_element(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A loss of elements: a local sum and an all-reduce, divided by all elements."""
+    """Losses by element: a local sum and an all-reduce, divided by the number of elements."""
     given = named(("input", "target"), args[:2], kwargs)
     value, target = given.pop("input"), given.pop("target")
     how = given.pop("reduction", "mean")
@@ -479,7 +479,7 @@ def _one(value: Any) -> Any:
 
 @cut_rule("conv1d")
 def conv1d(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Without strides, and where each rank has one stretch."""
+    """Fetches neighbours, if the stride is 1 and each rank has one range of positions."""
     names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
     given = named(names, args, kwargs)
     value, weight = given.pop("input"), given.pop("weight")

@@ -1,9 +1,9 @@
-"""Modules in which no position meets another: they run on plain tensors of this rank's positions.
+"""Modules that compute each position alone: they run on plain tensors of this rank's positions.
 
-Projections, norms and MLPs are found by the analysis of the step that finds its sequence. A divided
-tensor costs some microseconds for each function; these modules are called with what is inside it.
-With tiles, one that is made of others runs on some positions at a time, and again in the backward
-pass, so that what it keeps is that of one tile.
+Projections, norms and MLPs are found by the analysis that finds the sequence. A function on a
+divided tensor costs some microseconds more, so these modules get the plain tensor inside it.
+With tiles, a module with child modules runs on some positions at a time, and again in the backward
+pass, so that it keeps the activations of one tile.
 
 Source of the tiles: ALST, Bekman et al. 2025, section 3.1, https://arxiv.org/abs/2506.13996
 """
@@ -32,18 +32,18 @@ from boltmesh.strategies.tensor.analysis.trace import OperatorRecord
 
 @dataclass(frozen=True)
 class TokenwiseModule:
-    """A module that takes one tensor with the sequence and gives one."""
+    """A module that takes one tensor with the sequence and returns one."""
 
     dim: int
-    """That has the sequence, of both."""
+    """The dim of the sequence, in both tensors."""
     draws: bool
     """Whether random numbers are drawn for positions."""
 
 
 def find_tokenwise(analysis: Analysis, axes: Collection[SymbolicDim]) -> dict[str, TokenwiseModule]:
-    """Return the modules in which no position meets another, by name.
+    """Return the modules that compute each position alone, by name.
 
-    Dropout is the only one among them that draws random numbers: others may draw for whole rows.
+    Of those that draw random numbers only dropout is returned: others may draw for whole rows.
 
     Args:
         analysis: Analysis of the step.
@@ -90,7 +90,7 @@ def _has(dims: Collection[Dim], atoms: Collection[SymbolicDim]) -> bool:
 
 
 def _dim_of(dims: Collection[Dim], sequences: Collection[SymbolicDim]) -> int | None:
-    """Return the dim that is a sequence and nothing else; None where none or several are."""
+    """Return the only dim that contains a sequence; None if several do, or it contains more."""
     found = [dim for dim, row in enumerate(dims) if _has([row], sequences)]
     if len(found) != 1 or sum(each.size > 1 for each in list(dims)[found[0]]) != 1:
         return None
@@ -103,7 +103,7 @@ def _is_local(
     parts: Collection[SymbolicDim],
     known: set[int],
 ) -> bool:
-    """Whether an operator computes each position by itself, of what the module got or made."""
+    """Whether an operator computes each position alone, from inputs or results of the module."""
     if _has([step.needed], sequences) or _has([step.needed], parts):
         return False
     divided = [each for each in step.inputs if _has(each.dims, sequences)]
@@ -121,15 +121,15 @@ def _is_local(
 
 
 class TokenwiseModules:
-    """Runs modules on plain tensors where they are called with a divided one.
+    """Makes modules run on plain tensors if they are called with a divided one.
 
     Args:
         model: The model.
-        modules: Those in which no position meets another, by name.
+        modules: Modules that compute each position alone, by name.
         state: State of the run.
-        is_training: Whether the analysed step was one of training: in the other mode, modules run
-            as everything else.
-        tile: Positions of a tile; None: modules run in one piece.
+        is_training: Whether a training step was analysed: modules in the other mode run as
+            all others do.
+        tile: Number of positions in a tile; None: modules are not tiled.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class TokenwiseModules:
             self._changes.wrap(module, run)
 
     def remove(self) -> None:
-        """Leave the model as it was."""
+        """Restore the model."""
         self._changes.undo()
 
 
@@ -166,7 +166,7 @@ def _is_watched(module: Module) -> bool:
 
 @dataclass(frozen=True)
 class _PlainRun:
-    """Around the forward of a module."""
+    """Wraps the forward of a module."""
 
     state: ContextState
     module: Module

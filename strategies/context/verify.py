@@ -1,7 +1,7 @@
-"""Verifies before the first step that the step gives the same whole and with its sequence cut.
+"""Verifies before the first step that a step computes the same whole and with its sequence cut.
 
-One batch of the run is run both ways, and the loss, what is logged, outputs of a block and the mean
-over the ranks of every gradient have to agree. Long sequences are shortened for it.
+One batch of the run is run both ways. The loss, logged values, outputs of a block, and the mean
+over the ranks of every gradient have to agree. Long sequences are shortened for this.
 """
 
 import logging
@@ -39,7 +39,7 @@ from boltmesh.strategies.torch_compat.communication import destroy_group
 _LOG = logging.getLogger(__name__)
 
 SHORT = 1024
-"""Positions of a sequence that is verified; longer ones are shortened where the step allows it."""
+"""Most positions of a sequence that is verified; longer ones are shortened if possible."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,12 @@ class ContextProof:
 
     Args:
         dry_run: The step with a batch of the run, equal on all ranks.
-        entries: Where its sequence begins.
-        state: On a group of its own: a failure on one rank leaves the group unusable.
-        world_cpu_group: All ranks of the job, on the CPU: they agree on the result.
+        entries: The modules that first take its sequence.
+        state: State with a process group of its own, which a failure on one rank leaves unusable.
+        world_cpu_group: CPU group of all ranks of the job, which agree on the result.
         blocks: Repeated blocks by name.
         tokenwise: Modules that run on plain tensors.
-        tile: Positions that those run at a time; None: all.
+        tile: Number of positions that these compute at a time; None: all.
     """
 
     dry_run: DryRun
@@ -67,11 +67,11 @@ class ContextProof:
     def check(self) -> int:
         """Compare the step whole and cut; return the longest sequence that was cut.
 
-        Collective over all ranks of the job, whose models are equal and whole. Models
-        do not change. The group of the state is given back.
+        Collective over all ranks of the job, whose models are equal and whole and do not change.
+        The group of the state is destroyed.
 
         Raises:
-            ConfigError: When they differ, or the step cannot be run.
+            ConfigError: If the results differ, or the step cannot be run.
         """
         module, device = self.dry_run.module, self.dry_run.device
         probes = dict(list(self.blocks.items())[-1:])
@@ -111,7 +111,7 @@ class ContextProof:
         return max(lengths)
 
     def _run_whole(self, run: DryRun) -> tuple[DryRun, set[int], DryRunOutcome]:
-        """Run the step whole, with a shortened batch where that is possible."""
+        """Run the step whole, with a shortened batch if that is possible. Collective."""
         lengths = self._lengths(run)
         longest = max(lengths, default=0)
         short = max(SHORT, 4 * self.state.group.size)
@@ -132,7 +132,7 @@ class ContextProof:
         return run, lengths, whole
 
     def _lengths(self, run: DryRun) -> set[int]:
-        """Return the lengths of the sequences of a step; raise its error on all ranks."""
+        """Return the lengths of a step's sequences; raise its error on all ranks. Collective."""
         lengths: set[int] = set()
         entries = Entries(run.module, self.entries, self.state, on_length=lengths.add)
         cause: Exception | None = None
@@ -146,7 +146,7 @@ class ContextProof:
         return lengths
 
     def _refuse_failed(self, run: DryRun, cause: Exception | None) -> None:
-        """Raise on all ranks what the step has raised on one. Collective over all ranks."""
+        """Raise on all ranks if the step has raised on one. Collective over all ranks."""
         fault = self._first(None if cause is None else _told(cause))
         if fault is not None:
             raise ConfigError(
@@ -170,7 +170,7 @@ class ContextProof:
         return outcome
 
     def _difference(self, run: DryRun, whole: DryRunOutcome, cut: DryRunOutcome) -> str | None:
-        """Return how the outcomes differ, gradients after their mean. Collective over all ranks."""
+        """Return how the outcomes differ, with mean gradients. Collective over all ranks."""
         names = sorted(cut.gradients)
         if any(each != names for each in gather_objects(names, self.world_cpu_group)):
             return "gives gradients to other parameters on some ranks"
@@ -190,7 +190,7 @@ class ContextProof:
 
 
 def _run_with_whole_results(run: DryRun) -> DryRunOutcome:
-    """Run a step and return its outcome with every tensor whole. Collective over the group."""
+    """Run a step and return its outcome with whole tensors. Collective over the context group."""
     with results_whole(run.module, run.step):
         outcome = run.run()
     outcome.probed = {
@@ -200,7 +200,7 @@ def _run_with_whole_results(run: DryRun) -> DryRunOutcome:
 
 
 def results_whole(module: Module, step: str) -> AbstractContextManager[None]:
-    """Context in which a step of a module returns what it gives whole."""
+    """Context in which a step of a module returns whole tensors, not cut ones."""
     method = getattr(module, step)
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -219,9 +219,9 @@ def _on(device: torch.device, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _shortened(args: tuple[Any, ...], length: int, less: int) -> tuple[Any, ...]:
-    """Take positions from the end of each dim that is as long as the sequence, or one off.
+    """Remove positions from the end of each dim that is as long as the sequence, or one off.
 
-    One off, for targets that a dataset has shifted.
+    Targets that a dataset has shifted are one off.
     """
 
     def shorten(tensor: Tensor) -> Tensor:
