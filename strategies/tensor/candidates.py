@@ -1,11 +1,11 @@
 """Dims of a model that could be divided, and the reasons why others cannot.
 
-``vocabularies`` finds the axes of tokens: tables and heads of which each rank may have some rows.
-Their number need not divide: nothing between a lookup and a loss needs equal parts, so the first
-ranks have one token more than the others, and no table is padded.
+``vocabularies`` finds the axes of tokens: tables and heads of which each rank can hold some rows.
+Their number need not divide evenly: nothing between a lookup and a loss needs equal parts. The
+first ranks have one token more than the others, and no table is padded.
 
-``routed_experts`` recognizes routers: a top-k of several scores, and matrices to choose from. Their
-division is not special: the analysis finds the dims inside every expert. But the plan reports
+``routed_experts`` recognizes routers: a top-k of several scores and matrices to choose from. Their
+division is ordinary: the analysis finds the dims inside every expert. But the plan reports
 whether they are whole or split, and their sequence is not divided: a router that sees some of the
 tokens would compute its losses from those alone, without an error.
 """
@@ -49,7 +49,7 @@ class ShardableDim:
     atom: SymbolicDim
     members: tuple[Member, ...]
     weight: int
-    """Elements of all parameters that it divides."""
+    """Number of elements of all parameters that it divides."""
     is_vocabulary: bool = False
 
     @property
@@ -94,7 +94,7 @@ def _sections_of_atom(atom: SymbolicDim) -> tuple[Dim, ...]:
 
 
 def places(analysis: Analysis) -> dict[SymbolicDim, list[DimPosition]]:
-    """Positions of each axis, in the order of the model."""
+    """Return the positions of each axis, in the order of the model."""
     found: dict[SymbolicDim, list[DimPosition]] = {}
     for name, facts in analysis.parameters.items():
         for number, dim in enumerate(facts.dims):
@@ -110,7 +110,7 @@ def places(analysis: Analysis) -> dict[SymbolicDim, list[DimPosition]]:
 
 
 def section_pattern(place: DimPosition) -> tuple[Section, ...]:
-    """How a dimension is divided along an axis that is in each of its sections once."""
+    """Return how a dimension is divided along an axis that each of its sections contains once."""
     return tuple(
         Section(
             prod(atom.size for atom in row[:at]),
@@ -172,9 +172,9 @@ class Roles:
 
 
 def _strays(analysis: Analysis) -> dict[str, str]:
-    """Parameters that are used by another module than their own, with that module.
+    """Return parameters that another module than their own uses, with that module.
 
-    The other module would get a part where it expects the full parameter. torch's attention is
+    The other module would get a part although it expects the full parameter. torch's attention is
     replaced by our implementation, which handles its output layer.
     """
     trace = analysis.trace
@@ -205,9 +205,9 @@ def why_not(
         atom: The axis.
         found: Its positions.
         roles: Uses of the parameters.
-        size: Ranks.
-        trusted: Operators without a rule for which the user is responsible. If an axis meets one,
-            its other ends are unknown.
+        size: Number of ranks.
+        trusted: Operators without a rule for which the user is responsible. If one uses an axis,
+            the other dims with that axis are unknown.
     """
     reasons = [reason for reason in atom.reasons if reason.operator not in trusted]
     if reasons:
@@ -288,7 +288,7 @@ def candidate_of(
 
 
 MIN_SHARE = 0.1
-"""A table without a head is divided from this share of the model on: each lookup costs a sum."""
+"""Least share of the model for which a table without a head is divided: each lookup costs a sum."""
 
 _OF_LOSSES = {
     "_log_softmax", "_softmax", "log_softmax", "nll_loss2d_forward", "nll_loss_forward", "softmax",
@@ -302,7 +302,7 @@ def vocabularies(
 
     Args:
         analysis: Analysis of the model.
-        size: Ranks.
+        size: Number of ranks.
         with_heads: Whether logits may be divided; else only tables that are not heads too.
     """
     found, refused = [], {}
@@ -341,7 +341,7 @@ def vocabularies(
 
 
 def _is_plain(where: Sequence[DimPosition]) -> bool:
-    """Whether its rows are tokens and nothing else."""
+    """Whether the rows of all parameters are tokens and nothing else."""
     return all(
         position.dim == 0 and position.rows == ((position.rows[0][0],),) for position in where
     )
@@ -381,10 +381,10 @@ def _share(analysis: Analysis, where: Sequence[DimPosition]) -> float:
 
 @dataclass(frozen=True)
 class RoutedExperts:
-    """Experts of one router."""
+    """The experts of one router."""
 
     module: str
-    """The module that contains both."""
+    """The module that contains the router and its experts."""
     parameters: tuple[str, ...]
 
 
@@ -405,7 +405,7 @@ def routed_experts(analysis: Analysis) -> tuple[RoutedExperts, ...]:
 
 
 def _stacked(analysis: Analysis) -> list[str]:
-    """Matrices of several experts in one parameter, or those of equal modules in a list."""
+    """Return stacked matrices of several experts, and matrices of equal modules in a list."""
     copies: dict[tuple[str, str, tuple[int, ...]], list[str]] = {}
     for name, facts in analysis.parameters.items():
         parts = name.split(".")

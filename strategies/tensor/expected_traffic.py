@@ -90,9 +90,9 @@ def expected_traffic(
 
     Args:
         counted: Traffic of one batch.
-        size: Ranks of the tensor group.
+        size: Number of ranks of the tensor group.
         accumulated: Batches per optimizer step.
-        num_norms: Norms over the ranks per optimizer step.
+        num_norms: Number of norms over the ranks per optimizer step.
         agrees_on_overflow: Whether ranks agree before a step on whether gradients overflowed.
     """
     own = counted.get("allreduce", OperatorTraffic(0, 0))
@@ -160,7 +160,7 @@ class CountingGroup(dist.ProcessGroup):
 
 
 class CountedGroup(CountingGroup):
-    """A process group that counts collectives and leaves them to another one."""
+    """A process group that counts collectives and runs them on another one."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group.rank(), group.size())
@@ -208,7 +208,7 @@ class GroupWithoutRanks(TensorGroup):
 
         Args:
             rank: The tensor rank of this process.
-            size: Ranks that share each layer.
+            size: Number of ranks that share each layer.
         """
         return cls(CountingGroup(rank, size), torch.device("cpu"))
 

@@ -1,6 +1,6 @@
 """Compares a plan with the one that ships with a model of Hugging Face.
 
-Hugging Face's plans are written by hand for each family and name modules of the base model by
+Hugging Face's plans are written by hand for each model family and name modules of the base model by
 patterns, each with a style. They do not influence our plan; differences are reported as notes.
 """
 
@@ -22,7 +22,7 @@ _STYLES: dict[str, frozenset[Style]] = {
     "embedding_rowwise": _ROWS,
 }
 _GATHERED = {"colwise_gather_output", "rowwise_split_input"}
-"""Styles that divide a matrix and leave the activation between two of them whole."""
+"""Styles that divide a matrix but keep the activations between matrices whole."""
 _SUMMED = "replicated_with_grad_allreduce"
 
 

@@ -80,15 +80,15 @@ LAYERS = Reasons(
 
 
 def refuse_late_proof(module: LightningModule, *, is_divided: bool) -> None:
-    """Refuse to verify another step on parameters that are sharded in addition.
+    """Refuse to verify another step after the parameters have also been sharded.
 
     Args:
-        module: About to be divided.
-        is_divided: Whether it was divided before, by a plan that was verified with a step that
+        module: The module that is about to be divided.
+        is_divided: Whether it was divided before, by a plan that was verified only with a step that
             does not train.
 
     Raises:
-        ConfigError: With the order in which to run.
+        ConfigError: If any is sharded; it names the order in which to run.
     """
     if is_divided and any(isinstance(each, DTensor) for each in module.parameters()):
         raise ConfigError(
@@ -103,7 +103,7 @@ def refuse_parameters(module: LightningModule, *, is_divided: bool) -> None:
     """Refuse parameters that cannot be divided, or that another strategy has divided.
 
     Args:
-        module: About to be divided.
+        module: The module that is about to be divided.
         is_divided: Whether it was divided before, by this strategy.
 
     Raises:
@@ -124,16 +124,16 @@ def refuse_parameters(module: LightningModule, *, is_divided: bool) -> None:
 
 WHOLE = "whole"
 STYLES: tuple[str, ...] = (*get_args(Style), WHOLE)
-"""Values of the mapping."""
+"""Values that a user's mapping may have."""
 
 
 @dataclass
 class Overrides:
-    """Axes that have to be divided and axes that must not be."""
+    """Axes that the user has forced to be divided, or to stay whole."""
 
     forced: list[ShardableDim] = field(default_factory=list)
     whole: dict[SymbolicDim, str] = field(default_factory=dict)
-    """Reasons why axes are left whole."""
+    """Why an axis stays whole."""
 
 
 def read_overrides(
@@ -144,7 +144,7 @@ def read_overrides(
     Args:
         analysis: Analysis of the model.
         possible: Axes that can be divided.
-        size: Ranks.
+        size: Number of ranks.
         mapping: Style by pattern of the names of parameters or modules, ``*`` for any part.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Divides a model: one plan for all ranks, its verification, and this rank's shards.
+"""Divides a model: makes one plan for all ranks, verifies it, and cuts this rank's shards.
 
 ``TensorContext`` holds the groups of the run. ``place`` makes the plan on the first rank, verifies
 it on all ranks and cuts shards.
@@ -53,15 +53,15 @@ class TensorContext:
     """Groups and devices of the tensor axis in a run."""
 
     group: ProcessGroup
-    """The ranks that share each layer with this one."""
+    """The ranks that share each layer, this one included."""
     world_cpu_group: ProcessGroup
-    """All ranks of the job, on the CPU: their models are equal, and they agree on one plan."""
+    """CPU group of all ranks of the job: their models are equal, and they agree on one plan."""
     new_group: Callable[..., ProcessGroup | None]
-    """Makes further groups of its ranks, see ``RankMeshStrategy.new_group``."""
+    """Creates further groups of these ranks, see ``RankMeshStrategy.new_group``."""
     device: torch.device
     timeout: timedelta
     precision: StepPrecision
-    """Precision of the step that the run begins with."""
+    """Precision of the run's first step."""
     scaler: GradScaler | None = None
 
 
@@ -71,13 +71,13 @@ _CPU = torch.device("cpu")
 def make_whole(
     root: Module, blocks: Mapping[str, Module], left_out: Collection[str], group: ProcessGroup
 ) -> None:
-    """Make all but some blocks, with the first rank's values. Collective over ``group``.
+    """Materialize all but some blocks, with the first rank's values. Collective over ``group``.
 
     Args:
         root: The model.
         blocks: Its blocks by dotted name.
-        left_out: Names of those that are made later.
-        group: Ranks that get equal values, on the CPU.
+        left_out: Names of the blocks that are materialized later.
+        group: CPU group of the ranks that get equal values.
     """
     later = {part for name in left_out for part in blocks[name].modules()}
     modules = {each: path for each, path in own_modules([root], "").items() if each not in later}
@@ -94,15 +94,15 @@ def make_shards(
     size: int,
     rank: int,
 ) -> None:
-    """Cut shards of all parameters, making those that were left out. Collective over ``group``.
+    """Cut shards of all parameters, materializing blocks that were left out. Collective.
 
     Args:
         root: The model.
         blocks: Its blocks by dotted name.
-        left_out: Names of those that are not made yet.
+        left_out: Names of the blocks that are not materialized yet.
         entries: The parameters that are divided.
-        group: Ranks that get equal values, on the CPU.
-        size: Ranks of the tensor axis.
+        group: CPU group of the ranks that get equal values.
+        size: Number of ranks of the tensor axis.
         rank: Tensor rank of this process.
     """
     left_out = list(left_out)
@@ -119,7 +119,7 @@ def make_shards(
 
 
 def tied_outside(root: Module, blocks: Mapping[str, Module]) -> set[str]:
-    """Return the blocks with a parameter that is also elsewhere in the model."""
+    """Return the names of blocks with a parameter that is also used elsewhere in the model."""
     places: dict[int, set[str]] = {}
     owner = {part: name for name, block in blocks.items() for part in block.modules()}
     for module in root.modules():
@@ -129,27 +129,27 @@ def tied_outside(root: Module, blocks: Mapping[str, Module]) -> set[str]:
 
 
 _PATIENCE = timedelta(seconds=120)
-"""Timeout of a verification if a rank has raised and others have not."""
+"""Timeout of a verification's collectives: a rank that raised leaves the others waiting."""
 
 
 @dataclass(frozen=True)
 class TensorPlacement:
-    """A model that runs by a plan."""
+    """A model that was divided by a plan."""
 
     module: LightningModule
     step: str
-    """The step by which it was verified."""
+    """The step with which it was verified."""
     applied: AppliedPlan
     divisions: Mapping[str, DimDivision]
     """Divisions on this rank, by all names of divided parameters."""
     parts: tuple[Parameter, ...]
-    """The parameters of which this rank has a part."""
+    """The parameters of which this rank holds a part."""
     counted: Mapping[str, OperatorTraffic] | None
-    """Traffic of the verified step by operator; None where steps of the run may differ."""
+    """Traffic of the verified step by operator; None if steps of the run may differ."""
 
     @property
     def plan(self) -> TensorPlan:
-        """The plan, with backends."""
+        """The plan, with the verified backends."""
         return self.applied.plan
 
 
@@ -168,12 +168,12 @@ def place(
         module: The whole model, deferred or not, on the CPU.
         step: The method of the run's first loop.
         args: Its arguments, on the CPU: a batch first, the same on all ranks.
-        options: Options of the user.
+        options: The user's options.
         context: Groups of the run.
-        group: The group that the plan runs on.
+        group: The group on which the divided model runs.
 
     Returns:
-        The placement, and messages about what verification has changed in the plan, and why.
+        The placement, and messages about what verification has changed in the plan and why.
 
     Raises:
         ConfigError: If the step cannot be run, or an option is not possible.
@@ -237,7 +237,7 @@ def _planned(
     context: TensorContext,
     size: int,
 ) -> tuple[TensorPlan, int]:
-    """Return the plan of the first rank, and the number of elements that its step makes.
+    """Return the first rank's plan, and the number of elements of all results of its step.
 
     Collective over all ranks of the job.
     """
@@ -307,7 +307,7 @@ def _made(
 def _passed(
     module: LightningModule, plan: TensorPlan, blocks: Mapping[str, Module], shapes: BlockShapes
 ) -> dict[str, str]:
-    """Return the blocks that verification skips, with the first of the kind of each."""
+    """Return the blocks that verification skips, each with the first block of its kind."""
     tied = tied_outside(module, blocks)
     return {
         name: first

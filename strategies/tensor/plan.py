@@ -1,18 +1,17 @@
-"""The tensor plan: which parameters are divided over the axis, and how. Plain data, no torch.
+"""The tensor plan: which parameters are divided over the axis, and how. Plain data, without torch.
 
 A ``TensorPlan`` can be printed, sent as JSON and edited; a plan can be made and a checkpoint read
 without torch.
 
-A divided dimension is a row of ``Section``, one after the other: the q, k and v of a fused
+A divided dimension is a sequence of ``Section``: the q, k and v of a fused
 projection, the gate and up of a gated MLP. Each section is a block of ``outer x count x inner``
 elements, row by row, of which ``count`` is divided: heads, with the channels of a head inside and,
 in some models, (q, k, v) outside. A rank keeps its part of every section, so its shard is again a
-row of sections, with ``count / size`` in place of ``count``. Only the tokens of a vocabulary may be
-divided
-unevenly: the first ranks have one more.
+row of sections, with ``count / size`` in place of ``count``. Only the tokens of a vocabulary may
+be divided unevenly: the first ranks have one more.
 
-``without_replicated`` and ``without_sequence`` give the rest of a plan if some blocks stay whole.
-``plan_table`` is what telemetry and ``boltmesh plan`` show of it: one row for each kind of
+``without_replicated`` and ``without_sequence`` return a plan in which some parts stay whole.
+``plan_table`` is what telemetry and ``boltmesh plan`` show: one row for each kind of
 parameter.
 """
 
@@ -43,7 +42,7 @@ class Section:
         return self.outer * self.count * self.inner
 
     def divided(self, size: int, rank: int = 0) -> "Section":
-        """Part of one of ``size`` ranks. Ranks differ only if the count does not divide evenly."""
+        """Return the part of one of ``size`` ranks; all are equal if the count divides evenly."""
         return Section(self.outer, balanced_share(self.count, size, rank)[1], self.inner)
 
 
@@ -88,7 +87,7 @@ def runs(sections: Sequence[Section], size: int, rank: int) -> list[ElementRange
 
 
 def _stretches(sections: Sequence[Section], size: int, rank: int) -> Iterator[tuple[int, int]]:
-    """Start and length of each contiguous range that a rank keeps."""
+    """Yield start and length of each contiguous range that a rank keeps."""
     base = 0
     for section in sections:
         start, count = balanced_share(section.count, size, rank)
@@ -133,7 +132,7 @@ class ShardedParameter:
     axis: int
     """Index in ``TensorPlan.axes``; parameters of one axis are divided together or not at all."""
     why: str = ""
-    """Reason, for the table."""
+    """Why it is divided so, for the table."""
     element_bytes: int = 4
 
     @property
@@ -142,7 +141,7 @@ class ShardedParameter:
         return sum(section.length for section in self.sections)
 
     def local_shape(self, size: int, rank: int = 0) -> tuple[int, ...]:
-        """Shape of one rank's shard. Ranks differ only if a vocabulary does not divide evenly."""
+        """Return the shape of a rank's shard; all are equal if a vocabulary divides evenly."""
         shape = list(self.shape)
         shape[self.dim] = sum(section.divided(size, rank).length for section in self.sections)
         return tuple(shape)
@@ -180,7 +179,7 @@ class Unsharded:
 
 @dataclass(frozen=True)
 class SizeAttribute:
-    """An integer of a module by which its code reshapes, such as ``num_heads``."""
+    """An integer of a module that its code uses to reshape, such as ``num_heads``."""
 
     module: str
     name: str
@@ -239,9 +238,9 @@ class SequencePlan:
     """Column modules fed by a gather: it sums their inputs' gradients, they do not."""
     whole: tuple[WholePoint, ...] = ()
     divided: tuple[str, ...] = ()
-    """Modules of the blocks that give some of the tokens."""
+    """Modules of the blocks that return some of the tokens."""
     plain_partial: tuple[str, ...] = ()
-    """``TensorPlan.partial`` of the same plan with whole sequences; so the next two."""
+    """``TensorPlan.partial`` of the same plan with whole sequences; so are the next two fields."""
     plain_boundaries: tuple[str, ...] = ()
     plain_local_dropouts: tuple[str, ...] = ()
 
@@ -266,15 +265,15 @@ class TensorPlan:
     divided_inputs: tuple[str, ...] = ()
     """Modules that take a divided activation: a forward pre-hook sees this rank's part."""
     divided_outputs: tuple[str, ...] = ()
-    """Modules that give one: a forward hook or a backward hook sees this rank's part."""
+    """Modules that return one: a forward hook or a backward hook sees this rank's part."""
     attributes: tuple[SizeAttribute, ...] = ()
     """Candidates that the ``local`` backend may have to divide."""
     region_axes: tuple[int, ...] = ()
-    """Axes whose sizes views name: those that ``region`` keeps as DTensors."""
+    """Axes whose sizes appear in views: ``region`` keeps these as DTensors."""
     sequence: SequencePlan | None = None
     """None if it is not possible, or was not requested."""
     kinds: dict[str, str] = field(default_factory=dict)
-    """First block of the kind, by name of every block; a missing block is alone."""
+    """First block of the kind, by name of every block; a missing block is the only one."""
     divides_logits: bool = True
     """Whether heads may be divided by tokens."""
     backends: dict[str, Backend] = field(default_factory=dict)

@@ -79,10 +79,10 @@ def plan_of(analysis: Analysis, size: int, choice: Selection) -> TensorPlan:
 
 
 def _drawing_parts(analysis: Analysis, followed: set[SymbolicDim]) -> list[str]:
-    """Return the modules that draw for divided tensors alone.
+    """Return the modules that draw random numbers only for divided tensors.
 
-    One that draws for whole tensors too draws the same for all: only part of a forward cannot
-    have numbers of its own, and what is whole has to stay equal on all ranks.
+    A module that also draws for whole tensors draws equal numbers on all ranks: a part of a forward
+    cannot have its own generator, and whole tensors have to stay equal on all ranks.
     """
     draws = analysis.trace.draws
     whole = {draw.module for draw in draws if not axes_of(draw.dims, followed)}
@@ -92,7 +92,7 @@ def _drawing_parts(analysis: Analysis, followed: set[SymbolicDim]) -> list[str]:
 def _divided(
     passed: Mapping[str, Mapping[Any, Operand]], followed: set[SymbolicDim]
 ) -> tuple[str, ...]:
-    """Return the modules that are passed, or pass on, an activation with a divided dim."""
+    """Return the modules that take or return an activation with a divided dim."""
     return tuple(
         name
         for name, operands in passed.items()
@@ -154,7 +154,7 @@ def _is_of_attention(analysis: Analysis, facts: ParameterFacts) -> bool:
 
 
 def _one_by_one(sections: Sequence[Section]) -> tuple[Section, ...]:
-    """The q, k and v of torch's attention as separate sections: it runs as three layers."""
+    """Split q, k and v of torch's attention into separate sections: it runs as three layers."""
     return tuple(
         Section(1, section.count, section.inner)
         for section in sections
@@ -186,7 +186,7 @@ def _is_of_its_own(
 
 
 def _attributes(analysis: Analysis, followed: set[SymbolicDim]) -> list[SizeAttribute]:
-    """Integers of modules that are a product of neighbouring axes, including a divided one.
+    """Return integers of modules that are a product of neighbouring axes, one of them divided.
 
     Only axes of parameters count: no module knows the number of rows of a batch. Products of
     torch's own modules combine them with heads.
@@ -287,7 +287,7 @@ def choose(
 
 
 def _components(items: Sequence[_Item], conflicts: Mapping[_Item, set[_Item]]) -> list[list[_Item]]:
-    """Items connected by conflicts, directly or through others."""
+    """Group items that conflicts connect, directly or through others."""
     found: list[list[_Item]] = []
     seen: set[_Item] = set()
     for start in items:
@@ -306,7 +306,7 @@ def _components(items: Sequence[_Item], conflicts: Mapping[_Item, set[_Item]]) -
 def _heaviest(
     items: Sequence[_Item], weights: Mapping[_Item, int], conflicts: Mapping[_Item, set[_Item]]
 ) -> list[_Item]:
-    """Try each item within a selection and without it."""
+    """Return the heaviest selection, by trying each item in it and outside of it."""
     if not items:
         return []
     first, *rest = items
@@ -346,8 +346,8 @@ def make_plan(
 
     Args:
         analysis: Analysis of the model.
-        size: Ranks of the tensor axis.
-        loss_parallel: Whether logits are divided by tokens: if possible, always, never.
+        size: Number of ranks of the tensor axis.
+        loss_parallel: Whether logits are divided by tokens: ``"auto"`` if possible, True, False.
         sequence_parallel: Whether the sequence is divided between blocks.
         wanted: Style, or ``whole``, by name pattern: see ``with_user_plan``.
 
@@ -373,7 +373,7 @@ def make_plan(
 
 
 def _with_sequence(analysis: Analysis, choice: Selection, plan: TensorPlan) -> TensorPlan:
-    """Divide the sequence between blocks too, with all consequences."""
+    """Return a plan that also divides the sequence between blocks, with all consequences."""
     outputs = analysis.trace.module_outputs
     summed = {operand.key for name in plan.boundaries for operand in outputs.get(name, {}).values()}
     # A balancing loss may choose once more, outside of blocks.
@@ -445,7 +445,7 @@ def _choose(
 
 
 def _conflicts(items: Sequence[ShardableDim]) -> dict[ShardableDim, set[ShardableDim]]:
-    """Axes that would divide the same parameter twice."""
+    """Return, for each axis, the axes that divide one of its parameters too."""
     by_parameter: dict[str, list[ShardableDim]] = {}
     for axis in items:
         for name in axis.parameters:
@@ -458,7 +458,7 @@ def _conflicts(items: Sequence[ShardableDim]) -> dict[ShardableDim, set[Shardabl
 
 
 def with_user_plan(plan: TensorPlan, analysis: Analysis, mapping: Mapping[str, str]) -> TensorPlan:
-    """Return a plan with a user's mapping applied; the rest stays as it can.
+    """Return a plan with a user's mapping applied; the rest changes as little as possible.
 
     Parameters of one axis are divided together: if one has to be whole, all are, and the notes
     list them.

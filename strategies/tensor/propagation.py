@@ -1,15 +1,15 @@
 """Follows divided axes through a traced step, and finds the sums that they need.
 
 A replicated activation that is used with a divided tensor has, on each rank, a part of its
-gradient: it is summed at the output of a module. A replicated parameter used that way has a part
-too. If other results of that activation go into columns, as the keys of latent attention do beside
-what is rotated for all heads, the columns leave the sum to it.
+gradient, which is summed at the output of a module. A replicated parameter used that way has a part
+too. If other results of that activation feed columns, as in latent attention the keys do beside
+the rotated part for all heads, that sum includes the columns', which do not sum themselves.
 
-``refused_owners`` refuses axes whose sums are not possible at the boundaries of the modules that
-own the matrices. Before columns the gradient is summed at the module's inputs, after rows the
-result is summed at its output. That is right for a linear layer. It is right for a module with
-several matrices, such as stacked experts, if everything that it computes from its inputs is divided
-or a term of the sum, and if every operation on the terms is linear.
+``refused_owners`` refuses axes whose sums are not possible at the boundaries of the modules
+that own the matrices. Before columns the gradient is summed at the module's inputs, after rows
+the result is summed at its output. That is right for a linear layer. For a module with several
+matrices, such as stacked experts, it is right if all results of its inputs are divided or terms of
+the sum, and if every operation on the terms is linear.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
@@ -60,19 +60,19 @@ def follow(
     followed: Sequence[SymbolicDim],
     styles: Mapping[str, Style],
 ) -> Propagation:
-    """Find what is used together with divided axes.
+    """Find the parameters and activations that are used together with divided axes.
 
     Args:
         analysis: Analysis of the model.
         sharded: The axis of each parameter that is divided.
-        followed: Axes that activations have within blocks; not those of tokens.
+        followed: Axes of activations within blocks, without those of tokens.
         styles: Style of each parameter that is divided.
     """
     return _Follower(analysis, sharded, followed, styles).follow()
 
 
 def _entered_as_one(styles: Mapping[str, Style]) -> set[str]:
-    """Modules with columns and rows of their own, such as stacked experts."""
+    """Return modules with both columns and rows, such as stacked experts."""
     found: dict[str, set[Style]] = {}
     for name, style in styles.items():
         found.setdefault(name.rpartition(".")[0], set()).add(style)
@@ -128,7 +128,7 @@ class _Follower:
         return self.flow
 
     def _entering(self, step: OperatorRecord) -> Iterator[tuple[SymbolicDim, Operand]]:
-        """Yield whole tensors that become divided, except inputs of column-parallel modules.
+        """Yield whole tensors whose results are divided, except inputs of column-parallel modules.
 
         Those sum the gradients of their inputs themselves.
         """
@@ -216,7 +216,8 @@ class _Follower:
     def _is_fed(self, module: str, boundaries: Set[int], partial: dict[str, None]) -> bool:
         """Whether all inputs of a column module are computed from outputs of boundaries.
 
-        Then they sum its gradient, and the parameters on the way have a part of theirs.
+        Then the boundaries sum its inputs' gradients, and the parameters on the way have a part of
+        theirs.
         """
         names = {name for name in self.styles if name.rpartition(".")[0] == module}
         if module in self.trace.attentions or {self.styles[name] for name in names} != {"column"}:
@@ -263,13 +264,13 @@ def refused_owners(
     styles: Mapping[str, Style],
     followed: Set[SymbolicDim],
 ) -> dict[SymbolicDim, str]:
-    """Return axes whose matrices' modules do other things as well, with the reason.
+    """Return axes of modules in which a sum at the boundaries would be wrong, with the reason.
 
     Args:
         analysis: Analysis of the model.
         axes: Axis of each parameter that is divided.
         styles: Style of each parameter that is divided.
-        followed: Axes that activations have within blocks; not those of tokens.
+        followed: Axes of activations within blocks, without those of tokens.
     """
     owners: dict[str, list[OperatorRecord]] = {}
     for step in analysis.trace.steps:

@@ -44,7 +44,7 @@ class NoSequence(Exception):  # noqa: N818  # a reason rather than an error
 
 
 class Walk:
-    """Every activation of a stack is divided by tokens, or gathered, or independent of it.
+    """Classifies each activation of a stack: divided by tokens, gathered, or independent of tokens.
 
     Attributes:
         gathers: Points at which the sequence is gathered.
@@ -92,7 +92,7 @@ class Walk:
             raise NoSequence(f"{self.stack.blocks[-1]} gives no divided sequence")
 
     def divided_modules(self) -> Iterator[str]:
-        """Yield the modules of the stack that give some of the tokens, unless they are joined."""
+        """Yield the modules of the stack that return some of the tokens, except the last block."""
         starts = tuple(f"{block}." for block in self.stack.blocks)
         for name, given in self.trace.module_outputs.items():
             is_inside = f"{name}.".startswith(starts) and name != self.stack.blocks[-1]
@@ -170,9 +170,9 @@ class Walk:
         return bool(blocks)
 
     def _gather_points(self, operand: Operand, step: OperatorRecord) -> list[GatherPoint]:
-        """Return the outermost module that takes an activation and makes only divided results.
+        """Return the points of the outermost module that turns an activation into divided results.
 
-        With all arguments that are the activation.
+        One point for each of its arguments that is the activation; all its results are divided.
         """
         for module in step.modules:
             taken = self.trace.module_inputs.get(module, {}).items()
@@ -309,7 +309,7 @@ def _stacks(analysis: Analysis) -> Iterator[BlockStack]:
 
 
 def _chained(analysis: Analysis, blocks: tuple[str, ...]) -> BlockStack | None:
-    """Find the activation that goes from block to block; None without one."""
+    """Find the activation that is passed from block to block; None if there is none."""
     inputs, outputs = analysis.trace.module_inputs, analysis.trace.module_outputs
     for argument, entry in inputs[blocks[0]].items():
         for place, given in outputs[blocks[0]].items():
@@ -326,6 +326,6 @@ def _chained(analysis: Analysis, blocks: tuple[str, ...]) -> BlockStack | None:
 
 
 def _sequence_dim(entry: Operand) -> int:
-    """The second of three dimensions, or the first one if attention runs along that."""
+    """Return the second of three dimensions, or the first one if attention runs along that."""
     first, second = (any(atom.is_whole for atom in leaves(dim)) for dim in entry.dims[:2])
     return 0 if len(entry.dims) == 2 or (first and not second) else 1

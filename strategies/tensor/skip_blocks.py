@@ -1,4 +1,4 @@
-"""Runs a model of which only one block of each kind has values.
+"""Runs a model in which only one block of each kind has values.
 
 The other blocks return their input as their output, or run with the parameters of the first of
 their kind and their own settings, so that interactions between blocks are those of training.
@@ -24,13 +24,13 @@ _PLAIN = (bool, int, float, str, tuple, type(None), torch.dtype)
 
 
 def kinds_of(blocks: Mapping[str, Module], plan: TensorPlan) -> dict[str, str]:
-    """Return, by name of each block, the first one that runs in the same way.
+    """Return, for the name of each block, the first one of its kind, which runs in the same way.
 
     Blocks of one kind have one class, modules with equal settings, parameters of equal shapes, and
     equal plans. A number that is a block's own index in its list is ignored.
 
     Args:
-        blocks: By dotted name, in the order in which they run.
+        blocks: Blocks by dotted name, in the order in which they run.
         plan: Plan of the model.
     """
     firsts: dict[Any, str] = {}
@@ -41,7 +41,7 @@ def kinds_of(blocks: Mapping[str, Module], plan: TensorPlan) -> dict[str, str]:
 
 
 def lasts_of(firsts: Mapping[str, str]) -> dict[str, str]:
-    """Return the last of each kind by the name of the first.
+    """Return the last block of each kind by the name of the first.
 
     Args:
         firsts: The first of its kind by name of each block, in the order in which they run.
@@ -95,7 +95,7 @@ class BlockShapes:
     def in_order(self, blocks: Iterable[str]) -> list[str]:
         """Return the blocks in the order in which they first ran, then those that did not run.
 
-        A model may run its encoders in another order than it has them (CoCa of open_clip).
+        A model may run its encoders in another order than it holds them (CoCa of open_clip).
         """
         return list(dict.fromkeys([*self._seen, *blocks]))
 
@@ -122,11 +122,11 @@ class BlockShapes:
 def parameters_lent(blocks: Mapping[str, Module], firsts: Mapping[str, str]) -> Iterator[None]:
     """Context in which blocks hold the parameters of the first one of their kind.
 
-    So do other tensors without values, such as buffers of a deferred model.
+    They also hold its other tensors without values, such as buffers of a deferred model.
 
     Args:
-        blocks: By dotted name.
-        firsts: First of its kind, by block that borrows.
+        blocks: Blocks by dotted name.
+        firsts: First block of the kind, by name of each block that borrows.
     """
     values = (
         (module, key, getattr(lender, key))
@@ -139,7 +139,7 @@ def parameters_lent(blocks: Mapping[str, Module], firsts: Mapping[str, str]) -> 
 
 
 def _borrowed(module: Module) -> list[str]:
-    """Return names of what a module borrows: parameters, lists of them, tensors without values."""
+    """Return the attributes that a module borrows: parameters, lists of them, and meta tensors."""
     others = [each for each in vars(module).items() if each[0] not in _REGISTERED]
     return [
         key
@@ -153,8 +153,8 @@ def blocks_passed(blocks: Mapping[str, Module], firsts: Mapping[str, str]) -> It
     """Context in which blocks return their input, in the shape of the first one's output.
 
     Args:
-        blocks: By dotted name.
-        firsts: First of its kind, by block that is skipped; it runs before it.
+        blocks: Blocks by dotted name.
+        firsts: First block of the kind, which runs earlier, by name of each block that is skipped.
     """
     given: dict[str, Any] = {}
     with ExitStack() as stack:
@@ -184,9 +184,9 @@ class _Passing:
 
 
 def _passed(args: Any, kwargs: Any, output: Any) -> Any:
-    """Return an output like another one, with the input as first tensor; None if they differ.
+    """Return an output with its first float tensor replaced by the input; None if they differ.
 
-    Other members of the output, such as a bias that later blocks use, are those of the other.
+    Other members of the output do not change, such as a bias that later blocks use.
     """
     taken = next((each for each in _floats((args, kwargs))), None)
     first = next((each for each in _floats(output)), None)
@@ -198,7 +198,7 @@ def _passed(args: Any, kwargs: Any, output: Any) -> Any:
 
 
 def _looks(value: Any) -> Any:
-    """Properties of a value that may have no data."""
+    """Return shape and dtype of a tensor, which may have no data; else the class of a value."""
     return (value.shape, value.dtype) if isinstance(value, Tensor) else type(value)
 
 

@@ -1,7 +1,7 @@
-"""Verifies a plan before the first step: one batch on the whole model and on the divided one.
+"""Verifies a plan before the first step, with one batch on the whole model and on the divided one.
 
-Automatic plans go wrong silently: a router that sees a part of the sequence, a gradient of which
-every rank has a part. So each kind of block runs the user's own step whole and as planned, on the
+Wrong plans raise no error: a router may see only a part of the sequence, or a rank only a part of
+a gradient. So each kind of block runs the user's own step whole and as planned, on the
 ranks and links that will train, and the loss and every gradient have to agree. If they do not, the
 next backend is tried, and the block stays whole if none is right.
 
@@ -74,7 +74,7 @@ _BACKENDS: tuple[Backend, ...] = ("local", "region")
 Counted = dict[str, OperatorTraffic]
 
 NewGroup = Callable[[], TensorGroup]
-"""Makes a further group of the ranks of the tensor axis. Collective over all ranks of the job."""
+"""Creates a further group of the tensor axis's ranks. Collective over all ranks of the job."""
 
 
 @dataclass(frozen=True)
@@ -95,12 +95,12 @@ class ProofInputs:
     Args:
         rehearsal: The step.
         blocks: The repeated blocks by name.
-        passed: First of its kind, by block that is skipped.
-        activation_bytes: Limit for what a backward pass through all blocks may keep.
+        passed: First block of the kind, by name of each block that is skipped.
+        activation_bytes: Upper bound of the activations that a backward pass of all blocks keeps.
         precision: Precision of the step in the run.
-        world_cpu_group: All ranks of the job, on the CPU: they agree on the result.
-        new_group: Makes the group that a planned step runs on. A collective in which not all ranks
-            took part leaves a group unusable, so the next trial gets another one.
+        world_cpu_group: CPU group of all ranks of the job, which agree on the result.
+        new_group: Creates the group for planned steps. A collective in which not all ranks
+            took part leaves a group unusable, so the next trial gets a new one.
     """
 
     rehearsal: DryRun
@@ -113,9 +113,10 @@ class ProofInputs:
 
 
 def prove(plan: TensorPlan, stage: ProofInputs) -> tuple[TensorPlan, Counted | None]:
-    """Return the plan with verified backends and why others are not used, and a step's traffic.
+    """Return the plan with verified backends, and a step's traffic.
 
-    The traffic is None where no run of the proof was like a step of the run.
+    The plan's notes say why other backends are not used. The traffic is None if no run of the proof
+    was like a step of the run.
 
     Collective over all ranks of the job, whose models are equal, whole except for skipped blocks,
     and on the device of the step. The models do not change.
@@ -131,7 +132,7 @@ def prove(plan: TensorPlan, stage: ProofInputs) -> tuple[TensorPlan, Counted | N
 
 @dataclass(frozen=True, eq=False)
 class _Run:
-    """A way of running the step in which plan and whole model are compared."""
+    """A way to run the step for a comparison of the plan with the whole model."""
 
     name: str
     passed: Mapping[str, str]
@@ -153,7 +154,7 @@ class _Proof:
         self.rehearsal = stage.rehearsal
         self.tolerance = TOLERANCE
         self.counted: Counted | None = None
-        """Traffic of the newest plan without a fault, where it is that of a step in the run."""
+        """Traffic of the last plan without a fault; None if a step of the run may differ."""
 
     def settled(self) -> TensorPlan:
         if not self.kinds:
@@ -247,7 +248,7 @@ class _Proof:
         return self._with(plan, chosen)
 
     def _backend_of(self, plan: TensorPlan, kind: str) -> tuple[Backend, TensorPlan]:
-        """Return the first backend that is right for a kind when all others stay whole."""
+        """Return the first backend that verifies for a kind while all others stay whole."""
         others: dict[str, Backend] = dict.fromkeys(self.kinds, "replicated")
         for backend in _BACKENDS:
             if backend == "region" and not _has_region(plan, kind):
@@ -313,7 +314,7 @@ class _Proof:
         return None
 
     def close(self, *, is_idle: bool = True) -> None:
-        """Give back the communicator of the newest trial."""
+        """Destroy the communicator of the last trial."""
         if self.group is not None:
             destroy_group(self.group.process_group, is_idle=is_idle)
             self.group = None
@@ -365,7 +366,7 @@ class _NotRunError(ConfigError):
 
 
 def _free_bytes(stage: ProofInputs) -> int:
-    """Return the memory that this rank may use, on its device or of its share of the host's."""
+    """Return the bytes that this rank may use: on its device, or its share of the host's memory."""
     device = stage.rehearsal.device
     if device.type == "cpu":
         return int(psutil.virtual_memory().available / stage.world_cpu_group.size())
@@ -383,7 +384,7 @@ def _kinds(plan: TensorPlan) -> list[str]:
 
 
 def _with_sizes(plan: TensorPlan, kind: str) -> Iterator[TensorPlan]:
-    """Yield the plan with all the integers of a kind that may be sizes, none, and all but one.
+    """Yield the plan with all integers of a kind that may be sizes, with none, and without each.
 
     Some equal a divided size by chance: with as many query heads per key head as there are key
     heads, code that repeats keys needs that number unchanged.
