@@ -13,8 +13,8 @@ tensors are found by the names of parameters, so that any layout reads what any 
 ``directory`` calls ``shard_writer`` and ``shard_reader``, which handle ``chunks`` (a rank's part of
 a tensor); ``optimizer_state`` names optimizer state by parameter; ``manifest`` completes a
 directory and checks one; ``storage`` writes to disks and fsspec. ``async_save`` writes in a thread.
-``host_part`` writes the state of one host's ranks and sends it to another one, ``host_memory`` says
-where it lies there. ``safe_load`` is the only module that unpickles. The engine's ``checkpointing``
+``host_part`` writes the state of one host's ranks and sends it to another host; ``host_memory``
+has its paths there. ``safe_load`` is the only module that unpickles. The engine's ``checkpointing``
 and ``memory_checkpoints`` call all of these.
 
 Both forms are written under a temporary name and renamed (``atomic_replace``). On file systems that

@@ -1,10 +1,10 @@
-"""Checkpoints of models whose base is frozen: without the base, and for peft.
+"""Checkpoints of models with frozen parameters: without these, and with the names of peft.
 
-With ``save_trainable_only=True`` a checkpoint leaves out the frozen parameters that are as they
-were when training began, and has a fingerprint of each. A fingerprint is the same in every layout:
-each rank adds up what it holds, and a sum does not depend on how it is divided.
+With ``save_trainable_only=True`` a checkpoint leaves out the frozen parameters that have not
+changed since training began, and has a fingerprint of each. A fingerprint is the same in every
+layout: each rank sums the elements that it holds, and a sum does not depend on how it is divided.
 
-A checkpoint of a model of peft has its configuration, and the names that peft gives its adapters.
+A checkpoint of a peft model has its configuration and the names of adapters in peft's files.
 """
 
 import json
@@ -32,10 +32,10 @@ TRAINABLE_ONLY = "boltmesh_trainable_only"
 """Key of a checkpoint: fingerprints of the parameters that it leaves out, by name."""
 
 PEFT = "boltmesh_peft"
-"""Key of a checkpoint: an entry for each adapter of peft, see ``peft_entries``."""
+"""Key of a checkpoint: an entry for each peft adapter, see ``peft_entries``."""
 
 _BLOCK = 1 << 20
-"""Elements at a time; the arithmetic takes about 40 bytes for each."""
+"""Number of elements at a time; the arithmetic takes about 40 bytes for each."""
 _DIM_FACTORS = (
     0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB, 0x5851F42D4C957F2D,
     0x2545F4914F6CDD1D, 0x369DEA0F31A53F85, 0x27BB2EE687B0B0FD, 0x1D2AB6E4C2E3F4A7,
@@ -46,7 +46,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def frozen_names(module: Module) -> list[str]:
-    """All names of parameters that take no gradients."""
+    """Return all names of parameters without gradients."""
     named = module.named_parameters(remove_duplicate=False)
     return [name for name, each in named if not each.requires_grad]
 
@@ -54,13 +54,13 @@ def frozen_names(module: Module) -> list[str]:
 def fingerprints(
     tensors: Mapping[str, Tensor], expected: Mapping[str, str] | None = None, *, is_shared: bool
 ) -> dict[str, str]:
-    """Return dtype, shape and a sum of the elements of tensors, by name.
+    """Return, for each name, dtype, shape and a weighted sum of the bits of all elements.
 
     Args:
-        tensors: Whole tensors or shards of this rank, by name.
-        expected: Fingerprints to compare with, whose dtypes the tensors are read in: a module that
-            was built in fp32 may be trained in bf16.
-        is_shared: Ranks hold parts. Collective over all ranks then.
+        tensors: Whole tensors or shards of this rank, of any shape, by name.
+        expected: Fingerprints to compare with; tensors are cast to their dtypes first, since a
+            module that was built in fp32 may be trained in bf16.
+        is_shared: Whether ranks hold parts; then this is collective over all ranks.
     """
     own = {
         name: _pieces(each, _dtype_of((expected or {}).get(name))) for name, each in tensors.items()
@@ -84,9 +84,9 @@ def reduced(
     """Return a checkpoint without the parameters that have not changed.
 
     Args:
-        checkpoint: As the Trainer has put it together.
+        checkpoint: The Trainer's checkpoint.
         base: Fingerprints of the frozen parameters when training began.
-        now: Their fingerprints.
+        now: Their fingerprints now.
     """
     left_out = {name: each for name, each in base.items() if now.get(name) == each}
     state = {name: each for name, each in checkpoint["state_dict"].items() if name not in left_out}
@@ -99,12 +99,12 @@ def refuse_other_names(
     """Compare the names of a reduced checkpoint with those of a module.
 
     Args:
-        left_out: Names of what the checkpoint leaves out.
-        state: Names of what it holds.
+        left_out: Names of the tensors that the checkpoint leaves out.
+        state: Names of the tensors that it holds.
         module: Names in the module's ``state_dict``.
 
     Raises:
-        CheckpointError: Naming the first that one of them lacks.
+        CheckpointError: Naming the first name that one of them lacks.
     """
     known = {*left_out, *state}
     if missing := [name for name in module if name not in known]:
@@ -124,7 +124,7 @@ def refuse_other_base(expected: Mapping[str, str], found: Mapping[str, str]) -> 
     """Compare the frozen parameters of a module with those that a checkpoint leaves out.
 
     Raises:
-        CheckpointError: Naming the first that differs.
+        CheckpointError: Naming the first parameter that differs.
     """
     for name, then in expected.items():
         if name in found and found[name] != then:
@@ -143,7 +143,7 @@ def _dtype_of(fingerprint: str | None) -> torch.dtype | None:
 
 @torch.no_grad()
 def _pieces(tensor: Tensor, dtype: torch.dtype | None) -> tuple[str, dict[Any, int]]:
-    """Kind of a tensor, and the sums of the blocks that this rank holds, by their places."""
+    """Return dtype and shape of a tensor, and the sum of each block that this rank holds."""
     dtype = dtype or tensor.dtype
     kind = f"{str(dtype).removeprefix('torch.')} {list(tensor.shape)}".replace(", ", ",")
     if is_composite(tensor):
@@ -166,7 +166,7 @@ def _pieces(tensor: Tensor, dtype: torch.dtype | None) -> tuple[str, dict[Any, i
 
 
 def _sum(value: Tensor, offsets: torch.Size, dtype: torch.dtype) -> int:
-    """Sum of the bits of all elements, each times an odd number that depends on its place."""
+    """Return the sum of the bits of all elements, each times an odd number by its position."""
     if value.dim() == 0:
         value, offsets = value.reshape(1), torch.Size([0])
     rows = max(1, _BLOCK * value.shape[0] // value.numel())
@@ -193,11 +193,11 @@ def _weights(bits: Tensor, offsets: tuple[int, ...]) -> Tensor:
 
 
 def peft_entries(module: Module) -> list[dict[str, Any]]:
-    """Return what ``boltmesh export --peft`` has to know of each adapter of a module.
+    """Return what ``boltmesh export --peft`` needs of each adapter of a module.
 
     Returns:
-        The name of the adapter, its configuration as JSON, and by the names in peft's files the
-        names in the module; or, in place of these, the problem that peft has with it.
+        For each: the name of the adapter, its configuration as JSON, and the module's names by
+        those in peft's files; or, instead of the latter two, the error that peft raised.
     """
     peft = sys.modules.get("peft")  # a module has no adapters of what was never imported
     if peft is None:

@@ -1,6 +1,6 @@
-"""Whether a file of ``torch.save`` holds the bytes that were written. Plain Python, without torch.
+"""Checks whether a file of ``torch.save`` is undamaged. Plain Python, without torch.
 
-It is a zip file, stored and not compressed, with a CRC-32 of each record; torch writes these and
+It is an uncompressed zip file with a CRC-32 of each record; torch writes these and
 does not compare them when it reads.
 """
 
@@ -15,14 +15,14 @@ from boltmesh.errors import CheckpointError
 
 _MAGIC = b"PK\x03\x04"
 _OLD_MAGIC = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"
-"""In the beginning of what torch before 1.6 wrote, which has no checksums."""
+"""In the first bytes of files of torch before 1.6, which have no checksums."""
 _DAMAGED = "it is damaged, or was not written by torch.save"
 _LOCAL_HEADER = struct.Struct("<4s22x2H")
 """Signature, then the lengths of the name and of the extra field that follow."""
 _IS_UTF_8 = 0x800
 _DAMAGE_ERRORS = {errno.EINVAL, errno.ELOOP, None}
-"""Numbers of errors that come of what a file is or holds: a wrong offset, a pipe, a link out of its
-folder. All others are of the medium, the network or the rights of this user."""
+"""Numbers of errors due to the file itself: a wrong offset, a pipe, a link out of its
+folder. All others are due to the medium, the network or this user's rights."""
 _BUFFER_BYTES = 1 << 18
 """Small enough for a core's cache: three times as fast as reading 16 MiB at a time."""
 
@@ -31,14 +31,14 @@ def check_values(file: IO[bytes], name: object) -> bool:
     """Compare all checksums of a file.
 
     Args:
-        file: Open, and can seek.
+        file: An open file that can seek.
         name: Its path or address, for errors.
 
     Returns:
         Whether it has checksums.
 
     Raises:
-        CheckpointError: The bytes are not those that were written.
+        CheckpointError: If the bytes are not those that were written.
     """
     if damage := find_damage(file):
         raise CheckpointError(f"{name} cannot be loaded: {damage}. Resume from another checkpoint.")
@@ -46,15 +46,15 @@ def check_values(file: IO[bytes], name: object) -> bool:
 
 
 def has_checksums(file: IO[bytes]) -> bool:
-    """Whether a file in which ``find_damage`` has found none has checksums."""
+    """Whether an undamaged file has checksums."""
     return zipfile.is_zipfile(file) and _have_checksums(zipfile.ZipFile(file).infolist())
 
 
 def find_damage(file: IO[bytes]) -> str | None:
-    """Describe damage to the bytes of a file; None if there is none, or no checksums.
+    """Return a description of damage to a file; None if there is none, or no checksums.
 
     Raises:
-        OSError: The medium cannot be read.
+        OSError: If the medium cannot be read.
     """
     file.seek(0)
     beginning = file.read(32)
@@ -85,14 +85,14 @@ def find_damage(file: IO[bytes]) -> str | None:
 
 
 def is_damage(error: OSError) -> bool:
-    """Whether an error says that a file is damaged; else it could not be read, and may be whole."""
+    """Whether an error means that a file is damaged; else it could not be read and may be whole."""
     return error.errno in _DAMAGE_ERRORS
 
 
 def find_step(file: IO[bytes]) -> int | None:
     """After which optimizer step Lightning saved a checkpoint; None if it does not tell.
 
-    The pickle in it is only looked through: nothing is built, and no code is run.
+    The pickle in it is only scanned: nothing is built, and no code is run.
     """
     try:
         with zipfile.ZipFile(file) as archive:
@@ -108,7 +108,7 @@ def find_step(file: IO[bytes]) -> int | None:
 
 
 def _have_checksums(records: list[zipfile.ZipInfo]) -> bool:
-    """``torch.serialization.set_crc32_options(False)`` makes all of them 0."""
+    """Whether any is set: ``torch.serialization.set_crc32_options(False)`` makes all of them 0."""
     return any(record.CRC for record in records if record.file_size)
 
 

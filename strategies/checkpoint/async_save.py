@@ -1,9 +1,9 @@
-"""Asynchronous saves: the data are copied at once, and written by a thread.
+"""Asynchronous saves: data are copied first, and a thread writes them.
 
 One save at a time. The next save, and the end of the run, wait for it and raise its error.
-Deletions that depend on it happen after it, and not if it fails.
+Deletions that depend on it run after it, and not at all if it fails.
 
-``refuse_beside`` refuses options that would read or count on a checkpoint before it is complete.
+``refuse_beside`` refuses options that would read or use a checkpoint before it is complete.
 """
 
 import threading
@@ -42,7 +42,7 @@ class AsyncSave:
         self._error: BaseException | None = None
 
     def start(self, write: Callable[[], None], *behind: Callable[[], None]) -> None:
-        """Run ``write`` in a thread, then later actions. No save may be active, see ``wait``."""
+        """Run ``write`` in a thread, then ``behind``. No save may be active; ``wait`` first."""
         assert self._thread is None
         self._is_running = True
         self._behind = list(behind)
@@ -53,7 +53,7 @@ class AsyncSave:
         self._thread.start()
 
     def then(self, action: Callable[[], None]) -> None:
-        """Run ``action`` once the active save is complete; never if it fails."""
+        """Run ``action`` after the active save, now if there is none; never if the save fails."""
         with self._lock:
             if self._error is not None:
                 return
@@ -87,10 +87,10 @@ class AsyncSave:
 
 
 def take_snapshot(tensors: dict[str, Any], *, writes_plain: bool) -> dict[str, Any]:
-    """Copy this rank's part of nested dictionaries of tensors into host memory.
+    """Copy this rank's part of tensors in nested dictionaries into host memory.
 
     Args:
-        tensors: As ``save_directory`` divides a checkpoint.
+        tensors: The tensors of a checkpoint, as ``divide`` returns them.
         writes_plain: Whether this rank writes tensors that are not shards.
     """
     leaves, nesting = tree_flatten(tensors)
@@ -105,24 +105,24 @@ def take_snapshot(tensors: dict[str, Any], *, writes_plain: bool) -> dict[str, A
 
 
 def serialised(value: Mapping[str, Any]) -> bytes:
-    """Return the bytes that ``torch.save`` makes of a value now."""
+    """Return the bytes that ``torch.save`` writes of a value."""
     with BytesIO() as stream:
         save_into(dict(value), stream)
         return stream.getvalue()
 
 
 STAGED_BYTES = 64 << 20
-"""Size of each of two buffers: a copy of so much runs at the speed of the bus."""
+"""Size of each of two buffers; copies of this size run at the speed of the bus."""
 
 
 class StagedCopies:
-    """Copies tensors of a GPU into host memory, through two page-locked buffers.
+    """Copies tensors from a GPU into host memory, through two page-locked buffers.
 
-    One buffer is filled while the other is emptied. A copy straight into memory that is not locked
+    One buffer is filled while the other is emptied. A direct copy into memory that is not locked
     takes ten times as long, and training waits for it.
 
     Args:
-        num_bytes: Size of each buffer.
+        num_bytes: Size of each buffer, in bytes.
     """
 
     def __init__(self, num_bytes: int = STAGED_BYTES) -> None:
@@ -130,7 +130,7 @@ class StagedCopies:
         self._buffers: list[Tensor] = []
 
     def copy(self, value: Tensor, into: Tensor) -> None:
-        """Copy a tensor into one on the host, of the same shape and type, and return when done."""
+        """Copy a tensor into one on the host, of equal shape and dtype. Waits for the copy."""
         device = value.device
         if device.type != "cuda" or value.layout != torch.strided:
             into.copy_(value)
@@ -138,7 +138,7 @@ class StagedCopies:
         self.copy_bytes(_bytes_of(value.contiguous()), _bytes_of(into))
 
     def copy_bytes(self, source: Tensor, target: Tensor) -> None:
-        """Copy flat bytes."""
+        """Copy ``uint8`` ``(num_bytes,)`` into another tensor of this size. Waits for the copy."""
         if not self._buffers:
             is_locked = source.is_cuda
             made = partial(torch.empty, self._num_bytes, dtype=torch.uint8, pin_memory=is_locked)
@@ -182,12 +182,12 @@ def refuse_beside(
     """Refuse options that do not work with ``async_save=True``.
 
     Args:
-        trainer: The Trainer, for its callbacks.
+        trainer: The Trainer with the callbacks.
         checkpoint_io: The plugin that writes files.
-        keeps_state_on_disk: Whether a copy may not fit into memory.
+        keeps_state_on_disk: Whether state is offloaded to a disk, so that a copy may not fit.
 
     Raises:
-        ConfigError: Naming it, and what to do instead.
+        ConfigError: Naming the option and what to do instead.
     """
     if keeps_state_on_disk:
         raise ConfigError(

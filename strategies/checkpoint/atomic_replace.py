@@ -1,10 +1,10 @@
-"""Renames a finished file or directory to its final name; a kill leaves the old or the new one.
+"""Renames a complete file or directory to its final name; a kill leaves the old or the new one.
 
 ``rename`` does not replace a directory that is not empty. If the system can exchange two names in
 one step (Linux on a local disk), it does; otherwise the old directory is renamed first, and is
 found under that name until the new one has the final name.
 
-Each save writes under a temporary name of its own, so that two never write to one file.
+Each save uses its own temporary name, so that two never write to one file.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ _RENAME_EXCHANGE = 2
 _WRITER = re.compile(r"(?:\.([0-9a-f]{8})-(\d+)-(\d+)-[0-9a-f]{8})?" + re.escape(PARTIAL) + "$")
 """Suffix of a checkpoint that is being written: its process and a random number of the save."""
 _ABANDONED_S = 24 * 3600
-"""Seconds after which a save of another machine that writes nothing more was killed."""
+"""Seconds without a write after which a save of another machine counts as killed."""
 
 
 def partial_path(target: Path) -> Path:
@@ -49,10 +49,10 @@ def partial_path(target: Path) -> Path:
 
 
 def remove_killed_saves(target: Path) -> None:
-    """Delete what saves of ``target`` have left whose process was killed.
+    """Delete the temporary files of saves of ``target`` whose process was killed.
 
-    Another save that is under way keeps its file or folder. Whether a process of another machine
-    lives cannot be seen: what it has left is deleted a day after it was written.
+    The file or folder of a save that still runs is kept. Whether a process of another machine
+    runs is unknown: its files are deleted a day after they were written.
     """
     stem = _stem(target)
     for each in target.parent.iterdir():
@@ -65,7 +65,7 @@ def remove_killed_saves(target: Path) -> None:
 
 
 def is_abandoned(path: Path) -> bool:
-    """Tell whether a ``PARTIAL`` is what a killed process has left; see ``remove_killed_saves``."""
+    """Whether a ``PARTIAL`` path belongs to a killed process; see ``remove_killed_saves``."""
     found = _WRITER.search(path.name)
     return found is not None and _is_abandoned(path, found)
 
@@ -129,7 +129,7 @@ def restore_aside(target: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete a file, a link or a directory; no part of it remains under its name meanwhile."""
+    """Delete a file, a link or a directory; a directory is renamed before it is deleted."""
     if _is_directory(path):
         going = path if path.name.endswith((PARTIAL, REMOVED)) else _renamed(path)
         shutil.rmtree(going)
@@ -138,7 +138,7 @@ def remove(path: Path) -> None:
 
 
 def _try_to_remove(path: Path) -> None:
-    """Delete a replaced checkpoint; the next one of its name removes the remains."""
+    """Delete a replaced checkpoint; after an error, the next save under its name deletes it."""
     with contextlib.suppress(OSError):
         remove(path)
 

@@ -5,7 +5,7 @@ the host or a disk (``OffloadedChunk``), which is read in full, one at a time, a
 
 ``TensorPart`` is for a plain tensor that is a rank's part of a larger one. A tensor-parallel rank
 keeps some heads of a fused projection: several ranges of the full tensor, contiguous in a plain
-tensor. A checkpoint holds every range at its place in the full tensor, so that any layout reads it.
+tensor. A checkpoint holds every range by its position in the full tensor, for any layout to read.
 (A strided DTensor placement would not work: torch fails to save one, and loads wrong values into
 one without an error.)
 
@@ -40,7 +40,7 @@ class Snapshot(Tensor):
 
     @staticmethod
     def of(whole: Tensor, chunks: "list[OwnChunk]", copied: Tensor | None) -> "Snapshot":
-        """Return the snapshot of ``whole``, whose blocks ``chunks`` are in ``copied``."""
+        """Return the snapshot of ``whole``; ``copied`` holds its blocks ``chunks``, on the CPU."""
         made = torch.empty(whole.size(), dtype=whole.dtype, device="meta").as_subclass(Snapshot)
         made.requires_grad_(whole.requires_grad)
         made.chunks, made.copied = chunks, copied
@@ -59,13 +59,13 @@ class ElementStretch(NamedTuple):
 
 @dataclass(frozen=True)
 class DimDivision:
-    """The elements of a tensor that this rank keeps: some of one dim, all of the others."""
+    """The elements of a tensor that this rank keeps: some of one dim, all of the other dims."""
 
     shape: torch.Size
     """Shape of the full tensor."""
     dim: int
     stretches: tuple[ElementStretch, ...]
-    """This rank's ranges, in the order of its part, which they fill without gaps."""
+    """This rank's ranges of that dim, in the order of its part, which they fill without gaps."""
 
     @cached_property
     def local_shape(self) -> torch.Size:
@@ -76,7 +76,7 @@ class DimDivision:
     def chunks(
         self, offsets: Sequence[int], sizes: Sequence[int]
     ) -> Iterator[tuple[torch.Size, torch.Size, torch.Size]]:
-        """Yield the contiguous blocks of the full tensor that a block of the part consists of.
+        """Yield the contiguous blocks of the full tensor that make up a block of the part.
 
         Args:
             offsets: Offsets of the block in the part.
@@ -99,12 +99,12 @@ class DimDivision:
         return torch.Size((*values[: self.dim], value, *values[self.dim + 1 :]))
 
     def cut(self, whole: Tensor) -> Tensor:
-        """Return this rank's part of a full tensor, contiguous and in its own memory."""
+        """Return a contiguous copy of this rank's part, ``local_shape``, of a full tensor."""
         pieces = [whole.narrow(self.dim, each.start, each.length) for each in self.stretches]
         return torch.cat(pieces, self.dim).contiguous()
 
     def put(self, part: Tensor, whole: Tensor) -> None:
-        """Write a rank's part to its places in a full tensor."""
+        """Write a part of ``local_shape`` to its positions in a full tensor of ``shape``."""
         for start, local_start, length in self.stretches:
             piece = part.narrow(self.dim, local_start, length)
             whole.narrow(self.dim, start, length).copy_(piece)
@@ -117,12 +117,12 @@ class TensorPart(Tensor):
     """
 
     held: Tensor
-    """This rank's tensor, possibly itself a shard. Missing from results computed from a part."""
+    """This rank's tensor, perhaps a shard itself. Tensors computed from a part do not have it."""
     division: DimDivision
 
     @staticmethod
     def of(held: Tensor, division: DimDivision) -> "TensorPart":
-        """Return the part ``held`` of a tensor with this division."""
+        """Return a tensor of ``division.shape`` that stands for ``held``, of ``local_shape``."""
         made = torch.empty(division.shape, dtype=held.dtype, device="meta").as_subclass(TensorPart)
         made.requires_grad_(held.requires_grad)
         made.held, made.division = held, division
@@ -132,7 +132,7 @@ class TensorPart(Tensor):
         """Return this rank's tensor and the division.
 
         Raises:
-            CheckpointError: If this was computed from a part, and so has no value.
+            CheckpointError: If this was computed from a part and so has no value.
         """
         if not hasattr(self, "held"):
             raise CheckpointError(
@@ -154,13 +154,13 @@ needs a few rows of a large tensor does not read all of it."""
 
 @runtime_checkable
 class OffloadedChunk(Protocol):
-    """A shard without storage of its own, as offload makes it."""
+    """A shard without storage of its own, as offload creates it."""
 
     def read(self) -> Tensor:
-        """Return the value on the CPU, possibly the stored tensor itself."""
+        """Return the value on the CPU, of the shard's shape; may be the stored tensor itself."""
 
     def write(self, value: Tensor) -> None:
-        """Replace the value."""
+        """Replace the value by one of the same shape."""
 
 
 @runtime_checkable
@@ -169,16 +169,16 @@ class KeptInOrder(OffloadedChunk, Protocol):
 
     @property
     def position(self) -> int:
-        """Position in storage: reading in this order reads each place once."""
+        """Position in storage; values are read in this order, so that each page is read once."""
 
 
 class OwnChunk(NamedTuple):
     """A contiguous block of a full tensor that this rank holds."""
 
     whole: ChunkStorageMetadata
-    """Its place in the full tensor."""
+    """Its offsets and sizes in the full tensor."""
     offsets: torch.Size
-    """Its first element in this rank's part."""
+    """Indices of its first element in this rank's part."""
 
 
 def own_chunks(tensor: Tensor) -> list[OwnChunk]:
@@ -238,7 +238,7 @@ def split(chunk: ChunkStorageMetadata, element_bytes: int) -> Iterator[ChunkStor
 
 
 def narrow(tensor: Tensor, offsets: torch.Size, sizes: torch.Size) -> Tensor:
-    """Return the part of a tensor that begins at ``offsets``; a view."""
+    """Return the block of a tensor with these offsets and sizes, a view."""
     for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
         if tensor.size(dim) != size:
             tensor = tensor.narrow(dim, offset, size)
@@ -246,7 +246,7 @@ def narrow(tensor: Tensor, offsets: torch.Size, sizes: torch.Size) -> Tensor:
 
 
 def within(chunk: OwnChunk, piece: ChunkStorageMetadata) -> torch.Size | None:
-    """Return the first element of a piece in this rank's part; None if outside of the chunk."""
+    """Return the indices of a piece's first element in this rank's part; None if outside of it."""
     inner = [one - other for one, other in zip(piece.offsets, chunk.whole.offsets, strict=True)]
     ends = zip(inner, piece.sizes, chunk.whole.sizes, strict=True)
     if not all(at >= 0 and at + size <= end for at, size, end in ends):

@@ -1,8 +1,8 @@
-"""A checkpoint as a directory of shards: written by all ranks together, read by each separately.
+"""A checkpoint as a directory of shards: all ranks write it together, each reads it on its own.
 
-The disk of one host, or the memory of one process, would hold a part of it, which would be noticed
-only at the first save. So ``refuse_unshared_folders`` checks before the first step that all ranks
-see the folders to which they write together; ``FolderProbe`` is the file by which they find out.
+If ranks write to different disks or memories, none holds the whole checkpoint, and only the first
+save would show that. So ``refuse_unshared_folders`` checks before the first step that all ranks
+see the same folders; ``FolderProbe`` is the file that they look for.
 """
 
 import re
@@ -63,13 +63,13 @@ MODEL, OPTIMIZERS = "state_dict", "optimizer_states"
 """Keys of a Lightning checkpoint whose tensors may be shards."""
 
 CURRENT = "current_model_state"
-"""Lightning's key for the weights that are trained, of a run that stores their average as MODEL."""
+"""Lightning's key for the trained weights, if a run stores their average as MODEL."""
 
 AVERAGED = "boltmesh_averaged_model_state"
-"""Averaged weights, of a run that stores the weights that are trained as MODEL."""
+"""Key for averaged weights, if a run stores the trained weights as MODEL."""
 
 ALIASES = "boltmesh_aliases"
-"""Names of tied parameters, and the name under which their tensor is stored."""
+"""Key for the names of tied parameters, each with the name under which the tensor is stored."""
 
 
 def save_directory(
@@ -78,14 +78,14 @@ def save_directory(
     """Write a checkpoint whose tensors may be shards. Collective over all ranks.
 
     Args:
-        checkpoint: As Lightning makes it, with optimizer states by the names of parameters. Values
+        checkpoint: Lightning's, with optimizer states by the names of parameters. Values
             that are not shards are taken from the first rank.
         target: Path or address of the new directory. The same on all ranks.
-        is_divided: Tensors that are not shards, and other state of modules, are on one rank each,
-            as in the stages of a pipeline.
+        is_divided: Whether tensors that are not shards, and other state of modules, are on one rank
+            each, as in the stages of a pipeline.
 
     Raises:
-        CheckpointError: On every rank, if one could not write its part. A previous checkpoint at
+        CheckpointError: On every rank, if one cannot write its part. A previous checkpoint at
             ``target`` is kept then.
     """
     tensors, rest = divide(checkpoint)
@@ -109,7 +109,7 @@ def prepare_save(
     Args:
         checkpoint: See ``save_directory``.
         target: See ``save_directory``.
-        group: All ranks, on the CPU, for this purpose only. Writing is collective over it, from
+        group: CPU group of all ranks, used only for this. Writing is collective over it, from
             any thread, and fails as ``save_directory`` does.
         is_divided: See ``save_directory``.
     """
@@ -156,16 +156,16 @@ def _join_draft(draft: Draft, start: DraftStart) -> None:
 
 
 def is_directory(place: str | Path) -> bool:
-    """Whether a checkpoint is a directory; restores one that a kill had left renamed."""
+    """Whether a checkpoint is a directory; restores one whose replacement was killed."""
     return folder_at(place).is_there()
 
 
 def load_directory(place: str | Path, *, checks_files: bool = True) -> dict[str, Any]:
-    """Read a checkpoint whose tensors are placeholders: copying one loads this rank's part of it.
+    """Read a checkpoint whose tensors are placeholders, which load this rank's part when copied.
 
     Args:
         place: Path or address of the directory.
-        checks_files: Check that all files exist; one rank of a job is enough.
+        checks_files: Check that all files exist; it is enough if one rank of a job does.
 
     Raises:
         CheckpointError: If the directory is not complete, or not boltmesh's.
@@ -206,12 +206,12 @@ def _read(folder: Folder) -> dict[str, Any]:
 
 
 def find_damage(place: str | Path, *, threads: int = 1) -> str | None:
-    """Why not all bytes of a directory are those that were written, in words; None when they are.
+    """Return a description of damage to the files of a directory; None if there is none.
 
-    Reads all of it, a piece of 64 MiB per thread at a time.
+    Reads all files, one piece of about 64 MiB per thread at a time.
 
     Raises:
-        OSError: The medium cannot be read.
+        OSError: If the medium cannot be read.
     """
     if fault := find_fault(place):
         return fault
@@ -234,7 +234,7 @@ def find_damage(place: str | Path, *, threads: int = 1) -> str | None:
 
 
 def divide(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Separate what goes into the files of shards from the rest."""
+    """Return the tensors for the files of shards, and the rest of a checkpoint."""
     rest = dict(checkpoint)
     model, aliases, extra = {}, {}, {}
     seen: dict[int, str] = {}
@@ -274,7 +274,7 @@ def divide(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any
 
 
 def join(rest: dict[str, Any]) -> None:
-    """Add other ranks' entries about their modules: second names, extra state. Collective."""
+    """Add other ranks' entries for their modules: tied names and extra state. Collective."""
     for extra, aliases in gather_objects((rest[MODEL], rest[ALIASES])):
         rest[MODEL] |= extra
         rest[ALIASES] |= aliases
@@ -285,10 +285,10 @@ def _is_container_class(value: object) -> bool:
 
 
 def _plain(value: Any, where: str = "checkpoint") -> Any:
-    """Return the value in types that ``torch.load(weights_only=True)`` builds.
+    """Return the value with types that ``torch.load(weights_only=True)`` can load.
 
     Raises:
-        CheckpointError: For a shard, of which only the first rank's would be stored.
+        CheckpointError: If it contains a shard, of which only the first rank's would be stored.
     """
     if isinstance(value, DTensor):
         raise CheckpointError(
@@ -311,7 +311,7 @@ def _plain(value: Any, where: str = "checkpoint") -> Any:
 def _write_shards(
     tensors: dict[str, Any], draft: Draft, *, is_divided: bool, group: dist.ProcessGroup | None
 ) -> dict[str, Written]:
-    """Write this rank's shards; return, on the first rank, all files so far. Collective."""
+    """Write this rank's shards; the first rank returns all files so far. Collective."""
     writer = ShardWriter(draft)
     with torch.no_grad():
         save(
@@ -347,7 +347,7 @@ def _first_cause(error: BaseException) -> str:
 
 
 class FolderProbe:
-    """A file that one rank writes and the others look for; failures are OSErrors.
+    """A file that one rank writes and the others look for. Failures raise ``OSError``.
 
     Args:
         place: Path or address of the folder, which the first rank creates.
@@ -370,7 +370,7 @@ class FolderProbe:
         return name
 
     def is_seen(self, name: str) -> bool:
-        """Whether the file is in this rank's folder."""
+        """Whether this rank sees the file."""
         if isinstance(self._place, Path):
             return (self._place / name).exists()
         system, path = open_address(self._place)
@@ -387,7 +387,7 @@ class FolderProbe:
 
 
 def mend_folders(trainer: Trainer) -> None:
-    """Restore the ``file://`` folder that callbacks were given, see ``mended``."""
+    """Restore ``file://`` addresses of callbacks' folders, see ``mended``."""
     for callback in _savers(trainer):
         callback.dirpath = mended(str(callback.dirpath))
 

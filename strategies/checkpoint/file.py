@@ -1,11 +1,11 @@
 """Checkpoint files that are complete or absent.
 
 Lightning writes through fsspec, whose local transaction moves a file from the system's temporary
-directory: across file systems that is a copy, and a kill in its middle leaves an incomplete
+directory. Across file systems that is a copy, and a kill during it leaves an incomplete
 checkpoint under the final name. Here a local file is written under a temporary name in the same
 folder, flushed to the disk and renamed. Remote file systems use Lightning's implementation.
 
-``save_into`` is ``torch.save`` to an open file that raises the file's own errors.
+``save_into`` is ``torch.save`` to an open file, and raises the file's own errors.
 """
 
 import contextlib
@@ -48,10 +48,10 @@ from boltmesh.strategies.checkpoint.storage.folder import folder_at
 def save_into(value: Any, file: IO[bytes]) -> None:
     """Write ``value``; errors of the file, such as a full disk, are raised unchanged.
 
-    torch also finishes its archive after a failed write, and reports only the failure of that.
+    After a failed write torch still tries to complete its archive, and reports only that failure.
 
     Raises:
-        OSError: If the file could not be written.
+        OSError: If the file cannot be written.
     """
     try:
         torch.save(value, file)
@@ -68,7 +68,7 @@ class SummedFile:
     """A file that counts the bytes written to it and computes their checksum.
 
     Args:
-        file: Open, at its beginning.
+        file: An open file, at its beginning.
     """
 
     def __init__(self, file: IO[bytes]) -> None:
@@ -111,8 +111,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         """Read a file from a path or an address; no code that it names is executed.
 
         Raises:
-            ConfigError: For ``weights_only=False``.
-            CheckpointError: It is damaged, unsafe, or not a file of ``torch.save``.
+            ConfigError: If ``weights_only`` is False.
+            CheckpointError: If it is damaged, unsafe, or not a file of ``torch.save``.
         """
         check_weights_only(weights_only, path)
         return load_file(path_or_address(path), map_location=map_location)
@@ -136,7 +136,7 @@ def write_file(target: Path, fill: Callable[[IO[bytes]], object]) -> None:
         fill: Writes the content.
 
     Raises:
-        CheckpointError: It could not be written; a previous file is kept.
+        CheckpointError: If it cannot be written; a previous file is kept.
     """
     beside = partial_path(target)
     try:
@@ -159,7 +159,7 @@ def put_file(address: str, data: bytes) -> None:
     """Write a file to a remote file system in one request, which object stores do atomically.
 
     Raises:
-        CheckpointError: It could not be written.
+        CheckpointError: If it cannot be written.
     """
     system, path = open_address(address)
     try:
@@ -182,12 +182,12 @@ def load_file(
     Args:
         place: Path or address; files at addresses are read into memory.
         is_mapped: Leave the tensors of a local file on the disk until they are read.
-        checks_values: Compare its checksums first; one rank of those that read one file is enough.
+        checks_values: Compare its checksums first; it is enough if one rank does.
         map_location: As for ``torch.load``.
 
     Raises:
-        CheckpointError: It is damaged, unsafe, or not a file of ``torch.save``.
-        OSError: It is missing or could not be read.
+        CheckpointError: If it is damaged, unsafe, or not a file of ``torch.save``.
+        OSError: If it is missing or cannot be read.
     """
     has_checksums = True
     if isinstance(place, Path):
@@ -223,7 +223,7 @@ def load_file(
 
 
 def cannot_write(target: str | Path, cause: BaseException | str) -> str:
-    """Format the error of a checkpoint that could not be written."""
+    """Return the message for a checkpoint that could not be written."""
     reason = getattr(cause, "strerror", None) or cause
     return (
         f"{target} could not be written: {reason}. The checkpoints written before it are intact; "

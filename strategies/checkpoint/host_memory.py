@@ -1,4 +1,4 @@
-"""Where copies of a run's state lie in the memory of this host, and which of them are complete.
+"""Paths of the copies of a run's state in this host's memory, and which of them are complete.
 
 ::
 
@@ -6,7 +6,7 @@
         ID-LAYOUT/                 one run in one layout; ID is in the run's folder
             run                    path of that folder
             part-0/step=12.ckpt    state of the ranks of host 0 after step 12; complete or absent
-            part-1/step=12.ckpt    the same of host 1, in another host's memory as well
+            part-1/step=12.ckpt    that of host 1, which another host's memory also holds
 
 The files are in memory and outlive the ranks. Imports no torch: a launcher deletes them.
 """
@@ -27,31 +27,31 @@ from boltmesh.strategies.checkpoint.manifest import find_fault
 DIR_VARIABLE = "BOLTMESH_MEMORY_DIR"
 DEFAULT_DIR = "/dev/shm"  # noqa: S108 - the folder below it is checked to be this user's
 ID_FILE = "memory.id"
-"""In the folder of a run whose state may be in memory."""
+"""Name of a file in the folder of a run; it has the id of the run's copies in memory."""
 RUN_FILE = "run"
 FORGOTTEN_S = 3600.0
-"""Seconds after the last change after which copies count as left by a run that has ended."""
+"""Seconds without a change after which copies count as left over from an ended run."""
 _LOOKS = 3
-"""Times that the files of a run are listed, if a copy is renamed or deleted meanwhile."""
+"""How often the files of a run are listed, if a copy is renamed or deleted meanwhile."""
 _STEP = re.compile(r"step=(\d+)\.ckpt")
 _PART = re.compile(r"part-(\d+)")
 
 
 def memory_dir() -> Path:
-    """The file system that is in memory."""
+    """Return the folder of a file system in memory."""
     return Path(os.environ.get(DIR_VARIABLE) or DEFAULT_DIR)
 
 
 def user_folder() -> Path:
-    """The folder of this user in it."""
+    """Return this user's folder in memory."""
     return memory_dir() / f"boltmesh-{os.geteuid()}"
 
 
 def make_user_folder() -> Path:
-    """Create the folder of this user, writable by this user alone.
+    """Create this user's folder, which only this user can write.
 
     Raises:
-        ConfigError: There is no such file system, or another user has taken the name.
+        ConfigError: If there is no such file system, or another user has taken the name.
     """
     folder = user_folder()
     try:
@@ -72,7 +72,7 @@ def make_user_folder() -> Path:
 
 
 def run_id(run: Path) -> str | None:
-    """The id under which the copies of a run are kept; None if it keeps none."""
+    """Return the id under which the copies of a run are kept; None if it has no copies."""
     try:
         text = (run / ID_FILE).read_text(encoding="ascii").strip()
     except (OSError, ValueError):
@@ -90,7 +90,7 @@ def make_run_id(run: Path) -> str:
 
 
 def steps_in(folder: Path) -> dict[int, dict[int, Path]]:
-    """The complete copies in a run's folder in memory: by step, by part; not read for damage."""
+    """Return the complete copies in a run's folder, by step and part, without checking values."""
     found: dict[int, dict[int, Path]] = {}
     for path in folder.glob("part-*/step=*.ckpt"):
         part, step = _PART.fullmatch(path.parent.name), _STEP.fullmatch(path.name)
@@ -100,7 +100,7 @@ def steps_in(folder: Path) -> dict[int, dict[int, Path]]:
 
 
 def newest_step_in_memory(run: Path) -> tuple[Path, int] | None:
-    """The newest complete copy of a run whose ranks are all on this host, and its step."""
+    """Return the newest complete copy of a run whose ranks are all on this host, and its step."""
     found = [
         (step, parts[0])
         for folder in copies_of(run)
@@ -114,14 +114,14 @@ def newest_step_in_memory(run: Path) -> tuple[Path, int] | None:
 
 
 def copies_of(run: Path) -> Iterator[Path]:
-    """Yield the folders in memory of a run, one of each layout."""
+    """Yield the folders of a run in memory, one for each layout."""
     name = run_id(run)
     if name is not None:
         yield from user_folder().glob(f"{name}-*")
 
 
 def forget_run(run: Path) -> None:
-    """Free the memory of a run that will not go on from it."""
+    """Delete the copies of a run that will not resume from them."""
     for folder in copies_of(run):
         shutil.rmtree(folder, ignore_errors=True)
     with contextlib.suppress(OSError):
@@ -129,7 +129,7 @@ def forget_run(run: Path) -> None:
 
 
 def forgotten_folders() -> Iterator[tuple[Path, Path | None]]:
-    """Yield what ended runs of this user may have left, each with the run's folder."""
+    """Yield the folders in memory of this user's ended runs, each with the run's own folder."""
     for folder in sorted(user_folder().glob("*-*")):
         with contextlib.suppress(OSError):
             newest = max(each.lstat().st_mtime for each in (folder, *folder.glob("part-*")))
@@ -143,7 +143,7 @@ def forgotten_folders() -> Iterator[tuple[Path, Path | None]]:
 
 
 def stored_bytes(folder: Path) -> int:
-    """Bytes that the files of a run take, those of copies that are being written as well."""
+    """Return the bytes of all files of a run, including copies that are being written."""
     found = 0
     for _ in range(_LOOKS):
         gone: list[OSError] = []
@@ -160,7 +160,7 @@ def stored_bytes(folder: Path) -> int:
 
 
 def _allocated_bytes(path: Path) -> int | None:
-    """Bytes that a file takes, or None if it is gone."""
+    """Return the bytes that a file occupies; None if it does not exist."""
     try:
         status = path.lstat()
     except OSError:
@@ -169,16 +169,16 @@ def _allocated_bytes(path: Path) -> int | None:
 
 
 def free_bytes() -> int:
-    """Bytes that can still be written there."""
+    """Return the bytes that can still be written to the file system in memory."""
     found = os.statvfs(memory_dir())
     return found.f_bavail * found.f_frsize
 
 
 def refuse_small(needed: int) -> None:
-    """Refuse to begin with less memory than the copies need.
+    """Refuse a run if there is less free memory than its copies need.
 
     Raises:
-        ConfigError: Naming both.
+        ConfigError: Naming both sizes.
     """
     free = free_bytes()
     if free < needed:

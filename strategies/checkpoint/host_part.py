@@ -1,10 +1,10 @@
 """Writes the state of one host's ranks as a directory of shards, and sends it to another host.
 
-A checkpoint on a disk holds each shard once. Here each host gets a directory with all that its own
-ranks would load: shards that ranks of several hosts have in common are in each of them. The names
-and sizes of all tensors of the model are in every one, so that loading works as from a disk.
+A checkpoint on a disk holds each shard once. Here each host gets a directory with all shards that
+its ranks would load: shards that ranks of several hosts hold are in each of them. The names and
+sizes of all tensors of the model are in every directory, so that loading works as from a disk.
 
-All functions are collective over ``HostRanks.group``, and may run in a thread beside training.
+All functions are collective over ``HostRanks.group`` and may run in a thread during training.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -40,12 +40,12 @@ _CHUNK_BYTES = 16 << 20
 
 @dataclass(frozen=True)
 class HostRanks:
-    """Which ranks are on which host.
+    """The ranks of each host.
 
     Args:
-        group: All ranks, on the CPU, for this purpose only.
-        rank: This one.
-        per_host: Ranks of each host, whose numbers follow each other.
+        group: CPU group of all ranks, used only for this.
+        rank: This rank.
+        per_host: Number of ranks of each host, which are consecutive.
     """
 
     group: dist.ProcessGroup
@@ -82,28 +82,28 @@ class HostRanks:
         return list(items[self.leader : self.leader + self.per_host])
 
     def gather(self, item: Any) -> list[Any]:
-        """Return each rank's item."""
+        """Return each rank's item, by rank. Collective."""
         return gather_objects(item, self.group)
 
     def run(self, action: Callable[[], Any]) -> Any:
-        """Run an action that fails on all ranks or on none."""
+        """Run an action; if it raises on one rank, raise on all. Collective."""
         return all_or_none(action, self.group)
 
 
 def write_part(
     tensors: dict[str, Any], rest: bytes, target: Path, ranks: HostRanks, *, is_divided: bool
 ) -> None:
-    """Write what the ranks of this host have.
+    """Write the state of this host's ranks. Collective over all ranks.
 
     Args:
-        tensors: This rank's, see ``take_snapshot``.
-        rest: Everything else; of rank 0.
+        tensors: This rank's snapshot, see ``take_snapshot``.
+        rest: All other state, serialized; that of rank 0 is used.
         target: The new directory, the same on all ranks of a host.
-        ranks: All of them.
+        ranks: The ranks of each host.
         is_divided: See ``save_directory``.
 
     Raises:
-        CheckpointError: On every rank.
+        CheckpointError: On every rank, if one fails.
     """
     draft = LocalFolder(target).draft()
     try:
@@ -135,9 +135,9 @@ def _join(draft: Draft, start: DraftStart) -> None:
 def _plan(
     plans: list[SavePlan], planner: PiecePlanner, writer: ShardWriter, ranks: HostRanks
 ) -> tuple[list[SavePlan], Metadata | None]:
-    """Return on a leader what each rank of its host writes, and the sizes of all tensors.
+    """Return, on a leader, what each rank of its host writes, and the sizes of all tensors.
 
-    By one process of a host: the result follows the order of sets, which differs between processes.
+    Only the leader plans: the result depends on the order of sets, which differs by process.
     """
     if not ranks.is_leader:
         return [], None
@@ -170,14 +170,14 @@ def send_part(
     """Send a directory, or a file, from one rank while receiving one from another.
 
     Args:
-        source: What this rank sends; None: nothing.
+        source: Path that this rank sends; None: nothing.
         to: The rank that receives it.
-        target: The path of what this rank receives; None: nothing.
-        sender: The rank that sends it.
-        ranks: All of them.
+        target: Path under which this rank stores what it receives; None: it receives nothing.
+        sender: The rank that sends to this one.
+        ranks: The ranks of each host.
 
     Raises:
-        CheckpointError: On every rank.
+        CheckpointError: On every rank, if one fails.
     """
     sizes = [] if source is None else _sizes(source)
     sizes_of_ranks = ranks.gather(sizes)
@@ -236,9 +236,9 @@ def _exchange(
 
 
 def _incoming(coming: _Sizes, partial: Path) -> Iterator[Tensor]:
-    """Yield buffers to be filled; each is written when the next one is asked for.
+    """Yield buffers to be filled; each is written when the next one is requested.
 
-    What cannot be written is received all the same, because the sender waits; the error comes last.
+    Data are received even if they cannot be written, since the sender waits; the error comes last.
     """
     failure: OSError | None = None
     partial.parent.mkdir(parents=True, exist_ok=True)

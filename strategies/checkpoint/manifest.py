@@ -17,16 +17,16 @@ from boltmesh.strategies.checkpoint.storage.folder import LAST, Draft, Folder, f
 
 MANIFEST = LAST
 METADATA = ".metadata"
-"""Places of the pieces of tensors; torch's name."""
+"""Name of the file with the positions of all pieces of tensors, as torch calls it."""
 REST = "meta.pt"
-"""Everything except shards; Lightning's name."""
+"""Name of the file with everything except shards, as Lightning calls it."""
 
 CRC32 = "crc32"
-"""Key of a checksum: of a file in its entry, of the manifest without this key at the top."""
+"""Key of a checksum: in a file's entry that of the file, at the top that of the other keys."""
 
 FORMAT = 3
-"""Formats 1 and 2 have no ``SAVE``, and checksums of pieces that are those of other saves as well.
-In format 2 and, on a remote file system, in format 3 the files may be in a subfolder, because the
+"""Formats 1 and 2 have no ``SAVE``: checksums of pieces are also right for those of other saves.
+In format 2 and, on a remote file system, in format 3 the files may be in a subfolder, if the
 directory replaced another one."""
 NEWER = "it has format"
 """Start of the fault message for a directory that is complete, but newer than this version."""
@@ -41,13 +41,13 @@ class Written(NamedTuple):
 
     num_bytes: int
     crc32: int | None
-    """None for shards, whose pieces have checksums of their own."""
+    """None for files of shards, in which each piece has a checksum."""
 
 
 def write_manifest(
     draft: Draft, *, world_size: int, files: Mapping[str, Written], is_trainable_only: bool = False
 ) -> None:
-    """Write the list of all files of an otherwise finished directory, which completes it.
+    """Write the list of all files of a directory, which completes it.
 
     Raises:
         CheckpointError: If a file is missing, as when ranks see different folders, or truncated.
@@ -86,16 +86,16 @@ def write_manifest(
 
 
 def find_fault(place: str | Path, *, checks_files: bool = True) -> str | None:
-    """Return why a directory is not a complete checkpoint of boltmesh; None if it is one.
+    """Return why a directory is no complete checkpoint of boltmesh; None if it is one.
 
     It is enough if one rank checks all files; without ``checks_files`` only the manifest is read.
 
     Args:
-        place: Its path or address.
+        place: Path or address of the directory.
         checks_files: Check that all files exist, with their sizes.
 
     Raises:
-        OSError: The medium cannot be read.
+        OSError: If the medium cannot be read.
     """
     folder = folder_at(place)
     try:
@@ -146,8 +146,8 @@ def files_of(folder: Folder) -> tuple[Folder, str]:
 def checksum_start(save: str, name: str, offset: int) -> int:
     """Return the value at which the CRC-32 of a piece starts.
 
-    So the checksum is right for the bytes of this save in this file at this place alone: a shard of
-    another save, or of another rank, is not taken for one of these because it has the same length.
+    The checksum is then only right for bytes of this save, in this file, at this offset: a shard of
+    another save or rank with the same length is recognized as wrong.
 
     Args:
         save: Id of the save; ``""`` if an earlier version wrote it.

@@ -1,8 +1,8 @@
 """Optimizer state by the names of parameters, which are the same in every layout.
 
 torch numbers the parameters of an optimizer in the order of its groups; Lightning's files hold
-these numbers. Both forms can be loaded into any layout: every rank takes its own part of the stored
-state, and existing state (offloaded state, for example) is filled in place.
+these numbers. Both forms can be loaded into any layout: every rank loads its own part of the stored
+state, and existing state, such as offloaded state, is filled in place.
 """
 
 import warnings
@@ -32,22 +32,22 @@ PARAMS = "params"
 _KEYS = {"state", "param_groups"}
 
 PENDING = "boltmesh.pending_gradient"
-"""Key in the state of a parameter: a gradient that was computed and not applied yet, in a run whose
+"""Key in the state of a parameter for a gradient that is not applied yet, in a run whose
 schedule applies gradients one step late."""
 
 Take = Callable[[torch.nn.Parameter, Tensor], None]
-"""Receives a pending gradient."""
+"""Receives a parameter and its pending gradient, of the same shape."""
 
 Divide = Callable[[str], DimDivision | None]
-"""Returns the division of a parameter by name, if this rank has a part of it in a plain tensor."""
+"""Returns a parameter's division by name; None if this rank has no part in a plain tensor."""
 
 KeepsWhole = Callable[[Tensor], bool | None]
 """Returns whether this rank keeps the whole state of a parameter of which it has a shard; None
-where each rank keeps the state of its shard."""
+if each rank keeps the state of its shard."""
 
 
 def parameter_names(module: Module, optimizer: Optimizer) -> list[list[str]]:
-    """Names of an optimizer's parameters by group; the position for those not in the module."""
+    """Return the names of an optimizer's parameters by group; ``#group.index`` for unnamed ones."""
     names = {id(each): name for name, each in module.named_parameters()}
     return [
         [names.get(id(each), f"#{group}.{at}") for at, each in enumerate(settings[PARAMS])]
@@ -62,14 +62,14 @@ def named_state(
     divide: Divide = lambda _: None,
     keeps_whole: KeepsWhole = lambda _: None,
 ) -> dict[str, Any]:
-    """An optimizer's state like its ``state_dict``, with names in place of numbers. No copies.
+    """Return an optimizer's state like its ``state_dict``, with names for numbers. No copies.
 
-    Tensors with the shape of a parameter that ``divide`` knows become a ``TensorPart``, and those
-    that this rank alone keeps, whole.
+    Tensors with the shape of a parameter that ``divide`` knows become a ``TensorPart``, as do those
+    that this rank alone keeps whole.
 
     Raises:
-        CheckpointError: For a state tensor with another division than its parameter, which no other
-            number of ranks could load, and for an optimizer that saves more than its ``state``.
+        CheckpointError: If a state tensor is divided unlike its parameter, so that no other
+            number of ranks could load it, or if an optimizer saves more than its ``state``.
     """
     refuse_own_form(optimizer)
     names = parameter_names(module, optimizer)
@@ -100,10 +100,10 @@ def named_state(
 
 
 def refuse_own_form(optimizer: Optimizer) -> None:
-    """Refuse an optimizer whose ``state_dict`` holds what its ``state`` does not.
+    """Refuse an optimizer whose ``state_dict`` holds more than its ``state``.
 
     Raises:
-        CheckpointError: With what to use instead.
+        CheckpointError: Naming the optimizer and what to use instead.
     """
     if getattr(type(optimizer), "state_dict", None) is Optimizer.state_dict:
         return
@@ -123,14 +123,14 @@ def _num_tensors(state: Mapping[Any, Any]) -> int:
 
 
 def joined_state(state: dict[str, Any], stores: Callable[[str], bool]) -> dict[str, Any]:
-    """Return an optimizer's state with other ranks' counters and the like. Collective over all.
+    """Return an optimizer's state with other ranks' small values. Collective over all ranks.
 
     Args:
-        state: By names of parameters, with ``param_groups``; tensors of this rank alone.
-        stores: Whether this rank writes what belongs to a parameter into checkpoints.
+        state: As ``named_state`` returns it, with this rank's tensors.
+        stores: Whether this rank writes the state of a parameter, by name.
 
     Returns:
-        The same with the small values of all ranks, which the first rank writes into one file, and
+        The state with the small values of all ranks, which the first rank writes into one file, and
         the tensors that this rank writes.
     """
     own = {name: values for name, values in state["state"].items() if stores(name)}
@@ -149,10 +149,10 @@ def _is_stored_apart(value: Any) -> bool:
 
 
 def as_parts(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state of one parameter that this rank owns, as checkpoints take it.
+    """Return the state of one parameter that only this rank has, with ``TensorPart`` for tensors.
 
     Args:
-        state: By key.
+        state: State of the parameter, by key.
     """
     return {
         key: _as_part(value) if isinstance(value, Tensor) and value.dim() > 0 else value
@@ -161,7 +161,7 @@ def as_parts(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _as_part(value: Tensor) -> TensorPart:
-    """Return a whole tensor that one rank alone has."""
+    """Return a ``TensorPart`` for a whole tensor that only one rank has."""
     rows = (ElementStretch(0, 0, value.shape[0]),)
     return TensorPart.of(value, DimDivision(value.shape, 0, rows))
 
@@ -222,14 +222,14 @@ def load_state(
 ) -> None:
     """Load a saved state of any layout into an optimizer.
 
-    Groups keep their identity, because schedulers and offload refer to them. Parameters that this
-    rank does not hold, according to ``holds`` by name, get none; those that ``divide`` knows get
-    their part. Parameters that ``keeps_whole`` knows get whole state on one rank, and none on the
+    Groups keep their identity, since schedulers and offload refer to them. Parameters that
+    this rank does not hold, by ``holds``, get no state; those that ``divide`` knows get their
+    part. Parameters that ``keeps_whole`` knows get whole state on one rank and none on the
     others. Pending gradients are not state of the optimizer: ``take`` receives them.
 
     Raises:
-        CheckpointError: If the groups are not those of the optimizer, or more than these and states
-            of parameters was saved.
+        CheckpointError: If the groups are not those of the optimizer, or if more than groups and
+            state was saved.
     """
     if beside := sorted(saved.keys() - _KEYS):
         raise CheckpointError(
@@ -279,7 +279,7 @@ def load_state(
 
 
 def _forget(optimizer: Optimizer, parameter: Tensor, *, keeps: Collection[str]) -> None:
-    """Drop state that is not in the checkpoint. Offloaded tensors beside kept ones become zeros."""
+    """Drop state that is not in the checkpoint; offloaded tensors beside kept ones are zeroed."""
     state = optimizer.state.get(parameter)
     if state is None:
         return
@@ -333,7 +333,7 @@ def _load_value(
 
 
 def _by_name(names: Sequence[Sequence[str]], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Saved states by the current names of the parameters."""
+    """Return saved states by the current names of the parameters."""
     if is_named(saved):
         return dict(saved["state"])
     now = [name for group in names for name in group]
@@ -369,7 +369,7 @@ def _check_groups(names: Sequence[Sequence[str]], saved: Mapping[str, Any], opti
 
 
 def _check_settings(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
-    """Refuse the groups of another optimizer: each has settings that the other does not know."""
+    """Refuse groups of another optimizer: both have settings that the other does not have."""
     for settings, group in zip(optimizer.param_groups, saved["param_groups"], strict=True):
         unknown = sorted(group.keys() - settings.keys())
         missing = sorted(optimizer.defaults.keys() - group.keys())

@@ -1,6 +1,6 @@
 """The only module of the package that unpickles a checkpoint.
 
-Always with ``weights_only=True``: torch then builds tensors, plain containers and the classes that
+It always uses ``weights_only=True``: torch then builds tensors, plain containers and classes that
 ``torch.serialization.add_safe_globals`` allows, and calls nothing else that a file names.
 """
 
@@ -16,9 +16,9 @@ from torch.serialization import get_unsafe_globals_in_checkpoint
 from boltmesh.errors import CheckpointError, ConfigError, UnsafeCheckpointError
 
 _GLOBAL = re.compile(r"GLOBAL (\S+)")
-"""Names in torch's refusal of a file."""
+"""Finds a name in torch's refusal of a file."""
 _ADVICE = re.compile(r"weights[_ ]only|torch\.load|option", re.IGNORECASE)
-"""Lines of torch's errors that advise loading a file unsafely."""
+"""Finds lines of torch's errors that advise unsafe loading."""
 _HOW_TO_ALLOW = (
     "classes that you trust can be allowed by torch.serialization.add_safe_globals([...]) in the "
     "file of your model"
@@ -33,13 +33,13 @@ def safe_load(
     Args:
         source: A path, or an open file that can seek.
         name: Its path or address, for errors.
-        is_mapped: Leave tensors on the disk until they are read; ``source`` is a path.
+        is_mapped: Leave tensors on the disk until they are read; ``source`` must be a path.
         map_location: As for ``torch.load``.
 
     Raises:
-        UnsafeCheckpointError: Loading it needs classes or functions that are not allowed.
-        CheckpointError: It is damaged, or not a file of ``torch.save``.
-        OSError: It could not be read.
+        UnsafeCheckpointError: If loading it needs classes or functions that are not allowed.
+        CheckpointError: If it is damaged, or not a file of ``torch.save``.
+        OSError: If it cannot be read.
     """
     try:
         with warnings.catch_warnings():
@@ -66,7 +66,7 @@ def check_weights_only(weights_only: bool | None, place: object) -> None:
     """Refuse ``weights_only=False``, which the Trainer passes on. None means True.
 
     Raises:
-        ConfigError: For False.
+        ConfigError: If it is False.
     """
     if weights_only is False:
         raise ConfigError(
@@ -76,7 +76,7 @@ def check_weights_only(weights_only: bool | None, place: object) -> None:
 
 
 def _unsafe_names(source: Path | IO[bytes], text: str) -> list[str]:
-    """Names of disallowed functions and classes in a file, found without loading it."""
+    """Return the names of disallowed functions and classes in a file, without loading it."""
     with suppress(Exception):  # not a zip file, or a damaged one
         if not isinstance(source, Path):
             source.seek(0)
@@ -97,5 +97,5 @@ def _refusal(name: object, names: list[str], text: str) -> str:
 
 
 def _printable(text: str) -> str:
-    """Escape text of a file that may contain terminal control sequences."""
+    """Replace characters that are not printable, such as terminal control sequences; cut off."""
     return "".join(each if each.isprintable() else "?" for each in text)[:300]

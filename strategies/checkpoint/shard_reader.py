@@ -1,10 +1,10 @@
 """Reads tensors of a directory of shards, independently of the ranks that wrote them.
 
-Reading is not collective: each rank reads what overlaps its own part, one piece at a time.
+Reading is not collective: each rank reads the pieces that overlap its part, one at a time.
 
 ``Placeholder`` is a tensor of a checkpoint that is not in memory yet. It has the shape and dtype of
 the full tensor and no elements. ``parameter.copy_(placeholder)``, as ``load_state_dict`` calls it,
-fills the part of the parameter that this rank holds. So all hooks of torch and of users around
+fills the part of the parameter that this rank holds. So hooks of torch and of users around
 loading run as usual, and no rank holds a full tensor.
 """
 
@@ -59,10 +59,10 @@ _TORCH_NAMES = {
 
 @contextmanager
 def refusing_nonsense(place: object) -> Iterator[None]:
-    """Name the checkpoint in errors that come of what it holds.
+    """Context that raises errors due to a checkpoint's contents as errors that name it.
 
     Raises:
-        CheckpointError: It has what no checkpoint has.
+        CheckpointError: If its contents contradict each other.
     """
     try:
         yield
@@ -97,19 +97,19 @@ class ShardReader:
         self._metadata = _parse(folder, metadata)
 
     def paths(self) -> dict[str, tuple[str, ...]]:
-        """Each tensor's name in the directory, and the keys under which it was saved."""
+        """Return each tensor's name in the directory, and the keys under which it was saved."""
         with refusing_nonsense(self._folder):
             return {
                 name: tuple(map(str, keys)) for name, keys in self._metadata.planner_data.items()
             }
 
     def size_and_dtype(self, name: str) -> tuple[torch.Size, torch.dtype]:
-        """Size and dtype of the full tensor."""
+        """Return size and dtype of the full tensor."""
         entry = self._entry(name)
         return entry.size, entry.properties.dtype
 
     def read_into(self, name: str, destination: Tensor) -> None:
-        """Fill this rank's part of ``destination``, which has the shape of the stored tensor."""
+        """Fill this rank's part of ``destination``, which has the full tensor's shape. Local."""
         part = own_part(destination)
         chunks = [each for each in own_chunks(destination) if 0 not in each.whole.sizes]
         if not chunks:
@@ -123,7 +123,7 @@ class ShardReader:
             part.write(value)
 
     def pieces(self) -> list[MetadataIndex]:
-        """All pieces of all tensors, in the order in which they are stored."""
+        """Return all pieces of all tensors, in the order in which they are stored."""
         places = self._metadata.storage_data
         with refusing_nonsense(self._folder):
             return sorted(
@@ -134,8 +134,8 @@ class ShardReader:
         """Compare the checksum of a piece.
 
         Raises:
-            CheckpointError: The bytes are not those that were written.
-            OSError: They could not be read.
+            CheckpointError: If the bytes are not those that were written.
+            OSError: If they cannot be read.
         """
         with refusing_nonsense(self._folder):
             self._read(index)
@@ -157,7 +157,7 @@ class ShardReader:
         return piece
 
     def _read(self, index: MetadataIndex) -> io.BytesIO:
-        """Return the file of one piece, whose checksum was right."""
+        """Return the bytes of one piece, after a check of its checksum."""
         where = self._metadata.storage_data.get(index)
         if where is None:
             raise CheckpointError(
@@ -197,7 +197,7 @@ def _parse(folder: Folder, data: bytes) -> Metadata:
 
 
 class _MetadataUnpickler(pickle.Unpickler):  # noqa: S301 - it is what makes it safe
-    """Builds the classes of torch's metadata and no others: a pickle could execute any code."""
+    """Only builds the classes of torch's metadata: another pickle could execute any code."""
 
     @override
     def find_class(self, module_name: str, global_name: str, /) -> Any:
@@ -214,11 +214,11 @@ class Placeholder(Tensor):
     """Stands for a stored tensor in a checkpoint's dictionary. Hooks may rename it or drop it."""
 
     filler: Callable[[Tensor], None]
-    """Missing from tensors that torch computes from a placeholder."""
+    """Writes the value to a tensor; tensors computed from a placeholder do not have it."""
 
     @staticmethod
     def of(size: torch.Size, dtype: torch.dtype, fill: Callable[[Tensor], None]) -> "Placeholder":
-        """Return a placeholder that ``fill`` writes to a destination of its shape."""
+        """Return a placeholder; ``fill`` writes its value to a tensor of shape ``size``."""
         made = torch.empty(size, dtype=dtype, device="meta").as_subclass(Placeholder)
         made.filler = fill
         return made
@@ -227,7 +227,7 @@ class Placeholder(Tensor):
         """Write this rank's part of the value to ``destination``, which has the same shape.
 
         Raises:
-            CheckpointError: If this was computed from a placeholder, and so has no value.
+            CheckpointError: If this was computed from a placeholder and so has no value.
         """
         if not hasattr(self, "filler"):
             raise CheckpointError(
@@ -297,9 +297,9 @@ def divided(value: Any, division: DimDivision, name: str) -> Any:
     """Return a placeholder for this rank's part of a full tensor; a one-element tensor unchanged.
 
     Args:
-        value: A full tensor or placeholder of a checkpoint.
-        division: Its division; the destination is this rank's part.
-        name: For messages.
+        value: A full tensor or placeholder of a checkpoint, of ``division.shape``.
+        division: Its division. The placeholder has ``division.local_shape``.
+        name: Name of the tensor, for messages.
 
     Raises:
         CheckpointError: If the value does not have the full shape.

@@ -1,8 +1,8 @@
 """Writes this rank's shards in the format of ``torch.distributed.checkpoint``.
 
 torch's writer keeps every tensor that it has copied to the CPU until its file is closed: a rank's
-full share of model and optimizer, while memory may be the reason for offload. This one holds one
-shard at a time. It also writes a checksum after each piece, where torch's readers do not look.
+full share of model and optimizer, which may not fit with offload. This one holds one
+shard at a time. It also writes a checksum after each piece, which torch's readers ignore.
 """
 
 import os
@@ -52,7 +52,7 @@ CHECKSUM = struct.Struct("<I")
 """The CRC-32 of a piece, directly after it; it starts at ``manifest.checksum_start``."""
 
 SUFFIX = ".distcp"
-"""Suffix of files of shards; torch's."""
+"""Suffix of files of shards, as in torch."""
 
 
 class PiecePlanner(DefaultSavePlanner):
@@ -62,7 +62,7 @@ class PiecePlanner(DefaultSavePlanner):
     ranks, or are taken from the first.
 
     Args:
-        is_divided: Such tensors are on this rank only, and written by it.
+        is_divided: Whether each of these is on one rank only, which writes it.
     """
 
     def __init__(self, *, is_divided: bool = False) -> None:
@@ -114,7 +114,10 @@ def is_written_here(tensor: Tensor, *, writes_plain: bool) -> bool:
 
 
 def in_stored_order(tensor: Tensor) -> int:
-    """Position of a tensor in offload's storage: a parameter is next to its moments."""
+    """Return the position of a tensor in offload's storage, -1 if it is not there.
+
+    A parameter is next to its moments.
+    """
     if isinstance(tensor, Snapshot):
         return -1
     part = own_part(tensor)
@@ -143,7 +146,7 @@ def _pieces(name: str, tensor: Tensor, *, keeps_empty: bool) -> list[WriteItem]:
 
 
 class ShardWriter(StorageWriter):
-    """Writes one file per rank.
+    """Writes one file of shards per rank.
 
     Args:
         draft: The folder, which all ranks have joined.
@@ -152,7 +155,7 @@ class ShardWriter(StorageWriter):
     def __init__(self, draft: Draft) -> None:
         self._draft = draft
         self.written: dict[str, Written] = {}
-        """All files with sizes and checksums; on the first rank, once they are written."""
+        """On the first rank, after writing: all files, with sizes and checksums."""
 
     @override
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -221,7 +224,7 @@ def _write_piece(
 
 
 def _compact(part: Tensor) -> Tensor:
-    """Return it on the CPU with a storage of its own size: torch saves full storages."""
+    """Return a tensor on the CPU whose storage has no other elements: torch saves full storages."""
     part = part.detach().cpu().contiguous()
     return part if part.untyped_storage().nbytes() == part.nbytes else part.clone()
 

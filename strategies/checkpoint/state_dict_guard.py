@@ -1,4 +1,4 @@
-"""Makes ``state_dict()`` raise on a model of which other ranks hold parts."""
+"""Makes ``state_dict()`` raise on a model if other ranks hold parts of it."""
 
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
@@ -23,9 +23,9 @@ PARTS = "would hold this rank's part of {count} parameters ({first!r}, ...) for 
 
 
 class StateGuard:
-    """Makes ``state_dict()`` and pickling of a model raise, except for a strategy.
+    """Makes ``state_dict()`` and pickling of a model raise, except within ``opened``.
 
-    Loading is not affected: every rank takes its part.
+    Loading is not affected: every rank loads its part.
 
     Args:
         module: The LightningModule.
@@ -44,12 +44,12 @@ class StateGuard:
         ]
 
     def opened(self) -> AbstractContextManager[None]:
-        """Context in which parts may be read, for callers that handle them."""
+        """Context in which ``state_dict()`` returns parts, for callers that handle them."""
         return patched(self, _is_open=True)
 
     @property
     def is_open(self) -> bool:
-        """Whether parts may be read."""
+        """Whether ``state_dict()`` returns parts now."""
         return self._is_open
 
     def remove(self) -> None:
@@ -59,7 +59,7 @@ class StateGuard:
 
 
 class _Hook:
-    """The hook before ``state_dict``; copies of the module keep it, and files do not."""
+    """The hook before ``state_dict``; copies of the module keep it, and pickling it raises."""
 
     def __init__(self, guard: StateGuard, absent: Collection[str], name: str) -> None:
         self._guard = guard
