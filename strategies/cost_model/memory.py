@@ -45,7 +45,7 @@ class BackwardPass:
         flight: The units, and their sizes when gathered.
         activations: Bytes that the forward pass has saved.
         stage: ZeRO stage.
-        is_accumulated: There were microbatches before this one.
+        is_accumulated: Whether there were microbatches before this one.
         gradients: Bytes of this rank's shards of all gradients, on the device.
     """
 
@@ -67,7 +67,7 @@ class BackwardPass:
         self.gradients = gradients
 
     def most(self) -> int:
-        """Most bytes at one time, in addition to what a rank keeps."""
+        """Return the most bytes at one time, in addition to those that a rank keeps."""
         tiles = max((each.backward() for each in self.flight.tiles), default=0)
         return max(self._moments()) + tiles
 
@@ -111,7 +111,7 @@ class BackwardPass:
         return self.flight.collective(order[at + 1])
 
     def _shares(self, num_done: int) -> int:
-        """This rank's shards of the gradients reduced so far."""
+        """Return the bytes of this rank's shards of the gradients reduced so far."""
         if self.is_shared:
             return self.gradients
         return self.gradients * num_done // max(1, len(self.flight.freed))
@@ -125,9 +125,9 @@ class MemoryEstimate:
     """The memory of one rank: the first one, whose shards are the largest."""
 
     kept: dict[str, Bytes]
-    """Between two steps, by kind; the kinds are those of telemetry."""
+    """Bytes between two steps, by kind as in telemetry."""
     peak: Bytes
-    """Most at one time within a step; for host and disk what is reserved throughout."""
+    """Most bytes at one time within a step; for host and disk the bytes reserved throughout."""
     peak_moment: str
     """The moment at which the device is fullest."""
     moments: dict[str, int]
@@ -139,7 +139,7 @@ class MemoryEstimate:
         return total(self.kept.values())
 
     def beside(self, other: "MemoryEstimate") -> "MemoryEstimate":
-        """Return both together, with what ``other`` needs at its peak throughout."""
+        """Return the sum of both, with the peak of ``other`` at every moment."""
         kinds = {**self.kept, **other.kept}
         most = total((other.peak,))
         return MemoryEstimate(
@@ -150,7 +150,7 @@ class MemoryEstimate:
         )
 
     def between(self, other: "MemoryEstimate", part: float) -> "MemoryEstimate":
-        """Return the mean of both, of which ``other`` has the weight ``part``."""
+        """Return a weighted mean of both, with the weight ``part`` for ``other``."""
 
         def mean(one: int, two: int) -> int:
             return ceil((1 - part) * one + part * two)
@@ -166,7 +166,7 @@ class MemoryEstimate:
         )
 
     def at_fullest_moment(self) -> "MemoryEstimate":
-        """Return the same with the peak of its moments, where these have changed."""
+        """Return the estimate with its peak computed again, after ``moments`` has changed."""
         moment = max(self.moments, key=lambda each: self.moments[each])
         place = "device" if self.peak.device else "host"
         peak = replace(self.peak, **{place: self.moments[moment]})
@@ -176,8 +176,8 @@ class MemoryEstimate:
 def copied_bytes(kept: Mapping[str, Bytes], *, num_hosts: int, is_replica: bool = False) -> int:
     """Return the bytes of host memory that ``checkpoint_in_memory_every`` takes for a rank.
 
-    Two copies of what the rank would save, while the newer one is written; with several hosts two
-    of what a rank of another host would. With replicas only one rank of a host has copies.
+    Two copies of the rank's state, while the newer one is written; with several hosts also two
+    of that of a rank of another host. With replicas only one rank of a host has copies.
     """
     saved = kept.get("parameters", Bytes()) + kept.get("optimizer", Bytes())
     return (2 if num_hosts == 1 or is_replica else 4) * (saved.device + saved.host)
@@ -192,10 +192,10 @@ def estimate_memory(
     """Estimate the memory of one rank.
 
     Args:
-        model: What it runs.
-        sharing: How that is sharded over the data axis.
+        model: The model.
+        sharing: How the model is sharded over the data axis.
         job: The ranks of the data axis.
-        experts: Those of the model that are no part of its shards.
+        experts: Experts that are not sharded, but owned by ranks.
     """
     if experts is not None:
         model, owned = experts.split(model)
@@ -216,14 +216,14 @@ def estimate_memory(
 
 
 def _memory_of(owned: ModelShape, job: JobShape, experts: OwnedExperts) -> MemoryEstimate:
-    """Return the memory of the experts of a rank, of which other ranks have copies."""
+    """Return the memory of a rank's experts, which are replicated over ``num_copies`` ranks."""
     return estimate_memory(owned, REPLICA, replace(job, num_ranks=experts.num_copies))
 
 
 def _replicas(
     model: ModelShape, sharing: ShardingLayout, job: JobShape
 ) -> tuple[dict[str, Bytes], dict[str, int]]:
-    """Everything unsharded, as in DistributedDataParallel."""
+    """Return memory by kind and by moment, unsharded as in DistributedDataParallel."""
     parameters, gradients = _stored(model, job, 1), _stored(model, job, 1, trained=True)
     state = job.state_copies * gradients
     activations = model.activations or NO_ACTIVATIONS
@@ -253,7 +253,7 @@ def _replicas(
 def _shards(
     model: ModelShape, sharing: ShardingLayout, job: JobShape
 ) -> tuple[dict[str, Bytes], dict[str, int]]:
-    """Shards of everything, and units while they are gathered."""
+    """Return memory by kind and by moment, for shards and gathered units."""
     flight = InFlightMemory(model.units, job)
     activations = model.activations or NO_ACTIVATIONS
     shares = _stored(model, job, job.num_shards, trained=True)
@@ -303,7 +303,7 @@ def _shards(
 
 
 def _stored(model: ModelShape, job: JobShape, num_shards: int, *, trained: bool = False) -> int:
-    """Bytes of a rank's shards at rest, of all parameters or of the trained ones."""
+    """Return the bytes of a rank's stored shards, of all parameters or of the trained ones."""
     return sum(
         each.padded_numel(num_shards) * job.widths.store(each.element_bytes)
         for unit in model.units
@@ -313,7 +313,7 @@ def _stored(model: ModelShape, job: JobShape, num_shards: int, *, trained: bool 
 
 
 def _casts(model: ModelShape, job: JobShape, *, is_sharded: bool) -> int:
-    """Copies that autocast keeps of parameters gathered in another dtype than it computes in."""
+    """Return the bytes of casts that autocast keeps of parameters gathered in another dtype."""
     if job.widths.computed is None:
         return 0
     return job.widths.computed * sum(
@@ -345,7 +345,7 @@ def estimate_late_memory(
         bucket_bytes: Copies of gradients that replicas reduce at the same time.
         num_versions: Versions of the trained parameters, and of their gradients: two if batches
             finish after the next optimizer step.
-        experts: Those of the model that are no part of its shards.
+        experts: Experts that are not sharded, but owned by ranks.
     """
     if experts is not None:
         model, owned = experts.split(model)

@@ -1,16 +1,15 @@
-"""Inputs of the estimates: a model by the shapes of its tensors, and the layout and job it is for.
+"""Inputs of the estimates: the shapes of a model's tensors, a layout and a job.
 
-``ModelShape`` is a model as a list of units (``UnitShape``), each a list of parameters
-(``TensorShape``). It comes from arithmetic for a known model (``describe_gpt``), or from the module
-itself built without memory; the estimates do not distinguish them.
+``ModelShape`` describes a model as a list of units (``UnitShape``), each a list of parameters
+(``TensorShape``). It is computed for a known model (``describe_gpt``), or read from a module that
+is built without memory; the estimates treat both alike.
 
 ``Widths`` holds bytes per element in each form (stored, computed, reduced) for a Trainer's
 precision, ``Bytes`` amounts by place, ``ShardingLayout`` what a rank keeps and where, ``JobShape``
 what all layouts of a job have in common.
 
 ``GPTSize`` is the GPT of ``examples/gpt.py`` in numbers, with the sizes of GPT-3. Counts are exact:
-a test compares every shape with the module, and the activations with what autograd saves. Shapes in
-the comments: B batch, T time, C channels, H heads, V vocabulary.
+a test compares every shape with the module, and activations with the tensors that autograd saves.
 """
 
 from collections.abc import Iterable, Mapping
@@ -25,34 +24,34 @@ from boltmesh.errors import ConfigError
 
 @dataclass(frozen=True)
 class Widths:
-    """Bytes of an element.
+    """Bytes per element of parameters and gradients.
 
     Gradients are reduced in fp32 with autocast, and in their own dtype without.
     """
 
     stored: int | None
-    """A parameter and its gradient between steps; None: as the model builds it."""
+    """Of a parameter and its gradient between steps; None: as the model builds it."""
     computed: int | None
-    """A gathered parameter and its full gradient; None: as stored."""
+    """Of a gathered parameter and its full gradient; None: as stored."""
     reduced: int | None
-    """A gradient in a collective; None: as computed."""
+    """Of a gradient in a collective; None: as computed."""
 
     def store(self, element_bytes: int) -> int:
-        """Bytes of an element at rest."""
+        """Return the bytes of an element as it is stored."""
         return self.stored or element_bytes
 
     def compute(self, element_bytes: int, *, is_autocast: bool = True) -> int:
-        """Bytes of a gathered element."""
+        """Return the bytes of a gathered element."""
         chosen = self.computed if is_autocast else None
         return chosen or self.store(element_bytes)
 
     def reduce(self, element_bytes: int, *, is_autocast: bool = True) -> int:
-        """Bytes of an element of a reduction."""
+        """Return the bytes of an element in a reduction."""
         return self.reduced or self.compute(element_bytes, is_autocast=is_autocast)
 
     @property
     def is_autocast(self) -> bool:
-        """Whether parameters are computed in another dtype than they are stored in."""
+        """Whether autocast computes in another dtype than parameters are stored in."""
         return self.computed is not None
 
 
@@ -70,7 +69,7 @@ def widths_of(precision: str) -> Widths:
     """Return the widths of a Trainer's ``precision``.
 
     Raises:
-        ConfigError: If they depend on more than its name.
+        ConfigError: If they do not follow from the name alone.
     """
     if precision not in _WIDTHS:
         raise ConfigError(
@@ -82,7 +81,7 @@ def widths_of(precision: str) -> Widths:
 
 @dataclass(frozen=True)
 class Bytes:
-    """Bytes in the device's memory, in the host's and on a disk, of one rank."""
+    """Bytes of one rank in the device's memory, in the host's and on a disk."""
 
     device: int = 0
     host: int = 0
@@ -97,16 +96,16 @@ class Bytes:
         return cls(**{place: round(num_bytes)})
 
     def on_host(self) -> "Bytes":
-        """The same if the device has no memory but the host's."""
+        """Return the amounts of a CPU, whose memory is the host's."""
         return Bytes(0, self.device + self.host, self.disk)
 
     def items(self) -> list[tuple[str, int]]:
-        """Place and bytes, for every place."""
+        """Return place and bytes, for every place."""
         return [("device", self.device), ("host", self.host), ("disk", self.disk)]
 
 
 def total(amounts: Iterable[Bytes]) -> Bytes:
-    """Return the sum of any number of amounts."""
+    """Return the sum of some amounts."""
     return reduce(add, amounts, Bytes())
 
 
@@ -123,12 +122,12 @@ class TensorShape:
     """Layers that use it and could gather it in tiles: ``product`` for a Linear, ``lookup`` for an
     Embedding; several if it is tied."""
     is_multiplied: bool = False
-    """Read by a matrix product, for which autocast makes and keeps a copy unless the parameter is
+    """Whether a matrix product reads it: autocast then keeps a cast copy, unless the parameter is
     gathered in autocast's dtype."""
 
     @property
     def numel(self) -> int:
-        """Elements of the full parameter."""
+        """Number of elements of the full parameter."""
         return prod(self.shape)
 
     def is_larger_than(self, num_bytes: int) -> bool:
@@ -136,12 +135,12 @@ class TensorShape:
         return bool(self.layers) and self.numel * self.element_bytes > num_bytes
 
     def padded_numel(self, num_shards: int) -> int:
-        """Elements of a shard with its padding: ``fully_shard`` cuts rows, ceil(rows / shards)."""
+        """Return the elements of a padded shard, of ceil(rows / shards) rows."""
         rows = self.shape[0] if self.shape else 1
         return -(-rows // num_shards) * (self.numel // rows if rows else 0)
 
     def shard_numel(self, num_shards: int, rank: int = 0) -> int:
-        """Elements of the shard of one rank; the last ranks may have fewer, or none."""
+        """Return the elements of one rank's shard; the last ranks may have fewer, or none."""
         rows = self.shape[0] if self.shape else 1
         each = -(-rows // num_shards)
         mine = min(each, max(0, rows - rank * each))
@@ -156,24 +155,24 @@ class UnitShape:
     """Dotted name of the module; empty for parameters that no unit below the root owns."""
     tensors: tuple[TensorShape, ...]
     is_autocast: bool = True
-    """Gathered in autocast's dtype if there is autocast, else as stored."""
+    """Whether it is gathered in autocast's dtype, if there is autocast; else as stored."""
     stays_gathered: bool = False
-    """Not freed between forward and backward pass in stage 3: the root."""
+    """Whether it stays gathered between forward and backward pass in stage 3, as the root does."""
     tile_bytes: int | None = None
-    """The unit is one weight, gathered in tiles of this many bytes, as stored."""
+    """If set, the unit is one weight, gathered in tiles of this many bytes in its stored dtype."""
 
     @property
     def numel(self) -> int:
-        """Elements of the full unit."""
+        """Number of elements of the full unit."""
         return sum(each.numel for each in self.tensors)
 
     @property
     def trained_numel(self) -> int:
-        """Elements that get gradients."""
+        """Number of elements with gradients."""
         return sum(each.numel for each in self.tensors if each.is_trained)
 
     def padded_numel(self, num_shards: int, *, trained: bool = False) -> int:
-        """Elements of one rank's padded shards, of all tensors or of the trained ones."""
+        """Return the elements of one rank's padded shards, of all tensors or the trained ones."""
         return sum(
             each.padded_numel(num_shards) for each in self.tensors if each.is_trained or not trained
         )
@@ -184,13 +183,13 @@ class Activations:
     """Activations of one microbatch on one rank."""
 
     saved_bytes: int
-    """Kept until the backward pass; parameters and casts of them are not counted."""
+    """Bytes kept until the backward pass, without parameters and casts of them."""
     transient_bytes: int
-    """Largest temporary results of the backward pass on top of that."""
+    """Bytes of the largest temporary results of the backward pass, in addition."""
     how: str
-    """The method by which the numbers were found, as text."""
+    """How the numbers were found, as text."""
     elsewhere: Bytes = Bytes()
-    """Kept until the backward pass in other memory than the device's, by activation offload."""
+    """Bytes that activation offload keeps outside of the device until the backward pass."""
 
 
 @dataclass(frozen=True)
@@ -198,14 +197,14 @@ class StepWork:
     """Forward and backward pass of one microbatch on one rank, counted operator by operator."""
 
     flops: int
-    """Matrix products, convolutions and attention."""
+    """Floating-point operations of matrix products, convolutions and attention."""
     moved_bytes: int
-    """Read and written by all operators that are no views."""
+    """Bytes that all operators except views read and write."""
     operators: int
     products: Mapping[tuple[int, int, int], float] = field(default_factory=dict)
-    """How many matrix products of (rows, inner) times (inner, columns) there are."""
+    """Number of products ``(rows, inner) @ (inner, columns)``, by these three sizes."""
     product_bytes: int = 0
-    """Read and written by these products, a part of ``moved_bytes``."""
+    """Bytes that these products read and write, included in ``moved_bytes``."""
 
 
 @dataclass(frozen=True)
@@ -219,18 +218,18 @@ class ModelShape:
     activations: Activations | None = None
     """None if they could not be counted."""
     forward_flops: int | None = None
-    """Matrix products of one microbatch on one rank, forward only."""
+    """Floating-point operations of one microbatch's forward pass on one rank."""
     work: StepWork | None = None
     """None if its step could not be run."""
     chosen_widths: frozenset[int] = frozenset()
-    """Among how many its step chooses: if it has experts, their number is one of these."""
+    """Numbers of scores among which its step chooses; the number of its experts is one of them."""
     reads_gradients: bool = False
     """Whether its hooks may read gradients between backward pass and step."""
     keeps_gradients: bool = False
     """Whether it zeroes gradients itself, or reads them before they are zeroed."""
 
     def step_flops(self, num_microbatches: int) -> int | None:
-        """Floating-point operations of an optimizer step; backward costs twice as much again."""
+        """Return the FLOPs of an optimizer step; a backward pass counts as two forward ones."""
         return None if self.forward_flops is None else 3 * num_microbatches * self.forward_flops
 
     def in_tiles(self, tile_bytes: int | None) -> "ModelShape":
@@ -250,12 +249,12 @@ class ModelShape:
 
     @property
     def numel(self) -> int:
-        """Elements of all parameters."""
+        """Number of elements of all parameters."""
         return sum(each.numel for each in self.units)
 
     @property
     def trained_numel(self) -> int:
-        """Elements of the trained parameters."""
+        """Number of elements of the trained parameters."""
         return sum(each.trained_numel for each in self.units)
 
 
@@ -264,9 +263,9 @@ class OwnedExperts:
     """Experts that are divided over ranks, each of which keeps its own whole.
 
     Attributes:
-        names: Their parameters.
-        size: Ranks that have all of them together.
-        num_copies: Ranks that have the same ones.
+        names: Names of their parameters.
+        size: Number of ranks that together have all of them.
+        num_copies: Number of ranks that have the same ones.
     """
 
     names: frozenset[str]
@@ -290,7 +289,7 @@ class OwnedExperts:
 
 @dataclass(frozen=True)
 class ShardingLayout:
-    """The part of the model's state that a rank keeps, and its place."""
+    """Which part of the model's state a rank keeps, and where."""
 
     name: str
     """Name in a config, for example ``zero3_nvme``."""
@@ -321,19 +320,19 @@ class JobShape:
     """The properties of a job that are the same in every layout."""
 
     num_ranks: int
-    """Ranks of the data axis."""
+    """Number of ranks of the data axis."""
     widths: Widths
     shard_size: int | None = None
-    """Ranks that together hold one copy of the state; None: all."""
+    """Number of ranks that together hold one copy of the state; None: all."""
     num_microbatches: int = 1
-    """Batches of a rank per optimizer step."""
+    """Number of batches of a rank per optimizer step."""
     state_copies: int = 2
-    """Tensors per parameter that the optimizer keeps: 2 for Adam, 1 for momentum."""
+    """Number of tensors per parameter that the optimizer keeps: 2 for Adam, 1 for momentum."""
     optimizer: str = "AdamW"
     reads_gradients: bool = False
-    """The Trainer itself reads gradients, as a scaler and clipping by value do."""
+    """Whether the Trainer itself reads gradients, as a scaler and clipping by value do."""
     is_on_host: bool = False
-    """The ranks compute on the CPU: device and host are one memory."""
+    """Whether ranks compute on the CPU: device and host are one memory."""
 
     @property
     def num_shards(self) -> int:
@@ -343,7 +342,7 @@ class JobShape:
 
 @dataclass(frozen=True)
 class GPTSize:
-    """The sizes that determine all shapes; the defaults are those of the model."""
+    """The sizes that determine all shapes, with the defaults of the example model."""
 
     vocab_size: int = 256
     block_size: int = 128
@@ -382,7 +381,7 @@ def size_named(name: str) -> GPTSize:
     """Return a size by its name, ignoring case.
 
     Raises:
-        ConfigError: For an unknown name.
+        ConfigError: If the name is unknown.
     """
     found = {each.upper(): size for each, size in SIZES.items()}.get(name.upper())
     if found is None:
@@ -391,7 +390,13 @@ def size_named(name: str) -> GPTSize:
 
 
 def describe_gpt(size: GPTSize, *, batch: tuple[int, int] | None, widths: Widths) -> ModelShape:
-    """Describe the model; with microbatches of (B, T) tokens per rank also its activations."""
+    """Describe the example model.
+
+    Args:
+        size: Its sizes.
+        batch: Microbatch ``(B, S)`` of a rank, for activations and operations; None: without.
+        widths: Bytes per element.
+    """
     width, vocabulary = size.n_embd, size.vocab_size
     rest = [
         TensorShape(
@@ -450,7 +455,7 @@ def _block(name: str, width: int) -> UnitShape:
 
 
 def _matrix(name: str, shape: tuple[int, ...]) -> TensorShape:
-    """Shape of the weight of a Linear."""
+    """Return the shape of the weight of a Linear."""
     return TensorShape(name, shape, layers=("product",), is_multiplied=True)
 
 

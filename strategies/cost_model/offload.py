@@ -1,7 +1,7 @@
-"""Places of offloaded data: state in flat fp32 chunks, gradients, parameter copies.
+"""Places of offloaded data: state in flat fp32 chunks, gradients, copies of parameters.
 
-The engine keeps a master parameter and the optimizer's moments in fp32 for any precision, and a
-second copy of each parameter in the dtype that is computed in, for all-gathers.
+The engine keeps a master parameter and the optimizer's moments in fp32, whatever the precision, and
+a second copy of each parameter in the dtype of the computation, for all-gathers.
 """
 
 from collections.abc import Iterator
@@ -22,13 +22,13 @@ from boltmesh.strategies.offload.chunk_placement import plan_places
 FP32 = 4
 
 CHUNK_NUMEL = 8 << 20
-"""Most elements of a chunk."""
+"""Most elements in a chunk."""
 
 RING_CHUNKS = 4
-"""Chunks of a disk in host memory at a time: read ahead, stepped, written back."""
+"""Number of disk chunks in host memory at a time: read ahead, stepped, written back."""
 
 SMALL_NUMEL = 1 << 16
-"""A shard of fewer elements stays on the device."""
+"""A shard with fewer elements stays on the device."""
 
 WINDOW_BYTES = 64 << 20
 """Least host memory for parameters on a disk, in use and read ahead ..."""
@@ -36,9 +36,9 @@ WINDOW_UNITS = 3
 """... but at least that of this many units."""
 
 RING_UNITS = 3
-"""Units that fit into the device's memory for shards that are copied from the host."""
+"""Number of units in the device's buffer for shards that are copied from the host."""
 RING_ALIGNMENT_BYTES = 512
-"""Each shard there takes a multiple of this."""
+"""The size of each shard there is rounded up to a multiple of this."""
 
 ALIGNMENT = {"device": 1, "host": 64, "disk": 4096}
 """The length of a stored tensor is rounded up to a multiple of this, in bytes."""
@@ -61,9 +61,9 @@ class OffloadEstimate:
     state: Bytes
     """Master parameters and moments; for a disk also the ring in host memory."""
     gradients: Bytes
-    """Kept from the backward pass until the step is committed."""
+    """Gradients, which are kept from the backward pass until the step is committed."""
     numels: dict[str, int]
-    """Elements that are stepped, by place."""
+    """Number of elements that are stepped, by place."""
 
 
 def keeps_fp32(model: ModelShape, widths: Widths) -> bool:
@@ -96,7 +96,7 @@ def build_buckets(model: ModelShape, sharing: ShardingLayout, job: JobShape) -> 
 
 
 def offloaded_state(model: ModelShape, sharing: ShardingLayout, job: JobShape) -> OffloadEstimate:
-    """Place chunks as the engine does: the last to arrive in a backward pass on the device."""
+    """Place chunks as the engine does: those whose gradients come last stay on the device."""
     buckets = build_buckets(model, sharing, job)
     chunks = [(bucket, numel) for bucket in buckets for numel in cut_chunks(bucket, job.num_shards)]
     arriving = chunks[::-1]
@@ -123,7 +123,7 @@ def offloaded_state(model: ModelShape, sharing: ShardingLayout, job: JobShape) -
 
 
 def cut_chunks(bucket: BucketShape, num_shards: int) -> Iterator[int]:
-    """Return the number of elements of each chunk of a bucket.
+    """Yield the number of elements of each chunk of a bucket.
 
     Parameters are contiguous with their padding; a chunk ends between two of them if possible.
     """
@@ -143,7 +143,7 @@ def cut_chunks(bucket: BucketShape, num_shards: int) -> Iterator[int]:
 
 
 def parameter_copies(model: ModelShape, sharing: ShardingLayout, job: JobShape) -> Bytes:
-    """Places of the shards that all-gathers read."""
+    """Return the bytes, by place, of the shards that all-gathers read."""
     buckets = build_buckets(model, sharing, job)
     copies, on_disk = Bytes(), [0]
     for bucket in buckets:
@@ -167,7 +167,7 @@ def parameter_copies(model: ModelShape, sharing: ShardingLayout, job: JobShape) 
 
 
 def fetched_ahead(model: ModelShape, sharing: ShardingLayout, job: JobShape) -> int:
-    """Bytes on the device of shards copied there for the next all-gathers."""
+    """Return the bytes on the device of shards copied there for the next all-gathers."""
     if sharing.parameter_place == "device" or job.is_on_host:
         return 0
     sizes = [
@@ -187,7 +187,7 @@ def fetched_ahead(model: ModelShape, sharing: ShardingLayout, job: JobShape) -> 
 
 
 def _ring(sizes: list[int]) -> int:
-    """Buffers for chunks of these sizes, in this order: each as large as the largest so far."""
+    """Return the bytes of a ring of buffers, each as large as the largest chunk before it."""
     if len(sizes) > RING_CHUNKS:
         return RING_CHUNKS * max(sizes)
     return sum(accumulate(sizes, max))

@@ -1,11 +1,11 @@
-"""The least time of a step on a machine whose speeds were measured.
+"""Least time of a step on a machine with measured speeds.
 
-Computation, communication, steps on the host and disk transfers overlap completely at best, so the
-slowest of them bounds the step from below; what does not overlap comes on top. A speed that was not
-given leads to no prediction.
+At best, computation, communication, steps on the host and disk transfers overlap completely, so the
+slowest of them is a lower bound of the step's time. Without a measured speed there is no
+prediction.
 
-Bytes per parameter of a host's step: 4 come in, Adam reads four tensors and writes three, 4 go out
-(ZeRO-Offload's count without its casts, which run on the device here).
+Bytes per parameter of a step on the host: 4 come in, Adam reads four tensors and writes three, 4 go
+out (ZeRO-Offload's count without its casts, which run on the device here).
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ GIGA = 1e9
 
 @dataclass(frozen=True)
 class Machine:
-    """Measured speeds and sizes of one rank; None: not known."""
+    """Measured speeds and sizes of one rank; None if unknown."""
 
     device_gib: float | None = None
     """Available memory of the device."""
@@ -33,34 +33,34 @@ class Machine:
     device_tflops: float | None = None
     """Speed of matrix products of the model's sizes and precision."""
     network_gb_s: float | None = None
-    """Bytes sent to other ranks while receiving as many, 10^9 per second."""
+    """Bytes sent to other ranks while receiving as many, in 10^9 per second."""
     link_gb_s: float | None = None
-    """The same to ranks of the same node, where that differs."""
+    """``network_gb_s`` for ranks of the same node, if it differs."""
     collective_us: float | None = None
     """Time of a collective of a few bytes."""
     memory_gb_s: float | None = None
-    """Memory of the device, reads and writes together, as elementwise operators use it."""
+    """Bytes read and written in the device's memory by elementwise operators, 10^9 per second."""
     operator_us: float | None = None
     """Time of an operator of a few elements."""
     step_ms: float | None = None
-    """Time of a step beside its operators and collectives."""
+    """Time of a step apart from operators and collectives."""
     bus_gb_s: float | None = None
-    """Between device and host, one direction."""
+    """Bytes copied between device and host in one direction, 10^9 per second."""
     host_gb_s: float | None = None
-    """Host memory, reads and writes together, as Adam uses it."""
+    """Bytes read and written in host memory by Adam, 10^9 per second."""
     disk_read_gb_s: float | None = None
     disk_write_gb_s: float | None = None
     ranks_per_core: float | None = None
-    """Ranks on the CPU over the cores that they share, where there are more ranks than cores."""
+    """Ranks on the CPU per core, if there are more ranks than cores."""
     allreduce_s: Mapping[int, Mapping[int, float]] | None = None
-    """Seconds of an all-reduce by ranks of the group and bytes of the message."""
+    """Seconds of an all-reduce, by number of ranks and by bytes of the message."""
 
     @classmethod
     def of(cls, given: Mapping[str, Any], *, source: str) -> "Machine":
         """Read measured numbers from a mapping.
 
         Raises:
-            ConfigError: For an unknown key, or a value that is not a positive number.
+            ConfigError: If a key is unknown, or a value is no positive number.
         """
         known = [each.name for each in fields(cls)]
         given = dict(given)
@@ -77,13 +77,13 @@ class Machine:
         return cls(**numbers, allreduce_s=table)
 
     def allreduce_seconds(self, ranks: int, num_bytes: float) -> float | None:
-        """Return the time of an all-reduce from what was measured of such groups.
+        """Return the time of an all-reduce, from measurements of groups of this size.
 
-        Between two measured sizes, and above the largest one, it is a line through the two next to
-        it.
+        Between two measured sizes, and above the largest one, it is on the line through the two
+        nearest.
 
         Returns:
-            Seconds; None where no group of so many ranks was measured.
+            Seconds; None if no group of so many ranks was measured.
         """
         table = (self.allreduce_s or {}).get(ranks)
         if table is None:
@@ -97,7 +97,7 @@ class Machine:
         return table[low] + slope * (num_bytes - low)
 
     def with_faster_links(self, factor: float) -> "Machine":
-        """Return the same with links that move so many times the bytes, and equal latencies."""
+        """Return the machine with ``factor`` times the bandwidth of links, and equal latencies."""
         table = None
         if self.allreduce_s is not None:
             table = {
@@ -114,7 +114,7 @@ class Machine:
         return replace(self, allreduce_s=table, **rates)
 
     def size_of(self, place: str) -> float | None:
-        """Bytes available in a place."""
+        """Return the bytes available in a place, None if unknown."""
         gib: float | None = getattr(self, f"{place}_gib")
         return None if gib is None else gib * 2**30
 
@@ -128,10 +128,10 @@ class Machine:
 
 
 def _table_of(given: Any, source: str) -> Mapping[int, Mapping[int, float]] | None:
-    """Return seconds by ranks and bytes.
+    """Return seconds by ranks and bytes, checked.
 
     Raises:
-        ConfigError: For anything else, and for fewer than two sizes of a group.
+        ConfigError: If it is no such table, or has fewer than two sizes of a group.
     """
     if given is None:
         return None
@@ -202,11 +202,11 @@ class _OffloadBytes:
     """Bytes moved by offload in a step of one rank."""
 
     up: int = 0
-    """From the device to the host: gradients, fp32."""
+    """From the device to the host: gradients in fp32."""
     down: int = 0
-    """To the device: new parameters in fp32 if they stay there, else shards to be gathered."""
+    """To the device: new fp32 parameters if they stay there, else the shards to be gathered."""
     host: int = 0
-    """Reads and writes of host memory."""
+    """Read and written in host memory."""
     read: int = 0
     """From a disk."""
     written: int = 0

@@ -1,11 +1,11 @@
-"""Bytes that one optimizer step moves over the data axis by operator, and the memory in flight.
+"""Bytes that one optimizer step sends over the data axis, by operator, and the memory in flight.
 
-``estimate_traffic`` counts the full side of a collective, as telemetry does; on the wire each of W
-ranks sends and receives (W-1)/W of it, and twice that for an all-reduce.
+``estimate_traffic`` counts the full side of a collective, as telemetry does. On the wire, each of R
+ranks sends and receives (R-1)/R of it, and twice that for an all-reduce.
 
 ``InFlightMemory`` is the memory for gathering and reducing units as ``fully_shard`` does it, in
 addition to what a rank keeps. A gathered unit is allocated twice for a moment: the output of the
-collective, and the parameters that it is copied to. ``Tiles`` is the same for one tiled weight.
+collective, and the parameters to which it is copied. ``Tiles`` is the same for one tiled weight.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from boltmesh.strategies.tiling.plan import TilePlan
 
 @dataclass(frozen=True)
 class Tiles:
-    """One tiled weight, on the ranks of a job."""
+    """One tiled weight on the ranks of a job."""
 
     unit: UnitShape
     plan: TilePlan
@@ -35,18 +35,18 @@ class Tiles:
 
     @property
     def tile_numel(self) -> int:
-        """Elements of a gathered tile."""
+        """Number of elements of a gathered tile."""
         (weight,) = self.unit.tensors
         return self.plan.ranks * self.plan.tile_rows * (weight.numel // weight.shape[0])
 
     @property
     def whole_numel(self) -> int:
-        """Elements of all tiles, with their padding."""
+        """Number of elements of all tiles, with padding."""
         (weight,) = self.unit.tensors
         return self.plan.ranks * weight.padded_numel(self.plan.ranks)
 
     def forward(self) -> int:
-        """Bytes of the two tiles that exist at a time; a single rank has a copy if it casts."""
+        """Return the bytes of two gathered tiles; for a single rank those of a cast, if any."""
         width = max(map(self._width, self.unit.tensors[0].layers))
         if self.plan.ranks > 1:
             return 2 * self.tile_numel * width
@@ -55,13 +55,13 @@ class Tiles:
         return self.tile_numel * width if is_cast else 0
 
     def backward(self) -> int:
-        """The same in the backward pass, with the gradients of a tile: computed, and reduced."""
+        """Return the bytes in the backward pass: those, and two gradients of a tile."""
         if not self.unit.trained_numel:
             return self.forward()
         return self.forward() + 2 * self.tile_numel * FP32
 
     def gathers(self) -> tuple[int, int]:
-        """Collectives and bytes of a microbatch: a product gathers again in its backward pass."""
+        """Return collectives and bytes of a microbatch; products gather again in their backward."""
         calls = size = 0
         for layer in self.unit.tensors[0].layers:
             passes = 2 if layer == "product" else 1
@@ -70,7 +70,7 @@ class Tiles:
         return calls, size
 
     def reductions(self) -> tuple[int, int]:
-        """Collectives and bytes of a microbatch, at least in fp32."""
+        """Return collectives and bytes of a microbatch's reductions, at least in fp32."""
         if not self.unit.trained_numel:
             return 0, 0
         (weight,) = self.unit.tensors
@@ -79,7 +79,7 @@ class Tiles:
         return num_layers * self.plan.count, num_layers * self.whole_numel * width
 
     def _width(self, layer: str) -> int:
-        """Bytes per element: autocast casts for matrix products, not for lookups."""
+        """Return bytes per element: autocast casts for matrix products, not for lookups."""
         (weight,) = self.unit.tensors
         is_autocast = layer == "product"
         return self.job.widths.compute(weight.element_bytes, is_autocast=is_autocast)
@@ -96,7 +96,7 @@ class InFlightMemory:
         self.freed = [each for each in self.units if not each.stays_gathered]
 
     def gathered(self, unit: UnitShape) -> int:
-        """Bytes of the full parameters of a unit."""
+        """Return the bytes of the full parameters of a unit."""
         return sum(
             self._padded(each.padded_numel(self.job.num_shards))
             * self.job.widths.compute(each.element_bytes, is_autocast=unit.is_autocast)
@@ -104,7 +104,7 @@ class InFlightMemory:
         )
 
     def gradient(self, unit: UnitShape, *, accumulated: bool = False) -> int:
-        """Bytes of the full gradients of a unit; accumulated ones in the dtype of the reduction."""
+        """Return the bytes of a unit's full gradients; accumulated ones in the reduction dtype."""
         widths = self.job.widths
         width = widths.reduce if accumulated else widths.compute
         return sum(
@@ -114,7 +114,7 @@ class InFlightMemory:
         )
 
     def reduced(self, unit: UnitShape) -> int:
-        """Bytes of the input of a unit's reduce-scatter."""
+        """Return the bytes of the input of a unit's reduce-scatter."""
         return sum(
             self._padded(each.padded_numel(self.job.num_shards))
             * self.job.widths.reduce(each.element_bytes, is_autocast=unit.is_autocast)
@@ -123,19 +123,19 @@ class InFlightMemory:
         )
 
     def collective(self, unit: UnitShape) -> int:
-        """Bytes of the output of a unit's all-gather; a single rank gathers nothing."""
+        """Return the bytes of the output of a unit's all-gather, 0 for a single rank."""
         return self.gathered(unit) if self.job.num_shards > 1 else 0
 
     def all_gathered(self) -> int:
-        """Bytes of all units, as stages 1 and 2 have them between forward and backward pass."""
+        """Return the bytes of all units, which stages 1 and 2 keep until the backward pass."""
         return sum(map(self.gathered, self.units))
 
     def all_gradients(self) -> int:
-        """Bytes of all full gradients, as stage 1 accumulates them."""
+        """Return the bytes of all full gradients, as stage 1 accumulates them."""
         return sum(self.gradient(each, accumulated=True) for each in self.units)
 
     def forward(self, *, is_freed: bool) -> int:
-        """Most bytes at one time in a forward pass."""
+        """Return the most bytes at one time in a forward pass."""
         largest = max((self.collective(each) for each in self.units), default=0)
         tiles = max((each.forward() for each in self.tiles), default=0)
         if not is_freed:
@@ -144,7 +144,7 @@ class InFlightMemory:
         return self.roots_gathered() + max(copied_out, largest) + tiles
 
     def roots_gathered(self) -> int:
-        """Bytes of units that stay gathered throughout."""
+        """Return the bytes of units that stay gathered throughout."""
         return sum(map(self.gathered, self.roots))
 
     def _padded(self, shard_numel: int) -> int:
@@ -152,10 +152,10 @@ class InFlightMemory:
 
 
 NORM_BYTES = 8
-"""A gradient norm over several ranks: its square is reduced as one number in fp64."""
+"""Bytes of a gradient norm over ranks: its square is reduced as one fp64 number."""
 
 OVERFLOW_BYTES = 4
-"""The flag of a gradient scaler, whether gradients are finite, in single precision."""
+"""Bytes of the flag of a gradient scaler, whether gradients are finite, in fp32."""
 
 
 @dataclass(frozen=True)

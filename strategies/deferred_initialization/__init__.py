@@ -1,4 +1,4 @@
-"""Deferred initialization: construct a model without its memory, materialize it unit by unit.
+"""Deferred initialization: constructs a model without its memory, materializes it by units.
 
 ``deferred`` has the public ``deferred_init`` context. Inside it, a dispatch mode sees every
 operator: large new tensors go to ``meta``, and operators on them are appended to a ``recording``.
@@ -6,5 +6,5 @@ operator: large new tensors go to ``meta``, and operators on them are appended t
 rank.
 
 The data axis calls ``prepare_unit`` before it shards a unit, the pipeline ``prepare_modules`` for
-the modules of its stages. torchdistX has a ``deferred_init`` of the same purpose.
+the modules of its stages. torchdistX has a ``deferred_init`` for the same purpose.
 """

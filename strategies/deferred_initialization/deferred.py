@@ -1,13 +1,13 @@
-"""``deferred_init``: construct a model without its large tensors, and make them later one by one.
+"""``deferred_init``: constructs a model without its large tensors, which are made later.
 
 Large tensors are created on ``meta``, and operators on them are recorded. Operators that draw
-random numbers also run, on a scratch tensor, so that generators advance as usual: tensors that are
-real, and random numbers drawn later, are the same as without deferring. A replay starts each
-operator from the recorded state of its generator, and gives the same bits.
+random numbers also run, on a scratch tensor, so that generators advance as usual: real tensors
+and later random numbers are the same as without deferring. A replay starts each
+operator from the recorded state of its generator, with bitwise equal results.
 
-``DeferredInitMode`` is the dispatch mode that decides how each operator runs. What cannot be
-recorded, because it returns values, runs on temporary values. ``Appearance`` makes deferred tensors
-report the device on which they will be.
+``DeferredInitMode`` is the dispatch mode that decides how each operator runs. Operators that
+cannot be recorded, since they return values, run on temporary values. ``Appearance`` makes
+deferred tensors report the device on which they will be.
 """
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
@@ -64,7 +64,7 @@ def _is_deferred(tensor: Tensor) -> bool:
 
 
 class DeferredInitMode(DispatchMode):  # type: ignore[no-untyped-call]
-    """Sees every operator that runs under ``deferred_init``."""
+    """Intercepts every operator that runs under ``deferred_init``."""
 
     def __init__(self, recording: Recording, min_bytes: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -74,7 +74,7 @@ class DeferredInitMode(DispatchMode):  # type: ignore[no-untyped-call]
         self._scratch: dict[torch.device, Tensor] = {}
         self._modules: list[nn.Module] = []
         self._given: list[RecordedInput] = []
-        """Large real tensors that the recording refers to."""
+        """Large real tensors to which the recording refers."""
         self._home = torch.get_default_device()
         if self._home.type == "meta":
             self._home = torch.device("cpu")
@@ -86,12 +86,12 @@ class DeferredInitMode(DispatchMode):  # type: ignore[no-untyped-call]
         self._modules.append(module)
 
     def see_module(self, module: nn.Module, name: str, child: Any) -> None:
-        """Called by torch for each registered child: copied modules are seen only here."""
+        """Called by torch for each registered child: only here are copied modules seen."""
         if child is not None:
             self._modules.append(child)
 
     def make_buffer(self, module: nn.Module, name: str, buffer: Any) -> Any:
-        """Called by torch for each registered buffer: buffers are real."""
+        """Called by torch for each registered buffer; makes it real."""
         if not isinstance(buffer, Tensor) or not _is_deferred(buffer):
             return None
         return self.make(buffer)
@@ -307,9 +307,9 @@ class DeferredInitMode(DispatchMode):  # type: ignore[no-untyped-call]
 
 
 class Appearance(TorchFunctionMode):
-    """Handles accesses to a tensor that bypass the dispatcher.
+    """Intercepts accesses to a tensor that bypass the dispatcher.
 
-    torch's initialisers do nothing on ``meta``, and constructors read a parameter's device.
+    torch's initializers do nothing on ``meta``, and constructors read a parameter's device.
     """
 
     def __init__(self, mode: DeferredInitMode) -> None:
@@ -363,7 +363,7 @@ _SET_DATA: Any = getattr(Tensor, "data").__set__  # noqa: B009 - typed as what i
 
 
 MIN_BYTES = 64 << 10
-"""Smaller tensors are real: deferring them would save nothing."""
+"""Tensors with fewer bytes are real: deferring them would save nothing."""
 
 _active: ContextVar["DeferredInitMode | None"] = ContextVar("boltmesh_deferred_init", default=None)
 
@@ -402,7 +402,7 @@ def deferred_init(*, min_bytes: int = MIN_BYTES) -> Iterator[None]:
     started with ``spawn``: build the model in ``configure_model`` there).
 
     Args:
-        min_bytes: Tensors of this size and larger are deferred.
+        min_bytes: Tensors with at least so many bytes are deferred.
 
     Raises:
         ConfigError: If the construction does something that cannot be replayed.
@@ -434,11 +434,11 @@ def is_deferred(tensor: Tensor) -> bool:
 
 
 def replay(tensor: Tensor, name: str) -> Tensor:
-    """Make a deferred tensor, on the device that its construction requested.
+    """Return a deferred tensor with values, on the device that its construction requested.
 
     Args:
-        tensor: Deferred; it is not changed.
-        name: Its name in messages.
+        tensor: A deferred tensor; it does not change.
+        name: Its name, for messages.
 
     Raises:
         ConfigError: If it was changed after the construction, which is not recorded.

@@ -46,11 +46,11 @@ def prepare_unit(
     Args:
         unit: A module, or several that are sharded as one.
         device: Target device.
-        group: Ranks that get the same values.
+        group: Ranks that get equal values.
         name: The unit's dotted name, for messages.
 
     Returns:
-        By each parameter that was on ``meta``, the one in its place.
+        The new parameter for each parameter that was on ``meta``.
 
     Raises:
         ConfigError: If a module on ``meta`` has no ``reset_parameters``.
@@ -73,12 +73,12 @@ def lay_in_rows(modules: Iterable[nn.Module]) -> None:
 def prepare_modules(
     modules: dict[nn.Module, str], *, device: torch.device, group: ProcessGroup
 ) -> dict[nn.Parameter, nn.Parameter]:
-    """Like ``prepare_unit``, for the modules' own tensors only, not those of their children.
+    """Like ``prepare_unit``, for the modules' own tensors, without those of children.
 
     Args:
-        modules: With their dotted names, parents first.
+        modules: Modules with their dotted names, parents first.
         device: Target device.
-        group: Ranks that get the same values.
+        group: Ranks that get equal values.
     """
     give_back_free_memory()  # of the previous unit, which is sharded by now
     replaced = _make_modules(modules, device, has_values=group.rank() == 0)
@@ -89,10 +89,11 @@ def prepare_modules(
 
 @torch.no_grad()
 def materialize(module: nn.Module, device: torch.device | str = "cpu") -> None:
-    """Make tensors on ``meta``, deferred or plain, in this process only; move real ones.
+    """Give tensors on ``meta`` values, deferred or plain, in this process; move real ones. Local.
 
-    For a model built under ``deferred_init`` and used without a strategy. Strategies whose ranks
-    keep full models call it on every rank, and then broadcast the values of the first one.
+    For a model that was built under ``deferred_init`` and is used without a strategy. Strategies
+    whose ranks keep full models call it on every rank, and then broadcast the values of the first
+    one.
 
     Raises:
         ConfigError: If a module on ``meta`` has no ``reset_parameters``.
@@ -101,7 +102,7 @@ def materialize(module: nn.Module, device: torch.device | str = "cpu") -> None:
 
 
 def broadcast_tensors(tensors: Sequence[Tensor], group: ProcessGroup) -> None:
-    """Broadcast the values of the group's first rank, in place. Collective over ``group``."""
+    """Broadcast tensors of any shape from the group's first rank, in place. Collective."""
     if group.size() == 1:
         return
     different = [
@@ -120,10 +121,10 @@ def broadcast_tensors(tensors: Sequence[Tensor], group: ProcessGroup) -> None:
 
 @contextmanager
 def values_in_calls(root: nn.Module) -> Iterator[None]:
-    """Within it, a model computes in this process, block by block, as if it were made.
+    """Context in which a deferred model can compute in this process, block by block.
 
-    A repeated block has its values while it runs, and all else has them until the end. Behind it
-    every tensor is the one that it was before. For steps without a graph, which would keep them.
+    A repeated block has values while it runs, all other modules until the end. Afterwards
+    every tensor is the one from before. For steps without autograd, whose graph would keep values.
 
     Raises:
         ConfigError: If a module on ``meta`` has no ``reset_parameters``.
@@ -159,22 +160,22 @@ class _MadeInCalls:
         self._calls: list[ExitStack] = []
 
     def begin(self, *_: object) -> None:
-        """Make its tensors, unless it is running already."""
+        """Make the block's tensors, unless it is running already."""
         self._calls.append(ExitStack())
         self._calls[-1].enter_context(made_for_now(self._modules))
 
     def end(self, *_: object) -> None:
-        """Take away what this call has made."""
+        """Remove the values that this call has made."""
         if self._calls:
             self._calls.pop().close()
 
 
 @contextmanager
 def made_for_now(modules: dict[nn.Module, str]) -> Iterator[None]:
-    """Within it, these modules' own tensors have values on the CPU, made by this process alone.
+    """Context in which these modules' own tensors have values on the CPU, in this process. Local.
 
     Args:
-        modules: With their dotted names, parents first.
+        modules: Modules with their dotted names, parents first.
 
     Raises:
         ConfigError: If a module on ``meta`` has no ``reset_parameters``.
@@ -205,7 +206,7 @@ def made_for_now(modules: dict[nn.Module, str]) -> Iterator[None]:
 def _make_modules(
     modules: dict[nn.Module, str], device: torch.device, *, has_values: bool
 ) -> dict[nn.Parameter, nn.Parameter]:
-    """Make what is on ``meta``, move the rest; return made parameters by those on ``meta``."""
+    """Make tensors on ``meta``, move others; return new parameters by those on ``meta``."""
     known: dict[int, tuple[Tensor, Tensor]] = {}
 
     def make(tensor: Tensor, name: str, *, has_values: bool) -> Tensor:
@@ -232,7 +233,7 @@ def _make_modules(
 
 
 def _make(tensor: Tensor, name: str, device: torch.device, *, has_values: bool) -> Tensor:
-    """Return the tensor on the device: itself, moved, if it is real."""
+    """Return a tensor on the device, with values or uninitialized; a real one is moved."""
     if not tensor.is_meta:
         if is_composite(tensor):  # whose ``data`` cannot be set to that of another device
             is_there = all(each.device == device for each in components_of(tensor))
@@ -250,7 +251,7 @@ def _make(tensor: Tensor, name: str, device: torch.device, *, has_values: bool) 
 
 
 def make_values(tensor: Tensor, name: str, device: torch.device) -> Tensor:
-    """Make the values of a deferred tensor on a device, in memory of its own."""
+    """Return the values of a deferred tensor, contiguous on a device, in their own memory."""
     made = replay(tensor, name).to(device).contiguous()
     if made.untyped_storage().nbytes() > made.nbytes:
         made = made.clone()  # a view would keep the full storage
@@ -262,7 +263,7 @@ def is_to_reset(module: nn.Module, path: str) -> bool:
     """Whether a module's own tensors are on plain ``meta``, so that it has to reset them itself.
 
     Raises:
-        ConfigError: If it cannot.
+        ConfigError: If it has no ``reset_parameters``, or if some of its tensors are real.
     """
     own = dict(own_tensors(module))
     bare = [key for key, each in own.items() if each.is_meta and not is_deferred(each)]
@@ -323,7 +324,7 @@ def deferred_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def make_attributes(module: nn.Module, make: Callable[[Tensor], Tensor]) -> None:
-    """Make tensors in the attributes of ``deferred_attributes``."""
+    """Replace tensors in the attributes that ``deferred_attributes`` yields by ``make``."""
 
     def make_deferred(value: Any) -> Any:
         return make(value) if isinstance(value, Tensor) and is_deferred(value) else value

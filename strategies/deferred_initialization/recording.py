@@ -3,11 +3,11 @@
 A ``Recording`` is a list of ``Operation``. A deferred tensor is a tensor on ``meta`` whose storage
 is marked with the recording and a number, so that views, ``Parameter`` objects and copies of the
 tensor object all share one history; the recording lives as long as a marked storage does. A
-``Space`` is such a storage, a ``View`` the part of it that a tensor shows, and ``Content`` the
+``Space`` is such a storage, a ``View`` the part of it that a tensor covers, and ``Content`` the
 storages that exist during a replay.
 
-What recording needs to know of an operator, such as what it writes and whether it draws random
-numbers, is at the end.
+Functions on operators, such as which tensors one writes and whether it draws random
+numbers, are at the end.
 """
 
 import heapq
@@ -41,7 +41,7 @@ class Content(dict[int, Tensor]):
 
 @dataclass(frozen=True)
 class Space:
-    """A storage that does not exist."""
+    """A storage that does not exist yet."""
 
     home: torch.device
     """The device on which it would be."""
@@ -50,7 +50,7 @@ class Space:
 
 @dataclass(frozen=True)
 class Geometry:
-    """The elements of a storage that a tensor shows."""
+    """The elements of a storage that a tensor covers."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -59,7 +59,7 @@ class Geometry:
 
     @classmethod
     def of(cls, tensor: Tensor) -> "Geometry":
-        """The geometry of any tensor."""
+        """Return the geometry of any tensor."""
         offset = int(tensor.storage_offset())
         return cls(tuple(tensor.size()), tuple(tensor.stride()), offset, tensor.dtype)
 
@@ -72,7 +72,7 @@ class View:
     geometry: Geometry
 
     def of(self, content: Content) -> Tensor:
-        """The same view of the storage that exists now."""
+        """Return this view of the storage in ``content``."""
         owner = content[self.storage]
         shape = self.geometry
         empty = torch.empty(0, dtype=shape.dtype, device=owner.device)
@@ -80,7 +80,7 @@ class View:
 
 
 def covers_storage(tensor: Tensor) -> bool:
-    """Whether a tensor shows every element of its storage, each once."""
+    """Whether a tensor covers every element of its storage exactly once."""
     expected = 1
     for step, length in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
         if length != 1 and step != expected:
@@ -111,7 +111,7 @@ class RecordedInput:
         self.is_copied = True
 
     def value(self) -> Tensor:
-        """The tensor with its value at that time.
+        """Return the tensor with its value at that time.
 
         Raises:
             ConfigError: If it was changed after the recording had ended.
@@ -127,26 +127,26 @@ class RecordedInput:
 
 @dataclass(frozen=True)
 class Operation:
-    """One operator with everything that it depends on."""
+    """One recorded operator, with everything that it depends on."""
 
     function: OpOverload
     args: tuple[Any, ...]
-    """The arguments, with each tensor replaced by a ``View`` or a ``Given``."""
+    """The arguments, with each tensor replaced by a ``View`` or a ``RecordedInput``."""
     kwargs: dict[str, Any]
     reads: frozenset[int]
-    """Storages whose content it needs, including those that it changes in part."""
+    """Storages whose content it reads, including those that it changes in part."""
     writes: frozenset[int]
     overwrites: frozenset[int]
     """Those of ``writes`` that it overwrites completely."""
     makes: tuple[tuple[int, int, Geometry], ...]
-    """Outputs with storages of their own: the output, the storage, what it shows."""
+    """Outputs with new storages: index of the output, storage, and the elements that it covers."""
     default_dtype: torch.dtype
     generator: torch.Generator | None
     random_state: Tensor | None
     """State of the generator before an operator that draws random numbers."""
 
     def run(self, content: Content) -> None:
-        """Run it again, on storages that exist."""
+        """Run the operator again, on the storages in ``content``."""
 
         def real(value: Any) -> Any:
             if isinstance(value, View):
@@ -210,11 +210,11 @@ class Recording:
         return number
 
     def home(self, tensor: Tensor) -> torch.device:
-        """The device on which a deferred tensor would be."""
+        """Return the device on which a deferred tensor would be."""
         return self._spaces[self._number(tensor)].home
 
     def view(self, tensor: Tensor) -> View:
-        """Return the part of a storage that a deferred tensor shows."""
+        """Return the part of a storage that a deferred tensor covers."""
         return View(self._number(tensor), Geometry.of(tensor))
 
     def append(self, operation: Operation) -> None:
@@ -225,9 +225,9 @@ class Recording:
 
     @torch.no_grad()
     def replay(self, view: View) -> Tensor:
-        """Make a deferred tensor, on its home device; random generators are not changed.
+        """Return a deferred tensor with values, on its home device; generators do not change.
 
-        At any time only the tensor exists and what one operator needs in addition.
+        At any time only this tensor and the tensors that one operator needs exist.
         """
         numbers = self._history(view.storage)
         last_use = {
@@ -274,7 +274,7 @@ class Recording:
 
 
 def recording_of(tensor: Tensor) -> Recording | None:
-    """The recording in which a tensor is deferred; None for every other tensor."""
+    """Return the recording in which a tensor is deferred; None for other tensors."""
     try:
         mark = getattr(tensor.untyped_storage(), _MARK, None)
     except NotImplementedError:  # a sparse tensor
@@ -293,7 +293,7 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """The tensors of an operator's arguments or outputs, in order."""
+    """Return the tensors of an operator's arguments or outputs, in order."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, dict):
@@ -343,7 +343,7 @@ def written_by(func: OpOverload, args: Any, kwargs: Any) -> list[Tensor]:
 
 
 def is_factory(func: OpOverload) -> bool:
-    """Whether an operator makes a tensor from scratch; its arguments give at most the shape."""
+    """Whether an operator creates a tensor; its arguments determine at most the shape."""
     return func is not CAST and takes_device(func)
 
 
