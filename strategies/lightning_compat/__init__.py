@@ -1,7 +1,7 @@
-"""The private names of Lightning that the strategies need, each with why, in one room.
+"""The private names of Lightning that the strategies need, each with the reason.
 
-Written for lightning 2.6. Public names are imported where they are used. Others import from here;
-what is kept where is the business of these files.
+Written for lightning 2.6. Public names are imported where they are used. Other packages import
+from here or from the modules of this package.
 """
 
 from lightning.fabric.utilities.distributed import (

@@ -1,9 +1,9 @@
-"""Launchers that end all ranks of this host when one dies, and SIGTERM handling of a run.
+"""Launchers that end all ranks of this host if one dies, and handling of SIGTERM in a run.
 
-``RankErrors`` shows the errors of the ranks that a script has started, the first cause last on the
-screen. Each failing rank leaves a report for the process that started it, and its traceback in a
-file. That process shows the traceback of the rank that failed first, and below it one line that
-says what failed and where the tracebacks of the other ranks are.
+``RankErrors`` shows the errors of the ranks that a script has started, with the first cause last
+on the screen. Each failing rank leaves a report for the process that started it, and its traceback
+in a file. That process shows the traceback of the rank that failed first, followed by one line
+that says what failed and where the tracebacks of the other ranks are.
 """
 
 import atexit
@@ -59,11 +59,11 @@ _REPORTS_POLL_S = 0.03
 
 
 class RankErrors:
-    """Reports between a script's process and the ranks that it starts.
+    """Reports from the ranks that a script's process starts to that process.
 
     Args:
         rank: Global rank of this process.
-        log_folder: Where tracebacks are written; the temporary folder where that is no directory.
+        log_folder: Folder for tracebacks; if it does not exist, the temporary folder is used.
     """
 
     def __init__(self, rank: int, log_folder: str | os.PathLike[str]) -> None:
@@ -73,23 +73,23 @@ class RankErrors:
 
     @staticmethod
     def open_folder() -> None:
-        """Make a folder for reports, which processes that are started later inherit."""
+        """Create a folder for reports, which processes that are started later inherit."""
         os.environ[_FOLDER] = str(make_report_folder())
         atexit.register(RankErrors.remove_folder, of=os.getpid())
 
     @staticmethod
     def remove_folder(of: int | None = None) -> None:
-        """Remove the folder of reports, at the end of the process that made it.
+        """Remove the folder of reports, at the end of the process that created it.
 
         Args:
-            of: That process; a fork of it runs its exit functions too, and removes nothing.
+            of: Id of that process: a fork of it also runs its exit functions, and removes nothing.
         """
         folder = os.environ.get(_FOLDER)
         if folder is not None and of in (None, os.getpid()):
             shutil.rmtree(folder, ignore_errors=True)
 
     def report(self, error: Exception) -> None:
-        """Leave a report for the process that started this one, which shows it."""
+        """Write a report for the process that started this one, which shows it."""
         report = report_of_error(error, rank=self.rank, run_folder=self.log_folder)
         store_traceback(report)
         with contextlib.suppress(FileNotFoundError):  # that process showed its own error and ended
@@ -97,12 +97,12 @@ class RankErrors:
         _hide(error)
 
     def show(self, error: Exception, find_death: Callable[[], str | None], within_s: float) -> None:
-        """Show which rank failed first; hide an error of this process that follows from it.
+        """Show which rank failed first; hide this process's error if it is a consequence.
 
         Args:
-            error: The one that this process ends with.
-            find_death: Returns in words which rank has died without a report, None if none has.
-            within_s: How long to wait for the cause of an error that names a lost peer.
+            error: The error that ends this process.
+            find_death: Returns a text that names a rank that died without a report, else None.
+            within_s: Seconds to wait for the cause of an error that names a lost peer.
         """
         own = report_of_error(error, rank=self.rank, run_folder=self.log_folder)
         deadline = time.monotonic() + within_s
@@ -125,10 +125,10 @@ class RankErrors:
         _hide(error)
 
     def show_first(self, death: str) -> None:
-        """Show the report of the rank that failed first, or how one died.
+        """Show the report of the rank that failed first, or which rank died.
 
         Args:
-            death: Which rank has died without a report, in words.
+            death: Text that names a rank that died without a report.
         """
         first = self._first_cause()
         if first is None:
@@ -140,7 +140,7 @@ class RankErrors:
 
     @property
     def logs(self) -> Path:
-        """Files of all tracebacks, as a pattern."""
+        """Pattern of the paths of all tracebacks."""
         return self.log_folder / "error-rank-*.txt"
 
     @staticmethod
@@ -152,7 +152,7 @@ class RankErrors:
 
 
 def _hide(error: Exception) -> None:
-    """Do not print the traceback of an error that ends this process."""
+    """Suppress the traceback of an error that ends this process."""
     before = sys.excepthook
 
     def hook(
@@ -170,23 +170,23 @@ def _print(text: str) -> None:
 
 
 class SigtermAgreement:
-    """Ends a run after SIGTERM on all ranks before the same batch.
+    """Ends a run after SIGTERM, on all ranks before the same batch.
 
-    Lightning's handler broadcasts at any point of the code, and its loop broadcasts before every
+    Lightning's handler broadcasts at any point in the code, and its loop broadcasts before every
     batch. A rank that is already in the loop's broadcast pairs it with the handler's, and then each
     rank waits in another collective forever. Here the handler only sets a flag, and the ranks
     exchange their flags before a batch: if one rank received the signal, all of them end.
 
-    SLURM's signal to save and requeue is handled with it. Lightning saves in the handler, at any
-    point of the code: ranks would wait for each other forever, or write shards of different steps,
-    and one rank would write a batch as used that it has not trained on, or half a step. Here all
-    ranks, also if that is one, save before the same batch, with which a new step begins.
+    SLURM's signal to save and requeue is handled likewise. Lightning saves in the handler, at any
+    point in the code: ranks would wait for each other forever or write shards of different steps,
+    and a single rank would record a batch as used that it has not trained on, or half a step. Here
+    all ranks, even a single one, save before the same batch, with which a new step begins.
 
     Args:
         trainer: The Trainer of the run.
         take_flags: Returns the maximum over all ranks of ``flags`` since its last call, equal on
-            all ranks, if they exchange them anyway at the end of a batch. By default they are
-            reduced before each batch, and on GPUs count from the batch after it.
+            all ranks, if they already exchange them at the end of a batch. None: flags are
+            reduced before each batch; on GPUs the result is used one batch later.
     """
 
     def __init__(
@@ -196,17 +196,17 @@ class SigtermAgreement:
         self._take_flags = take_flags
         self._has_sigterm = False
         self._requeue = 0
-        """SLURM's signal, once it was received; else 0."""
+        """SLURM's signal after it was received, else 0."""
         self._is_saving = False
         self._host_group: dist.ProcessGroup | None = None
-        """A group of all ranks over gloo; None before the first batch, and on the CPU."""
+        """A gloo group of all ranks; None before the first batch, and on the CPU."""
         self._reduced: tuple[dist.Work, torch.Tensor] | None = None
 
     def begin(self) -> None:
-        """Replace Lightning's handler, and the broadcast of its loop.
+        """Replace Lightning's handler and the broadcast of its loop.
 
-        On all ranks before a loop; further calls change nothing. A handler that is not Lightning's,
-        such as that of ``boltmesh fit``, stays.
+        Call it on all ranks before a loop; further calls change nothing. Handlers that are not
+        Lightning's, such as that of ``boltmesh fit``, stay.
         """
         loop: Any = self._trainer.fit_loop.epoch_loop
         connector = self._trainer._signal_connector
@@ -223,7 +223,7 @@ class SigtermAgreement:
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
-        """Within, SIGTERM does not interrupt a save outside of training; the run ends after it."""
+        """Context in which SIGTERM ends the run only after a save outside of training."""
         with patched(self, _is_saving=True):
             yield
         if self._has_sigterm and not self._trainer.training:
@@ -249,7 +249,7 @@ class SigtermAgreement:
         self._requeue = signum
 
     def flags(self) -> tuple[float, float]:
-        """Return whether this rank received SIGTERM, and SLURM's signal or 0."""
+        """Return whether this rank received SIGTERM (0 or 1), and SLURM's signal or 0."""
         return float(self._has_sigterm), float(self._requeue)
 
     def _reduce_flags(self) -> None:
@@ -270,9 +270,9 @@ class SigtermAgreement:
             raise SIGTERMException(128 + signal.SIGTERM)
 
     def _save_and_requeue(self, signum: int) -> None:
-        """Do what Lightning's handler does, unless gradients have been added up for a step.
+        """Save and requeue as Lightning's handler does, unless a step has accumulated gradients.
 
-        They are in no checkpoint. The rank that received the signal goes on telling it.
+        Checkpoints do not contain these. The rank that received the signal then keeps its flag.
         """
         trainer = self._trainer
         if begins_step(trainer):
@@ -293,9 +293,9 @@ class SigtermAgreement:
             self._reduced = None
 
     def _reduce_on_host(self) -> list[float]:
-        """Return the maximum of the flags at the batch before; begin to reduce those of now.
+        """Return the maximum of the last batch's flags; start to reduce the present ones.
 
-        A reduction on a GPU would make the host wait for all kernels of the batch before.
+        A reduction on a GPU would make the host wait for all kernels of the last batch.
         """
         if self._host_group is None:
             group = dist.new_group(backend="gloo")
@@ -329,14 +329,14 @@ _GRACE_S = 3.0
 
 
 _UNWIND_S = 30.0
-"""For this process to end by an error of its own."""
+"""Seconds for this process to end by its own error."""
 
 
 def _refuse_in_notebook(start_method: str) -> None:
-    """Refuse to start ranks from a script where there is none. Lightning would advise its own DDP.
+    """Refuse to start ranks from a script if there is none. Lightning would suggest its own DDP.
 
     Raises:
-        ConfigError: With what to write.
+        ConfigError: Naming the option to set.
     """
     if _IS_INTERACTIVE and start_method != "fork":
         raise ConfigError(
@@ -348,7 +348,7 @@ def _refuse_in_notebook(start_method: str) -> None:
 
 
 class ScriptLauncher(_SubprocessScriptLauncher):
-    """Runs the script again for the other ranks of this host, and ends all when one dies.
+    """Runs the script again for the other ranks of this host, and ends all if one dies.
 
     Lightning's own observer polls every five seconds and kills its process with no message; this
     one shows the first rank that failed, last on the screen (``RankErrors``). A rank whose
@@ -356,7 +356,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
     """
 
     on_death: Callable[[int, int | None], None] | None = None
-    """Called with the first local rank that died and its exit code, None if that is unknown."""
+    """Called with the first local rank that died and its exit code, None if unknown."""
 
     def __init__(
         self, cluster_environment: ClusterEnvironment, num_processes: int, num_nodes: int
@@ -437,7 +437,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         end_process(1)
 
     def _find_death(self) -> str | None:
-        """Return in words which rank died first; None if all are alive or ended well."""
+        """Return a text that names the rank that died first; None if none has failed."""
         with self._deaths:
             if self._first_death is None:
                 codes = [process.poll() for process in self.procs]
@@ -452,7 +452,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
 
 
 class MultiProcessingLauncher(_MultiProcessingLauncher):
-    """Gives the main process full parameters where ranks hold shards."""
+    """Returns full parameters to the main process, also if ranks hold shards."""
 
     def __init__(
         self, strategy: ParallelStrategy, start_method: Literal["spawn", "fork", "forkserver"]

@@ -1,4 +1,4 @@
-"""A Trainer's module, callbacks, plugins and modes, and what uses gradients beside optimizers."""
+"""A Trainer's module, callbacks, plugins and modes, and the hooks that use its gradients."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -25,19 +25,19 @@ from torch.nn import Module
 
 
 def is_wrapping(checkpoint_io: CheckpointIO) -> bool:
-    """Whether a checkpoint plugin hands on to another one, as the asynchronous one does."""
+    """Whether a checkpoint plugin wraps another one, as the asynchronous one does."""
     return isinstance(checkpoint_io, _WrappingCheckpointIO)
 
 
 def is_for_requeue(path: str | PathLike[str]) -> bool:
-    """Whether a checkpoint is the one from which SLURM resumes the job once it is saved."""
+    """Whether a checkpoint is one that is saved for SLURM to requeue the job."""
     return PurePath(path).name.startswith("hpc_ckpt_")
 
 
 def save_for_requeue_in(trainer: Trainer, folder: Path) -> None:
-    """Let SLURM's signal to save and requeue save into a folder, and not into the Trainer's root.
+    """Make SLURM's signal to save and requeue save into a folder, not the Trainer's root folder.
 
-    There Lightning finds it in any later run under SLURM, and loads it unasked.
+    In the root folder, Lightning would find and load it in any later run under SLURM.
     """
     connector = trainer._checkpoint_connector
     own = connector.hpc_save_path
@@ -45,12 +45,12 @@ def save_for_requeue_in(trainer: Trainer, folder: Path) -> None:
 
 
 def is_in_fit(trainer: Trainer) -> bool:
-    """Whether a fit is under way, which will come to its end or to an error."""
+    """Whether a fit is running."""
     return trainer.state.fn == TrainerFn.FITTING and trainer.state.status == TrainerStatus.RUNNING
 
 
 def trainer_of(module: LightningModule | None) -> Trainer | None:
-    """The module's Trainer, None before it is attached (the public property raises then)."""
+    """Return the module's Trainer, None before it is attached (the public property raises)."""
     return None if module is None else module._trainer
 
 
@@ -70,14 +70,14 @@ def attributes_of_run(trainer: Trainer) -> list[dict[str, Any]]:
 
 
 def autocast_dtype(plugin: Precision) -> "torch.dtype | None":
-    """Return what autocast computes in, None for precisions without autocast."""
+    """Return the dtype in which autocast computes, None for precisions without autocast."""
     if not isinstance(plugin, MixedPrecision):
         return None
     return torch.bfloat16 if plugin.precision == "bf16-mixed" else torch.float16
 
 
 def parameter_dtype(plugin: Precision) -> torch.dtype:
-    """Return what a run makes of an fp32 parameter."""
+    """Return the dtype to which a run converts an fp32 parameter."""
     # A layer of torch would draw its weights from the generator of the run.
     one = nn.ParameterList([torch.zeros(1)])
     return next(plugin.convert_module(one).parameters()).dtype
@@ -89,9 +89,9 @@ def is_compiled_whole(module: LightningModule | None) -> bool:
 
 
 def in_precision(plugin: Precision, module: Module) -> Module:
-    """Convert a module to the precision of a run, unless an earlier run has.
+    """Convert a module to the precision of a run, unless an earlier run has done so.
 
-    Its shards can no longer be replaced by converted ones.
+    Shards cannot be replaced by converted ones.
     """
     dtype = parameter_dtype(plugin)
     tensors = [*module.parameters(), *module.buffers()]
@@ -101,17 +101,17 @@ def in_precision(plugin: Precision, module: Module) -> Module:
 
 
 def callbacks_of(trainer: Trainer) -> list[Callback]:
-    """Return the callbacks; Lightning sets the attribute without declaring it."""
+    """Return the Trainer's callbacks; Lightning does not declare the attribute."""
     return list(trainer.callbacks)  # type: ignore[attr-defined]
 
 
 def draws_graph(logger: Logger) -> bool:
-    """Whether a logger runs the model to log its graph, as that of TensorBoard may."""
+    """Whether a logger runs the model to log its graph, as TensorBoard's may."""
     return bool(getattr(logger, "_log_graph", False))
 
 
 def add_callback(trainer: Trainer, callback: Callback) -> None:
-    """Add a callback behind all others, once of its class."""
+    """Add a callback after all others; replace one of the same class."""
     known: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     known[:] = [each for each in known if type(each) is not type(callback)]
     known.append(callback)
@@ -120,7 +120,7 @@ def add_callback(trainer: Trainer, callback: Callback) -> None:
 def forbid_inference_mode(trainer: Trainer) -> None:
     """Make the evaluation loops use ``no_grad``.
 
-    Tensors made under ``inference_mode`` are inference tensors for good, and gathered parameters
+    Tensors made under ``inference_mode`` stay inference tensors, and gathered parameters
     are kept and written in place later.
     """
     for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
@@ -130,13 +130,13 @@ def forbid_inference_mode(trainer: Trainer) -> None:
 def prepare_for_parts(
     trainer: Trainer, run: Callable[[Callable[[], Any]], Any], *, is_sharded: bool
 ) -> None:
-    """Let a Trainer run a module of which each rank has a part.
+    """Prepare a Trainer for a module of which each rank holds a part.
 
     ``ModelSummary`` runs the module's ``example_input_array`` outside of steps.
 
     Args:
-        trainer: Sets up a run.
-        run: Calls a function that calls the module outside of steps. Collective over all ranks.
+        trainer: A Trainer that sets up a run.
+        run: Calls a function that uses the module outside of steps. Collective over all ranks.
         is_sharded: Whether parameters are gathered for each step.
     """
     if is_sharded:
@@ -159,21 +159,21 @@ def _summary_by(
 
 
 def tell_device(replica: Module, device: torch.device) -> None:
-    """Let the modules of a copy that torch has put on a device give that one as theirs."""
+    """Make ``.device`` of a model copy's modules return the device to which torch moved it."""
     for each in replica.modules():
         if isinstance(each, _DeviceDtypeModuleMixin):
             each._device = device
 
 
 def uses_lightning_norm(plugin: Precision) -> bool:
-    """Whether clipping by norm is Lightning's own, so that ours may take its place."""
+    """Whether clipping by norm is Lightning's own, so that ours may replace it."""
     return type(plugin).clip_grad_by_norm is Precision.clip_grad_by_norm
 
 
 def run_gradient_hooks_within(
     plugin: Precision, context: Callable[[], AbstractContextManager[object]]
 ) -> None:
-    """Let a plugin call hooks behind a backward pass and before a step within a context."""
+    """Make a plugin call the hooks after a backward pass and before a step within a context."""
     for name in ("post_backward", "_after_closure"):
         setattr(plugin, name, partial(_call_within, context, getattr(type(plugin), name), plugin))
 
@@ -197,9 +197,9 @@ _GRADIENT_HOOKS = (
 
 
 def reads_gradients(trainer: Trainer, module: LightningModule) -> bool:
-    """Whether anything of the user's may look at ``.grad`` before an optimizer has stepped.
+    """Whether the user's code or the Trainer may read ``.grad`` before an optimizer has stepped.
 
-    A callback with the class attribute ``reads_gradients = False`` is taken at its word.
+    A callback with the class attribute ``reads_gradients = False`` does not count.
     """
     if trainer.gradient_clip_algorithm == "value":
         return True
@@ -215,24 +215,24 @@ def reads_gradients(trainer: Trainer, module: LightningModule) -> bool:
 
 
 def module_reads_gradients(module: LightningModule) -> bool:
-    """Whether a module's own hooks may look at ``.grad`` before an optimizer has stepped."""
+    """Whether a module's own hooks may read ``.grad`` before an optimizer has stepped."""
     hooks = (*_GRADIENT_HOOKS, "backward", "configure_gradient_clipping", "optimizer_zero_grad")
     is_automatic = module.automatic_optimization
     return not is_automatic or any(is_overridden(h, module, LightningModule) for h in hooks)
 
 
 def module_keeps_gradients(module: LightningModule) -> bool:
-    """Whether gradients of the step before are there until a module's own code zeroes them."""
+    """Whether a module's own code zeroes gradients, or reads them before they are zeroed."""
     hooks = ("optimizer_zero_grad", "on_before_zero_grad")
     is_automatic = module.automatic_optimization
     return not is_automatic or any(is_overridden(h, module, LightningModule) for h in hooks)
 
 
 def begins_window(trainer: Trainer) -> bool:
-    """Whether the batch in work is the first of an accumulation window.
+    """Whether the current batch is the first of an accumulation window.
 
-    Lightning zeroes gradients then, whatever the window before has left. False where that is not
-    known: under manual optimisation, and in steps that draw their batches themselves.
+    Lightning then zeroes gradients, whatever the last window has left. False if this is not
+    known: with manual optimization, and in steps that draw their batches themselves.
     """
     if not (trainer.training and trainer.lightning_module.automatic_optimization):
         return False
@@ -242,10 +242,10 @@ def begins_window(trainer: Trainer) -> bool:
 
 
 def zeroes_gradients(trainer: Trainer) -> bool:
-    """Whether the batch in work begins a step whose gradients Lightning's own code zeroes.
+    """Whether the current batch begins a step whose gradients Lightning's own code zeroes.
 
-    It does so between forward and backward pass. False where a hook of the user's does it, or may
-    look at what is there.
+    It does so between forward and backward pass. False if a user's hook zeroes gradients, or may
+    read them before.
     """
     if module_keeps_gradients(trainer.lightning_module) or not begins_window(trainer):
         return False
@@ -255,7 +255,7 @@ def zeroes_gradients(trainer: Trainer) -> bool:
 
 
 def _readers(trainer: Trainer) -> list[Callback]:
-    """The callbacks that do not say of themselves that they look at no gradients."""
+    """Return the callbacks without ``reads_gradients = False``."""
     return [each for each in callbacks_of(trainer) if getattr(each, "reads_gradients", True)]
 
 
@@ -266,11 +266,11 @@ def has_norm_clipping(trainer: Trainer) -> bool:
 
 
 def load_instead(trainer: Trainer, checkpoint: str) -> None:
-    """Let a fit that is being set up go on from this checkpoint, instead of its ``ckpt_path``.
+    """Make a fit that is being set up resume from this checkpoint instead of its ``ckpt_path``.
 
     Args:
-        trainer: Before it restores anything.
-        checkpoint: What its strategy is asked to load.
+        trainer: The Trainer, before it restores anything.
+        checkpoint: Path that is passed to its strategy.
     """
     connector = trainer._checkpoint_connector
     start = connector.resume_start

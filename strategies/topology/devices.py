@@ -1,4 +1,4 @@
-"""Devices of a job's ranks: their locations, the errors of CUDA, and the cores near each device.
+"""Devices of a job's ranks: their locations, CUDA's errors, and the cores near each device.
 
 ``gather_topology`` collects the host and the device of every rank, and the links between them.
 """
@@ -27,10 +27,10 @@ _TASKS = Path("/proc/self/task")
 def refuse_devices(
     devices: Sequence[torch.device], count: Callable[[], int], environment: Mapping[str, str]
 ) -> None:
-    """Refuse devices of this host's ranks that do not exist, or that ranks share by accident.
+    """Refuse devices of this host's ranks that do not exist or that ranks share by mistake.
 
     Args:
-        devices: One for each rank of this host.
+        devices: The device of each rank of this host.
         count: Returns the number of CUDA devices that torch sees.
         environment: Environment of this process.
 
@@ -58,7 +58,7 @@ def refuse_devices(
 
 
 def explain_cuda(error: BaseException, environment: Mapping[str, str]) -> ConfigError | None:
-    """Return an error of CUDA's or NCCL's start in terms of what to change; None for others."""
+    """Return an error that says what to change for one of CUDA's or NCCL's start; else None."""
     text = str(error)
     if "Duplicate GPU detected" in text:
         return ConfigError(
@@ -100,7 +100,7 @@ def _shown(environment: Mapping[str, str]) -> str:
 
 
 def cores_of(text: str) -> frozenset[int]:
-    """Return the cores of a list such as ``0-3,8``."""
+    """Return the cores in a list such as ``0-3,8``."""
     cores: set[int] = set()
     for part in text.strip().split(","):
         first, _, last = part.partition("-")
@@ -110,11 +110,11 @@ def cores_of(text: str) -> frozenset[int]:
 
 
 def near_cores(properties: Any, root: Path = PCI) -> frozenset[int]:
-    """Return the cores on the same NUMA node as a device; none where that is not known.
+    """Return the cores on the same NUMA node as a device; empty if unknown.
 
     Args:
-        properties: What ``torch.cuda.get_device_properties`` gives.
-        root: Where the kernel lists devices.
+        properties: The result of ``torch.cuda.get_device_properties``.
+        root: Folder in which the kernel lists devices.
     """
     try:
         address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}"
@@ -125,15 +125,15 @@ def near_cores(properties: Any, root: Path = PCI) -> frozenset[int]:
 
 
 class CoreBinding:
-    """Keeps this process on the cores near its GPU, and knows how many it had before."""
+    """Binds this process to the cores near its GPU, and stores how many it had before."""
 
     def __init__(self) -> None:
         self._num_before: int | None = None
 
     def bind(self, near: frozenset[int]) -> bool:
-        """Bind all threads to cores; return whether that was done.
+        """Bind all threads of this process to cores; return whether it was done.
 
-        Cores stay as they are where a user or a batch system has chosen some already, or where all
+        Nothing changes if a user or a batch system has already chosen cores, or if all cores
         are equally near.
         """
         if not sys.platform.startswith("linux"):
@@ -148,7 +148,7 @@ class CoreBinding:
         return True
 
     def num_cores(self) -> int:
-        """Return the cores that all ranks of this host have together."""
+        """Return the number of cores that the ranks of this host share."""
         if self._num_before is not None:
             return self._num_before
         return (

@@ -1,10 +1,10 @@
-"""Locations of ranks, the links between GPUs of a host as NVML reports them, and slow ones.
+"""Locations of ranks, the links between a host's GPUs as NVML reports them, and slow groups.
 
-NVML rather than torch: ``can_device_access_peer`` is true over a PCIe switch and over NVLink.
-Nothing is measured, so a run starts no later. ``Topology`` is plain data; ``gather`` fills it.
+NVML is used, not torch: ``can_device_access_peer`` is true over a PCIe switch and over NVLink.
+Nothing is measured, so the start takes no longer. ``devices.gather_topology`` makes a ``Topology``.
 
 ``find_slow_groups`` finds groups of ranks that a slow link delays although the job has a faster one
-for them. Results do not depend on links. So a finding is a warning, which names the group, its link
+for them. Results do not depend on links, so this is a warning, which names the group, its link
 and the alternative. Sizes that no order of ranks can place inside a host are refused earlier, by
 ``fit_layout`` in ``mesh.py``. ``arrange`` divides the GPUs of a host into groups connected by fast
 links.
@@ -42,7 +42,7 @@ class Link(IntEnum):
 
     @property
     def words(self) -> str:
-        """Its name in messages."""
+        """The link's name in messages."""
         return _WORDS[self]
 
 
@@ -63,12 +63,12 @@ def read_links(uuid: str, others: Iterable[str], nvml: ModuleType = pynvml) -> d
 
     Args:
         uuid: Its UUID as spelled by NVML.
-        others: UUIDs of the other GPUs. Those that NVML does not show here are left out: a job's
+        others: UUIDs of the other GPUs. Those that NVML does not show are left out: a job's
             share of a host may hide the rest, and a slice of a GPU has no links of its own.
-        nvml: The module ``pynvml``, not initialised.
+        nvml: The module ``pynvml``, not initialized.
 
     Returns:
-        Links by the other's UUID; empty without a driver.
+        Links by the other GPU's UUID; empty without a driver.
     """
     try:
         nvml.nvmlInit()
@@ -100,7 +100,7 @@ def _link(nvml: ModuleType, uuid: str, other: str) -> Link | None:
 
 
 def _has_nvlink(nvml: ModuleType, one: object, two: object) -> bool:
-    """Whether NVLink connects them, directly or through switches; False if NVML cannot tell."""
+    """Whether NVLink connects two GPUs, directly or by switches; False if NVML cannot tell."""
     try:
         status = nvml.nvmlDeviceGetP2PStatus(one, two, nvml.NVML_P2P_CAPS_INDEX_NVLINK)
     except nvml.NVMLError:
@@ -151,10 +151,10 @@ class Topology:
 
 
 def this_host() -> tuple[str, str]:
-    """Return the name of this host, and an identifier of it.
+    """Return this host's name and an identifier of it.
 
     The identifier has the kernel's boot id and the name, as in NCCL: containers of one machine with
-    host names of their own do not share memory, and communicate over the network.
+    different host names do not share memory, and communicate over the network.
     """
     name = gethostname()
     try:
@@ -173,7 +173,7 @@ class Arrangement(NamedTuple):
     """An order of ranks in which neighbours form groups."""
 
     ranks: list[int]
-    """The ranks whose GPUs the ranks of the host should use, in the order of the ranks."""
+    """For each rank of the host, in order, the rank whose GPU it should use."""
     link: Link
     """The slowest link within any group."""
 
@@ -181,12 +181,12 @@ class Arrangement(NamedTuple):
 def arrange(
     topology: Topology, ranks: Sequence[int], size: int, *, above: Link
 ) -> Arrangement | None:
-    """Find the order with the fastest links within groups; the present one if it is as good.
+    """Return the order with the fastest links within groups; the present one if none is faster.
 
     Args:
         topology: Topology of the job.
         ranks: Ranks of one host, in order.
-        size: Size of a group; divides their number.
+        size: Size of a group; divides the number of ranks.
         above: All links have to be faster than this.
 
     Returns:
@@ -229,7 +229,7 @@ CARRIED = {
     "data": "the gradients of each step",
     "expert": "the rows of every layer of experts",
 }
-"""Traffic of kinds of groups, for messages."""
+"""What each kind of group sends, for messages."""
 
 
 def find_slow_groups(topology: Topology, groups: Mapping[str, Groups]) -> list[str]:
@@ -237,11 +237,11 @@ def find_slow_groups(topology: Topology, groups: Mapping[str, Groups]) -> list[s
 
     Args:
         topology: Topology of the job.
-        groups: Groups whose ranks should be near each other, by kind, in decreasing order of
-            traffic: names of axes, and ``"shard"``.
+        groups: Groups whose ranks should be near each other, by kind (the name of an axis, or
+            ``"shard"``), in decreasing order of traffic.
 
     Returns:
-        A sentence or two for each finding: at most one on hosts, since they have one cause, and one
+        One or two sentences for each finding: at most one on hosts, as they have one cause, and one
         on the links within hosts.
     """
     found = []
@@ -255,7 +255,7 @@ def find_slow_groups(topology: Topology, groups: Mapping[str, Groups]) -> list[s
 
 
 def _on_hosts(topology: Topology, kind: str, groups: Groups) -> str | None:
-    """Return a message about groups that cross hosts although they need not."""
+    """Return a message if groups cross hosts although they need not."""
     crossing = [each for each in groups if len(topology.hosts(each)) > 1]
     if not crossing:
         return None
@@ -288,7 +288,7 @@ def _on_hosts(topology: Topology, kind: str, groups: Groups) -> str | None:
 
 
 def _on_links(topology: Topology, groups: Groups) -> str | None:
-    """Return a message about groups within a host whose GPUs have faster links in another order."""
+    """Return a message if groups within a host would have faster links in another order."""
     for ranks in topology.by_host():
         inside = [each for each in groups if set(each) <= set(ranks)]
         if not inside or len(inside[0]) < 2:
@@ -319,7 +319,7 @@ def _capital(words: str) -> str:
 
 
 def _slowest(topology: Topology, ranks: Sequence[int]) -> Link | None:
-    """Return the slowest link among ranks; None where one is not known."""
+    """Return the slowest link between any two ranks; None if one is unknown."""
     slowest = Link.NVLINK
     for at, one in enumerate(ranks):
         for other in ranks[at + 1 :]:
@@ -331,7 +331,7 @@ def _slowest(topology: Topology, ranks: Sequence[int]) -> Link | None:
 
 
 def _order(topology: Topology, ranks: Sequence[int]) -> str:
-    """Format the order in which a host's ranks should use its GPUs."""
+    """Return, as text, the order in which a host's ranks should use its GPUs."""
     indices = [topology.places[rank].index for rank in ranks]
     if None in indices or len(set(indices)) < len(indices):  # each rank sees only its own GPU
         gpus = ", ".join(str(topology.places[rank].device) for rank in ranks)

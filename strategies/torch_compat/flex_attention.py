@@ -1,4 +1,4 @@
-"""The operator behind torch's ``flex_attention``, and masks for some of its queries and keys."""
+"""Intercepts the operator of torch's ``flex_attention``; masks for some of its queries and keys."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -14,16 +14,19 @@ from boltmesh.strategies.torch_compat.tensors import is_fake
 _MODULE = "torch.nn.attention.flex_attention"
 
 Operator = Callable[..., Any]
-"""Takes query, key, value, a score function, a mask as a tuple, a scale and options."""
+"""Called with query, key, value, a score function, a mask as a tuple, a scale and options.
+
+Queries are ``(B, H, queries, D)``, keys and values ``(B, key heads, keys, D)``.
+"""
 
 
 @contextmanager
 def flex_attention_by(run: Callable[..., Any]) -> Iterator[None]:
-    """Context in which ``run(operator, *arguments)`` is called for the operator.
+    """Context in which ``run(operator, *arguments)`` is called in place of the operator.
 
-    What was compiled runs uncompiled meanwhile, for its tensors could not be seen otherwise; the
-    operator that ``run`` gets is compiled on devices that have kernels for it. No effect where the
-    module of ``flex_attention`` was not imported.
+    Compiled code runs uncompiled within it, since its tensors could not be intercepted otherwise;
+    the operator that ``run`` gets is compiled on devices that have kernels for it. No effect if
+    the module of ``flex_attention`` was not imported.
     """
     module: Any = sys.modules.get(_MODULE)
     if module is None:
@@ -57,14 +60,14 @@ def flex_attention_by(run: Callable[..., Any]) -> Iterator[None]:
 
 
 def blocks_shown(mask: tuple[Any, ...]) -> tuple[Tensor, int, int]:
-    """Return which blocks of keys a mask shows to each block of queries.
+    """Return the blocks of keys to which each block of queries may attend.
 
     Args:
         mask: A ``BlockMask`` as a tuple.
 
     Returns:
-        Shape ``(blocks of queries, blocks of keys)``, for any row and head of the batch; and the
-        sizes of a block of queries and of keys.
+        bool ``(blocks of queries, blocks of keys)``, true if any row and head may; and the
+        numbers of queries and of keys in a block.
     """
     _, _, counts, indices, full_counts, full_indices = mask[:6]
     shown = torch.zeros(indices.shape[-2:], dtype=torch.bool, device=indices.device)
@@ -78,7 +81,13 @@ def blocks_shown(mask: tuple[Any, ...]) -> tuple[Tensor, int, int]:
 
 
 def mask_of_parts(mask: tuple[Any, ...], queries: Tensor, keys: Tensor) -> tuple[Any, ...]:
-    """Return the mask, as a tuple, of some queries and some keys by their positions."""
+    """Return the mask, as a tuple, for some queries and keys.
+
+    Args:
+        mask: The mask of the whole sequence, as a tuple.
+        queries: Their positions in the whole sequence, int64 ``(queries,)``.
+        keys: Their positions, int64 ``(keys,)``.
+    """
     from torch.nn.attention.flex_attention import create_block_mask
 
     rule, counts = mask[-1], mask[2]
@@ -93,7 +102,7 @@ def mask_of_parts(mask: tuple[Any, ...], queries: Tensor, keys: Tensor) -> tuple
 
 
 def scores_of_parts(rule: Callable[..., Tensor], queries: Tensor, keys: Tensor) -> Any:
-    """Return a score function of some queries and some keys by their positions."""
+    """Return the score function for some queries and keys, with arguments as ``mask_of_parts``."""
 
     def score(value: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return rule(value, batch, head, queries[query], keys[key])
