@@ -125,7 +125,7 @@ def scale_to_norm(gradients: Sequence[Tensor], norm: Tensor, max_norm: float) ->
 
 @dataclass(frozen=True)
 class NormShare(ABC):
-    """What one axis of the mesh contributes to norms: which gradients a rank counts."""
+    """Contribution of one axis of the mesh to norms: which gradients a rank counts."""
 
     group: ProcessGroup
     """The ranks of the axis, over which squares are summed."""

@@ -78,7 +78,7 @@ class SequenceDim:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a function does along the sequences of its operands."""
+    """Effect of a function along the sequences of its operands."""
 
     gathers: Mapping[int, str] = field(default_factory=dict)
     """Why operands have to be whole, by index; the other fields count only if this is empty."""

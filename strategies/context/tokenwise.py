@@ -43,7 +43,7 @@ class TokenwiseModule:
 def find_tokenwise(analysis: Analysis, axes: Collection[SymbolicDim]) -> dict[str, TokenwiseModule]:
     """Return the modules that compute each position alone, by name.
 
-    Of those that draw random numbers only dropout is returned: others may draw for whole rows.
+    Dropout is the only module returned that draws random numbers: others may draw for whole rows.
 
     Args:
         analysis: Analysis of the step.

@@ -2,7 +2,7 @@
 
 ``ModelShape`` describes a model as a list of units (``UnitShape``), each a list of parameters
 (``TensorShape``). It is computed for a known model (``describe_gpt``), or read from a module that
-is built without memory; the estimates treat both alike.
+is built without memory; estimates do not distinguish them.
 
 ``Widths`` holds bytes per element in each form (stored, computed, reduced) for a Trainer's
 precision, ``Bytes`` amounts by place, ``ShardingLayout`` what a rank keeps and where, ``JobShape``
@@ -30,11 +30,11 @@ class Widths:
     """
 
     stored: int | None
-    """Of a parameter and its gradient between steps; None: as the model builds it."""
+    """Bytes of a parameter and its gradient between steps; None: as the model builds it."""
     computed: int | None
-    """Of a gathered parameter and its full gradient; None: as stored."""
+    """Bytes of a gathered parameter and its full gradient; None: as stored."""
     reduced: int | None
-    """Of a gradient in a collective; None: as computed."""
+    """Bytes of a gradient in a collective; None: as computed."""
 
     def store(self, element_bytes: int) -> int:
         """Return the bytes of an element as it is stored."""

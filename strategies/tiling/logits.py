@@ -233,7 +233,7 @@ def make_tiled(
     Args:
         inputs: ``(..., in_features)``.
         projection: Computes the logits later.
-        dtype: Of the logits; None: as the head would return them.
+        dtype: Dtype of the logits; None: as the head would return them.
         are_classes_second: Return ``(B, V, S)`` for inputs ``(B, S, E)``, else ``(..., V)``.
     """
     shape = [*inputs.shape[:-1], projection.head.out_features]

@@ -229,7 +229,7 @@ CARRIED = {
     "data": "the gradients of each step",
     "expert": "the rows of every layer of experts",
 }
-"""What each kind of group sends, for messages."""
+"""Traffic of each kind of group, for messages."""
 
 
 def find_slow_groups(topology: Topology, groups: Mapping[str, Groups]) -> list[str]:
