@@ -101,7 +101,7 @@ def total_square(parts: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def local_part(gradient: Tensor) -> Tensor:
-    """Return this rank's part of a gradient as a plain tensor."""
+    """Return a DTensor's local shard as a plain tensor; other gradients unchanged."""
     return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 

@@ -493,7 +493,7 @@ def _parts(key: Tensor, value: Tensor, start: int) -> Iterator[tuple[Tensor, Ten
 
 
 def attend_from_last(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
-    """Attend with the last positions, each to the keys up to its own; for GPU kernels."""
+    """Attend with the last positions ``(..., n, D)``, each to keys up to its own, on a GPU."""
     mask = causal_lower_right(query.shape[-2], key.shape[-2])
     with subclasses_asked():  # torch handles the mask by its class, not by its values
         return _sdpa(query, key, value, mask, options)

@@ -237,7 +237,7 @@ def cut(tensor: Tensor, dim: int, state: ContextState) -> CutTensor:
 
 
 def rows_of(cut_tensor: CutTensor) -> Tensor:
-    """Return ``local`` with the positions as a separate dim, at ``cut_dim + 1``."""
+    """Return ``local`` as ``(..., num_outer, s, num_inner, ...)``: positions at ``cut_dim + 1``."""
     own = cut_tensor.positions.count(cut_tensor.state.rank)
     sizes = cut_tensor.num_outer, own, cut_tensor.num_inner
     rows: Tensor = cut_tensor.local.unflatten(cut_tensor.cut_dim, sizes)  # type: ignore[no-untyped-call]
@@ -333,7 +333,7 @@ def make_all_whole(tree: Any, why: str) -> Any:
 
 
 def moved_to(value: CutTensor, positions: Positions) -> CutTensor:
-    """Return the same tensor with other positions. Collective if they differ."""
+    """Return a tensor of equal shape with another division. Collective if divisions differ."""
     if value.positions.parts == positions.parts:
         return value
     state = value.state
@@ -351,9 +351,10 @@ def part_of(
     num_outer: int = 1,
     num_inner: int = 1,
 ) -> Tensor:
-    """Return this rank's positions of a tensor that every rank has whole. Local.
+    """Return this rank's positions of a tensor that every rank has whole, plain. Local.
 
-    Layers of a step that cut the same mask or table share one part. Arguments as in ``make_cut``.
+    Layers of a step that cut the same mask or table share one part. Arguments as in ``make_cut``,
+    with ``num_outer * S * num_inner`` elements along ``dim``.
     """
     own = positions.parts[state.rank]
     key = id(tensor), times_written(tensor), dim, own, num_outer, num_inner
@@ -375,7 +376,7 @@ def part_of(
 
 
 def taken_along(tensor: Tensor, dim: int, stretches: Sequence[tuple[int, int]]) -> Tensor:
-    """Return the elements of some stretches of a dim, joined."""
+    """Return the elements of some ranges of ``dim``, joined along it."""
     if len(stretches) == 1 and stretches[0] == (0, tensor.shape[dim]):
         return tensor
     pieces = [tensor.narrow(dim, start, stop - start) for start, stop in stretches]

@@ -124,7 +124,13 @@ class _RowFetch:
     purpose: str
 
     def run(self, local: Tensor) -> Tensor:
-        """Return the rows that this rank wants. Several ranks may want the same row."""
+        """Return the rows that this rank wants, ``(..., wanted, ...)`` along ``dim``. Collective.
+
+        Several ranks may want the same row.
+
+        Args:
+            local: The rows that this rank has, ``(..., own rows, ...)``.
+        """
         me, ranks = self.group.rank, range(self.group.size)
         rows = local.movedim(self.dim, 0)
         row = rows.shape[1:].numel()
@@ -150,7 +156,11 @@ class _RowFetch:
         return made.movedim(0, self.dim).contiguous()
 
     def add_back(self, gradient: Tensor) -> Tensor:
-        """Return to each rank the summed gradients of its rows: the adjoint of ``run``."""
+        """Return the summed gradients of this rank's rows, the adjoint of ``run``. Collective.
+
+        Args:
+            gradient: Gradient of the result of ``run``, in its shape.
+        """
         me, ranks = self.group.rank, range(self.group.size)
         rows = gradient.movedim(self.dim, 0)
         row = rows.shape[1:].numel()
@@ -223,7 +233,7 @@ class _HeadSwap:
     purpose: str
 
     def to_heads(self, local: Tensor) -> Tensor:
-        """Convert own positions of all heads to all positions of own heads."""
+        """Convert ``(B, H, s, D)`` to all positions of own heads, ``(B, own heads, S, D)``."""
         batch, _, _, channels = local.shape
         ranks = range(self.group.size)
         own = len(self.heads[self.group.rank])
@@ -241,7 +251,7 @@ class _HeadSwap:
         return made
 
     def to_positions(self, whole: Tensor) -> Tensor:
-        """Adjoint of ``to_heads``: heads that several ranks have are summed."""
+        """Convert ``(B, own heads, S, D)`` to ``(B, H, s, D)``; equal heads of ranks are summed."""
         batch, _, _, channels = whole.shape
         ranks = range(self.group.size)
         mine = self.positions.count(self.group.rank)

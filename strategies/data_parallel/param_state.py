@@ -331,7 +331,7 @@ class _Plain(torch.autograd.Function):
 
 
 def local_values(parameter: Tensor) -> Tensor:
-    """Return this rank's part of a DTensor on the device; a copy if it is offloaded."""
+    """Return a DTensor's local shard, in its shape, on the device; a copy if it is offloaded."""
     local = local_tensor(parameter)
     if not isinstance(local, OffloadedShard):
         return local

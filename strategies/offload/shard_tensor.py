@@ -86,7 +86,7 @@ class GatheredSource(ShardSource):
         """End the use of a ``fetch``: the work that reads it has been submitted."""
 
     def fetch_part(self, start: int, stop: int) -> Tensor:
-        """Return a copy of elements ``start:stop`` of the flat padded shard, compute device."""
+        """Return a copy ``(stop - start,)`` of elements of the flat padded shard, on the device."""
         part = self.fetch().view(-1)[start:stop].clone()
         self.release()
         return part

@@ -453,9 +453,9 @@ class _Joining:
     division: DimDivision
 
     def join(self, part: Tensor) -> Tensor:
-        """Return the whole tensor of a part, same dtype. Collective over the tensor axis."""
+        """Return the whole of a part, of ``division.shape``. Collective over the tensor axis."""
         return broadcast_whole(part, self.entry, self.group)
 
     def cut(self, whole: Tensor) -> Tensor:
-        """Return this rank's part of a whole tensor."""
+        """Return this rank's part of a whole tensor, a copy of shape ``division.local_shape``."""
         return self.division.cut(whole)

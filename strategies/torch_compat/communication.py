@@ -85,7 +85,7 @@ def _group_named(name: str) -> dist.ProcessGroup:
 
 @torch.library.custom_op("boltmesh::all_reduce", mutates_args=())
 def compiled_all_reduce(value: Tensor, group_name: str, is_maximum: bool) -> Tensor:
-    """Return the sum, or the maximum, over the ranks of a group; a new tensor. Collective."""
+    """Return sum or maximum over a group's ranks, a new tensor of equal shape. Collective."""
     total = value.clone(memory_format=torch.contiguous_format)
     operation = dist.ReduceOp.MAX if is_maximum else dist.ReduceOp.SUM
     dist.all_reduce(total, operation, group=_group_named(group_name))

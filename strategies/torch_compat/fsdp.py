@@ -89,7 +89,7 @@ def unit_parameters(unit: FSDPModule) -> list[tuple[Parameter, Parameter | None]
 
 
 def unsharded_gradients(unit: FSDPModule) -> list[Tensor]:
-    """Return the gradients of a unit that have not been reduced yet, unsharded."""
+    """Return a unit's gradients that are not reduced yet, in the parameters' full shapes."""
     found = [getattr(param, "unsharded_accumulated_grad", None) for param in _params(unit)]
     unsharded = [unsharded_parameter(param) for param in _params(unit)]
     found += [own_gradient(each) for each in unsharded if each is not None]

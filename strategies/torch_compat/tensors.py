@@ -328,7 +328,7 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def dtensor_like(local: Tensor, parameter: Tensor) -> Tensor:
-    """Return a DTensor with the layout of ``parameter`` and ``local`` as its local tensor."""
+    """Return a DTensor with the shape and layout of ``parameter``, and local tensor ``local``."""
     spec: Any = parameter._spec  # type: ignore[attr-defined]
     return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 

@@ -270,7 +270,7 @@ WORD_BYTES = 8
 
 
 def block_sum(block: Tensor) -> int:
-    """The 64-bit wrap-around sum of each 4 KiB page, times an odd weight for each page.
+    """Return the sum of the 64-bit words of each 4 KiB page times an odd weight by page, mod 2^64.
 
     Finds flipped bits, lost, zeroed, torn, stale and swapped pages, at a fifth of CRC-32's time:
     it runs at the speed of the memory. An odd weight has an inverse modulo 2^64, so no single
@@ -280,7 +280,7 @@ def block_sum(block: Tensor) -> int:
     threads that transfer blocks, waiting for that lock takes longer than summing.
 
     Args:
-        block: ``uint8``, contiguous, a multiple of 4096 bytes long.
+        block: ``uint8`` ``(N,)``, contiguous, N a multiple of 4096.
     """
     words = block.numpy().view(np.uint64).reshape(-1, PAGE_BYTES // WORD_BYTES)
     pages = np.add.reduce(words, axis=1)
@@ -393,7 +393,7 @@ class Swap:
         return self._submit("write", move, extent, data, on_done, is_urgent=False)
 
     def seal(self, extent: Extent, data: Tensor) -> None:
-        """Compute the checksums of data about to be written to a range, on this thread."""
+        """Compute the checksums of data for a range, ``uint8`` ``(num_bytes,)``, on this thread."""
         for number in range(len(extent.sums)):
             self._sum(extent, data, number)
 

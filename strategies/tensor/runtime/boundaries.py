@@ -33,11 +33,15 @@ class BlockBoundary(ABC):
 
     @abstractmethod
     def leave(self, part: Tensor) -> Tensor:
-        """Return the sum of partial outputs, of the boundary's layout. Collective."""
+        """Return the sum over ranks of partial outputs, in the boundary's layout. Collective.
+
+        Args:
+            part: This rank's summand, of the whole shape.
+        """
 
     @abstractmethod
     def after(self, parameter: Tensor) -> Tensor:
-        """Return a whole parameter for use with the result of ``leave``."""
+        """Return a whole parameter, same shape and dtype, for use with the result of ``leave``."""
 
     @abstractmethod
     def forget(self) -> None:
@@ -117,7 +121,7 @@ class SequenceBoundary(ReplicatedBoundary):
 
     @override
     def leave(self, part: Tensor) -> Tensor:
-        """Return this rank's part of the sum, along the sequence."""
+        """Return this rank's part of the sum along the sequence, ``(..., s, ...)``. Collective."""
         self.forget()
         return self._parts.scatter(part)
 

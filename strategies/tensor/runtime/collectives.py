@@ -250,7 +250,7 @@ class _InputGradient(Function):
 
 
 def reduce_sum(part: Tensor, group: TensorGroup) -> Tensor:
-    """Sum partial values over the ranks. Does not change ``part``."""
+    """Return the sum of partial values over the ranks, of equal shape. Collective."""
     return differentiable(
         group,
         part,
@@ -260,7 +260,7 @@ def reduce_sum(part: Tensor, group: TensorGroup) -> Tensor:
 
 
 def gather_parts(part: Tensor, group: TensorGroup, dim: int) -> Tensor:
-    """Join the parts of all ranks along ``dim``, for replicated computations."""
+    """Join the equal parts of all ranks along ``dim``, for replicated computations. Collective."""
     return differentiable(
         group,
         part,
@@ -270,7 +270,7 @@ def gather_parts(part: Tensor, group: TensorGroup, dim: int) -> Tensor:
 
 
 def take_part(value: Tensor, group: TensorGroup, dim: int) -> Tensor:
-    """Return this rank's part of a replicated value along ``dim``."""
+    """Return this rank's part of a replicated value along ``dim``, 1 / R of it. Local."""
     return differentiable(
         group,
         value,
@@ -280,7 +280,7 @@ def take_part(value: Tensor, group: TensorGroup, dim: int) -> Tensor:
 
 
 def gather_sequence(part: Tensor, group: TensorGroup, dim: int) -> Tensor:
-    """Join the parts of all ranks along ``dim``, for computations that differ by rank."""
+    """Join equal parts of all ranks along ``dim``, if computations differ by rank. Collective."""
     return differentiable(
         group,
         part,
@@ -290,7 +290,7 @@ def gather_sequence(part: Tensor, group: TensorGroup, dim: int) -> Tensor:
 
 
 def scatter_sum(part: Tensor, group: TensorGroup, dim: int) -> Tensor:
-    """Sum partial values over the ranks, and return this rank's part along ``dim``."""
+    """Sum partial values over the ranks; return this rank's 1 / R along ``dim``. Collective."""
     return differentiable(
         group,
         part,
@@ -300,7 +300,7 @@ def scatter_sum(part: Tensor, group: TensorGroup, dim: int) -> Tensor:
 
 
 def all_reduce(value: Tensor, group: TensorGroup, *, is_maximum: bool = False) -> Tensor:
-    """Return the sum, or the maximum, over the ranks, without autograd; always a new tensor."""
+    """Return sum or maximum over the ranks, a new tensor, without autograd. Collective."""
     if group.size > 1 and is_compiling():
         return cast("Tensor", compiled_all_reduce(value.detach(), group.name, is_maximum))
     total = value.detach().clone(memory_format=torch.contiguous_format)
@@ -311,7 +311,7 @@ def all_reduce(value: Tensor, group: TensorGroup, *, is_maximum: bool = False) -
 
 
 def all_gather(part: Tensor, group: TensorGroup, dim: int) -> Tensor:
-    """Return the parts of all ranks joined along ``dim``, without autograd."""
+    """Return the equal parts of all ranks joined along ``dim``, without autograd. Collective."""
     part = part.detach()
     if group.size == 1:
         return part
@@ -325,7 +325,7 @@ def all_gather(part: Tensor, group: TensorGroup, dim: int) -> Tensor:
 
 
 def reduce_scatter(value: Tensor, group: TensorGroup, dim: int) -> Tensor:
-    """Return this rank's part along ``dim`` of the sum over the ranks, without autograd."""
+    """Return this rank's 1 / R along ``dim`` of a sum over ranks. No autograd. Collective."""
     value = value.detach()
     if group.size == 1:
         return value
@@ -339,7 +339,7 @@ def reduce_scatter(value: Tensor, group: TensorGroup, dim: int) -> Tensor:
 
 
 def own_part(value: Tensor, group: TensorGroup, dim: int) -> Tensor:
-    """Return a view of this rank's part of a replicated value along ``dim``."""
+    """Return a view of this rank's 1 / R of a replicated value along ``dim``. Local."""
     length = value.shape[dim] // group.size
     return value.narrow(dim, group.rank * length, length)
 

@@ -68,7 +68,9 @@ class SequenceParts:
         """The part gathered last, its version then, and the whole."""
 
     def split(self, whole: Tensor) -> Tensor:
-        """Return this rank's part of a replicated tensor. Gathers in the backward pass.
+        """Return this rank's part of a replicated tensor ``(..., S, ...)``: ``(..., s, ...)``.
+
+        s is S / R rounded up: the last position is repeated. Its gradient is gathered.
 
         Raises:
             LayoutError: If the sequence is too short, or does not divide between pipeline stages.
@@ -97,17 +99,17 @@ class SequenceParts:
         return cast("Tensor", _HeldLength.apply(part, entry))  # type: ignore[no-untyped-call]
 
     def join(self, part: Tensor) -> Tensor:
-        """Return the whole of a part, for replicated computations. Collective."""
+        """Return the whole ``(..., S, ...)`` of a part, for replicated computations. Collective."""
         return self._cut(gather_parts(part, self._group, self.dim))
 
     def take(self, whole: Tensor) -> Tensor:
-        """Return this rank's part of a replicated tensor, within the stack."""
+        """Return this rank's part of a replicated tensor ``(..., S, ...)``, within the stack."""
         whole = opened(whole)[0]
         filled = self._filled(whole, whole.narrow(self.dim, -1, 1).detach())
         return take_part(filled, self._group, self.dim)
 
     def gather(self, part: Tensor) -> Tensor:
-        """Return the whole of a part, for divided computations. Collective.
+        """Return the whole ``(..., S, ...)`` of a part, for divided computations. Collective.
 
         An input of several modules is gathered once, until `forget`.
         """
@@ -120,7 +122,7 @@ class SequenceParts:
         return whole
 
     def scatter(self, part: Tensor) -> Tensor:
-        """Sum partial wholes of all ranks and return this rank's part. Collective."""
+        """Sum partial ``(..., S, ...)`` over ranks and return this rank's part. Collective."""
         part = opened(part)[0]
         length = part.shape[self.dim]
         filled = self._filled(part, torch.zeros_like(part.narrow(self.dim, length - 1, 1)))
