@@ -35,14 +35,14 @@ def find_blocks(root: Module) -> dict[str, Module]:
 
 def failing_module(error: BaseException) -> Module | None:
     """Return the innermost module whose code an error came from."""
-    found = None
+    innermost_module = None
     traceback = error.__traceback__
     while traceback is not None:
         module = traceback.tb_frame.f_locals.get("self")
         if isinstance(module, Module):
-            found = module
+            innermost_module = module
         traceback = traceback.tb_next
-    return found
+    return innermost_module
 
 
 def has_forward(module: Module) -> bool:

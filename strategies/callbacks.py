@@ -121,10 +121,10 @@ class DetectNonFinite(Callback):
             ),
             default=None,
         )
-        found: list[tuple[int, int, int, str] | None] = [own]
+        failures: list[tuple[int, int, int, str] | None] = [own]
         if dist.is_initialized():
-            found = gather_objects(own)
-        _, _, rank, name = min(each for each in found if each is not None)
+            failures = gather_objects(own)
+        _, _, rank, name = min(each for each in failures if each is not None)
         what = name if name in {BATCH, LOSS} else f"the output of {name}"
         raise DivergenceError(
             f"in step {self._step} (batch {batch_idx} of the epoch) {what} is not finite on rank "

@@ -73,8 +73,8 @@ class CompiledBlocks:
                     f"compile_blocks=True would compile it once more. Leave one of them out."
                 )
         refuse_without_compiler(device)
-        found = find_blocks(root)
-        blocks = [each for each in found.values() if any(each.children())]
+        candidates = find_blocks(root)
+        blocks = [each for each in candidates.values() if any(each.children())]
         if not blocks:
             raise ConfigError(
                 f"compile_blocks=True compiles the repeated blocks of a model, and "

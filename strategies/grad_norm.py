@@ -332,9 +332,9 @@ class JointNorms:
         )
         chosen = bytes(id(parameter) in known for parameter in everything)
         digest = float(zlib.crc32(chosen))
-        found = torch.tensor([digest, -digest, float(not is_whole)], dtype=torch.float64)
+        compared = torch.tensor([digest, -digest, float(not is_whole)], dtype=torch.float64)
         for group in groups:
-            row = found.to(_device_of(self.shares))
+            row = compared.to(_device_of(self.shares))
             dist.all_reduce(row, dist.ReduceOp.MAX, group=group)
             largest, smallest, has_part = row.tolist()
             if largest != -smallest and has_part:

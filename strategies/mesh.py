@@ -101,12 +101,12 @@ class MeshLayout:
 
     def groups(self, *along: str) -> list[list[int]]:
         """Return all groups of ranks that differ only along these axes; they are disjoint."""
-        found: dict[tuple[int, ...], list[int]] = {}
+        by_others: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world_size):
             place = self.coordinates(rank)
             others = tuple(at for axis, at in place.items() if axis not in along)
-            found.setdefault(others, []).append(rank)
-        return list(found.values())
+            by_others.setdefault(others, []).append(rank)
+        return list(by_others.values())
 
     @override
     def __str__(self) -> str:

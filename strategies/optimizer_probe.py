@@ -85,8 +85,8 @@ def find_mixing(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
     Raises:
         UnsupportedError: Naming an optimizer that cannot step whole parameters one by one.
     """
-    found = [each for each in optimizers if mixes_elements(each)]
-    for optimizer in found:
+    mixing = [each for each in optimizers if mixes_elements(each)]
+    for optimizer in mixing:
         why = needs_all_ranks(optimizer)
         if why is None and mixes_parameters(optimizer):
             why = "steps by all gradients at once, of which a tensor rank has parts"
@@ -95,7 +95,7 @@ def find_mixing(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
                 f"{type(optimizer).__name__} {why}. Use bolt_ddp, or an optimizer that works on "
                 f"each element by itself, such as AdamW."
             )
-    return found
+    return mixing
 
 
 def mixes_elements(optimizer: Optimizer) -> bool:
@@ -192,9 +192,9 @@ def shard_mismatch(
         return False
 
     def inner(optimizer: Optimizer) -> bool:
-        found = shard_mismatch(optimizer, mesh, placements)
-        why.extend([found] if found else [])
-        return found is not None
+        mismatch = shard_mismatch(optimizer, mesh, placements)
+        why.extend([mismatch] if mismatch else [])
+        return mismatch is not None
 
     _is_any(optimizer, fails, inner, {})
     return why[0] if why else None
@@ -381,8 +381,8 @@ def _groups(optimizer: Optimizer) -> Iterator[_Group]:
         key = repr((is_matrices, kind))
         if key not in seen:
             seen.add(key)
-            found = _Group(optimizer, settings, is_matrices)
-            yield from [found] if _runs(found) else _with_states(found, group["params"])
+            trial = _Group(optimizer, settings, is_matrices)
+            yield from [trial] if _runs(trial) else _with_states(trial, group["params"])
 
 
 def _runs(group: _Group) -> bool:

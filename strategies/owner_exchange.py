@@ -108,7 +108,7 @@ class ShardExchange:
             owned: The parameters that each rank owns, in the same order on all ranks.
         """
         mine = owned[self.rank]
-        found: dict[int, _Pair] = {}
+        pairs: dict[int, _Pair] = {}
         for like in _types(owned):
             own = _of_type(mine, like)
             sent = [
@@ -126,8 +126,8 @@ class ShardExchange:
             for number, parameter in enumerate(own):
                 value = torch.cat([some[2 * number] for some in pieces])
                 grad = torch.cat([some[2 * number + 1] for some in pieces])
-                found[id(parameter)] = value.view(parameter.shape), grad.view(parameter.shape)
-        return [found[id(parameter)] for parameter in mine]
+                pairs[id(parameter)] = value.view(parameter.shape), grad.view(parameter.shape)
+        return [pairs[id(parameter)] for parameter in mine]
 
     def give_back(self, owned: Sequence[Sequence[Parameter]], wholes: Sequence[Tensor]) -> None:
         """Write whole values into the shards of all ranks. Collective over the group.
@@ -213,7 +213,7 @@ class PartExchange:
             pairs: This rank's value and gradient of each parameter, by ``id``: its part, or the
                 whole if the parameter is not divided.
         """
-        found = []
+        joined = []
         for rank, some in enumerate(owned):
             for parameter in some:
                 value, grad = pairs[id(parameter)]
@@ -221,8 +221,8 @@ class PartExchange:
                     part = self._parts[id(parameter)]
                     value, grad = part.join(value), part.join(grad)
                 if rank == self.rank:
-                    found.append((value, grad))
-        return found
+                    joined.append((value, grad))
+        return joined
 
     def send(
         self, owned: Sequence[Sequence[Parameter]], wholes: Sequence[Tensor]

@@ -87,11 +87,11 @@ class Changes:
     def originals_of(self, block: Module) -> list[Original]:
         """Return what a block's modules had before the first change of each attribute."""
         inside = set(block.modules())
-        found: dict[tuple[Module, str], object] = {}
+        originals: dict[tuple[Module, str], object] = {}
         for module, name, before in self._before:
             if module in inside:
-                found.setdefault((module, name), before)
-        return [(module, name, before) for (module, name), before in found.items()]
+                originals.setdefault((module, name), before)
+        return [(module, name, before) for (module, name), before in originals.items()]
 
     def undo(self) -> None:
         """Undo all changes. Changes that others made since then have to be undone before."""
@@ -138,27 +138,27 @@ def wrapped(method: Callable[..., Any], around: Callable[..., Any]) -> Callable[
 
 
 def _wrapper(method: Callable[..., Any]) -> _Wrapped | None:
-    found = getattr(method, "__self__", None)
-    return found if isinstance(found, _Wrapped) else None
+    wrapper = getattr(method, "__self__", None)
+    return wrapper if isinstance(wrapper, _Wrapped) else None
 
 
 def compiled(
     method: Callable[..., Any], compile_: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> Callable[..., Any]:
     """Return a compiled method; a wrapper with ``is_compiled = False`` stays outside."""
-    found = _wrapper(method)
-    if found is None or getattr(found.around, "is_compiled", True):
+    inner_wrapper = _wrapper(method)
+    if inner_wrapper is None or getattr(inner_wrapper.around, "is_compiled", True):
         return compile_(method)
-    return wrapped(compiled(found.method, compile_), found.around)
+    return wrapped(compiled(inner_wrapper.method, compile_), inner_wrapper.around)
 
 
 def unwrapped(method: Callable[..., Any]) -> Callable[..., Any]:
     """Return a method without any wrapper of ``wrapped``."""
-    found = _wrapper(method)
-    return method if found is None else unwrapped(found.method)
+    outermost = _wrapper(method)
+    return method if outermost is None else unwrapped(outermost.method)
 
 
 def rewrapped(method: Callable[..., Any], inner: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``inner`` within all wrappers that ``wrapped`` has put around a method."""
-    found = _wrapper(method)
-    return inner if found is None else wrapped(rewrapped(found.method, inner), found.around)
+    wrapper = _wrapper(method)
+    return inner if wrapper is None else wrapped(rewrapped(wrapper.method, inner), wrapper.around)

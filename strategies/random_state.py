@@ -102,7 +102,7 @@ _HOST_GENERATORS = (
 
 def held_generators(modules: Iterable[Module]) -> list[Any]:
     """Return the generators that are attributes of modules, or in a list or dict that is one."""
-    found: dict[int, Any] = {}
+    by_id: dict[int, Any] = {}
     for module in modules:
         for value in vars(module).values():
             kind = type(value)
@@ -113,8 +113,8 @@ def held_generators(modules: Iterable[Module]) -> list[Any]:
                 members = value
             for each in members:
                 if _is_generator(each):
-                    found[id(each)] = each
-    return list(found.values())
+                    by_id[id(each)] = each
+    return list(by_id.values())
 
 
 def _is_generator(value: object) -> bool:

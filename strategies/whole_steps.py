@@ -231,21 +231,21 @@ def add_whole_steps(
 ) -> list[ExpectedTraffic]:
     """Add what steps of whole parameters send over an axis to the expected traffic of a step."""
     why = "gradients and parameters to the rank that steps them whole, and parameters back"
-    found = list(expected)
+    combined = list(expected)
     sent = [traffic for each in steps for traffic in each.traffic() if traffic.axis == axis]
     for _, operator, num_bytes, calls in sent:
-        known = next((each for each in found if each.operator == operator), None)
+        known = next((each for each in combined if each.operator == operator), None)
         if known is None:
-            found.append(ExpectedTraffic(axis, operator, float(num_bytes), float(calls), why))
+            combined.append(ExpectedTraffic(axis, operator, float(num_bytes), float(calls), why))
             continue
-        found[found.index(known)] = ExpectedTraffic(
+        combined[combined.index(known)] = ExpectedTraffic(
             known.axis,
             operator,
             known.payload_bytes + num_bytes,
             None if known.calls is None else known.calls + calls,
             known.why if why in known.why else f"{known.why}; {why}",
         )
-    return found
+    return combined
 
 
 def is_owned(parameter: Tensor, steps: Iterable[WholeSteps]) -> bool | None:

@@ -137,8 +137,8 @@ def refuse_other_base(expected: Mapping[str, str], found: Mapping[str, str]) -> 
 
 def _dtype_of(fingerprint: str | None) -> torch.dtype | None:
     name = fingerprint.partition(" ")[0] if fingerprint else ""
-    found = getattr(torch, name, None) if name else None
-    return found if isinstance(found, torch.dtype) else None
+    attribute = getattr(torch, name, None) if name else None
+    return attribute if isinstance(attribute, torch.dtype) else None
 
 
 @torch.no_grad()

@@ -56,18 +56,18 @@ def remove_killed_saves(target: Path) -> None:
     """
     stem = _stem(target)
     for each in target.parent.iterdir():
-        found = _WRITER.fullmatch(each.name.removeprefix(stem))
-        if found is None or not each.name.startswith(stem):
+        writer = _WRITER.fullmatch(each.name.removeprefix(stem))
+        if writer is None or not each.name.startswith(stem):
             continue
-        if _is_abandoned(each, found):
+        if _is_abandoned(each, writer):
             with contextlib.suppress(OSError):  # another save deletes it as well
                 remove(each)
 
 
 def is_abandoned(path: Path) -> bool:
     """Whether a ``PARTIAL`` path belongs to a killed process; see ``remove_killed_saves``."""
-    found = _WRITER.search(path.name)
-    return found is not None and _is_abandoned(path, found)
+    writer = _WRITER.search(path.name)
+    return writer is not None and _is_abandoned(path, writer)
 
 
 def _is_abandoned(path: Path, found: "re.Match[str]") -> bool:

@@ -199,7 +199,7 @@ def load_file(
         # The format of old torch versions cannot be mapped.
         is_mapped = is_mapped and zipfile.is_zipfile(place)
         with naming(place):
-            found = safe_load(place, place, is_mapped=is_mapped, map_location=map_location)
+            content = safe_load(place, place, is_mapped=is_mapped, map_location=map_location)
     else:
         system, path = open_address(place)
         with as_os_errors():
@@ -207,11 +207,11 @@ def load_file(
         if checks_values:
             has_checksums = check_values(data, place)
             data.seek(0)
-        found = safe_load(data, place, map_location=map_location)
-    if not isinstance(found, dict):
+        content = safe_load(data, place, map_location=map_location)
+    if not isinstance(content, dict):
         raise CheckpointError(
             f"{place} has no 'state_dict', as every checkpoint of Lightning has: it holds a "
-            f"{type(found).__name__}. Give another checkpoint."
+            f"{type(content).__name__}. Give another checkpoint."
         )
     if not has_checksums:
         warnings.warn(
@@ -219,7 +219,7 @@ def load_file(
             f"written by torch before 1.6, or with torch.serialization.set_crc32_options(False).",
             stacklevel=2,
         )
-    return found
+    return content
 
 
 def cannot_write(target: str | Path, cause: BaseException | str) -> str:

@@ -57,13 +57,13 @@ def make_user_folder() -> Path:
     try:
         with contextlib.suppress(FileExistsError):
             folder.mkdir(mode=0o700)
-        found = folder.lstat()
+        status = folder.lstat()
     except OSError as error:
         raise ConfigError(
             f"checkpoint_in_memory_every keeps files in {memory_dir()}, which cannot be written "
             f"({error.strerror}). Set {DIR_VARIABLE} to a folder of a tmpfs."
         ) from error
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
         raise ConfigError(
             f"{folder} is not a folder that this user alone can write. Remove it, or set "
             f"{DIR_VARIABLE} to another folder of a tmpfs."
@@ -82,34 +82,34 @@ def run_id(run: Path) -> str | None:
 
 def make_run_id(run: Path) -> str:
     """Return the id of a run, a new one if it has none."""
-    found = run_id(run)
-    if found is None:
-        found = token_hex(16)
-        (run / ID_FILE).write_text(found, encoding="ascii")
-    return found
+    known = run_id(run)
+    if known is None:
+        known = token_hex(16)
+        (run / ID_FILE).write_text(known, encoding="ascii")
+    return known
 
 
 def steps_in(folder: Path) -> dict[int, dict[int, Path]]:
     """Return the complete copies in a run's folder, by step and part, without checking values."""
-    found: dict[int, dict[int, Path]] = {}
+    by_step: dict[int, dict[int, Path]] = {}
     for path in folder.glob("part-*/step=*.ckpt"):
         part, step = _PART.fullmatch(path.parent.name), _STEP.fullmatch(path.name)
         if part and step and (path.is_file() or find_fault(path) is None):
-            found.setdefault(int(step[1]), {})[int(part[1])] = path
-    return found
+            by_step.setdefault(int(step[1]), {})[int(part[1])] = path
+    return by_step
 
 
 def newest_step_in_memory(run: Path) -> tuple[Path, int] | None:
     """Return the newest complete copy of a run whose ranks are all on this host, and its step."""
-    found = [
+    of_one_host = [
         (step, parts[0])
         for folder in copies_of(run)
         for step, parts in steps_in(folder).items()
         if parts.keys() == {0}
     ]
-    if not found:
+    if not of_one_host:
         return None
-    step, path = max(found)
+    step, path = max(of_one_host)
     return path, step
 
 
@@ -144,7 +144,7 @@ def forgotten_folders() -> Iterator[tuple[Path, Path | None]]:
 
 def stored_bytes(folder: Path) -> int:
     """Return the bytes of all files of a run, including copies that are being written."""
-    found = 0
+    num_bytes = 0
     for _ in range(_LOOKS):
         gone: list[OSError] = []
         files = [
@@ -153,10 +153,10 @@ def stored_bytes(folder: Path) -> int:
             for name in names
         ]
         sizes = [_allocated_bytes(file) for file in files]
-        found = sum(size for size in sizes if size is not None)
+        num_bytes = sum(size for size in sizes if size is not None)
         if not gone and None not in sizes:
             break
-    return found
+    return num_bytes
 
 
 def _allocated_bytes(path: Path) -> int | None:
@@ -170,8 +170,8 @@ def _allocated_bytes(path: Path) -> int | None:
 
 def free_bytes() -> int:
     """Return the bytes that can still be written to the file system in memory."""
-    found = os.statvfs(memory_dir())
-    return found.f_bavail * found.f_frsize
+    status = os.statvfs(memory_dir())
+    return status.f_bavail * status.f_frsize
 
 
 def refuse_small(needed: int) -> None:

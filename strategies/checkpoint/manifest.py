@@ -55,14 +55,16 @@ def write_manifest(
     entries: dict[str, dict[str, int]] = {}
     for name, (num_bytes, crc32) in sorted(files.items()):
         try:
-            found = draft.size(name)
+            stored_bytes = draft.size(name)
         except FileNotFoundError as error:
             raise CheckpointError(
                 f"it holds no {name}, which another rank has written. "
                 f"Write checkpoints to a folder that all machines share"
             ) from error
-        if found != num_bytes:
-            raise CheckpointError(f"{name} has {found} bytes there, and {num_bytes} were written")
+        if stored_bytes != num_bytes:
+            raise CheckpointError(
+                f"{name} has {stored_bytes} bytes there, and {num_bytes} were written"
+            )
         entries[name] = (
             {"bytes": num_bytes}
             if crc32 is None

@@ -80,8 +80,8 @@ def _unsafe_names(source: Path | IO[bytes], text: str) -> list[str]:
     with suppress(Exception):  # not a zip file, or a damaged one
         if not isinstance(source, Path):
             source.seek(0)
-        if found := get_unsafe_globals_in_checkpoint(source):
-            return sorted(found)
+        if unsafe := get_unsafe_globals_in_checkpoint(source):
+            return sorted(unsafe)
     return _GLOBAL.findall(text)[:1]
 
 

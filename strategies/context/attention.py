@@ -237,7 +237,7 @@ class _Attention:
         if not self.is_causal and not self._has_rows:
             mask = self._part_of_mask(own, have)
             return _sdpa(query, keys, values, mask, self.options)
-        found, at = [], 0
+        outputs, at = [], 0
         for start, stop in own:
             rows_of_query = query.narrow(-2, at, stop - start)
             at += stop - start
@@ -245,15 +245,15 @@ class _Attention:
                 # Keys begin with the first one: a stretch sees the first ``stop`` of them.
                 count = min(stop, keys.shape[-2])
                 seen = keys.narrow(-2, 0, count), values.narrow(-2, 0, count)
-                found.append(causal_attention(rows_of_query, *seen, start, self.options))
+                outputs.append(causal_attention(rows_of_query, *seen, start, self.options))
                 continue
             shown = common(have, self._seen_by(((start, stop),))) or ((have[0][0], have[0][0] + 1),)
             span = common(have, ((shown[0][0], shown[-1][1]),))
             first, last = places(span, have)[0][0], places(span, have)[-1][1]
             seen = keys.narrow(-2, first, last - first), values.narrow(-2, first, last - first)
             mask = self._part_of_mask(((start, stop),), span)
-            found.append(_sdpa(rows_of_query, *seen, mask, self.options))
-        return torch.cat(found, -2) if len(found) > 1 else found[0]
+            outputs.append(_sdpa(rows_of_query, *seen, mask, self.options))
+        return torch.cat(outputs, -2) if len(outputs) > 1 else outputs[0]
 
     @property
     def _has_rows(self) -> bool:
@@ -304,14 +304,14 @@ class _Attention:
             keys, values = fetch_keys(self.key, self.value, wants)
             return self._rows(keys, values, wants[self.group.rank])
         repeat = self.query.shape[1] // num_heads
-        found = []
+        outputs = []
         for first in range(0, num_heads, together):
             own = slice(first, first + together)
             queries = slice(own.start * repeat, own.stop * repeat)
             mask = self.mask
             if mask is not None and mask.ndim == 4 and mask.shape[1] > 1:
                 mask = mask[:, queries]
-            found.append(
+            outputs.append(
                 checkpoint(
                     partial(self._of_heads, mask=mask, wants=wants),
                     self.query.local[:, queries],
@@ -320,7 +320,7 @@ class _Attention:
                     use_reentrant=False,
                 )
             )
-        return torch.cat(found, 1)
+        return torch.cat(outputs, 1)
 
     def _num_heads_together(self, wants: Sequence[Stretches], num_heads: int) -> int:
         """Return for how many heads keys are fetched at once; the same on all ranks."""
@@ -423,8 +423,8 @@ def causal_attention(
         repeat = query.shape[1] // key.shape[1]
         if repeat > 1:
             key, value = (each.repeat_interleave(repeat, 1) for each in (key, value))
-        found: Tensor = JoinedAttention.apply(query, key, value, start, options.get("scale"))  # type: ignore[no-untyped-call]
-        return found
+        output: Tensor = JoinedAttention.apply(query, key, value, start, options.get("scale"))  # type: ignore[no-untyped-call]
+        return output
     row = torch.zeros(count + length, dtype=query.dtype, device=query.device)
     row[start + count :] = float("-inf")
     mask = row.as_strided((count, length), (1, 1))
@@ -501,8 +501,8 @@ def attend_from_last(query: Tensor, key: Tensor, value: Tensor, options: dict[st
 
 def positions_of(stretches: Stretches, device: torch.device) -> Tensor:
     """Return the positions of stretches, ascending: int64, ``(positions,)``."""
-    found = [torch.arange(start, stop, device=device) for start, stop in stretches]
-    return torch.cat(found) if found else torch.arange(0, device=device)
+    ranges = [torch.arange(start, stop, device=device) for start, stop in stretches]
+    return torch.cat(ranges) if ranges else torch.arange(0, device=device)
 
 
 def _seen(mask: Tensor, own: Stretches, length: int) -> Stretches:

@@ -313,11 +313,11 @@ class ContextAxis(LayerAxis):
         if any(isinstance(each, DTensor) for each in module.parameters()) or not self._sample:
             return
         assert self.state is not None
-        found = self.dry_batch()
-        assert found is not None
+        dry = self.dry_batch()
+        assert dry is not None
         around = self.strategy.host_step_context("training_step")
         with self.others_without_collectives():
-            self._counted = count_step(module, found[0], self.state.group, around, _CPU)
+            self._counted = count_step(module, dry[0], self.state.group, around, _CPU)
 
     @override
     def dry_batch(self) -> tuple[FakeRuns, torch.device] | None:
@@ -489,6 +489,6 @@ class ContextBoundaries(StageBoundaries):
 
     @override
     def largest(self, number: float) -> float:
-        found = torch.tensor(number if number == number else math.inf, dtype=torch.float64)
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._axis.sharing_group)
-        return float(found)
+        shared = torch.tensor(number if number == number else math.inf, dtype=torch.float64)
+        dist.all_reduce(shared, dist.ReduceOp.MAX, group=self._axis.sharing_group)
+        return float(shared)

@@ -137,19 +137,19 @@ class Call:
     @property
     def key(self) -> Any:
         """Key of the cache: calls with equal keys have equal answers."""
-        found: list[Any] = [self.func, self._spec]
+        parts: list[Any] = [self.func, self._spec]
         for leaf in self.leaves:
             if isinstance(leaf, CutTensor):
                 local = leaf.local
-                found.append((tuple(local.shape), local.dtype, leaf.cut_dim, leaf.positions.length,
+                parts.append((tuple(local.shape), local.dtype, leaf.cut_dim, leaf.positions.length,
                               leaf.num_outer, leaf.num_inner))  # fmt: skip
             elif isinstance(leaf, Tensor):
-                found.append((tuple(leaf.shape), leaf.dtype))
+                parts.append((tuple(leaf.shape), leaf.dtype))
             elif isinstance(leaf, (int, float, str, type(None), torch.dtype, torch.device)):
-                found.append((type(leaf), leaf))
+                parts.append((type(leaf), leaf))
             else:
-                found.append(repr(leaf))
-        return tuple(found)
+                parts.append(repr(leaf))
+        return tuple(parts)
 
 
 def _built(spec: Any, leaves: Iterator[Any]) -> Any:
@@ -268,7 +268,7 @@ def _makes_positions(trace: DimTrace, given: set[int], atoms: Mapping[int, Symbo
 
 
 def _sequences(dims: Sequence[Dim], atoms: Mapping[int, SymbolicDim]) -> list[SequenceDim]:
-    found = []
+    sequence_dims = []
     for dim, row in enumerate(dims):
         atoms_of_row = leaves(row)
         for place, part in enumerate(atoms_of_row):
@@ -277,8 +277,8 @@ def _sequences(dims: Sequence[Dim], atoms: Mapping[int, SymbolicDim]) -> list[Se
             if operands:
                 num_outer = prod(atom.size for atom in atoms_of_row[:place])
                 num_inner = prod(atom.size for atom in atoms_of_row[place + 1 :])
-                found.append(SequenceDim(operands, dim, num_outer, num_inner))
-    return found
+                sequence_dims.append(SequenceDim(operands, dim, num_outer, num_inner))
+    return sequence_dims
 
 
 _OF_THE_WHOLE = frozenset({
@@ -455,8 +455,8 @@ def _run_local(call: Call, cuts: list[int], answer: Answer) -> Any:
             result = _run_on_parts(call, local)
         outputs = answer.cut_outputs
         if isinstance(result, Tensor):
-            found = outputs.get(0)
-            return result if found is None else _wrapped(result, found, lead, state)
+            sequence_dim = outputs.get(0)
+            return result if sequence_dim is None else _wrapped(result, sequence_dim, lead, state)
         flat, spec = tree_flatten(result)
         for place, sequence in outputs.items():
             flat[place] = _wrapped(flat[place], sequence, lead, state)
@@ -471,6 +471,6 @@ def _run_on_parts(call: Call, local: list[Any]) -> Any:
         return gathered(call.run(local))
 
 
-def _wrapped(result: Tensor, found: Any, lead: dict[int, Positions], state: Any) -> CutTensor:
-    positions = lead[found.operands[0]]
-    return make_cut(result, found.dim, positions, state, found.num_outer, found.num_inner)
+def _wrapped(result: Tensor, sequence: Any, lead: dict[int, Positions], state: Any) -> CutTensor:
+    positions = lead[sequence.operands[0]]
+    return make_cut(result, sequence.dim, positions, state, sequence.num_outer, sequence.num_inner)

@@ -60,16 +60,16 @@ def find_entries(
     """
     trace = analysis.trace
     axes, modules = find_sequences(analysis, lengths)
-    found: dict[str, SequenceEntry] = {}
+    entries: dict[str, SequenceEntry] = {}
     for name in modules:
         if not isinstance(model.get_submodule(name), _ENTRIES):
             continue
         for each in trace.module_outputs.get(name, {}).values():
             for dim, row in enumerate(each.dims):
                 if len(_tops(row)) == 1 and _tops(row)[0] in axes:
-                    found.setdefault(name, SequenceEntry(name, 0, dim))
-    if found:
-        return tuple(found.values())
+                    entries.setdefault(name, SequenceEntry(name, 0, dim))
+    if entries:
+        return tuple(entries.values())
     return tuple(_of_blocks(analysis, blocks, axes))
 
 
@@ -148,8 +148,8 @@ def _tops(dim: Dim) -> list[SymbolicDim]:
 
 
 def _reasons(atom: SymbolicDim) -> list[Reason]:
-    found = representative(atom)
-    return [*found.reasons, *(reason for each in found.parts for reason in _reasons(each))]
+    top = representative(atom)
+    return [*top.reasons, *(reason for each in top.parts for reason in _reasons(each))]
 
 
 def lengths_of(batch: Any, dims: Mapping[str | int, int]) -> set[int]:

@@ -346,9 +346,11 @@ def expected_context_traffic(
         accumulated: Batches per optimizer step.
     """
     digest = OperatorTraffic(BYTES_PER_RANK * size, 1)
-    found = {"allreduce": OperatorTraffic(0, 0), **counted}
-    own = found["allreduce"]
-    found["allreduce"] = OperatorTraffic(own.num_bytes + digest.num_bytes, own.calls + digest.calls)
+    traffic = {"allreduce": OperatorTraffic(0, 0), **counted}
+    own = traffic["allreduce"]
+    traffic["allreduce"] = OperatorTraffic(
+        own.num_bytes + digest.num_bytes, own.calls + digest.calls
+    )
     return [
         ExpectedTraffic(
             axis="context",
@@ -357,5 +359,5 @@ def expected_context_traffic(
             calls=float(each.calls * accumulated),
             why=_WHY.get(operator, "positions of the sequence"),
         )
-        for operator, each in found.items()
+        for operator, each in traffic.items()
     ]

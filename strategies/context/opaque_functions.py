@@ -98,8 +98,8 @@ def _shown(mask: tuple[Any, ...], own: Stretches, length: int) -> Stretches:
     for start, stop in own:
         rows[start // queries : (stop - 1) // queries + 1] = True
     blocks = shown[rows].any(0).nonzero().flatten().tolist()
-    found = merged((each * keys, min((each + 1) * keys, length)) for each in blocks)
-    return found or ((0, 1),)
+    stretches = merged((each * keys, min((each + 1) * keys, length)) for each in blocks)
+    return stretches or ((0, 1),)
 
 
 _APPLY: Any = vars(torch.autograd.Function)["apply"]

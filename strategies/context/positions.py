@@ -79,7 +79,7 @@ def divide_by_work(work: Tensor, ranks: int) -> Positions:
     """
     length = len(work)
     sums = torch.cat([work.new_zeros(1), work.cumsum(0)])
-    best, found = float("inf"), divide(length, ranks)
+    best, balanced = float("inf"), divide(length, ranks)
     each = 1
     while best > _EVEN and each <= _MOST_BLOCKS and each * ranks <= max(length, 1):
         ends = [length * at // (each * ranks) for at in range(each * ranks + 1)]
@@ -95,9 +95,9 @@ def divide_by_work(work: Tensor, ranks: int) -> Positions:
         if most < best:
             best = most
             parts = ([(ends[at], ends[at + 1]) for at in sorted(blocks)] for blocks in taken)
-            found = Positions(length, tuple(map(merged, parts)))
+            balanced = Positions(length, tuple(map(merged, parts)))
         each *= 2
-    return found
+    return balanced
 
 
 def document_work(tensors: Iterable[object]) -> dict[int, Tensor]:
@@ -107,11 +107,11 @@ def document_work(tensors: Iterable[object]) -> dict[int, Tensor]:
     or document numbers, which rise by one from each document to the next. Results are ``(S,)``,
     summed over rows.
     """
-    found: dict[int, Tensor] = {}
+    by_length: dict[int, Tensor] = {}
     for each in tensors:
         if not isinstance(each, Tensor) or each.dtype not in (torch.int32, torch.int64):
             continue
-        if each.ndim not in (1, 2) or each.shape[-1] < 2 or each.shape[-1] in found:
+        if each.ndim not in (1, 2) or each.shape[-1] < 2 or each.shape[-1] in by_length:
             continue
         rows = each.detach().cpu().reshape(-1, each.shape[-1])
         step = rows.diff(dim=1)
@@ -123,8 +123,8 @@ def document_work(tensors: Iterable[object]) -> dict[int, Tensor]:
         index = torch.arange(rows.shape[1])
         first = torch.zeros_like(rows)
         first[:, 1:] = begins * index[1:]
-        found[rows.shape[1]] = (index + 1 - first.cummax(1).values).sum(0)
-    return found
+        by_length[rows.shape[1]] = (index + 1 - first.cummax(1).values).sum(0)
+    return by_length
 
 
 def of_one(length: int, ranks: int, owner: int) -> Positions:
@@ -165,13 +165,13 @@ def num_positions(stretches: Stretches) -> int:
 @lru_cache(maxsize=4096)
 def common(one: Stretches, other: Stretches) -> Stretches:
     """Return the intersection of two sets of stretches."""
-    found = []
+    overlap = []
     for a, b in one:
         for c, d in other:
             start, stop = max(a, c), min(b, d)
             if start < stop:
-                found.append((start, stop))
-    return tuple(found)
+                overlap.append((start, stop))
+    return tuple(overlap)
 
 
 @lru_cache(maxsize=4096)

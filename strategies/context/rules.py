@@ -77,13 +77,13 @@ def view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return NotImplemented
     if torch.dtype in map(type, (*args, *kwargs.values())):
         return NotImplemented
-    shape, found = _shape_and_place(func, value, args, kwargs)
+    shape, place = _shape_and_place(func, value, args, kwargs)
     if not shape.numel():
         return NotImplemented
-    if found is None:
+    if place is None:
         why = f"{func.__name__}, which divides the sequence,"
         return func(make_whole(value, why), *args[1:], **kwargs)
-    dim, num_outer, num_inner = found
+    dim, num_outer, num_inner = place
     sizes = list(shape)
     sizes[dim] = num_outer * value.positions.count(value.state.rank) * num_inner
     strict = func.__name__ in {"view", "view_as"}
@@ -113,12 +113,12 @@ def _shape_and_place(
     with subclasses_unasked():
         given = [_meta(arg) if isinstance(arg, Tensor) else arg for arg in args]
         shape = func(*given, **kwargs).shape
-    found = shape, _place_in(value, shape)
+    seen = shape, _place_in(value, shape)
     if key is not None:
         if len(_shapes) >= _MOST_SHAPES:  # sequences of ever new lengths
             _shapes.clear()
-        _shapes[key] = found
-    return found
+        _shapes[key] = seen
+    return seen
 
 
 _MOST_SHAPES = 20_000
@@ -261,11 +261,11 @@ def split(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return func(whole, *args[1:], **kwargs)
     with subclasses_unasked():
         shapes = func(_meta(value), *args[1:], **kwargs)
-    found, start = [], 0
+    pieces, start = [], 0
     for piece in shapes:
-        found.append(value.narrow(dim, start, piece.shape[dim]))
+        pieces.append(value.narrow(dim, start, piece.shape[dim]))
         start += piece.shape[dim]
-    return tuple(found)
+    return tuple(pieces)
 
 
 @cut_rule("cat", "concat", "concatenate")

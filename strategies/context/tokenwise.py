@@ -64,7 +64,7 @@ def find_tokenwise(analysis: Analysis, axes: Collection[SymbolicDim]) -> dict[st
         while path:
             drawn.setdefault(path, []).append(_has(draw.dims, sequences))
             path = path.rpartition(".")[0]
-    found = {}
+    tokenwise = {}
     for name, taken in trace.module_inputs.items():
         given = list(trace.module_outputs.get(name, {}).values())
         if len(taken) != 1 or len(given) != 1 or not all(drawn.get(name, [])):
@@ -77,8 +77,8 @@ def find_tokenwise(analysis: Analysis, axes: Collection[SymbolicDim]) -> dict[st
             continue
         known = {operand.key}
         if all(_is_local(step, sequences, parts, known) for step in operators.get(name, [])):
-            found[name] = TokenwiseModule(dim, name in drawn)
-    return found
+            tokenwise[name] = TokenwiseModule(dim, name in drawn)
+    return tokenwise
 
 
 def _parts_of(atom: SymbolicDim) -> list[SymbolicDim]:
@@ -91,10 +91,10 @@ def _has(dims: Collection[Dim], atoms: Collection[SymbolicDim]) -> bool:
 
 def _dim_of(dims: Collection[Dim], sequences: Collection[SymbolicDim]) -> int | None:
     """Return the only dim that contains a sequence; None if several do, or it contains more."""
-    found = [dim for dim, row in enumerate(dims) if _has([row], sequences)]
-    if len(found) != 1 or sum(each.size > 1 for each in list(dims)[found[0]]) != 1:
+    divided = [dim for dim, row in enumerate(dims) if _has([row], sequences)]
+    if len(divided) != 1 or sum(each.size > 1 for each in list(dims)[divided[0]]) != 1:
         return None
-    return found[0]
+    return divided[0]
 
 
 def _is_local(

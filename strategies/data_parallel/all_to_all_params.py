@@ -161,10 +161,10 @@ class AllToAllParams(PlainInStep, ABC):
 
     def by_type(self, places: Iterable[int]) -> list[list[int]]:
         """Return places in lists of one dtype each, in the order of their first places."""
-        found: dict[torch.dtype, list[int]] = {}
+        by_dtype: dict[torch.dtype, list[int]] = {}
         for place in places:
-            found.setdefault(self.parameters[place].dtype, []).append(place)
-        return list(found.values())
+            by_dtype.setdefault(self.parameters[place].dtype, []).append(place)
+        return list(by_dtype.values())
 
     def rows_of(self, place: int, rank: int) -> slice:
         """Return the rows of a parameter in a rank's shard."""
@@ -367,8 +367,8 @@ class _ShardsToOwners(torch.autograd.Function):
         for place, is_there in zip(trained, has_gradient.tolist(), strict=True):
             if not is_there:
                 del made[place]
-        found = (
+        reduced = (
             dtensor_like(made[p].reshape(local_tensor(each).shape), each) if p in made else None
             for p, each in enumerate(parameters)
         )
-        return None, *found
+        return None, *reduced

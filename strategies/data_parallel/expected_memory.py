@@ -140,7 +140,7 @@ def expected_held_memory(
     parameters = list(module.parameters() if held is None else held)
     kept = set(parameters)
     trained = [each for each in parameters if each.requires_grad]
-    found = {
+    by_kind = {
         "parameters": _by_place(parameters),
         "gradients": _by_place(trained),
         "buffers": _by_place(module.buffers()),
@@ -151,10 +151,10 @@ def expected_held_memory(
         for state in states:
             for place, size in (state or {}).items():
                 total[place] = total.get(place, 0) + size
-        found["optimizer"] = total
+        by_kind["optimizer"] = total
     return [
         MemoryKind(kind, place, None, size)
-        for kind, sizes in found.items()
+        for kind, sizes in by_kind.items()
         for place, size in sizes.items()
     ]
 

@@ -459,13 +459,13 @@ class OrderCheck:
         # With the place: where gathers are queued on a GPU, a rank that took the known
         # continuation may have come further before it checks.
         own = torch.tensor([event.key, self._count])
-        found = [torch.zeros_like(own) for _ in self._ranks]
-        work = dist.all_gather(found, own, group=self._group, async_op=True)
+        rows = [torch.zeros_like(own) for _ in self._ranks]
+        work = dist.all_gather(rows, own, group=self._group, async_op=True)
         assert work is not None
         self._wait(work, event)
-        if all(torch.equal(row, own) for row in found):
+        if all(torch.equal(row, own) for row in rows):
             return
-        index = min(int(row[1]) for row in found) - 1
+        index = min(int(row[1]) for row in rows) - 1
         texts = gather_objects(self.call_at(index), self._group)
         calls = [
             RankCall(rank, text) for rank, text in zip(self._ranks, texts, strict=True) if text

@@ -259,9 +259,9 @@ def explain_direct_use(error: BaseException, sharded: "ShardedModel") -> None:
         return
     weights = {each.name: each.parameter for each in sharded.tiled}
     sizes = {name: each.numel() * each.element_size() for name, each in weights.items()}
-    found = _find_shards(error, sharded.module)
-    in_tiles = [name for name in found if name in sizes]
-    listed = " and ".join(map(repr, in_tiles or found))
+    shards = _find_shards(error, sharded.module)
+    in_tiles = [name for name in shards if name in sizes]
+    listed = " and ".join(map(repr, in_tiles or shards))
     if in_tiles:
         advice = (
             f"{listed} is gathered in tiles, by its own layer alone, and was computed with as if "
@@ -272,9 +272,9 @@ def explain_direct_use(error: BaseException, sharded: "ShardedModel") -> None:
     else:
         blocks = [name for name in sharded.units if name]
         called = _find_called(error, sharded.module, blocks)
-        ways = _ways_to_gather(found, blocks, called)
+        ways = _ways_to_gather(shards, blocks, called)
         advice = (
-            f"{listed or 'A parameter'} {'were' if len(found) > 1 else 'was'} computed with while "
+            f"{listed or 'A parameter'} {'were' if len(shards) > 1 else 'was'} computed with while "
             f"sharded: the module ran without the forward of the block that gathers it, for "
             f"example by another method, or outside of a step. {ways}"
         )
@@ -356,8 +356,8 @@ def _find_shards(error: BaseException, module: Module) -> list[str]:
         param: name for name, param in module.named_parameters() if isinstance(param, DTensor)
     }
     for frame in reversed(_frames(error)):
-        if found := dict.fromkeys(_shards_in(frame, names)):
-            return list(found)
+        if shards := dict.fromkeys(_shards_in(frame, names)):
+            return list(shards)
     return []
 
 

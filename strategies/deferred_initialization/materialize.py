@@ -288,19 +288,19 @@ def is_to_reset(module: nn.Module, path: str) -> bool:
 
 def own_modules(roots: Sequence[nn.Module], name: str) -> dict[nn.Module, str]:
     """Return the modules of a unit with their dotted names, parents first."""
-    found: dict[nn.Module, str] = {}
+    paths: dict[nn.Module, str] = {}
 
     def visit(module: nn.Module, path: str) -> None:
-        if module in found:
+        if module in paths:
             return
-        found[module] = path
+        paths[module] = path
         for key, child in module.named_children():
             if not isinstance(child, FSDPModule):
                 visit(child, f"{path}.{key}".lstrip("."))
 
     for root in roots:
         visit(root, name)
-    return found
+    return paths
 
 
 def own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -424,8 +424,8 @@ class ScriptLauncher(_SubprocessScriptLauncher):
             time.sleep(_POLL_S)
         # Ranks that lost a peer get time to report their own error; one that hangs in a collective
         # never does.
-        found = time.monotonic()
-        while time.monotonic() - found < (_UNWIND_S if self._is_shown else _GRACE_S):
+        noticed = time.monotonic()
+        while time.monotonic() - noticed < (_UNWIND_S if self._is_shown else _GRACE_S):
             time.sleep(_POLL_S)
         for process in self.procs:
             if process.poll() is None:

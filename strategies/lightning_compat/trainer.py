@@ -60,13 +60,13 @@ def attributes_of_run(trainer: Trainer) -> list[dict[str, Any]]:
     waiting: list[Any] = [trainer, *schedulers]
     for each in schedulers:
         waiting += getattr(each, "_schedulers", ())
-    found: dict[int, dict[str, Any]] = {}
+    by_id: dict[int, dict[str, Any]] = {}
     while waiting:
         attributes = vars(waiting.pop())
-        if id(attributes) not in found:
-            found[id(attributes)] = attributes
+        if id(attributes) not in by_id:
+            by_id[id(attributes)] = attributes
             waiting += [v for v in attributes.values() if isinstance(v, _Loop | _BaseProgress)]
-    return list(found.values())
+    return list(by_id.values())
 
 
 def autocast_dtype(plugin: Precision) -> "torch.dtype | None":

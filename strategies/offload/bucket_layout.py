@@ -65,15 +65,15 @@ def collect_sharded_params(
             gathered in their own.
     """
     names = {parameter: name for name, parameter in module.named_parameters()}
-    found: dict[str, list[ShardedParam]] = {}
+    by_unit: dict[str, list[ShardedParam]] = {}
     seen: set[Parameter] = set()
     for unit_name, unit in units.items():
-        found[unit_name] = held_unit(unit, names)
-        seen.update(each.parameter for each in found[unit_name])
+        by_unit[unit_name] = held_unit(unit, names)
+        seen.update(each.parameter for each in by_unit[unit_name])
     for parameter, name in names.items():
         if parameter not in seen and isinstance(parameter, DTensor):
-            found[name] = [held_alone(name, parameter, compute_dtypes.get(parameter))]
-    return found
+            by_unit[name] = [held_alone(name, parameter, compute_dtypes.get(parameter))]
+    return by_unit
 
 
 def held_unit(unit: FSDPModule, names: Mapping[Parameter, str]) -> list[ShardedParam]:

@@ -220,14 +220,14 @@ class GradientHandler:
         self.early.begin(bucket, step, self._stepper)
 
     def _gradients_of(self, bucket: Bucket) -> BucketGradients:
-        found = self._gradients.get(bucket)
-        if found is None:
+        gradients = self._gradients.get(bucket)
+        if gradients is None:
             if bucket in self._host_gradients:
                 self._stepper.wait(bucket)  # its memory may still be read
             host = self._host_gradients.get(bucket)
-            found = BucketGradients(bucket, self._device, host, self._lane)
-            self._gradients[bucket] = found
-        return found
+            gradients = BucketGradients(bucket, self._device, host, self._lane)
+            self._gradients[bucket] = gradients
+        return gradients
 
     def _weigh(self, bucket: Bucket, gradients: BucketGradients) -> None:
         """Add the bucket's squared norm and perhaps step it speculatively. Runs on the worker."""

@@ -390,11 +390,11 @@ class ElementwiseRule(UpdateRule):
             raise _refused(optimizer, "it looks at more than one element at a time")
         if inner_optimizers(optimizer):
             raise _refused(optimizer, "it steps another optimizer")
-        found = [self._probe(optimizer, group) for group in optimizer.param_groups]
+        state_keys = [self._probe(optimizer, group) for group in optimizer.param_groups]
         own = {k: v for k, v in vars(optimizer).items() if isinstance(v, (int, float))}
         if any(vars(self._runner)[name] != value for name, value in own.items()):
             raise _refused(optimizer, "it counts steps in an attribute")
-        self.state_names = tuple(dict.fromkeys(name for names in found for name in names))
+        self.state_names = tuple(dict.fromkeys(name for names in state_keys for name in names))
 
     @override
     def settings(self, group: Mapping[str, Any]) -> _Settings:
@@ -444,8 +444,8 @@ class ElementwiseRule(UpdateRule):
 
     @override
     def scalars(self, slot: Slot) -> dict[str, Any]:
-        found = (v for (own, _), v in self._scalars.items() if own is slot and v)
-        return copy.deepcopy(next(found, {}))  # the worker continues to update its own
+        of_slot = (v for (own, _), v in self._scalars.items() if own is slot and v)
+        return copy.deepcopy(next(of_slot, {}))  # the worker continues to update its own
 
     @override
     def load_scalars(

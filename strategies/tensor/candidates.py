@@ -95,7 +95,7 @@ def _sections_of_atom(atom: SymbolicDim) -> tuple[Dim, ...]:
 
 def places(analysis: Analysis) -> dict[SymbolicDim, list[DimPosition]]:
     """Return the positions of each axis, in the order of the model."""
-    found: dict[SymbolicDim, list[DimPosition]] = {}
+    by_axis: dict[SymbolicDim, list[DimPosition]] = {}
     for name, facts in analysis.parameters.items():
         for number, dim in enumerate(facts.dims):
             rows = sections_of(dim)
@@ -105,8 +105,8 @@ def places(analysis: Analysis) -> dict[SymbolicDim, list[DimPosition]]:
                     if atom.size > 1:
                         at.setdefault(representative(atom), []).append(place)
             for atom, indices in at.items():
-                found.setdefault(atom, []).append(DimPosition(name, number, rows, tuple(indices)))
-    return found
+                by_axis.setdefault(atom, []).append(DimPosition(name, number, rows, tuple(indices)))
+    return by_axis
 
 
 def section_pattern(place: DimPosition) -> tuple[Section, ...]:
@@ -178,7 +178,7 @@ def _strays(analysis: Analysis) -> dict[str, str]:
     replaced by our implementation, which handles its output layer.
     """
     trace = analysis.trace
-    found: dict[str, str] = {}
+    users: dict[str, str] = {}
     records: list[Product | Use | Lookup] = [*trace.products, *trace.uses, *trace.lookups]
     for record in records:
         owners = {name.rpartition(".")[0] for name in analysis.parameters[record.parameter].names}
@@ -187,8 +187,8 @@ def _strays(analysis: Analysis) -> dict[str, str]:
             and any(owner.startswith(f"{record.module}.") for owner in owners)
         )
         if not is_own:
-            found.setdefault(record.parameter, record.module)
-    return found
+            users.setdefault(record.parameter, record.module)
+    return users
 
 
 def why_not(
@@ -305,7 +305,7 @@ def vocabularies(
         size: Number of ranks.
         with_heads: Whether logits may be divided; else only tables that are not heads too.
     """
-    found, refused = [], {}
+    divisible, refused = [], {}
     roles = Roles(analysis)
     lengths = {
         atom.size
@@ -336,8 +336,8 @@ def vocabularies(
             for position in where
         )
         weight = sum(analysis.parameters[member.parameter].elements for member in members)
-        found.append(ShardableDim(atom, members, weight, is_vocabulary=True))
-    return found, refused
+        divisible.append(ShardableDim(atom, members, weight, is_vocabulary=True))
+    return divisible, refused
 
 
 def _is_plain(where: Sequence[DimPosition]) -> bool:
@@ -391,7 +391,7 @@ class RoutedExperts:
 def routed_experts(analysis: Analysis) -> tuple[RoutedExperts, ...]:
     """Return the experts of every router, in the order in which they run."""
     stacked = _stacked(analysis)
-    found: dict[str, RoutedExperts] = {}
+    by_module: dict[str, RoutedExperts] = {}
     for step in analysis.trace.steps:
         if step.operator != "topk":
             continue
@@ -400,8 +400,8 @@ def routed_experts(analysis: Analysis) -> tuple[RoutedExperts, ...]:
             module = module.rpartition(".")[0]
         names = tuple(name for name in stacked if name.startswith(f"{module}."))
         if module and names and module not in analysis.blocks:
-            found.setdefault(module, RoutedExperts(module, names))
-    return tuple(found.values())
+            by_module.setdefault(module, RoutedExperts(module, names))
+    return tuple(by_module.values())
 
 
 def _stacked(analysis: Analysis) -> list[str]:

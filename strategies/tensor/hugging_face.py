@@ -58,9 +58,9 @@ def disagreements(plan: TensorPlan, module: Module) -> tuple[str, ...]:
 def _plans(module: Module) -> Iterator[tuple[str, Mapping[str, str]]]:
     """Yield the prefix of each base model within a module, and its plan."""
     for name, each in module.named_modules():
-        found: Any = getattr(getattr(each, "config", None), "base_model_tp_plan", None)
-        if isinstance(found, Mapping) and getattr(each, "base_model", None) is each:
-            yield f"{name}." if name else "", found
+        theirs: Any = getattr(getattr(each, "config", None), "base_model_tp_plan", None)
+        if isinstance(theirs, Mapping) and getattr(each, "base_model", None) is each:
+            yield f"{name}." if name else "", theirs
 
 
 def _match(theirs: Mapping[str, str], name: str) -> str | None:

@@ -166,14 +166,14 @@ def read_overrides(
                     }
                 )
                 continue
-            found = _divided(analysis, possible, size, names, style)
-            if isinstance(found, str):
+            division = _divided(analysis, possible, size, names, style)
+            if isinstance(division, str):
                 raise ConfigError(
                     f"plan says {style!r} for {pattern!r}, but {names[0]} cannot be divided so: "
-                    f"{found}. Take {pattern!r} out of plan."
+                    f"{division}. Take {pattern!r} out of plan."
                 )
-            if all(each.atom is not found.atom for each in overrides.forced):
-                overrides.forced.append(found)
+            if all(each.atom is not division.atom for each in overrides.forced):
+                overrides.forced.append(division)
     _refuse_both(overrides)
     return overrides
 

@@ -46,13 +46,13 @@ class PartialActivationHooks:
 
     def warn(self) -> None:
         """Warn once of each such hook. No communication: only one rank may have it."""
-        found: dict[str, list[str]] = {}
+        by_label: dict[str, list[str]] = {}
         for name, module, on_outputs in self._watched:
             for hook in hooks_of(module, on_outputs=on_outputs):
                 if label := _label(hook):
-                    found.setdefault(label, []).append(name)
-        for label in found.keys() - self._known:
-            first, *others = dict.fromkeys(found[label])
+                    by_label.setdefault(label, []).append(name)
+        for label in by_label.keys() - self._known:
+            first, *others = dict.fromkeys(by_label[label])
             more = f" and {len(others)} more" if others else ""
             warnings.warn(
                 f"Hook {label} on '{first}'{more} sees this rank's part of an activation that the "
@@ -60,7 +60,7 @@ class PartialActivationHooks:
                 f"whole, name a parameter of its layer in plan as 'whole'.",
                 stacklevel=2,
             )
-        self._known |= found.keys()
+        self._known |= by_label.keys()
 
 
 def _label(hook: Callable[..., Any]) -> str:

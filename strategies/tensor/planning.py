@@ -288,7 +288,7 @@ def choose(
 
 def _components(items: Sequence[_Item], conflicts: Mapping[_Item, set[_Item]]) -> list[list[_Item]]:
     """Group items that conflicts connect, directly or through others."""
-    found: list[list[_Item]] = []
+    components: list[list[_Item]] = []
     seen: set[_Item] = set()
     for start in items:
         component, waiting = [], [start]
@@ -299,8 +299,8 @@ def _components(items: Sequence[_Item], conflicts: Mapping[_Item, set[_Item]]) -
                 component.append(item)
                 waiting += conflicts.get(item, set())
         if component:
-            found.append(component)
-    return found
+            components.append(component)
+    return components
 
 
 def _heaviest(

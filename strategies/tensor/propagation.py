@@ -45,13 +45,13 @@ class Propagation:
 
 def axes_of(dims: Iterable[Dim], chosen: Set[SymbolicDim]) -> set[SymbolicDim]:
     """Return the selected axes in dimensions, sections of them included."""
-    found: set[SymbolicDim] = set()
+    reached: set[SymbolicDim] = set()
     waiting = [atom for dim in dims for atom in dim]
     while waiting:
         atom = representative(waiting.pop())
-        found.add(atom)
+        reached.add(atom)
         waiting += atom.parts
-    return found & chosen
+    return reached & chosen
 
 
 def follow(
@@ -73,10 +73,10 @@ def follow(
 
 def _entered_as_one(styles: Mapping[str, Style]) -> set[str]:
     """Return modules with both columns and rows, such as stacked experts."""
-    found: dict[str, set[Style]] = {}
+    by_module: dict[str, set[Style]] = {}
     for name, style in styles.items():
-        found.setdefault(name.rpartition(".")[0], set()).add(style)
-    return {name for name, several in found.items() if several >= {"column", "row"}
+        by_module.setdefault(name.rpartition(".")[0], set()).add(style)
+    return {name for name, several in by_module.items() if several >= {"column", "row"}
             or "expert" in several}  # fmt: skip
 
 
@@ -227,20 +227,20 @@ class _Follower:
             for step in self.trace.steps
             if step.module == module and self._is_divided_product(step)
         ]
-        found: dict[str, None] = {}
+        replicated: dict[str, None] = {}
         waiting = [operand for step in products for operand in step.inputs]
         seen = set(boundaries)
         while waiting:
             operand = waiting.pop()
             if operand.parameter is not None:
                 if operand.parameter not in self.sharded:
-                    found.setdefault(operand.parameter)
+                    replicated.setdefault(operand.parameter)
             elif operand.is_floating and operand.key not in seen:
                 seen.add(operand.key)
                 if operand.key not in self.made:
                     return False
                 waiting += self.made[operand.key].inputs
-        partial.update(found)
+        partial.update(replicated)
         return True
 
 

@@ -52,7 +52,7 @@ def lasts_of(firsts: Mapping[str, str]) -> dict[str, str]:
 def _settings(name: str, block: Module) -> tuple[Any, ...]:
     last = name.rpartition(".")[2]
     place = int(last) if last.isdigit() else None
-    found: list[Any] = [
+    settings: list[Any] = [
         (path, tuple(each.shape), each.dtype, each.requires_grad)
         for path, each in block.named_parameters(remove_duplicate=False)
     ]
@@ -62,8 +62,8 @@ def _settings(name: str, block: Module) -> tuple[Any, ...]:
             for key, value in vars(module).items()
             if isinstance(value, _PLAIN) and not (type(value) is int and value == place)
         }
-        found.append((path, type(module), repr(sorted(own.items()))))
-    return tuple(found)
+        settings.append((path, type(module), repr(sorted(own.items()))))
+    return tuple(settings)
 
 
 def _planned(block: str, plan: TensorPlan) -> tuple[Any, ...]:

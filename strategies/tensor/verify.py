@@ -62,11 +62,11 @@ def division_of(entry: ShardedParameter, size: int, rank: int) -> DimDivision:
 
 def divisions_of(plan: TensorPlan, rank: int) -> dict[str, DimDivision]:
     """Return a rank's division of each divided parameter, by all of its names."""
-    found = {}
+    divisions = {}
     for entry in plan.sharded.values():
         division = division_of(entry, plan.size, rank)
-        found.update(dict.fromkeys(entry.names, division))
-    return found
+        divisions.update(dict.fromkeys(entry.names, division))
+    return divisions
 
 
 _BACKENDS: tuple[Backend, ...] = ("local", "region")

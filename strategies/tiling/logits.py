@@ -275,11 +275,11 @@ def _function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 )
         if name in _GRADIENT_METHODS or name == "__set__" or attribute in _WHOLE_ATTRIBUTES:
             first.stays_whole = True
-    found: list[TiledLogits] = []
-    values = func(*tree_map(partial(_with_data, found), args),
-                  **tree_map(partial(_with_data, found), kwargs))  # fmt: skip
-    if found and not torch.is_grad_enabled():
-        _forget(found, values)
+    computed: list[TiledLogits] = []
+    values = func(*tree_map(partial(_with_data, computed), args),
+                  **tree_map(partial(_with_data, computed), kwargs))  # fmt: skip
+    if computed and not torch.is_grad_enabled():
+        _forget(computed, values)
     return values
 
 
@@ -384,21 +384,21 @@ def _leaves_classes(index: tuple[Any, ...], num_dims: int) -> bool:
     return len(index) < num_dims or index[-1] == slice(None)
 
 
-def _with_data(found: list[TiledLogits], value: Any) -> Any:
-    """Return logits with data, other values as they are; append to ``found`` if data are new."""
+def _with_data(computed: list[TiledLogits], value: Any) -> Any:
+    """Return logits with data, other values as they are; append to ``computed`` if data are new."""
     if not isinstance(value, TiledLogits):
         return value
     if value.whole is not None:
         return value.whole
     with torch.inference_mode(False), torch.enable_grad():
         if value.base is not None:
-            value.whole = value.as_view(_with_data(found, value.base))
+            value.whole = value.as_view(_with_data(computed, value.base))
         else:
             value.projection.check()
             whole = value.projection.logits(value.inputs, value.like.dtype)
             whole = whole.transpose(1, 2) if value.are_classes_second else whole
             value.whole = whole.contiguous() if value.like.is_contiguous() else whole
-    found.append(value)
+    computed.append(value)
     return value.whole
 
 

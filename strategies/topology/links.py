@@ -75,10 +75,10 @@ def read_links(uuid: str, others: Iterable[str], nvml: ModuleType = pynvml) -> d
     except nvml.NVMLError:
         return {}
     try:
-        found = {other: _link(nvml, uuid, other) for other in others}
+        by_uuid = {other: _link(nvml, uuid, other) for other in others}
     finally:
         nvml.nvmlShutdown()
-    return {other: link for other, link in found.items() if link is not None}
+    return {other: link for other, link in by_uuid.items() if link is not None}
 
 
 def _link(nvml: ModuleType, uuid: str, other: str) -> Link | None:
@@ -144,10 +144,10 @@ class Topology:
 
     def by_host(self) -> list[list[int]]:
         """Return the ranks of each host."""
-        found: dict[str, list[int]] = {}
+        by_machine: dict[str, list[int]] = {}
         for rank, place in enumerate(self.places):
-            found.setdefault(place.machine, []).append(rank)
-        return list(found.values())
+            by_machine.setdefault(place.machine, []).append(rank)
+        return list(by_machine.values())
 
 
 def this_host() -> tuple[str, str]:
@@ -195,9 +195,9 @@ def arrange(
     if len(ranks) > MOST_RANKS:
         return None
     for link in sorted((each for each in Link if each > above), reverse=True):
-        found = _cut(topology, list(ranks), size, link)
-        if found is not None:
-            return Arrangement(found, link)
+        ordered = _cut(topology, list(ranks), size, link)
+        if ordered is not None:
+            return Arrangement(ordered, link)
     return None
 
 
@@ -216,8 +216,8 @@ def _cut(topology: Topology, ranks: list[int], size: int, link: Link) -> list[in
 
 
 def _is_joined(topology: Topology, one: int, other: int, link: Link) -> bool:
-    found = topology.link(one, other)
-    return found is not None and found >= link
+    actual = topology.link(one, other)
+    return actual is not None and actual >= link
 
 
 Groups = Sequence[Sequence[int]]
@@ -244,14 +244,14 @@ def find_slow_groups(topology: Topology, groups: Mapping[str, Groups]) -> list[s
         One or two sentences for each finding: at most one on hosts, as they have one cause, and one
         on the links within hosts.
     """
-    found = []
+    messages = []
     for kind, ranks in groups.items():
         if text := _on_hosts(topology, kind, ranks):
-            found.append(text)
+            messages.append(text)
             break
     if text := _on_links(topology, groups.get("tensor", ())):
-        found.append(text)
-    return found
+        messages.append(text)
+    return messages
 
 
 def _on_hosts(topology: Topology, kind: str, groups: Groups) -> str | None:

@@ -40,6 +40,6 @@ def storage_class(storage: Any) -> type:
     """Return the class that a file of ``torch.save`` names for a tensor's storage."""
     if isinstance(storage, torch.TypedStorage):
         name = storage._pickle_storage_type()  # type: ignore[no-untyped-call]
-        found: type = getattr(torch, name)
-        return found
+        named_class: type = getattr(torch, name)
+        return named_class
     return type(storage)

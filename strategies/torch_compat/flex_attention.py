@@ -97,8 +97,8 @@ def mask_of_parts(mask: tuple[Any, ...], queries: Tensor, keys: Tensor) -> tuple
 
     rows, heads = counts.shape[:2]
     made = create_block_mask(shows, rows, heads, len(queries), len(keys), device=queries.device)
-    found: tuple[Any, ...] = made.as_tuple()
-    return found
+    parts: tuple[Any, ...] = made.as_tuple()
+    return parts
 
 
 def scores_of_parts(rule: Callable[..., Tensor], queries: Tensor, keys: Tensor) -> Any:

@@ -90,10 +90,10 @@ def unit_parameters(unit: FSDPModule) -> list[tuple[Parameter, Parameter | None]
 
 def unsharded_gradients(unit: FSDPModule) -> list[Tensor]:
     """Return a unit's gradients that are not reduced yet, in the parameters' full shapes."""
-    found = [getattr(param, "unsharded_accumulated_grad", None) for param in _params(unit)]
+    pending = [getattr(param, "unsharded_accumulated_grad", None) for param in _params(unit)]
     unsharded = [unsharded_parameter(param) for param in _params(unit)]
-    found += [own_gradient(each) for each in unsharded if each is not None]
-    return [gradient for gradient in found if gradient is not None]
+    pending += [own_gradient(each) for each in unsharded if each is not None]
+    return [gradient for gradient in pending if gradient is not None]
 
 
 def forget_step(root: FSDPModule) -> None:

@@ -97,12 +97,12 @@ class OverflowAgreement:
         before = attributes.get("_unscale_grads_")  # of another axis, whose ranks agree, too
 
         def unscale_and_agree(*args: Any, **kwargs: Any) -> Any:
-            found: dict[torch.device, Tensor] = unscale(*args, **kwargs)
+            overflows: dict[torch.device, Tensor] = unscale(*args, **kwargs)
             if device is not None:
-                found.setdefault(device, torch.zeros((), device=device))
-            for each in found.values():
+                overflows.setdefault(device, torch.zeros((), device=device))
+            for each in overflows.values():
                 dist.all_reduce(each, dist.ReduceOp.MAX, group=group)
-            return found
+            return overflows
 
         def restore() -> None:
             attributes.pop("_unscale_grads_", None)

@@ -219,9 +219,9 @@ def compare_over_meshes() -> None:
         if _spec_of(one) != _spec_of(other):
             return op_call(*(each.full_tensor() if _spec_of(each) else each for each in args))
         is_same = op_call(one._local_tensor, other._local_tensor)
-        found = torch.tensor(int(is_same), device=one.device_mesh.device_type)
-        dist.all_reduce(found, dist.ReduceOp.MIN)  # over all ranks, as torch does
-        return bool(found)
+        agreement = torch.tensor(int(is_same), device=one.device_mesh.device_type)
+        dist.all_reduce(agreement, dist.ReduceOp.MIN)  # over all ranks, as torch does
+        return bool(agreement)
 
     DTensor._op_dispatcher._custom_op_handlers[torch.ops.aten.equal.default] = equal
 

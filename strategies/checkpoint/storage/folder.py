@@ -362,9 +362,9 @@ class RemoteDraft:
         try:
             with as_os_errors():
                 self._system.invalidate_cache()
-                found = set(self._system.find(self._path))
+                listed = set(self._system.find(self._path))
                 # A file system may list files under other names than it was given.
-                for path in found - kept if kept <= found else ():
+                for path in listed - kept if kept <= listed else ():
                     self._system.rm_file(path)
         except OSError as error:
             warnings.warn(

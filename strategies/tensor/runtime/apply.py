@@ -88,14 +88,14 @@ def owners_of(root: Module, plan: TensorPlan) -> list[Owner]:
 
     Without tables and heads, whose tokens are divided outside of blocks.
     """
-    found: dict[str, list[ShardedParameter]] = defaultdict(list)
+    by_module: dict[str, list[ShardedParameter]] = defaultdict(list)
     for entry in plan.sharded.values():
         for name in entry.names:
             if entry.style != "vocabulary":
-                found[name.rpartition(".")[0]].append(replace(entry, name=name))
+                by_module[name.rpartition(".")[0]].append(replace(entry, name=name))
     return [
         Owner(name, root.get_submodule(name), entries[0].axis, tuple(entries))
-        for name, entries in found.items()
+        for name, entries in by_module.items()
     ]
 
 
@@ -153,7 +153,7 @@ def widths_of(owners: Iterable[Owner]) -> dict[type[Module], set[str]]:
     width only in some modules of the class, such as an index, does not count. Torch's layers have
     known names for their sizes, and use the shapes of their weights.
     """
-    found: dict[type[Module], set[str]] = {}
+    by_class: dict[type[Module], set[str]] = {}
     for owner in owners:
         kind = type(owner.module)
         if owner.styles & _PRODUCTS != {"column"} or kind.__module__.startswith("torch.nn."):
@@ -164,8 +164,8 @@ def widths_of(owners: Iterable[Owner]) -> dict[type[Module], set[str]]:
             for name, value in vars(owner.module).items()
             if type(value) is int and value == length
         }
-        found[kind] = found.get(kind, own) & own
-    return found
+        by_class[kind] = by_class.get(kind, own) & own
+    return by_class
 
 
 def divide_width(
