@@ -166,9 +166,9 @@ def num_positions(stretches: Stretches) -> int:
 def common(one: Stretches, other: Stretches) -> Stretches:
     """Return the intersection of two sets of stretches."""
     overlap = []
-    for a, b in one:
-        for c, d in other:
-            start, stop = max(a, c), min(b, d)
+    for begin, end in one:
+        for low, high in other:
+            start, stop = max(begin, low), min(end, high)
             if start < stop:
                 overlap.append((start, stop))
     return tuple(overlap)
@@ -182,12 +182,12 @@ def places(stretches: Stretches, own: Stretches) -> Stretches:
         stretches: Each of them within one of ``own``.
         own: Stretches of the tensor, stored one after the other.
     """
-    found = []
+    shifted = []
     for start, stop in stretches:
         base = 0
-        for a, b in own:
-            if a <= start and stop <= b:
-                found.append((base + start - a, base + stop - a))
+        for begin, end in own:
+            if begin <= start and stop <= end:
+                shifted.append((base + start - begin, base + stop - begin))
                 break
-            base += b - a
-    return tuple(found)
+            base += end - begin
+    return tuple(shifted)
