@@ -38,9 +38,9 @@ BATCH, LOSS = "the batch itself", "the loss"
 class DetectNonFinite(Callback):
     """Ends training at the first output of a module that contains a NaN or an infinity.
 
-    A cheaper ``Trainer(detect_anomaly=True)``: one comparison of each module's output, and
-    one small collective per batch, which waits for the device. Modules are checked in the order
-    in which they finish: the one that is named holds the operation, and no module inside it does.
+    A cheaper ``Trainer(detect_anomaly=True)``: one comparison of each module's output, and one
+    small collective per batch, which waits for the device. Modules are checked in the order in
+    which they finish: the one that is named holds the operation, and no module inside it does.
     Negative infinity is allowed, since masks use it.
 
     The error is raised after the batch, before a checkpoint of it is saved, and is the same on all

@@ -4,29 +4,28 @@ The optimizer itself, its state and the run's random states do not change.
 
 Each function compares trials of some steps with the same values and gradients:
 
-``mixes_elements``: steps of the two halves of a parameter are not the halves of its step. Muon and
-Shampoo need full matrices, LARS and LAMB norms of full parameters, Adafactor rows and columns;
-optimizers that mix parameters mix halves too. Tensor ranks and offload then step whole
-parameters.
+``mixes_elements``: steps of the two halves of a parameter are not the halves of its step. Muon
+and Shampoo need full matrices, LARS and LAMB norms of full parameters, Adafactor rows and columns;
+optimizers that mix parameters mix halves too. Tensor ranks and offload then step whole parameters.
 
 ``mixes_parameters``: the step of one parameter depends on another one: Prodigy, D-Adaptation, SAM,
 an Adam that clips by its own norm. A pipeline refuses them: a rank has only its stages.
 
-``matrix_use``: the step multiplies or factors matrices. torch would gather shards for that, in
-an order and precision that depend on the number of ranks. ZeRO then steps whole parameters.
+``matrix_use``: the step multiplies or factors matrices. torch would gather shards for that, in an
+order and precision that depend on the number of ranks. ZeRO then steps whole parameters.
 
-``shard_mismatch``: steps of DTensor shards fail, or are not the shards of the step. Norms and
-sums of DTensors are those of the whole; flat views, items and rows often are not. ZeRO then steps
-whole parameters.
+``shard_mismatch``: steps of DTensor shards fail, or are not the shards of the step. Norms and sums
+of DTensors are those of the whole; flat views, items and rows often are not. ZeRO then steps whole
+parameters.
 
 ``needs_all_ranks``: the step calls collectives itself, or draws random numbers. Refused where
 each rank steps whole parameters that only it owns.
 
 [Note: Gradients of a trial]
-Gradients are the sum of a constant and a changing part, whose signs and sizes differ by element. If
-all gradients had the same sign, Prodigy's estimates would be the same for every part; without a
-constant part they would not change at all. Later steps have gradients a thousand
-times larger and smaller, for limits that apply above or below a norm.
+Gradients are the sum of a constant and a changing part, whose signs and sizes differ by
+element. If all gradients had the same sign, Prodigy's estimates would be the same for every part;
+without a constant part they would not change at all. Later steps have gradients a thousand times
+larger and smaller, for limits that apply above or below a norm.
 """
 
 import copy

@@ -1,11 +1,11 @@
 """Replaces attributes of objects, for a ``with`` block or until the change is undone.
 
-``patched`` is for one object and a block of code, ``Changes`` for modules to which a feature is
-applied and later removed; ``wrapped`` wraps a method. Attributes go into the ``__dict__`` of
-instances. There they are found before methods of the class and before parameters of a
-``Module``, whose ``__setattr__`` is bypassed; classes and parameters do not change. A
-wrapper around ``forward`` is used instead of hooks where inputs and outputs are changed: it also
-runs where activation checkpointing repeats a block, and is left if the block raises.
+``patched`` is for one object and a block of code, ``Changes`` for modules to which a feature
+is applied and later removed; ``wrapped`` wraps a method. Attributes go into the ``__dict__`` of
+instances. There they are found before methods of the class and before parameters of a ``Module``,
+whose ``__setattr__`` is bypassed; classes and parameters do not change. A wrapper around
+``forward`` is used instead of hooks where inputs and outputs are changed: it also runs where
+activation checkpointing repeats a block, and is left if the block raises.
 """
 
 from collections.abc import Callable, Iterable, Iterator

@@ -21,15 +21,15 @@ class PipelineParallelStrategy(MeshStrategy):
 
     Ranks beyond ``stages`` form further pipelines, replicas with batches of their own: the Trainer
     divides the data over them, and gradients are averaged over them once per optimizer step, as
-    ``DDPStrategy`` does it. The ranks of a stage are adjacent: with 2 stages, ranks 0 and 1
-    of 4 hold the first one.
+    ``DDPStrategy`` does it. The ranks of a stage are adjacent: with 2 stages, ranks 0 and 1 of 4
+    hold the first one.
 
-    Layers that mix the rows of a batch are refused, except batch norms. Those see microbatches: as
-    with accumulated gradients, they compute the moments of each and update their running statistics
-    once for each (results equal those of one process that accumulates over the microbatches;
-    GroupNorm and LayerNorm do not depend on the cut). A buffer or counter that the step itself
-    changes also changes once for each microbatch. Batches with few rows are cut into fewer
-    microbatches where batch norms of vectors need two rows.
+    Layers that mix the rows of a batch are refused, except batch norms. Those see microbatches:
+    as with accumulated gradients, they compute the moments of each and update their running
+    statistics once for each (results equal those of one process that accumulates over the
+    microbatches; GroupNorm and LayerNorm do not depend on the cut). A buffer or counter that the
+    step itself changes also changes once for each microbatch. Batches with few rows are cut into
+    fewer microbatches where batch norms of vectors need two rows.
 
     Each rank only has the values of its own stages and NaN for the others, so ``state_dict``
     raises. ``Trainer.save_checkpoint`` and ``ModelCheckpoint`` write the whole model, and
@@ -45,8 +45,8 @@ class PipelineParallelStrategy(MeshStrategy):
         schedule: By default ``"1f1b"``, or ``"gpipe"`` if the loss is over the whole batch.
             ``"1f1b"``, ``"gpipe"``, ``"interleaved_1f1b"``, ``"looped_bfs"``,
             ``"zero_bubble"``, ``"zbv"`` or ``"dualpipev"``; ``boltmesh schedule`` draws them. Or
-            ``"pipedream_2bw"``, with other results: steps fill each other's bubbles, and
-            the gradient of a batch is applied one step later than it was computed, W(t+1) = W(t) -
+            ``"pipedream_2bw"``, with other results: steps fill each other's bubbles, and the
+            gradient of a batch is applied one step later than it was computed, W(t+1) = W(t) -
             step(gradient of batch t-1 at W(t-1)). The first step of a run changes nothing. This
             keeps two versions of the weights and of the gradients, and half as many activations
             again as 1f1b. Not with accumulation, fp16, activation checkpointing or several

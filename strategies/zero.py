@@ -18,10 +18,10 @@ Tier = Literal["cpu", "nvme"]
 class ZeROStrategy(MeshStrategy):
     """Data parallelism without copies: each rank keeps a shard and gathers what it needs.
 
-    Results equal those of one process with an N times larger batch on N ranks. For mixed
-    precision with Adam, bytes per parameter and rank: 6 + 12/N in stage 1 (2 + 16/N without
-    accumulation), 2 + 16/N in stage 2, 16/N in stage 3, where plain data parallelism takes 22 (18
-    without accumulation).
+    Results equal those of one process with an N times larger batch on N ranks. For mixed precision
+    with Adam, bytes per parameter and rank: 6 + 12/N in stage 1 (2 + 16/N without accumulation),
+    2 + 16/N in stage 2, 16/N in stage 3, where plain data parallelism takes 22 (18 without
+    accumulation).
 
     Args:
         stage: 1 shards the optimizer state; 2 also the gradients; 3 also the parameters, which are

@@ -1,7 +1,7 @@
 """Checks whether a file of ``torch.save`` is undamaged. Plain Python, without torch.
 
-It is an uncompressed zip file with a CRC-32 of each record; torch writes these and
-does not compare them when it reads.
+It is an uncompressed zip file with a CRC-32 of each record; torch writes these and does not
+compare them when it reads.
 """
 
 import errno

@@ -2,8 +2,8 @@
 
 Large tensors are created on ``meta``, and operators on them are recorded. Operators that draw
 random numbers also run, on a scratch tensor, so that generators advance as usual: real tensors
-and later random numbers are the same as without deferring. A replay starts each
-operator from the recorded state of its generator, with bitwise equal results.
+and later random numbers are the same as without deferring. A replay starts each operator from the
+recorded state of its generator, with bitwise equal results.
 
 ``DeferredInitMode`` is the dispatch mode that decides how each operator runs. Operators that
 cannot be recorded, since they return values, run on temporary values. ``Appearance`` makes

@@ -123,8 +123,8 @@ def broadcast_tensors(tensors: Sequence[Tensor], group: ProcessGroup) -> None:
 def values_in_calls(root: nn.Module) -> Iterator[None]:
     """Context in which a deferred model can compute in this process, block by block.
 
-    A repeated block has values while it runs, all other modules until the end. Afterwards
-    every tensor is the one from before. For steps without autograd, whose graph would keep values.
+    A repeated block has values while it runs, all other modules until the end. Afterwards every
+    tensor is the one from before. For steps without autograd, whose graph would keep values.
 
     Raises:
         ConfigError: If a module on ``meta`` has no ``reset_parameters``.

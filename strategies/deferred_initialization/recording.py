@@ -6,8 +6,8 @@ tensor object all share one history; the recording lives as long as a marked sto
 ``Space`` is such a storage, a ``View`` the part of it that a tensor covers, and ``Content`` the
 storages that exist during a replay.
 
-Functions on operators, such as which tensors one writes and whether it draws random
-numbers, are at the end.
+Functions on operators, such as which tensors one writes and whether it draws random numbers, are
+at the end.
 """
 
 import heapq

@@ -3,16 +3,15 @@
 A ``TensorPlan`` can be printed, sent as JSON and edited; a plan can be made and a checkpoint read
 without torch.
 
-A divided dimension is a sequence of ``Section``: the q, k and v of a fused
-projection, the gate and up of a gated MLP. Each section is a block of ``outer x count x inner``
-elements, row by row, of which ``count`` is divided: heads, with the channels of a head inside and,
-in some models, (q, k, v) outside. A rank keeps its part of every section, so its shard is again a
-row of sections, with ``count / size`` in place of ``count``. Only the tokens of a vocabulary may
-be divided unevenly: the first ranks have one more.
+A divided dimension is a sequence of ``Section``: the q, k and v of a fused projection, the gate
+and up of a gated MLP. Each section is a block of ``outer x count x inner`` elements, row by row,
+of which ``count`` is divided: heads, with the channels of a head inside and, in some models,
+(q, k, v) outside. A rank keeps its part of every section, so its shard is again a sequence of
+sections, with ``count / size`` in place of ``count``. Only the tokens of a vocabulary may be
+divided unevenly: the first ranks have one more.
 
 ``without_replicated`` and ``without_sequence`` return a plan in which some parts stay whole.
-``plan_table`` is what telemetry and ``boltmesh plan`` show: one row for each kind of
-parameter.
+``plan_table`` is what telemetry and ``boltmesh plan`` show: one row for each kind of parameter.
 """
 
 import re
