@@ -56,11 +56,11 @@ class DraftStart(NamedTuple):
     name: str
     """Name under which the folder is written."""
     within: str
-    """Prefix of its files within the folder: ``""``, or the name of a subfolder and ``/``."""
+    """Prefix of the files within the folder: ``""``, or the name of a subfolder and ``/``."""
 
 
 class Folder(Protocol):
-    """A folder to read; ``str`` gives its path or address."""
+    """A folder to read; ``str`` returns its path or address."""
 
     def is_there(self) -> bool:
         """Whether there is a folder, complete or not."""
@@ -69,7 +69,7 @@ class Folder(Protocol):
         """Return the bytes of a file; a missing one is a FileNotFoundError."""
 
     def read(self, name: str, start: int = 0, length: int | None = None) -> bytes:
-        """Return bytes of a file, fewer where it ends; a missing one is a FileNotFoundError."""
+        """Return bytes of a file, fewer at its end; a missing one is a FileNotFoundError."""
 
     def inside(self, within: str) -> "Folder":
         """Return the folder in which the files are, see ``DraftStart``."""
@@ -78,7 +78,7 @@ class Folder(Protocol):
         """Return the draft of a new folder with this name."""
 
     def remove(self) -> None:
-        """Delete it; an incomplete deletion leaves nothing that looks like a checkpoint."""
+        """Delete the folder; an incomplete deletion leaves nothing that looks like a checkpoint."""
 
 
 class Draft(Protocol):
@@ -97,7 +97,7 @@ class Draft(Protocol):
         """See ``DraftStart``; known once it has begun."""
 
     def begin(self) -> DraftStart:
-        """Create it, and delete what a killed save has left there."""
+        """Create the folder, and delete the remains of killed saves."""
 
     def joins(self, start: DraftStart) -> bool:
         """Join the folder that the first rank has begun; False if this rank does not see it."""
@@ -117,7 +117,7 @@ class Draft(Protocol):
         """
 
     def abandon(self) -> None:
-        """Delete what has been written; a previous folder is kept."""
+        """Delete the files of this draft; a previous folder is kept."""
 
 
 class LocalFolder:
@@ -135,17 +135,17 @@ class LocalFolder:
         return str(self._path)
 
     def is_there(self) -> bool:
-        """Whether it exists; restores one that a kill had left renamed."""
+        """Whether the folder exists; restores one whose replacement was killed."""
         restore_aside(self._path)
         return self._path.is_dir()
 
     def size(self, name: str) -> int:
-        """Size of a file."""
+        """Return the size of a file."""
         with self._open(name) as file:
             return os.fstat(file.fileno()).st_size
 
     def read(self, name: str, start: int = 0, length: int | None = None) -> bytes:
-        """Bytes of a file."""
+        """Return bytes of a file."""
         with naming(self._path / name), self._open(name) as file:
             file.seek(start)
             if length is not None:  # a forged one would reserve memory
@@ -153,7 +153,7 @@ class LocalFolder:
             return file.read(-1 if length is None else length)
 
     def _open(self, name: str) -> IO[bytes]:
-        """Open a plain file of this folder: no pipe, which would wait, and no file elsewhere."""
+        """Open a plain file of this folder: not a pipe, which would wait, nor a link out of it."""
         path = self._path / name
         if path.is_symlink() and not path.resolve().is_relative_to(self._path.resolve()):
             raise OSError(errno.ELOOP, "it is a link out of the folder", str(path))
@@ -164,15 +164,15 @@ class LocalFolder:
         return file
 
     def inside(self, within: str) -> "LocalFolder":
-        """Folder of the files, in a copy of one that was replaced on a remote file system."""
+        """Return the folder of the files, a subfolder in copies of some remote checkpoints."""
         return LocalFolder(self._path / within) if within else self
 
     def draft(self) -> "LocalDraft":
-        """Draft of a new folder with this name."""
+        """Return the draft of a new folder with this name."""
         return LocalDraft(self._path)
 
     def remove(self) -> None:
-        """Delete it."""
+        """Delete the folder."""
         remove(self._path)
 
 
@@ -218,11 +218,11 @@ class LocalDraft:
             os.fsync(file.fileno())
 
     def size(self, name: str) -> int:
-        """Size of a file."""
+        """Return the size of a file."""
         return (self._partial / name).stat().st_size
 
     def finish(self, last: bytes, names: Collection[str]) -> None:
-        """Rename it."""
+        """Write the last file and rename the folder."""
         with self.create(LAST) as file:
             file.write(last)
         self._mark.unlink()
@@ -230,7 +230,7 @@ class LocalDraft:
         replace(self._partial, self._target)
 
     def abandon(self) -> None:
-        """Delete it."""
+        """Delete the folder."""
         shutil.rmtree(self._partial, ignore_errors=True)
 
 
@@ -256,27 +256,27 @@ class RemoteFolder:
         return kind_at(self._system, self._path) == "directory"
 
     def size(self, name: str) -> int:
-        """Size of a file."""
+        """Return the size of a file."""
         with as_os_errors():
             return int(self._system.info(f"{self._path}/{name}")["size"])
 
     def read(self, name: str, start: int = 0, length: int | None = None) -> bytes:
-        """Bytes of a file, and only those."""
+        """Return bytes of a file, reading no others."""
         end = None if length is None else start + length
         with as_os_errors():
             data: bytes = self._system.cat_file(f"{self._path}/{name}", start=start, end=end)
         return data
 
     def inside(self, within: str) -> "RemoteFolder":
-        """Folder of the files."""
+        """Return the folder of the files."""
         return RemoteFolder(f"{self._address}/{within}") if within else self
 
     def draft(self) -> "RemoteDraft":
-        """Draft of a new folder with this name."""
+        """Return the draft of a new folder with this name."""
         return RemoteDraft(self._address, self._system, self._path)
 
     def remove(self) -> None:
-        """Delete the last file first: what a kill leaves is then not a checkpoint."""
+        """Delete the last file first, so that the remains after a kill are no checkpoint."""
         last = f"{self._path}/{LAST}"
         with as_os_errors():
             if kind_at(self._system, last):
@@ -286,7 +286,7 @@ class RemoteFolder:
 
 
 class RemoteDraft:
-    """A ``Draft`` whose last file makes it complete.
+    """A ``Draft`` that its last file completes.
 
     Args:
         address: For messages.
@@ -337,7 +337,7 @@ class RemoteDraft:
 
     @contextmanager
     def create(self, name: str) -> Iterator[IO[bytes]]:
-        """Open a file; only what its library sends at once is kept in memory."""
+        """Open a file; only as much as its library sends at once is kept in memory."""
         with as_os_errors():
             file = self._system.open(f"{self._path}/{self.within}{name}", "wb")
         try:
@@ -349,7 +349,7 @@ class RemoteDraft:
             raise
 
     def size(self, name: str) -> int:
-        """Size of a file that another rank may just have written."""
+        """Return the size of a file that another rank may just have written."""
         with as_os_errors():
             self._system.invalidate_cache()
             return int(self._system.info(f"{self._path}/{self.within}{name}")["size"])
@@ -374,7 +374,7 @@ class RemoteDraft:
             )
 
     def abandon(self) -> None:
-        """Delete what was written, if the file system allows; the next save does the rest."""
+        """Delete the files, if the file system allows; the next save deletes the rest."""
         if not self.save:
             return
         with suppress(OSError), as_os_errors():
