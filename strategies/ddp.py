@@ -104,8 +104,8 @@ class DDPStrategy(MeshStrategy):
         if self.is_fitting and self.options.gradient_compression == "powersgd":
             warnings.warn(
                 f"{checkpoint_path} does not hold what PowerSGD had not sent yet: its error "
-                f"feedback and its {self.options.powersgd_start_step} uncompressed steps begin "
-                f"anew, so this run differs a little from one that was never stopped.",
+                f"feedback and its {self.options.powersgd_start_step} uncompressed steps start "
+                f"again, so this run differs a little from one that was never stopped.",
                 stacklevel=2,
             )
         return checkpoint

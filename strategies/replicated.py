@@ -108,7 +108,7 @@ def _rows(share: Any) -> int:
         if isinstance(each, Tensor) and each.dim():
             return len(each)
     raise ConfigError(
-        "A batch without a tensor that has rows cannot be shared out over devices. Use bolt_ddp, "
+        "A batch without a tensor that has rows cannot be divided over devices. Use bolt_ddp, "
         "which gives every process batches of its own."
     )
 

@@ -173,8 +173,8 @@ class ZeroOptions:
             shares = [float(share) for share in fraction.values()]
             if any(share < 0 for share in shares) or sum(shares) > 1 + 1e-9:
                 raise ConfigError(
-                    f"offload_fraction={dict(fraction)} does not share out one whole. Its values "
-                    f"are shares of the optimizer state, from 0 to 1 together."
+                    f"offload_fraction={dict(fraction)}: its values are fractions of the optimizer "
+                    f"state, and their sum is at most 1."
                 )
             if fraction.get("disk") and self.offload_optimizer != "nvme":
                 raise ConfigError(
@@ -189,7 +189,7 @@ class ZeroOptions:
             )
         if fraction != 1.0 and self.offload_optimizer is None:
             raise ConfigError(
-                f"offload_fraction={fraction} shares out offloaded optimizer state, and nothing is "
+                f"offload_fraction={fraction} divides offloaded optimizer state, and nothing is "
                 f"offloaded. Set offload_optimizer='cpu', or leave offload_fraction out."
             )
 

@@ -144,7 +144,7 @@ def refuse_parameters(module: LightningModule) -> None:
         module,
         instead="Use the Trainer that did it for this run too, or build a new module and load a "
         "checkpoint.",
-        sparse="which cannot be shared out by rows",
+        sparse="which cannot be sharded by rows",
     )
     for name, each in module.named_modules():
         if isinstance(each, (nn.Embedding, nn.EmbeddingBag)) and each.max_norm is not None:

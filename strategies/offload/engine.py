@@ -211,9 +211,9 @@ class OffloadEngine(StepBarrier):
                 arrivals.drop(bucket)
             if arrivals.early.is_half_done:
                 self._failure = OffloadError(
-                    "The last step was not finished: the run ended in the midst of a backward "
-                    "pass that had begun to step. Give the next fit the last checkpoint, "
-                    "Trainer.fit(ckpt_path=...), or build the module anew."
+                    "The last step was not finished: the run ended during a backward pass "
+                    "that had begun to step. Give the next fit the last checkpoint, "
+                    "Trainer.fit(ckpt_path=...), or build a new module."
                 )
                 stepper.drain()
             else:

@@ -77,7 +77,7 @@ ADVICE = {
     errno.ENOSPC: LARGER,
     errno.EDQUOT: f"The quota of this user is used up. {LARGER}",
     errno.EFBIG: "Raise the limit of file sizes (ulimit -f unlimited)",
-    errno.EIO: f"The disk reports a fault; the kernel's log (dmesg) tells which. {OTHER}",
+    errno.EIO: f"The disk reports a fault; see the kernel's log (dmesg). {OTHER}",
     errno.EACCES: "Set strategy.offload_path to a folder that this user may write to",
     errno.ENOMEM: "Leave more memory to the system, or set a smaller strategy.offload_fraction",
 }

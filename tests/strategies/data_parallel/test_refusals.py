@@ -45,7 +45,7 @@ from tests.support.stack import Block, Stack, token_data
         ),
         (
             {"offload_fraction": {"host": 0.8, "disk": 0.4}, "offload_optimizer": "cpu"},
-            "does not share out one whole",
+            "their sum is at most 1",
         ),
         ({"tile_linear_bytes": 1 << 20, "stage": 2}, "Use stage=3."),
         ({"tile_linear_bytes": 100}, "Use at least 4096"),
