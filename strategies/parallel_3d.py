@@ -10,9 +10,9 @@ from typing_extensions import override
 
 from boltmesh.errors import ConfigError, LayoutError
 from boltmesh.strategies.context.axis import ContextAxis
-from boltmesh.strategies.context.cut import Mechanism, on_positions
 from boltmesh.strategies.context.options import ContextOptions
 from boltmesh.strategies.context.positions import Balance
+from boltmesh.strategies.context.seq_shard import Mechanism, on_positions
 from boltmesh.strategies.data_parallel.ddp import DdpAxis, DdpOptions
 from boltmesh.strategies.data_parallel.options import ZeroOptions
 from boltmesh.strategies.data_parallel.pipeline_ddp import PipelineDdpAxis

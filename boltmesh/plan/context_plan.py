@@ -22,7 +22,6 @@ from boltmesh.plan.dry_step import STEP
 from boltmesh.plan.text import align, size_text
 from boltmesh.strategies.blocks import find_blocks
 from boltmesh.strategies.context.axis import ContextBoundaries
-from boltmesh.strategies.context.cut import ContextState, step_ended
 from boltmesh.strategies.context.entries import (
     Entries,
     SequenceEntry,
@@ -33,6 +32,7 @@ from boltmesh.strategies.context.entries import (
 from boltmesh.strategies.context.exchange import ContextGroup
 from boltmesh.strategies.context.opaque_functions import flex_attention_watched, functions_watched
 from boltmesh.strategies.context.options import ContextOptions, refuse_modules
+from boltmesh.strategies.context.seq_shard import ContextState, step_ended
 from boltmesh.strategies.context.tokenwise import (
     TokenwiseModule,
     TokenwiseModules,

@@ -19,9 +19,9 @@ from boltmesh.plan.dry_model import NumberTypes, faked, shapes_of_units
 from boltmesh.plan.dry_step import STEP, DryStep, StepCounts, computing_in
 from boltmesh.plan.equal_blocks import equal_blocks
 from boltmesh.strategies.activation_checkpointing import ActivationCheckpointing
-from boltmesh.strategies.context.cut import ContextState
 from boltmesh.strategies.context.exchange import expected_context_traffic
 from boltmesh.strategies.context.options import ContextOptions
+from boltmesh.strategies.context.seq_shard import ContextState
 from boltmesh.strategies.cost_model.memory import MemoryEstimate, estimate_memory
 from boltmesh.strategies.cost_model.model import (
     REPLICA,

@@ -28,7 +28,7 @@ from boltmesh.plan.mesh_rank import (
 )
 from boltmesh.plan.stage_model import CutModel
 from boltmesh.schedule_sim import peak_live_bytes
-from boltmesh.strategies.context.cut import ContextState
+from boltmesh.strategies.context.seq_shard import ContextState
 from boltmesh.strategies.cost_model.memory import estimate_late_memory
 from boltmesh.strategies.cost_model.model import ModelShape
 from boltmesh.strategies.data_parallel.expected_traffic import (

@@ -1,10 +1,8 @@
 """Attention over a cut sequence: fetch keys, swap heads for positions, or pass keys round.
 
 Every rank has whole masks, so each can compute which keys the queries of every rank see, and the
-bytes of each way. All ranks choose the one with the fewest bytes over all ranks.
-
-Shapes: queries ``(B, H, S, D)``, keys and values with perhaps fewer heads and other lengths; of S
-each rank has its own positions, ``s``.
+bytes of each way. All ranks choose the one with the fewest bytes over all ranks. Shapes: queries
+``(B, H, S, D)``, keys and values with perhaps fewer heads and other lengths; ``s`` of S on a rank.
 
 Sources: gathered keys, Llama 3, Grattafiori et al. 2024, https://arxiv.org/abs/2407.21783; heads,
 DeepSpeed-Ulysses, Jacobs et al. 2023, https://arxiv.org/abs/2309.14509; ring attention, Liu et al.
@@ -26,11 +24,10 @@ from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
 from boltmesh.errors import UnsupportedError
-from boltmesh.strategies.context.cut import ContextState, CutTensor, make_whole, taken_along
 from boltmesh.strategies.context.exchange import fetch, swap_to_heads, swap_to_positions
 from boltmesh.strategies.context.positions import (
+    Intervals,
     Positions,
-    Stretches,
     common,
     merged,
     num_positions,
@@ -38,6 +35,12 @@ from boltmesh.strategies.context.positions import (
 )
 from boltmesh.strategies.context.ring import ring_attention
 from boltmesh.strategies.context.rules import cut_rule, named
+from boltmesh.strategies.context.seq_shard import (
+    ContextState,
+    SeqShard,
+    make_whole,
+    taken_along,
+)
 from boltmesh.strategies.torch_compat.tensors import (
     CPU_ATTENTION,
     CPU_ATTENTION_BACKWARD,
@@ -64,7 +67,7 @@ def attend(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             f"attention with a mask of class {type(mask).__name__} cannot be divided over the "
             f"sequence. Use is_causal=True, or a mask that is a plain tensor."
         )
-    if not isinstance(query, CutTensor) or not is_at_place(query):
+    if not isinstance(query, SeqShard) or not is_at_place(query):
         whole = [make_whole(each, "keys of attention") for each in (query, key, value)]
         return func(*whole, attn_mask=mask, is_causal=is_causal, enable_gqa=has_groups, **given)
     if is_causal and mask is not None:
@@ -78,12 +81,10 @@ def attend(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def is_at_place(value: Any) -> bool:
     """Whether an operand of attention is cut along S, its last dim but one."""
-    return isinstance(value, CutTensor) and value.cut_dim == value.ndim - 2 and value.is_simple
+    return isinstance(value, SeqShard) and value.seq_dim == value.ndim - 2 and value.is_simple
 
 
-def fetch_keys(
-    key: CutTensor, value: CutTensor, wants: Sequence[Stretches]
-) -> tuple[Tensor, Tensor]:
+def fetch_keys(key: SeqShard, value: SeqShard, wants: Sequence[Intervals]) -> tuple[Tensor, Tensor]:
     """Return the keys and values that this rank wants, ``(..., wanted, D)``. Collective.
 
     Args:
@@ -102,7 +103,7 @@ class _Attention:
 
     def __init__(
         self,
-        query: CutTensor,
+        query: SeqShard,
         key: Any,
         value: Any,
         mask: Tensor | None,
@@ -135,7 +136,7 @@ class _Attention:
                 return self._by_ring()
             return self._by_keys(wants)
 
-    def _way(self) -> tuple[str, Sequence[Stretches]]:
+    def _way(self) -> tuple[str, Sequence[Intervals]]:
         """Choose a way, and return the keys that each rank wants. The same on all ranks."""
         asked = self.state.attention
         wants = self._wants()
@@ -175,7 +176,7 @@ class _Attention:
             and (self.mask is None or (self.mask.dtype == torch.bool and self.mask.ndim != 3))
         )
 
-    def bytes_of_keys(self, wants: Sequence[Stretches]) -> int:
+    def bytes_of_keys(self, wants: Sequence[Intervals]) -> int:
         """Return the bytes that all ranks send in the forward pass by fetching keys."""
         key, value = self.key, self.value
         row: int = key.shape[:-2].numel() * (key.shape[-1] + value.shape[-1]) * key.element_size()
@@ -207,7 +208,7 @@ class _Attention:
         heads = [list(range(count * r // ranks, count * (r + 1) // ranks)) for r in range(ranks)]
         return heads, [sorted({head // repeat for head in each}) for each in heads]
 
-    def _wants(self) -> Sequence[Stretches]:
+    def _wants(self) -> Sequence[Intervals]:
         """Return the keys that each rank's queries see."""
         query, length = self.query, self.key.shape[-2]
         parts = query.positions.parts
@@ -225,7 +226,7 @@ class _Attention:
             self.state.wanted[key] = known
         return known[1]
 
-    def _rows(self, keys: Tensor, values: Tensor, have: Stretches) -> Tensor:
+    def _rows(self, keys: Tensor, values: Tensor, have: Intervals) -> Tensor:
         """Attend with this rank's queries to fetched keys, whose positions are ``have``."""
         query, own = self.query.local, self.query.positions.parts[self.group.rank]
         if not query.shape[-2]:
@@ -242,7 +243,7 @@ class _Attention:
             rows_of_query = query.narrow(-2, at, stop - start)
             at += stop - start
             if self.is_causal:
-                # Keys begin with the first one: a stretch sees the first ``stop`` of them.
+                # Keys begin with the first one: an interval sees the first ``stop`` of them.
                 count = min(stop, keys.shape[-2])
                 seen = keys.narrow(-2, 0, count), values.narrow(-2, 0, count)
                 outputs.append(causal_attention(rows_of_query, *seen, start, self.options))
@@ -257,7 +258,7 @@ class _Attention:
 
     @property
     def _has_rows(self) -> bool:
-        """Whether a mask may show different keys to the stretches of this rank."""
+        """Whether a mask may show different keys to the intervals of this rank."""
         mask = self.mask
         return (
             mask is not None
@@ -267,7 +268,7 @@ class _Attention:
             and len(self.query.positions.parts[self.group.rank]) > 1
         )
 
-    def _seen_by(self, rows: Stretches) -> Stretches:
+    def _seen_by(self, rows: Intervals) -> Intervals:
         """Return the keys that the mask shows to some queries."""
         mask = self.mask
         assert mask is not None
@@ -278,7 +279,7 @@ class _Attention:
             self.state.wanted[key] = known
         return known[1]
 
-    def _part_of_mask(self, own: Stretches, have: Stretches) -> Tensor | None:
+    def _part_of_mask(self, own: Intervals, have: Intervals) -> Tensor | None:
         mask = self.mask
         if mask is None:
             return None
@@ -292,7 +293,7 @@ class _Attention:
             self.state.parts[key] = mask, taken
         return taken
 
-    def _by_keys(self, wants: Sequence[Stretches]) -> Tensor:
+    def _by_keys(self, wants: Sequence[Intervals]) -> Tensor:
         """Attend to fetched keys: of all heads, or of as many at a time as may be gathered.
 
         In the second case they are fetched again in the backward pass, so that a rank holds those
@@ -322,7 +323,7 @@ class _Attention:
             )
         return torch.cat(outputs, 1)
 
-    def _num_heads_together(self, wants: Sequence[Stretches], num_heads: int) -> int:
+    def _num_heads_together(self, wants: Sequence[Intervals], num_heads: int) -> int:
         """Return for how many heads keys are fetched at once; the same on all ranks."""
         most, key = self.state.max_gather_bytes, self.key
         if most is None or num_heads == 1 or self.query.shape[1] % num_heads:
@@ -338,7 +339,7 @@ class _Attention:
         key: Tensor,
         value: Tensor,
         mask: Tensor | None,
-        wants: Sequence[Stretches],
+        wants: Sequence[Intervals],
     ) -> Tensor:
         """Attend with this rank's queries of some heads."""
         cut = self.query.like(query), self.key.like(key), self.value.like(value)
@@ -448,7 +449,7 @@ def _has_cpu_kernel(query: Tensor, key: Tensor, value: Tensor, options: dict[str
 
 
 class JoinedAttention(Function):
-    """Attention of a stretch to all earlier keys, and causally to itself, joined.
+    """Attention of an interval to all earlier keys, and causally to itself, joined.
 
     Each part is a call of the CPU's fused kernel, which computes no scores that a mask would hide.
     They are joined by their sums of exponentials, as in ring attention; given the joint output and
@@ -487,7 +488,7 @@ class JoinedAttention(Function):
 
 
 def _parts(key: Tensor, value: Tensor, start: int) -> Iterator[tuple[Tensor, Tensor, bool]]:
-    """Yield keys and values before a stretch, and those of the stretch; True if causal."""
+    """Yield keys and values before an interval, and those of the interval; True if causal."""
     yield key[..., :start, :], value[..., :start, :], False
     yield key[..., start:, :], value[..., start:, :], True
 
@@ -499,13 +500,13 @@ def attend_from_last(query: Tensor, key: Tensor, value: Tensor, options: dict[st
         return _sdpa(query, key, value, mask, options)
 
 
-def positions_of(stretches: Stretches, device: torch.device) -> Tensor:
-    """Return the positions of stretches, ascending: int64, ``(positions,)``."""
-    ranges = [torch.arange(start, stop, device=device) for start, stop in stretches]
+def positions_of(intervals: Intervals, device: torch.device) -> Tensor:
+    """Return the positions of intervals, ascending: int64, ``(positions,)``."""
+    ranges = [torch.arange(start, stop, device=device) for start, stop in intervals]
     return torch.cat(ranges) if ranges else torch.arange(0, device=device)
 
 
-def _seen(mask: Tensor, own: Stretches, length: int) -> Stretches:
+def _seen(mask: Tensor, own: Intervals, length: int) -> Intervals:
     """Return the keys that a boolean mask shows to some queries; one if it shows none."""
     if not own:
         return ()

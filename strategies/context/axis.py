@@ -25,18 +25,8 @@ from typing_extensions import override
 
 from boltmesh.errors import BoltMeshError, ConfigError, UnsupportedError
 from boltmesh.strategies.blocks import find_blocks
-from boltmesh.strategies.context.cut import (
-    ContextState,
-    CutTensor,
-    make_all_whole,
-    make_cut,
-    make_whole,
-    moved_to,
-    part_of,
-    step_ended,
-)
 from boltmesh.strategies.context.entries import (
-    Entries,
+    EntryHooks,
     SequenceEntry,
     find_entries,
     find_sequences,
@@ -46,6 +36,16 @@ from boltmesh.strategies.context.exchange import ContextGroup, expected_context_
 from boltmesh.strategies.context.opaque_functions import flex_attention_watched, functions_watched
 from boltmesh.strategies.context.options import SEQUENCES, ContextOptions, refuse_modules
 from boltmesh.strategies.context.positions import Positions
+from boltmesh.strategies.context.seq_shard import (
+    ContextState,
+    SeqShard,
+    make_all_whole,
+    make_cut,
+    make_whole,
+    moved_to,
+    part_of,
+    step_ended,
+)
 from boltmesh.strategies.context.tokenwise import (
     TokenwiseModule,
     TokenwiseModules,
@@ -102,7 +102,7 @@ class ContextAxis(LayerAxis):
         self._whole_steps: set[str] = set()
         """Steps that generate text, which every rank runs whole."""
         self._is_proving = False
-        self.hooks: Entries | None = None
+        self.hooks: EntryHooks | None = None
         """Cuts the sequence; None before a model was placed."""
         self._sample: tuple[Any, ...] = ()
         """A batch of the run, followed by the other arguments of the step."""
@@ -135,7 +135,7 @@ class ContextAxis(LayerAxis):
                 self._prove(module, step)
         if self.hooks is not None:
             self.hooks.remove()
-        self.hooks = Entries(module, self.entries, self.state)
+        self.hooks = EntryHooks(module, self.entries, self.state)
         self.release()
         self._plain = TokenwiseModules(
             module, self._tokenwise, self.state,
@@ -409,7 +409,7 @@ class DividedSequences(Protocol):
         """State of the run."""
 
     @property
-    def hooks(self) -> Entries | None:
+    def hooks(self) -> EntryHooks | None:
         """Hooks that cut the sequence."""
 
     @property
@@ -459,26 +459,26 @@ class ContextBoundaries(StageBoundaries):
                 return spec
             shape, length = list(spec.shape), spec.shape[dim]
             shape[dim] = state.divide(length).count(state.rank)
-            return replace(spec, shape=tuple(shape), cut_dim=dim, length=length)
+            return replace(spec, shape=tuple(shape), seq_dim=dim, length=length)
 
         return divided
 
     @override
     def sent(self, value: Tensor, spec: ValueSpec) -> Tensor:
-        if spec.cut_dim is None:
+        if spec.seq_dim is None:
             whole: Tensor = make_whole(value, f"{spec.origin}, which goes to the next stage whole,")
             return whole
         positions = self._positions(spec)
-        if isinstance(value, CutTensor) and value.is_simple and value.cut_dim == spec.cut_dim:
+        if isinstance(value, SeqShard) and value.is_simple and value.seq_dim == spec.seq_dim:
             return moved_to(value, positions).local
         whole = make_whole(value, f"{spec.origin}, which goes to the next stage,")
-        return part_of(whole, spec.cut_dim, positions, self.state)
+        return part_of(whole, spec.seq_dim, positions, self.state)
 
     @override
     def received(self, tensor: Tensor, spec: ValueSpec) -> Tensor:
-        if spec.cut_dim is None:
+        if spec.seq_dim is None:
             return tensor
-        return make_cut(tensor, spec.cut_dim, self._positions(spec), self.state)
+        return make_cut(tensor, spec.seq_dim, self._positions(spec), self.state)
 
     def _positions(self, spec: ValueSpec) -> Positions:
         return self.state.divide(spec.length)

@@ -32,8 +32,10 @@ from torch import Tensor
 
 from boltmesh.errors import UnsupportedError
 from boltmesh.strategies.context import attention  # noqa: F401 - registers its rules
-from boltmesh.strategies.context.cut import (
-    CutTensor,
+from boltmesh.strategies.context.positions import Positions
+from boltmesh.strategies.context.rules import CUT_RULES
+from boltmesh.strategies.context.seq_shard import (
+    SeqShard,
     by_positions,
     make_all_whole,
     make_cut,
@@ -42,8 +44,6 @@ from boltmesh.strategies.context.cut import (
     part_of,
     run_functions_by,
 )
-from boltmesh.strategies.context.positions import Positions
-from boltmesh.strategies.context.rules import CUT_RULES
 from boltmesh.strategies.tensor.analysis.analyse import AnalysisMode
 from boltmesh.strategies.tensor.analysis.symbolic_dims import (
     Dim,
@@ -139,9 +139,9 @@ class Call:
         """Key of the cache: calls with equal keys have equal answers."""
         parts: list[Any] = [self.func, self._spec]
         for leaf in self.leaves:
-            if isinstance(leaf, CutTensor):
+            if isinstance(leaf, SeqShard):
                 local = leaf.local
-                parts.append((tuple(local.shape), local.dtype, leaf.cut_dim, leaf.positions.length,
+                parts.append((tuple(local.shape), local.dtype, leaf.seq_dim, leaf.positions.length,
                               leaf.num_outer, leaf.num_inner))  # fmt: skip
             elif isinstance(leaf, Tensor):
                 parts.append((tuple(leaf.shape), leaf.dtype))
@@ -189,9 +189,9 @@ def _asked(call: Call) -> Answer:
         with mode:
             values[place] = torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device)
         dims = [new_dim(size) for size in leaf.shape]
-        if isinstance(leaf, CutTensor):
+        if isinstance(leaf, SeqShard):
             atoms[place] = SymbolicDim(leaf.positions.length)
-            dims[leaf.cut_dim] = (
+            dims[leaf.seq_dim] = (
                 SymbolicDim(leaf.num_outer),
                 atoms[place],
                 SymbolicDim(leaf.num_inner),
@@ -313,8 +313,8 @@ def run_function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         with subclasses_unasked():
             return func(*args, **kwargs)
     if name in {"__repr__", "__format__", "__str__"}:
-        cut = next(argument for argument in args if isinstance(argument, CutTensor))
-        return f"CutTensor(shape={tuple(cut.shape)}, cut_dim={cut.cut_dim})"
+        cut = next(argument for argument in args if isinstance(argument, SeqShard))
+        return f"SeqShard(shape={tuple(cut.shape)}, seq_dim={cut.seq_dim})"
     if name == "register_hook":
         return _hooked(*args, **kwargs)
     if name in {"requires_grad_", "retain_grad"}:
@@ -365,12 +365,12 @@ def _attribute(func: Any, args: tuple[Any, ...]) -> Any:
     return getattr(make_whole(cut, f".{name}"), name)
 
 
-def _hooked(cut: CutTensor, hook: Callable[[Tensor], Tensor | None]) -> Any:
-    """Register a hook that gets gradients as ``CutTensor``, of the whole shape."""
+def _hooked(cut: SeqShard, hook: Callable[[Tensor], Tensor | None]) -> Any:
+    """Register a hook that gets gradients as ``SeqShard``, of the whole shape."""
 
     def call(gradient: Tensor) -> Tensor | None:
         result = hook(cut.like(gradient))
-        return result.local if isinstance(result, CutTensor) else result
+        return result.local if isinstance(result, SeqShard) else result
 
     return cut.local.register_hook(call)  # type: ignore[no-untyped-call]
 
@@ -392,9 +392,9 @@ def run_by_answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     name = getattr(func, "__name__", str(func))
     writes = _writes(name, kwargs)
     first = args[0] if args else None
-    if writes and (kwargs.get("out") is not None or not isinstance(first, CutTensor)):
+    if writes and (kwargs.get("out") is not None or not isinstance(first, SeqShard)):
         # A write into a slice of a whole tensor would be lost.
-        if isinstance(kwargs.get("out"), CutTensor):
+        if isinstance(kwargs.get("out"), SeqShard):
             raise UnsupportedError(f"{name}(out=...) writes into a tensor whose sequence is "
                                    f"divided over ranks. Use what {name} returns.")  # fmt: skip
         args, kwargs = make_all_whole((args, kwargs), f"{name} into a whole tensor")
@@ -402,7 +402,7 @@ def run_by_answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     call = Call(func, args, kwargs)
     while True:
         leaves = call.leaves
-        cuts = [place for place, leaf in enumerate(leaves) if isinstance(leaf, CutTensor)]
+        cuts = [place for place, leaf in enumerate(leaves) if isinstance(leaf, SeqShard)]
         if not cuts:
             return call.run(leaves)
         answer = ask(call)
@@ -425,9 +425,9 @@ def _brought_together(leaves: list[Any], cuts: list[int]) -> bool:
     others = [leaves[cut] for cut in cuts if not leaves[cut].positions.are_channels]
     for place in cuts:
         value = leaves[place]
-        if value.positions.are_channels and value.cut_dim == 1 and value.is_simple:
+        if value.positions.are_channels and value.seq_dim == 1 and value.is_simple:
             for other in others:
-                if other.shape == value.shape and other.cut_dim == 2 and other.is_simple:
+                if other.shape == value.shape and other.seq_dim == 2 and other.is_simple:
                     leaves[place] = by_positions(value, other)
                     return True
     return False
@@ -442,7 +442,7 @@ def _run_local(call: Call, cuts: list[int], answer: Answer) -> Any:
     with subclasses_unasked():
         for place, several in answer.inputs.items():
             value = leaves[place]
-            if isinstance(value, CutTensor):
+            if isinstance(value, SeqShard):
                 local[place] = moved_to(value, lead.get(place, value.positions)).local
                 continue
             for sequence in several:
@@ -471,6 +471,6 @@ def _run_on_parts(call: Call, local: list[Any]) -> Any:
         return gathered(call.run(local))
 
 
-def _wrapped(result: Tensor, sequence: Any, lead: dict[int, Positions], state: Any) -> CutTensor:
+def _wrapped(result: Tensor, sequence: Any, lead: dict[int, Positions], state: Any) -> SeqShard:
     positions = lead[sequence.operands[0]]
     return make_cut(result, sequence.dim, positions, state, sequence.num_outer, sequence.num_inner)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import Module
 
 from boltmesh.errors import ConfigError
-from boltmesh.strategies.context.cut import ContextState, CutTensor, cut
+from boltmesh.strategies.context.seq_shard import ContextState, SeqShard, cut
 from boltmesh.strategies.patch import patched
 from boltmesh.strategies.tensor.analysis.analyse import Analysis
 from boltmesh.strategies.tensor.analysis.symbolic_dims import (
@@ -175,7 +175,7 @@ def lengths_of(batch: Any, dims: Mapping[str | int, int]) -> set[int]:
     return found
 
 
-class Entries:
+class EntryHooks:
     """Hooks that cut the inputs of a model's entries while they are switched on.
 
     Args:
@@ -214,7 +214,7 @@ class Entries:
             if isinstance(place, int) and place >= len(given):
                 place = next(iter(named), 0)
             value = given[place] if isinstance(place, int) else named.get(place)
-            if not isinstance(value, Tensor) or isinstance(value, CutTensor):
+            if not isinstance(value, Tensor) or isinstance(value, SeqShard):
                 return None
             if value.ndim <= entry.dim:
                 return None

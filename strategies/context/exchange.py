@@ -25,8 +25,8 @@ from torch.autograd import Function
 from typing_extensions import override
 
 from boltmesh.strategies.context.positions import (
+    Intervals,
     Positions,
-    Stretches,
     common,
     merged,
     num_positions,
@@ -118,8 +118,8 @@ class _RowFetch:
     """Rows along a dim, the ranks that have them, and the ranks that want them."""
 
     dim: int
-    has: tuple[Stretches, ...]
-    wants: tuple[Stretches, ...]
+    has: tuple[Intervals, ...]
+    wants: tuple[Intervals, ...]
     group: ContextGroup
     purpose: str
 
@@ -140,12 +140,12 @@ class _RowFetch:
         come = [common(self.has[r], self.wants[me]) for r in ranks]
         numels = [num_positions(each) * row for each in come]
         pieces: dict[int, Tensor] = {}
-        for stretches, got in zip(
+        for intervals, got in zip(
             come, self.group.exchange(send, numels, self.purpose), strict=True
         ):
             at = 0
             came = got.view(-1 if row else 0, *rows.shape[1:])
-            for start, stop in stretches:
+            for start, stop in intervals:
                 pieces[start] = came.narrow(0, at, stop - start) if row else came
                 at += stop - start
         if not row:
@@ -170,9 +170,9 @@ class _RowFetch:
         numels = [num_positions(each) * row for each in come]
         made = rows.new_zeros(num_positions(self.has[me]), *rows.shape[1:])
         purpose = f"{self.purpose} (backward)"
-        for stretches, got in zip(come, self.group.exchange(send, numels, purpose), strict=True):
+        for intervals, got in zip(come, self.group.exchange(send, numels, purpose), strict=True):
             at = 0
-            for start, stop in places(stretches, self.has[me]) if row else ():
+            for start, stop in places(intervals, self.has[me]) if row else ():
                 count = stop - start
                 part = got.narrow(0, at * row, count * row).view(count, *rows.shape[1:])
                 made.narrow(0, start, count).add_(part)
@@ -180,8 +180,8 @@ class _RowFetch:
         return made.movedim(0, self.dim).contiguous()
 
 
-def _taken(rows: Tensor, stretches: Stretches) -> Tensor:
-    parts = [rows.narrow(0, start, stop - start) for start, stop in stretches]
+def _taken(rows: Tensor, intervals: Intervals) -> Tensor:
+    parts = [rows.narrow(0, start, stop - start) for start, stop in intervals]
     return torch.cat(parts) if parts else rows.narrow(0, 0, 0)
 
 
@@ -189,7 +189,7 @@ def fetch(
     local: Tensor,
     dim: int,
     positions: Positions,
-    wants: Sequence[Stretches],
+    wants: Sequence[Intervals],
     group: ContextGroup,
     purpose: str,
 ) -> Tensor:
@@ -324,7 +324,7 @@ def send_around(tensor: Tensor, numel: int, group: ContextGroup, purpose: str) -
     return group.exchange(pieces, numels, purpose)[previous]
 
 
-def all_of(positions: Positions, group: ContextGroup) -> tuple[Stretches, ...]:
+def all_of(positions: Positions, group: ContextGroup) -> tuple[Intervals, ...]:
     """Return the positions that each rank wants in a gather: all."""
     return (merged([(0, positions.length)]),) * group.size
 

@@ -17,9 +17,9 @@ from torch.nn import functional
 
 from boltmesh.errors import UnsupportedError
 from boltmesh.strategies.context.attention import fetch_keys, is_at_place, positions_of
-from boltmesh.strategies.context.cut import CutTensor, make_all_whole
 from boltmesh.strategies.context.dispatch import run_by_answer
-from boltmesh.strategies.context.positions import Stretches, merged
+from boltmesh.strategies.context.positions import Intervals, merged
+from boltmesh.strategies.context.seq_shard import SeqShard, make_all_whole
 from boltmesh.strategies.torch_compat.autograd import CHECKPOINT_INPUTS, LinearMap
 from boltmesh.strategies.torch_compat.flex_attention import (
     Operator,
@@ -87,7 +87,7 @@ def _attended(operator: Operator, query: Tensor, key: Tensor, value: Tensor, *re
     return out, sums, sums
 
 
-def _shown(mask: tuple[Any, ...], own: Stretches, length: int) -> Stretches:
+def _shown(mask: tuple[Any, ...], own: Intervals, length: int) -> Intervals:
     """Return the keys that some queries may attend to; if there are none, the first key."""
     if not own:
         return ()
@@ -98,8 +98,8 @@ def _shown(mask: tuple[Any, ...], own: Stretches, length: int) -> Stretches:
     for start, stop in own:
         rows[start // queries : (stop - 1) // queries + 1] = True
     blocks = shown[rows].any(0).nonzero().flatten().tolist()
-    stretches = merged((each * keys, min((each + 1) * keys, length)) for each in blocks)
-    return stretches or ((0, 1),)
+    intervals = merged((each * keys, min((each + 1) * keys, length)) for each in blocks)
+    return intervals or ((0, 1),)
 
 
 _APPLY: Any = vars(torch.autograd.Function)["apply"]
@@ -112,7 +112,7 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
     """Replaces ``Function.apply``, so that cut tensors are handled."""
-    if cls is CHECKPOINT_INPUTS or not any(isinstance(each, CutTensor) for each in args):
+    if cls is CHECKPOINT_INPUTS or not any(isinstance(each, SeqShard) for each in args):
         return _apply(cls, *args, **kwargs)
     if cls.__name__ in {"CheckpointFunction", "CheckpointFunctionAttribute"}:
         raise UnsupportedError(

@@ -8,8 +8,8 @@ import torch
 from torch.nn import Module
 
 from boltmesh.errors import ConfigError, UnsupportedError
-from boltmesh.strategies.context.cut import Mechanism
 from boltmesh.strategies.context.positions import Balance
+from boltmesh.strategies.context.seq_shard import Mechanism
 from boltmesh.strategies.dry_run.unsupported import Reasons
 from boltmesh.strategies.torch_compat.modules import is_compiled
 

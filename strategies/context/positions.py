@@ -9,9 +9,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Stretch = tuple[int, int]
+Interval = tuple[int, int]
 """First position, and the one after the last."""
-Stretches = tuple[Stretch, ...]
+Intervals = tuple[Interval, ...]
 """Ascending and disjoint."""
 
 Balance = Literal["contiguous", "zigzag", "documents"]
@@ -23,10 +23,10 @@ _MOST_BLOCKS = 32
 
 @dataclass(frozen=True)
 class Positions:
-    """The stretches of each rank, which together are ``range(length)``."""
+    """The intervals of each rank, which together are ``range(length)``."""
 
     length: int
-    parts: tuple[Stretches, ...]
+    parts: tuple[Intervals, ...]
     """By rank of the context group; empty for a rank without positions."""
     are_channels: bool = False
     """Whether these are channels, of which a rank has all positions, see ``by_channels``."""
@@ -55,8 +55,8 @@ def divide(length: int, ranks: int, balance: Balance = "contiguous") -> Position
     Args:
         length: Positions.
         ranks: Number of ranks.
-        balance: ``"contiguous"`` gives each rank one stretch. ``"zigzag"`` makes twice as many
-            stretches and gives rank r the r-th and the r-th last, so that causal attention is
+        balance: ``"contiguous"`` gives each rank one interval. ``"zigzag"`` makes twice as many
+            intervals and gives rank r the r-th and the r-th last, so that causal attention is
             evenly distributed. ``"documents"`` is done by ``divide_by_work``.
     """
     if balance == "zigzag":
@@ -135,7 +135,7 @@ def of_one(length: int, ranks: int, owner: int) -> Positions:
 
 def joined(several: Sequence[Positions]) -> Positions:
     """Return the positions of concatenated sequences."""
-    parts: list[list[Stretch]] = [[] for _ in several[0].parts]
+    parts: list[list[Interval]] = [[] for _ in several[0].parts]
     base = 0
     for each in several:
         for part, own in zip(parts, each.parts, strict=True):
@@ -144,10 +144,10 @@ def joined(several: Sequence[Positions]) -> Positions:
     return Positions(base, tuple(map(merged, parts)))
 
 
-def merged(stretches: Iterable[Stretch]) -> Stretches:
-    """Return ascending stretches without empty ones; adjacent ones are joined."""
-    found: list[Stretch] = []
-    for start, stop in stretches:
+def merged(intervals: Iterable[Interval]) -> Intervals:
+    """Return ascending intervals without empty ones; adjacent ones are joined."""
+    found: list[Interval] = []
+    for start, stop in intervals:
         if stop <= start:
             continue
         if found and found[-1][1] == start:
@@ -157,14 +157,14 @@ def merged(stretches: Iterable[Stretch]) -> Stretches:
     return tuple(found)
 
 
-def num_positions(stretches: Stretches) -> int:
-    """Return the number of positions in stretches."""
-    return sum(stop - start for start, stop in stretches)
+def num_positions(intervals: Intervals) -> int:
+    """Return the number of positions in intervals."""
+    return sum(stop - start for start, stop in intervals)
 
 
 @lru_cache(maxsize=4096)
-def common(one: Stretches, other: Stretches) -> Stretches:
-    """Return the intersection of two sets of stretches."""
+def common(one: Intervals, other: Intervals) -> Intervals:
+    """Return the intersection of two sets of intervals."""
     overlap = []
     for begin, end in one:
         for low, high in other:
@@ -175,15 +175,15 @@ def common(one: Stretches, other: Stretches) -> Stretches:
 
 
 @lru_cache(maxsize=4096)
-def places(stretches: Stretches, own: Stretches) -> Stretches:
-    """Return the indices of stretches within a tensor with the positions ``own``.
+def places(intervals: Intervals, own: Intervals) -> Intervals:
+    """Return the indices of intervals within a tensor with the positions ``own``.
 
     Args:
-        stretches: Each of them within one of ``own``.
-        own: Stretches of the tensor, stored one after the other.
+        intervals: Each of them within one of ``own``.
+        own: Intervals of the tensor, stored one after the other.
     """
     shifted = []
-    for start, stop in stretches:
+    for start, stop in intervals:
         base = 0
         for begin, end in own:
             if begin <= start and stop <= end:

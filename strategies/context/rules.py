@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from boltmesh.strategies.context.cut import (
+from boltmesh.strategies.context.exchange import fetch, total
+from boltmesh.strategies.context.positions import Positions, common, joined, of_one, places
+from boltmesh.strategies.context.seq_shard import (
     ContextState,
-    CutTensor,
+    SeqShard,
     by_channels,
     make_all_whole,
     make_cut,
@@ -24,8 +26,6 @@ from boltmesh.strategies.context.cut import (
     moved_to,
     part_of,
 )
-from boltmesh.strategies.context.exchange import fetch, total
-from boltmesh.strategies.context.positions import Positions, common, joined, of_one, places
 from boltmesh.strategies.torch_compat.tensors import subclasses_unasked
 
 CutRule: TypeAlias = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -51,9 +51,9 @@ def named(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any])
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
-def _place_in(value: CutTensor, shape: torch.Size) -> tuple[int, int, int] | None:
+def _place_in(value: SeqShard, shape: torch.Size) -> tuple[int, int, int] | None:
     """Return dim, outer and inner of the sequence in a view; None if the view divides it."""
-    num_outer = prod(value.shape[: value.cut_dim]) * value.num_outer
+    num_outer = prod(value.shape[: value.seq_dim]) * value.num_outer
     length = value.positions.length
     done = 1
     for dim, size in enumerate(shape):
@@ -73,7 +73,7 @@ def _place_in(value: CutTensor, shape: torch.Size) -> tuple[int, int, int] | Non
 def view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Stays cut if the view has the whole sequence in one dim."""
     value = args[0]
-    if not isinstance(value, CutTensor):
+    if not isinstance(value, SeqShard):
         return NotImplemented
     if torch.dtype in map(type, (*args, *kwargs.values())):
         return NotImplemented
@@ -98,14 +98,14 @@ _shapes: dict[Any, _Seen] = {}
 
 
 def _shape_and_place(
-    func: Any, value: CutTensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+    func: Any, value: SeqShard, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> _Seen:
     """Return the shape of a view of the whole, and the result of ``_place_in`` for it."""
     key: Any = None
     sizes = args[1:]
     if not kwargs and {int}.issuperset(map(type, sizes)):
         local = value.local
-        key = (func, local.shape, value.cut_dim, value.num_outer, value.num_inner,
+        key = (func, local.shape, value.seq_dim, value.num_outer, value.num_inner,
                value.positions.length, sizes)  # fmt: skip
         known = _shapes.get(key)
         if known is not None:
@@ -140,13 +140,13 @@ def of_the_kind(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 def expand(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Repeats other dims; the division of the sequence does not change."""
     value = args[0]
-    if not isinstance(value, CutTensor):
+    if not isinstance(value, SeqShard):
         return NotImplemented
     sizes = kwargs.get("size", args[1:])
     sizes = sizes[0] if sizes and not isinstance(sizes[0], int) else sizes
     sizes = list(sizes.shape if isinstance(sizes, Tensor) else sizes)
-    dim = value.cut_dim + len(sizes) - value.ndim
-    if sizes[dim] not in (-1, value.shape[value.cut_dim]):
+    dim = value.seq_dim + len(sizes) - value.ndim
+    if sizes[dim] not in (-1, value.shape[value.seq_dim]):
         return NotImplemented  # a sequence of one position, which is repeated
     sizes[dim] = -1
     return value.like(value.local.expand(sizes), dim=dim)
@@ -156,7 +156,7 @@ def expand(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def getitem(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """For a slice every rank keeps its positions of it; one position is sent to all ranks."""
     value, index = args
-    if not isinstance(value, CutTensor):
+    if not isinstance(value, SeqShard):
         return NotImplemented
     index = index if isinstance(index, tuple) else (index,)
     if any(isinstance(entry, (Tensor, list, bool)) for entry in index):
@@ -170,7 +170,7 @@ def getitem(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _sliced(value, _full(index, value.ndim))
 
 
-def _indexed(func: Any, value: CutTensor, index: tuple[Any, ...]) -> Any:
+def _indexed(func: Any, value: SeqShard, index: tuple[Any, ...]) -> Any:
     return func(make_whole(value, "indexing by tensors"), make_all_whole(index, "an index"))
 
 
@@ -184,16 +184,16 @@ def _full(index: tuple[Any, ...], ndim: int) -> list[Any]:
     return full + [slice(None)] * missing
 
 
-def _sliced(value: CutTensor, index: list[Any]) -> Any:
+def _sliced(value: SeqShard, index: list[Any]) -> Any:
     dim = out = 0
     for entry in index:
         if entry is None:
             out += 1
-        elif dim == value.cut_dim:
+        elif dim == value.seq_dim:
             break
         else:
             dim, out = dim + 1, out + (not isinstance(entry, int))
-    place = [at for at, entry in enumerate(index) if entry is not None][value.cut_dim]
+    place = [at for at, entry in enumerate(index) if entry is not None][value.seq_dim]
     asked = index[place]
     if asked == slice(None):
         return value.like(value.local[tuple(index)], dim=out)
@@ -208,7 +208,7 @@ def _sliced(value: CutTensor, index: list[Any]) -> Any:
             return by_channels(value)[tuple(index)]
         value.was_asked = True
         wants = [((asked % length, asked % length + 1),)] * state.group.size
-        row = fetch(value.local, value.cut_dim, value.positions, wants, state.group, "select")
+        row = fetch(value.local, value.seq_dim, value.positions, wants, state.group, "select")
         index[place] = 0
         return row[tuple(index)]
     start, stop, _ = asked.indices(length)
@@ -225,7 +225,7 @@ def narrow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Like indexing with a slice."""
     given = named(("input", "dim", "start", "length"), args, kwargs)
     value, dim, start = given["input"], given["dim"], int(given["start"])
-    if not isinstance(value, CutTensor):
+    if not isinstance(value, SeqShard):
         return NotImplemented
     start = start % value.shape[dim] if start < 0 else start
     index: list[Any] = [slice(None)] * value.ndim
@@ -237,7 +237,7 @@ def narrow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Like indexing with an integer."""
     given = named(("input", "dim", "index"), args, kwargs)
-    if not isinstance(given["input"], CutTensor):
+    if not isinstance(given["input"], SeqShard):
         return NotImplemented
     index: list[Any] = [slice(None)] * given["input"].ndim
     index[given["dim"]] = int(given["index"])
@@ -248,13 +248,13 @@ def select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def split(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Splits local tensors along other dims; takes slices along the sequence."""
     value = args[0]
-    if not isinstance(value, CutTensor):
+    if not isinstance(value, SeqShard):
         return NotImplemented
     is_unbind = func.__name__ == "unbind"
     at = 1 if is_unbind else 2
     dim = kwargs.get("dim", args[at] if len(args) > at else 0) % value.ndim
-    if dim != value.cut_dim:
-        moved = value.cut_dim - (is_unbind and dim < value.cut_dim)
+    if dim != value.seq_dim:
+        moved = value.seq_dim - (is_unbind and dim < value.seq_dim)
         return tuple(value.like(part, dim=moved) for part in func(value.local, *args[1:], **kwargs))
     if is_unbind:
         whole = make_whole(value, "unbind along the sequence")
@@ -273,23 +273,23 @@ def cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Joins along the sequence: every rank keeps its positions; the first rank gets a prefix."""
     given = named(("tensors", "dim"), args, kwargs)
     pieces, dim = list(given["tensors"]), given.get("dim", 0)
-    first = next((piece for piece in pieces if isinstance(piece, CutTensor)), None)
+    first = next((piece for piece in pieces if isinstance(piece, SeqShard)), None)
     if first is None or given.get("out") is not None:
         return NotImplemented
     ndim = first.local.ndim
     dim %= ndim
-    if dim != first.cut_dim:
-        local = [piece.local for piece in pieces if isinstance(piece, CutTensor)
+    if dim != first.seq_dim:
+        local = [piece.local for piece in pieces if isinstance(piece, SeqShard)
                  and _is_cut_as(piece, first)]  # fmt: skip
         if len(local) == len(pieces):
             return first.like(torch.cat(local, dim))
     pieces = [piece for piece in pieces if piece.ndim == ndim]  # torch allows empty vectors
-    if dim != first.cut_dim:
+    if dim != first.seq_dim:
         # A piece of no length adds nothing, and has no element by which to see its sequence.
         some = [piece for piece in pieces if piece.shape[dim] or piece.dtype != first.dtype]
         return torch.cat(some, dim) if 0 < len(some) < len(pieces) else NotImplemented
     if any(
-        isinstance(piece, CutTensor) and (piece.cut_dim != dim or not piece.is_simple)
+        isinstance(piece, SeqShard) and (piece.seq_dim != dim or not piece.is_simple)
         for piece in pieces
     ):
         return NotImplemented
@@ -297,7 +297,7 @@ def cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     divisions: list[Positions] = []
     local = []
     for place, piece in enumerate(pieces):
-        if isinstance(piece, CutTensor):
+        if isinstance(piece, SeqShard):
             divisions.append(piece.positions)
             local.append(piece.local)
             continue
@@ -309,9 +309,9 @@ def cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return make_cut(torch.cat(local, dim), dim, positions, state)
 
 
-def _is_cut_as(one: CutTensor, other: CutTensor) -> bool:
+def _is_cut_as(one: SeqShard, other: SeqShard) -> bool:
     return one is other or (
-        one.cut_dim == other.cut_dim
+        one.seq_dim == other.seq_dim
         and one.num_outer == other.num_outer
         and one.num_inner == other.num_inner
         and one.positions.parts == other.positions.parts
@@ -323,20 +323,20 @@ def pad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Along the sequence, adds constants at the ends or removes positions."""
     given = named(("input", "pad", "mode", "value"), args, kwargs)
     value, sizes = given["input"], [int(size) for size in given["pad"]]
-    if not isinstance(value, CutTensor) or given.get("mode", "constant") != "constant":
+    if not isinstance(value, SeqShard) or given.get("mode", "constant") != "constant":
         return NotImplemented
-    at = 2 * (value.ndim - 1 - value.cut_dim)
+    at = 2 * (value.ndim - 1 - value.seq_dim)
     if not value.is_simple:
         return NotImplemented if any(sizes[at : at + 2]) else _padded(value, sizes, given)
     sizes += [0] * (at + 2 - len(sizes))
     front, back = sizes[at : at + 2]
     sizes[at : at + 2] = [0, 0]
     out = _padded(value, sizes, given) if any(sizes) else value
-    dim = out.cut_dim
+    dim = out.seq_dim
     if front < 0 or back < 0:
         start = max(-front, 0)
         less = start + max(-back, 0)
-        out = cast("CutTensor", out.narrow(dim, start, out.shape[dim] - less))
+        out = cast("SeqShard", out.narrow(dim, start, out.shape[dim] - less))
     fill = given.get("value") or 0
     pieces: list[Tensor] = [out]
     for count, place in ((front, 0), (back, 1)):
@@ -348,7 +348,7 @@ def pad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return torch.cat(pieces, dim) if len(pieces) > 1 else out
 
 
-def _padded(value: CutTensor, sizes: list[int], given: dict[str, Any]) -> CutTensor:
+def _padded(value: SeqShard, sizes: list[int], given: dict[str, Any]) -> SeqShard:
     return value.like(functional.pad(value.local, sizes, value=given.get("value")))
 
 
@@ -363,12 +363,12 @@ def add_up(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Sum or mean over dims that include the sequence: a local sum and an all-reduce."""
     given = named(("input", "dim", "keepdim"), args, kwargs)
     value, dims = given["input"], given.get("dim", given.get("axis"))
-    if not isinstance(value, CutTensor) or given.get("out") is not None:
+    if not isinstance(value, SeqShard) or given.get("out") is not None:
         return NotImplemented
     if dims is None or (isinstance(dims, (list, tuple)) and not dims):
         dims = range(value.ndim)
     dims = sorted(dim % value.ndim for dim in ([dims] if isinstance(dims, int) else dims))
-    if value.cut_dim not in dims:
+    if value.seq_dim not in dims:
         return NotImplemented
     is_mean = func.__name__ == "mean"
     asked = given.get("dtype")
@@ -385,9 +385,9 @@ def add_up(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return whole.to(dtype if is_number or asked else torch.int64)
 
 
-def _own(value: CutTensor, target: Tensor, dim: int) -> Tensor:
+def _own(value: SeqShard, target: Tensor, dim: int) -> Tensor:
     """Return this rank's positions of a target, or of weights of its elements."""
-    if isinstance(target, CutTensor):
+    if isinstance(target, SeqShard):
         return moved_to(target, value.positions).local
     return part_of(target, dim, value.positions, value.state, value.num_outer, value.num_inner)
 
@@ -408,25 +408,25 @@ def classify(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     value, target = given.pop("input"), given.pop("target")
     how = given.pop("reduction", "mean")
     legacy = given.pop("size_average", None), given.pop("reduce", None)
-    if not isinstance(value, CutTensor) or legacy != (None, None):
+    if not isinstance(value, SeqShard) or legacy != (None, None):
         return NotImplemented
     weight = given.get("weight")
     smoothing = given.get("label_smoothing", 0.0)
     class_dim = 1 if value.ndim > 1 else 0
-    if value.cut_dim == class_dim or isinstance(weight, CutTensor):
+    if value.seq_dim == class_dim or isinstance(weight, SeqShard):
         return NotImplemented
     is_index = not target.is_floating_point()
     if (smoothing and weight is not None) or (not is_index and weight is not None):
         return NotImplemented  # the count is not that of the targets' weights alone
-    target_dim = value.cut_dim - (is_index and value.cut_dim > 1)
-    if isinstance(target, CutTensor) and (target.cut_dim, target.num_outer, target.num_inner) != (
+    target_dim = value.seq_dim - (is_index and value.seq_dim > 1)
+    if isinstance(target, SeqShard) and (target.seq_dim, target.num_outer, target.num_inner) != (
         target_dim, value.num_outer, value.num_inner,
     ):  # fmt: skip
         return NotImplemented
     own = _own(value, target, target_dim)
     losses = func(value.local, own, reduction="none", **given)
     if how == "none":
-        return value.like(losses, dim=value.cut_dim - (value.cut_dim > 1))
+        return value.like(losses, dim=value.seq_dim - (value.seq_dim > 1))
     if is_index:
         counted = own != given.get("ignore_index", -100)
         counts = counted if weight is None else weight[own.masked_fill(~counted, 0)] * counted
@@ -452,19 +452,19 @@ def by_element(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     legacy = given.pop("size_average", None), given.pop("reduce", None)
     others = [option for option in given.values() if isinstance(option, Tensor)]
     if (
-        not isinstance(value, CutTensor)
+        not isinstance(value, SeqShard)
         or len(args) > 2
         or legacy != (None, None)
         or others
         or target.shape != value.shape
         or (
-            isinstance(target, CutTensor)
-            and (target.cut_dim, target.num_outer, target.num_inner)
-            != (value.cut_dim, value.num_outer, value.num_inner)
+            isinstance(target, SeqShard)
+            and (target.seq_dim, target.num_outer, target.num_inner)
+            != (value.seq_dim, value.num_outer, value.num_inner)
         )
     ):
         return NotImplemented
-    losses = func(value.local, _own(value, target, value.cut_dim), reduction="none", **given)
+    losses = func(value.local, _own(value, target, value.seq_dim), reduction="none", **given)
     if how == "none":
         return value.like(losses)
     whole = _summed(losses, state=value.state, num_summed=value.numel())[0]
@@ -486,11 +486,11 @@ def conv1d(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     stride, padding = _one(given.pop("stride", 1)), _one(given.pop("padding", 0))
     dilation = _one(given.pop("dilation", 1))
     if (
-        not isinstance(value, CutTensor)
+        not isinstance(value, SeqShard)
         or value.ndim != 3
-        or value.cut_dim != 2
+        or value.seq_dim != 2
         or not value.is_simple
-        or isinstance(weight, CutTensor)
+        or isinstance(weight, SeqShard)
         or stride != 1
         or not isinstance(padding, int)
     ):
@@ -498,9 +498,9 @@ def conv1d(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     reach = dilation * (weight.shape[-1] - 1)
     if value.positions.length + 2 * padding <= reach:
         return NotImplemented
-    padded = cast("CutTensor", functional.pad(value, (padding, padding))) if padding else value
+    padded = cast("SeqShard", functional.pad(value, (padding, padding))) if padding else value
     positions = padded.positions.narrowed(0, padded.positions.length - reach)
-    if any(len(stretches) > 1 for stretches in positions.parts):
+    if any(len(intervals) > 1 for intervals in positions.parts):
         return NotImplemented
     wants = [((own[0][0], own[0][1] + reach),) if own else () for own in positions.parts]
     state = value.state

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import Dropout, Module
 from torch.utils.checkpoint import checkpoint
 
-from boltmesh.strategies.context.cut import ContextState, CutTensor
+from boltmesh.strategies.context.seq_shard import ContextState, SeqShard
 from boltmesh.strategies.patch import Changes
 from boltmesh.strategies.tensor.analysis.analyse import Analysis
 from boltmesh.strategies.tensor.analysis.symbolic_dims import (
@@ -177,8 +177,8 @@ class _PlainRun:
     def __call__(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         kind, value = self.kind, args[0] if len(args) == 1 and not kwargs else None
         if (
-            not isinstance(value, CutTensor)
-            or value.cut_dim != kind.dim
+            not isinstance(value, SeqShard)
+            or value.seq_dim != kind.dim
             or not value.is_simple
             or self.module.training != self.is_training
         ):

@@ -19,9 +19,9 @@ from torch.distributed import ProcessGroup
 from torch.nn import Module
 
 from boltmesh.errors import BoltMeshError, ConfigError
-from boltmesh.strategies.context.cut import ContextState, make_all_whole, step_ended
-from boltmesh.strategies.context.entries import Entries, SequenceEntry
+from boltmesh.strategies.context.entries import EntryHooks, SequenceEntry
 from boltmesh.strategies.context.opaque_functions import flex_attention_watched, functions_watched
+from boltmesh.strategies.context.seq_shard import ContextState, make_all_whole, step_ended
 from boltmesh.strategies.context.tokenwise import TokenwiseModule, TokenwiseModules
 from boltmesh.strategies.dry_run.step import (
     DryRun,
@@ -134,7 +134,7 @@ class ContextProof:
     def _lengths(self, run: DryRun) -> set[int]:
         """Return the lengths of a step's sequences; raise its error on all ranks. Collective."""
         lengths: set[int] = set()
-        entries = Entries(run.module, self.entries, self.state, on_length=lengths.add)
+        entries = EntryHooks(run.module, self.entries, self.state, on_length=lengths.add)
         cause: Exception | None = None
         try:
             run.run(has_backward=not run.module.automatic_optimization)
@@ -155,7 +155,7 @@ class ContextProof:
             ) from cause
 
     def _run_cut(self, run: DryRun) -> DryRunOutcome:
-        entries = Entries(run.module, self.entries, self.state)
+        entries = EntryHooks(run.module, self.entries, self.state)
         self.state.take_batch(run.args)
         is_training = run.step == "training_step"
         modules = TokenwiseModules(

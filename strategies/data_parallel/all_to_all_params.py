@@ -32,7 +32,7 @@ from boltmesh.strategies.data_parallel.param_state import (
     local_values,
 )
 from boltmesh.strategies.engine.data_axis import (
-    Brought,
+    FetchedParams,
     OwnedColumns,
     OwnedModules,
     OwnedRows,
@@ -53,7 +53,7 @@ class AllToAllParams(PlainInStep, ABC):
     ``place`` is the index of a parameter in ``parameters``.
 
     Args:
-        brought: The state of each batch.
+        fetched: The state of each batch.
         owned: The ranks that divide them, and those that compute with the same parts.
         num_batches: Batches of all ranks in a step, over which gradients are averaged.
         cut: Returns the shard of a parameter.
@@ -61,13 +61,13 @@ class AllToAllParams(PlainInStep, ABC):
 
     def __init__(
         self,
-        brought: Brought,
+        fetched: FetchedParams,
         owned: OwnedRows,
         num_batches: int,
         cut: Callable[[Parameter], Parameter],
     ) -> None:
         super().__init__(owned.replicas, num_batches)
-        self._brought, self._cut = brought, cut
+        self._fetched, self._cut = fetched, cut
         self.group: ProcessGroup = owned.group
         self._is_out = False
 
@@ -135,28 +135,28 @@ class AllToAllParams(PlainInStep, ABC):
         return torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
 
     @override
-    def take_out(self) -> None:
+    def use_plain(self) -> None:
         """Replace the parameters that this rank computes with by their values. Collective.
 
         In an evaluation the values stay for all batches: ranks may have different numbers of them.
         """
         if self._is_out and not torch.is_grad_enabled():
             return
-        self.put_back()
-        self._brought.called.clear()
+        self.use_dtensors()
+        self._fetched.called.clear()
         parameters = self.parameters
         anchor, *parts = _ShardsToOwners.apply(self, *parameters)  # type: ignore[no-untyped-call]
         plain = dict(zip(self.mine(range(len(parameters))), parts, strict=True))
         put = {p: plain[n] if n in plain else self._plain_of(p) for n, p in enumerate(parameters)}
         for owner, key, parameter in self.places:
             set_parameter(owner, key, InStepParameter.of(put[parameter], parameter))
-        self._brought.anchors = [anchor] if anchor.requires_grad else []
+        self._fetched.anchors = [anchor] if anchor.requires_grad else []
         self._is_out = True
 
     @override
-    def put_back(self) -> None:
-        super().put_back()
-        self._brought.anchors = ()
+    def use_dtensors(self) -> None:
+        super().use_dtensors()
+        self._fetched.anchors = ()
         self._is_out = False
 
     def by_type(self, places: Iterable[int]) -> list[list[int]]:
@@ -215,20 +215,20 @@ class AllToAllParams(PlainInStep, ABC):
 class OwnedModulesParams(AllToAllParams):
     """The parameters of one list of experts: a rank computes with those of its modules."""
 
-    _brought: OwnedModules
+    _fetched: OwnedModules
 
     @override
     def _now(self) -> list[Parameter]:
-        return [p for each in self._brought.modules for p in each.parameters()]
+        return [p for each in self._fetched.modules for p in each.parameters()]
 
     @cached_property
     def _numbers(self) -> list[int]:
         """The number of its module for each parameter."""
-        return [n for n, each in enumerate(self._brought.modules) for _ in each.parameters()]
+        return [n for n, each in enumerate(self._fetched.modules) for _ in each.parameters()]
 
     @override
     def width(self, place: int, rank: int) -> int:
-        num_local = len(self._brought.modules) // self.group.size()
+        num_local = len(self._fetched.modules) // self.group.size()
         if self._numbers[place] // num_local != rank:
             return 0
         return math.prod(self.parameters[place].shape[1:])
@@ -247,17 +247,17 @@ class OwnedModulesParams(AllToAllParams):
 
     @override
     def was_called(self, place: int) -> bool:
-        return self._numbers[place] in self._brought.called
+        return self._numbers[place] in self._fetched.called
 
 
 class OwnedColumnsParams(AllToAllParams):
     """Parameters whose columns alternate between experts: a rank computes with its experts'."""
 
-    _brought: OwnedColumns
+    _fetched: OwnedColumns
 
     @override
     def _now(self) -> list[Parameter]:
-        return [getattr(owner, name) for owner, name in self._brought.places]
+        return [getattr(owner, name) for owner, name in self._fetched.places]
 
     @override
     def width(self, place: int, rank: int) -> int:
@@ -265,11 +265,11 @@ class OwnedColumnsParams(AllToAllParams):
 
     @override
     def columns(self, rows: Tensor, place: int, rank: int) -> Tensor:
-        return self._brought.part(rows, rank, self.group.size())
+        return self._fetched.part(rows, rank, self.group.size())
 
     @override
     def joined(self, columns: Sequence[Tensor], place: int) -> Tensor:
-        num_local = self._brought.num_experts // self.group.size()
+        num_local = self._fetched.num_experts // self.group.size()
         width = self.width(place, 0)
         parts = [each.view(-1, width // num_local, num_local) for each in columns]
         return torch.cat(parts, -1)
@@ -280,14 +280,14 @@ class OwnedColumnsParams(AllToAllParams):
 
 
 def all_to_all_params(
-    brought: Brought,
+    fetched: FetchedParams,
     owned: OwnedRows,
     num_batches: int,
     cut: Callable[[Parameter], Parameter],
 ) -> AllToAllParams:
     """Build the ``AllToAllParams`` of either kind."""
-    kind = OwnedColumnsParams if isinstance(brought, OwnedColumns) else OwnedModulesParams
-    return kind(brought, owned, num_batches, cut)
+    kind = OwnedColumnsParams if isinstance(fetched, OwnedColumns) else OwnedModulesParams
+    return kind(fetched, owned, num_batches, cut)
 
 
 class _ShardsToOwners(torch.autograd.Function):

@@ -222,7 +222,7 @@ class ShardedModel:
     def reshard(self) -> None:
         """Free every gathered copy, so that the next use gathers the present shards."""
         self.step_units.reshard()
-        self.put_back()
+        self.use_dtensors()
 
     def run_outside_of_steps(self, function: Callable[[], Any]) -> Any:
         """Run a function that computes with the module's layers, outside of steps. Collective."""
@@ -246,21 +246,21 @@ class ShardedModel:
                 unit.set_reshard_after_forward(True, recurse=False)
                 unit.reshard()
 
-    def take_out(self) -> None:
+    def use_plain(self) -> None:
         """Replace the parameters that no unit gathers by plain tensors, for a forward pass."""
         for each in self.plain:
-            each.take_out()
+            each.use_plain()
 
-    def put_back(self) -> None:
-        """Undo ``take_out``."""
+    def use_dtensors(self) -> None:
+        """Undo ``use_plain``."""
         for each in self.plain:
-            each.put_back()
+            each.use_dtensors()
 
     def end_forward(self) -> None:
-        """Undo ``take_out`` after a forward pass, except what stays for a whole evaluation."""
+        """Undo ``use_plain`` after a forward pass, except what stays for a whole evaluation."""
         for each in self.plain:
             if torch.is_grad_enabled() or not each.stays_in_evaluation:
-                each.put_back()
+                each.use_dtensors()
 
     def give_back_memory(self) -> None:
         """Return memory that no reduction uses now to the system."""
@@ -432,10 +432,10 @@ def _owned_params(
         return [], noop
     size = context.group.size()
     rows = OwnedParams(context.owned, context.device, size)
-    brought = [
-        all_to_all_params(each, context.owned, size, rows.cut_one) for each in context.owned.brought
+    fetched = [
+        all_to_all_params(each, context.owned, size, rows.cut_one) for each in context.owned.fetched
     ]
-    return [rows, *brought], rows.follow
+    return [rows, *fetched], rows.follow
 
 
 def build_mesh(options: ZeroOptions, context: AxisContext) -> ShardMesh:

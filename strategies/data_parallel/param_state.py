@@ -109,9 +109,9 @@ class PlainInStep(ABC):
                     self.places.append((owner, name, made[parameter]))
                     owners[owner] = None
         for owner in owners:
-            owner.register_state_dict_pre_hook(self._put_back_hook)  # type: ignore[no-untyped-call]
-            owner.register_load_state_dict_pre_hook(self._put_back_hook)  # type: ignore[no-untyped-call]
-        self.put_back()
+            owner.register_state_dict_pre_hook(self._use_dtensors_hook)  # type: ignore[no-untyped-call]
+            owner.register_load_state_dict_pre_hook(self._use_dtensors_hook)  # type: ignore[no-untyped-call]
+        self.use_dtensors()
 
     def _plain_of(self, parameter: Parameter) -> Tensor:
         """Return this rank's values as a plain tensor with autograd back to the parameter."""
@@ -139,7 +139,7 @@ class PlainInStep(ABC):
         """The DTensors, which optimizers hold."""
         return list(dict.fromkeys(parameter for _, _, parameter in self.places))
 
-    def take_out(self) -> None:
+    def use_plain(self) -> None:
         """Replace the DTensors by plain tensors, for a forward pass."""
         self.write_back()
         for parameter in self.parameters:
@@ -170,14 +170,14 @@ class PlainInStep(ABC):
                 local.copy_(plain)
                 plain.data = local
 
-    def put_back(self) -> None:
+    def use_dtensors(self) -> None:
         """Put the DTensors in place."""
         self.write_back()
         for owner, name, parameter in self.places:
             set_parameter(owner, name, parameter)
 
-    def _put_back_hook(self, *_: object) -> None:
-        self.put_back()
+    def _use_dtensors_hook(self, *_: object) -> None:
+        self.use_dtensors()
 
 
 class ScalarParams(PlainInStep):

@@ -105,7 +105,7 @@ class LateParams(PlainInStep):
         super().write_back()
 
     @override
-    def take_out(self) -> None:
+    def use_plain(self) -> None:
         self.write_back()
         for owner, name, parameter in self.places:
             if parameter not in self.plain:
@@ -131,7 +131,7 @@ class LateParams(PlainInStep):
 
     def forget(self) -> None:
         """Put the DTensors in place, and drop gradients."""
-        self.put_back()
+        self.use_dtensors()
         self.plain, self._gradients = {}, {}
 
 
@@ -278,7 +278,7 @@ class PipelineZeroAxis(ZeroAxis):
         model = self.model
         gather_units(model.root_unit, model.units.values())
         model.step_units.follow_shards()
-        model.take_out()
+        model.use_plain()
 
     def reduce_gradients(self, *, has_loss: bool) -> bool:
         """Reduce gradients to shards; see ``LateGradientsAxis``."""

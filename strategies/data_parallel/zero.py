@@ -227,7 +227,7 @@ class ZeroAxis(DataAxis):
 
     def _follow_shards(self) -> None:
         self.model.step_units.follow_shards()
-        self.model.take_out()
+        self.model.use_plain()
 
     @property
     def model(self) -> ShardedModel:
@@ -303,11 +303,11 @@ class ZeroAxis(DataAxis):
         finally:
             self._set_last(is_last=True)
             if not self.model.root.is_running:  # the backward pass of this batch is over
-                self.model.put_back()
+                self.model.use_dtensors()
 
     @override
     def before_backward(self, loss: Tensor) -> None:
-        after_backward(loss, self.model.put_back)
+        after_backward(loss, self.model.use_dtensors)
 
     @override
     def before_manual_backward(self, module: Module, loss: Tensor) -> None:
@@ -351,7 +351,7 @@ class ZeroAxis(DataAxis):
         self.model.reshard()
         if self.model.root.is_running:
             self.model.root_unit.unshard()
-            self.model.take_out()
+            self.model.use_plain()
 
     @override
     def parameters_loaded(self) -> None:

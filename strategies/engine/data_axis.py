@@ -61,7 +61,7 @@ class OwnerExchange(Protocol):
         """Take part in an exchange without rows of this rank. Collective."""
 
 
-class Brought:
+class FetchedParams:
     """Parameters that a data axis sends to the ranks that compute with them, in each batch."""
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class Brought:
         every rank takes part when gradients are sent back."""
 
 
-class OwnedModules(Brought):
+class OwnedModules(FetchedParams):
     """Equal modules, divided in order over a group: each rank computes with equally many.
 
     Args:
@@ -85,7 +85,7 @@ class OwnedModules(Brought):
         self.modules = modules
 
 
-class OwnedColumns(Brought):
+class OwnedColumns(FetchedParams):
     """Matrices with interleaved columns of all experts: column c is of expert c % num_experts.
 
     Each rank of a group computes with the columns of its experts, equally many, in their order.
@@ -128,7 +128,7 @@ class OwnedRows:
     ranks: Sequence[Sequence[int]]
     """Ranks of all groups whose rows are replicas of each other: a sequence for each group."""
     exchanges: Sequence[OwnerExchange]
-    brought: Sequence[Brought] = ()
+    fetched: Sequence[FetchedParams] = ()
     """Parameters that are sent to their owners for a step, and are shards between steps."""
 
 

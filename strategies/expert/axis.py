@@ -444,7 +444,7 @@ class ExpertAxis(Axis):
         assert self._replicas is not None
         if not (exchanges := self._held):
             return None
-        brought = [divided.owned for divided in exchanges if divided.owned is not None]
+        fetched = [divided.owned for divided in exchanges if divided.owned is not None]
         stacked = [divided for divided in exchanges if not isinstance(divided, DividedList)]
         names = {name for divided in stacked for name in divided.experts.parameters}
         own = {p for n, p in self._module.named_parameters() if n in names}
@@ -452,7 +452,7 @@ class ExpertAxis(Axis):
         rank, size = self.strategy.global_rank, self.size
         stage = next(ranks for ranks in self._stages() if rank in ranks)
         rows = [stage[start : start + size] for start in range(0, len(stage), size)]
-        return OwnedRows(own, group, self._replicas, rows, exchanges, brought)
+        return OwnedRows(own, group, self._replicas, rows, exchanges, fetched)
 
     # Forecasts.
 

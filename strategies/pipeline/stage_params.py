@@ -412,7 +412,7 @@ class NonStageState:
                 else:
                     self._set_buffer(name, buffer)
             for container, key, present, value, members in kept:
-                _put_back(container, key, present, value, members)
+                _restore(container, key, present, value, members)
 
     def _keep_buffers(self) -> None:
         """Put the model's own buffers back, with the last microbatch's values."""
@@ -460,7 +460,7 @@ class NonStageState:
         return attributes, key, key in attributes, value, members
 
 
-def _put_back(
+def _restore(
     attributes: dict[str, Any], key: str, was_present: bool, value: Any, members: Any
 ) -> None:
     if not was_present:

@@ -68,7 +68,7 @@ class StepEffects:
         try:
             yield
         finally:
-            before.put_back()
+            before.restore()
         before.refuse_steps()
 
     @contextmanager
@@ -84,7 +84,7 @@ class StepEffects:
             self._settings.append(before.changed())
             self._stops.add(trainer.should_stop)
         finally:
-            before.put_back()
+            before.restore()
             trainer.should_stop = stopped
         before.refuse_steps()
 
@@ -196,7 +196,7 @@ class _Options:
             return known is not None and times_written(now) != known[1]
         return type(now) is not type(value) or bool(now != value)
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Restore the options."""
         for *_, group, before in self._groups:
             if any(self._has_changed(option, group, before) for option in {**before, **group}):

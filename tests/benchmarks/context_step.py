@@ -30,11 +30,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from boltmesh.strategies.blocks import find_blocks
-from boltmesh.strategies.context.cut import ContextState
 from boltmesh.strategies.context.entries import Entries, find_entries, find_sequences
 from boltmesh.strategies.context.exchange import ContextGroup
 from boltmesh.strategies.context.opaque_functions import functions_watched
 from boltmesh.strategies.context.positions import Positions, divide
+from boltmesh.strategies.context.seq_shard import ContextState
 from boltmesh.strategies.context.tokenwise import TokenwiseModules, find_tokenwise
 from boltmesh.strategies.tensor.analysis.analyse import analyse
 from tests.support.ranks import RankFailure, run_ranks

@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, Subset
 
 from boltmesh.errors import ConfigError, LayoutError, UnsupportedError
 from boltmesh.strategies import ContextParallelStrategy, DDPStrategy, gathered_parameters
-from boltmesh.strategies.context.cut import ContextState, CutTensor, cut
 from boltmesh.strategies.context.rules import CUT_RULES
+from boltmesh.strategies.context.seq_shard import ContextState, SeqShard, cut
 from tests.support.context_models import Trained, batch_of, built
 from tests.support.context_runs import world
 from tests.support.pipelines import quiet_trainer
@@ -388,8 +388,8 @@ def dropped(rank: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
     whole = functional.dropout(torch.ones(64), 0.5)
     torch.manual_seed(3)
     again = functional.dropout(cut_ones, 0.5)
-    assert isinstance(first, CutTensor)
-    assert isinstance(again, CutTensor)
+    assert isinstance(first, SeqShard)
+    assert isinstance(again, SeqShard)
     return first.local, whole, again.local
 
 

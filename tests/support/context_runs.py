@@ -8,10 +8,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from boltmesh.strategies.blocks import find_blocks
-from boltmesh.strategies.context.cut import ContextState
 from boltmesh.strategies.context.entries import Entries, find_entries, find_sequences
 from boltmesh.strategies.context.exchange import ContextGroup
 from boltmesh.strategies.context.opaque_functions import flex_attention_watched, functions_watched
+from boltmesh.strategies.context.seq_shard import ContextState
 from boltmesh.strategies.context.tokenwise import TokenwiseModules, find_tokenwise
 from boltmesh.strategies.tensor.analysis.analyse import analyse
 from tests.support.context_models import batch_of, built

@@ -18,7 +18,7 @@ class ValueSpec:
     """Whether its gradient is sent back over the boundary."""
     origin: str
     """Operation that makes it, for messages: "output of model.layers.3", "add after encoder"."""
-    cut_dim: int | None = None
+    seq_dim: int | None = None
     """Dim along which this rank has some positions, on a context axis; None: whole."""
     length: int = 0
     """Positions along that dim on all ranks together."""

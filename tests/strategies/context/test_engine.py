@@ -9,7 +9,6 @@ from torch.nn import functional
 
 from boltmesh.strategies.context import exchange
 from boltmesh.strategies.context.attention import attend_from_last, causal_attention
-from boltmesh.strategies.context.cut import ContextState, cut, make_whole
 from boltmesh.strategies.context.entries import find_sequences
 from boltmesh.strategies.context.positions import (
     Positions,
@@ -20,6 +19,7 @@ from boltmesh.strategies.context.positions import (
     merged,
     of_one,
 )
+from boltmesh.strategies.context.seq_shard import ContextState, cut, make_whole
 from boltmesh.strategies.context.tokenwise import TokenwiseModule, find_tokenwise
 from boltmesh.strategies.tensor.analysis.analyse import analyse
 from boltmesh.strategies.torch_compat.tensors import subclasses_unasked

@@ -93,14 +93,14 @@ class ContextState:
         return self
 
 
-class CutTensor(Tensor):
-    """A tensor of which ``local`` has this rank's positions along dim ``cut_dim``.
+class SeqShard(Tensor):
+    """A tensor of which ``local`` has this rank's positions along dim ``seq_dim``.
 
     That dim is ``(num_outer, S, num_inner)`` flattened, if batch and sequence are one dim.
     """
 
     local: Tensor
-    cut_dim: int
+    seq_dim: int
     positions: Positions
     num_outer: int
     num_inner: int
@@ -136,22 +136,22 @@ class CutTensor(Tensor):
         positions: Positions | None = None,
         num_outer: int | None = None,
         num_inner: int | None = None,
-    ) -> "CutTensor":
+    ) -> "SeqShard":
         """Return a tensor that is cut in the same way, except for the given arguments."""
         return make_cut(
             local,
-            self.cut_dim if dim is None else dim,
+            self.seq_dim if dim is None else dim,
             positions or self.positions,
             self.state,
             self.num_outer if num_outer is None else num_outer,
             self.num_inner if num_inner is None else num_inner,
         )
 
-    def rebuilder(self) -> "Callable[[Tensor], CutTensor]":
+    def rebuilder(self) -> "Callable[[Tensor], SeqShard]":
         """Return a function that cuts a tensor in the same way, without keeping this one."""
         return partial(
             make_cut,
-            dim=self.cut_dim,
+            dim=self.seq_dim,
             positions=self.positions,
             state=self.state,
             num_outer=self.num_outer,
@@ -178,14 +178,14 @@ def on_positions(
         UnsupportedError: If only some tensors are cut.
     """
     given = [each for each in tree_leaves((args, dict(kwargs))) if isinstance(each, Tensor)]
-    cut = [each for each in given if isinstance(each, CutTensor)]
+    cut = [each for each in given if isinstance(each, SeqShard)]
     if not cut:
         return run(*args, **kwargs)
     if len(cut) < len(given):
         raise UnsupportedError(
             "Experts are given rows of a divided sequence, and whole choices or weights for them."
         )
-    own, named = tree_map_only(CutTensor, lambda each: each.local, (args, dict(kwargs)))
+    own, named = tree_map_only(SeqShard, lambda each: each.local, (args, dict(kwargs)))
     return next(each for each in cut if each.is_floating_point()).like(run(*own, **named))
 
 
@@ -205,7 +205,7 @@ def make_cut(
     state: ContextState,
     num_outer: int = 1,
     num_inner: int = 1,
-) -> CutTensor:
+) -> SeqShard:
     """Return a cut tensor. Local.
 
     Args:
@@ -223,24 +223,24 @@ def make_cut(
             f"dim {dim} of {tuple(shape)} is not {num_outer} x {positions} x {num_inner}"
         )
     shape[dim] = num_outer * positions.length * num_inner
-    made: CutTensor = make_wrapper(CutTensor, local, shape)
-    made.local, made.cut_dim, made.positions, made.state = local, dim, positions, state
+    made: SeqShard = make_wrapper(SeqShard, local, shape)
+    made.local, made.seq_dim, made.positions, made.state = local, dim, positions, state
     made.num_outer, made.num_inner, made.gathered = num_outer, num_inner, None
     made.was_asked = False
     return made
 
 
-def cut(tensor: Tensor, dim: int, state: ContextState) -> CutTensor:
+def cut(tensor: Tensor, dim: int, state: ContextState) -> SeqShard:
     """Cut a tensor that every rank has whole, ``(..., S, ...)``. Local."""
     positions = state.divide(tensor.shape[dim])
     return make_cut(part_of(tensor, dim, positions, state), dim, positions, state)
 
 
-def rows_of(cut_tensor: CutTensor) -> Tensor:
-    """Return ``local`` as ``(..., num_outer, s, num_inner, ...)``: positions at ``cut_dim + 1``."""
+def rows_of(cut_tensor: SeqShard) -> Tensor:
+    """Return ``local`` as ``(..., num_outer, s, num_inner, ...)``: positions at ``seq_dim + 1``."""
     own = cut_tensor.positions.count(cut_tensor.state.rank)
     sizes = cut_tensor.num_outer, own, cut_tensor.num_inner
-    rows: Tensor = cut_tensor.local.unflatten(cut_tensor.cut_dim, sizes)  # type: ignore[no-untyped-call]
+    rows: Tensor = cut_tensor.local.unflatten(cut_tensor.seq_dim, sizes)  # type: ignore[no-untyped-call]
     return rows
 
 
@@ -254,12 +254,12 @@ def make_whole(value: Any, why: str) -> Any:
     Raises:
         UnsupportedError: If the result is larger than ``max_gather_bytes``.
     """
-    if not isinstance(value, CutTensor):
+    if not isinstance(value, SeqShard):
         return value
     state, local = value.state, value.local
     known = value.gathered
     if known is not None and known[1:] == _moment(local):
-        return known[0] if not isinstance(known[0], CutTensor) else make_whole(known[0], why)
+        return known[0] if not isinstance(known[0], SeqShard) else make_whole(known[0], why)
     with subclasses_unasked():
         num_bytes = value.shape.numel() * local.element_size()
         if state.max_gather_bytes is not None and num_bytes > state.max_gather_bytes:
@@ -271,12 +271,12 @@ def make_whole(value: Any, why: str) -> Any:
         state.gathered[why] = max(state.gathered.get(why, 0), num_bytes)
         joined = fetch(
             rows_of(value),
-            value.cut_dim + 1,
+            value.seq_dim + 1,
             value.positions,
             all_of(value.positions, state.group),
             state.group,
             "gather",
-        ).flatten(value.cut_dim, value.cut_dim + 2)
+        ).flatten(value.seq_dim, value.seq_dim + 2)
     value.gathered = joined, *_moment(local)
     return joined
 
@@ -286,7 +286,7 @@ def _moment(local: Tensor) -> tuple[int, bool]:
     return times_written(local), local.requires_grad and torch.is_grad_enabled()
 
 
-def by_channels(value: CutTensor) -> Tensor:
+def by_channels(value: SeqShard) -> Tensor:
     """Return all positions of this rank's channels, for a cut tensor ``(B, channels, S, states)``.
 
     For recurrences, which a model computes position by position. Tensors with other dims, or with
@@ -294,7 +294,7 @@ def by_channels(value: CutTensor) -> Tensor:
     """
     state, local = value.state, value.local
     ranks = state.group.size
-    if value.ndim != 4 or value.cut_dim != 2 or not value.is_simple or value.shape[1] < ranks:
+    if value.ndim != 4 or value.seq_dim != 2 or not value.is_simple or value.shape[1] < ranks:
         whole: Tensor = make_whole(value, "indexing position by position")
         return whole
     if value.gathered is not None and value.gathered[1:] == _moment(local):
@@ -308,7 +308,7 @@ def by_channels(value: CutTensor) -> Tensor:
     return taken
 
 
-def by_positions(value: CutTensor, like: CutTensor) -> CutTensor:
+def by_positions(value: SeqShard, like: SeqShard) -> SeqShard:
     """Convert channels from :func:`by_channels` to positions. Collective.
 
     Args:
@@ -329,18 +329,18 @@ def _heads_of(channels: Positions) -> list[list[int]]:
 
 def make_all_whole(tree: Any, why: str) -> Any:
     """Return a nested value with every cut tensor whole. Collective over the group."""
-    return tree_map_only(CutTensor, lambda each: make_whole(each, why), tree)
+    return tree_map_only(SeqShard, lambda each: make_whole(each, why), tree)
 
 
-def moved_to(value: CutTensor, positions: Positions) -> CutTensor:
+def moved_to(value: SeqShard, positions: Positions) -> SeqShard:
     """Return a tensor of equal shape with another division. Collective if divisions differ."""
     if value.positions.parts == positions.parts:
         return value
     state = value.state
     moved = fetch(
-        rows_of(value), value.cut_dim + 1, value.positions, positions.parts, state.group, "move"
+        rows_of(value), value.seq_dim + 1, value.positions, positions.parts, state.group, "move"
     )
-    return value.like(moved.flatten(value.cut_dim, value.cut_dim + 2), positions=positions)
+    return value.like(moved.flatten(value.seq_dim, value.seq_dim + 2), positions=positions)
 
 
 def part_of(
@@ -375,11 +375,11 @@ def part_of(
     return taken
 
 
-def taken_along(tensor: Tensor, dim: int, stretches: Sequence[tuple[int, int]]) -> Tensor:
+def taken_along(tensor: Tensor, dim: int, intervals: Sequence[tuple[int, int]]) -> Tensor:
     """Return the elements of some ranges of ``dim``, joined along it."""
-    if len(stretches) == 1 and stretches[0] == (0, tensor.shape[dim]):
+    if len(intervals) == 1 and intervals[0] == (0, tensor.shape[dim]):
         return tensor
-    pieces = [tensor.narrow(dim, start, stop - start) for start, stop in stretches]
+    pieces = [tensor.narrow(dim, start, stop - start) for start, stop in intervals]
     return torch.cat(pieces, dim) if pieces else tensor.narrow(dim, 0, 0)
 
 
