@@ -23,7 +23,7 @@ from boltmesh.plan.text import align, size_text
 from boltmesh.strategies.blocks import find_blocks
 from boltmesh.strategies.context.axis import ContextBoundaries
 from boltmesh.strategies.context.entries import (
-    Entries,
+    EntryHooks,
     SequenceEntry,
     find_entries,
     find_sequences,
@@ -88,7 +88,7 @@ def plan_context(
         run = DryRun(module, STEP, (batch, *step_arguments(module, STEP)), torch.device("cpu"))
         entries = find_sequence(run, options, source=source).entries
         sent, lengths, gathered = [], set[int](), dict[str, int]()
-        hooks = Entries(module, entries, _state(options, 0, size), on_length=lengths.add)
+        hooks = EntryHooks(module, entries, _state(options, 0, size), on_length=lengths.add)
         analyse(module, run.forward, blocks=find_blocks(module))
         hooks.remove()
         for rank in range(size):
@@ -149,7 +149,7 @@ def sequence_divided(
 ) -> Iterator[ContextState]:
     """Context in which a step runs with the positions of one rank, whose group only counts."""
     state = _state(options, rank, size)
-    hooks = Entries(module, found.entries, state)
+    hooks = EntryHooks(module, found.entries, state)
     plain = TokenwiseModules(module, found.tokenwise, state, tile=options.tile_tokens)
     try:
         watched = functions_watched(), flex_attention_watched()
@@ -170,7 +170,7 @@ def stages_divided(
 ) -> Iterator[ContextBoundaries]:
     """Context for stages that run with the positions of one rank, whose group only counts."""
     state = _state(options, rank, size)
-    hooks = Entries(module, entries, state)
+    hooks = EntryHooks(module, entries, state)
     try:
         with functions_watched(), flex_attention_watched():
             yield ContextBoundaries(_CutSequences(entries, state, hooks))
@@ -183,7 +183,7 @@ def stages_divided(
 class _CutSequences:
     entries: tuple[SequenceEntry, ...]
     state: ContextState
-    hooks: Entries
+    hooks: EntryHooks
 
     @property
     def sharing_group(self) -> ProcessGroup:

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from boltmesh.strategies.blocks import find_blocks
-from boltmesh.strategies.context.entries import Entries, find_entries, find_sequences
+from boltmesh.strategies.context.entries import EntryHooks, find_entries, find_sequences
 from boltmesh.strategies.context.exchange import ContextGroup
 from boltmesh.strategies.context.opaque_functions import functions_watched
 from boltmesh.strategies.context.positions import Positions, divide
@@ -76,7 +76,7 @@ def ours(width: int, length: int) -> tuple[nn.Module, Step]:
     state = ContextState(ContextGroup(group, torch.device("cpu")), balance="zigzag")
     short, blocks = ids[:, :64], find_blocks(model)
     found = analyse(model, lambda each: each(input_ids=short, labels=short).loss, blocks=blocks)
-    hooks = Entries(model, find_entries(model, found, tuple(blocks)), state)
+    hooks = EntryHooks(model, find_entries(model, found, tuple(blocks)), state)
     TokenwiseModules(model, find_tokenwise(found, find_sequences(found)[0]), state)
 
     def run() -> Tensor:

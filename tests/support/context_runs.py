@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from boltmesh.strategies.blocks import find_blocks
-from boltmesh.strategies.context.entries import Entries, find_entries, find_sequences
+from boltmesh.strategies.context.entries import EntryHooks, find_entries, find_sequences
 from boltmesh.strategies.context.exchange import ContextGroup
 from boltmesh.strategies.context.opaque_functions import flex_attention_watched, functions_watched
 from boltmesh.strategies.context.seq_shard import ContextState
@@ -69,7 +69,7 @@ def compare_model(
     state = ContextState(world(), **options)
     tokenwise = find_tokenwise(analysis, find_sequences(analysis)[0])
     TokenwiseModules(cut, tokenwise, state, tile=tile)
-    hooks = Entries(cut, entries, state)
+    hooks = EntryHooks(cut, entries, state)
     hooks.is_on = True
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.3) for each in (one, cut)]
     worst = {"loss": 0.0, "gradient": 0.0}
