@@ -82,18 +82,18 @@ def metric_names(state: State) -> tuple[str, ...]:
 
 
 def _extend(
-    known: Mapping[str, Series], before: tuple[MetricPoint, ...], history: tuple[MetricPoint, ...]
+    known: Mapping[str, Series], last: tuple[MetricPoint, ...], history: tuple[MetricPoint, ...]
 ) -> Mapping[str, Series]:
     """Return series with the points that are new in a history.
 
     Args:
         known: The series.
-        before: The history at the look before. Where that of now has the same objects first, the
+        last: The history at the look before. Where that of now has the same objects first, the
             rest alone is new.
         history: That of now.
     """
-    num_known = len(before)
-    if 0 < num_known <= len(history) and history[num_known - 1] is before[-1]:
+    num_known = len(last)
+    if 0 < num_known <= len(history) and history[num_known - 1] is last[-1]:
         history = history[num_known:]
     fresh: dict[str, list[MetricPoint]] = {}
     newest: dict[str, float] = {name: series.steps[-1] for name, series in known.items()}

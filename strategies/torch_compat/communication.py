@@ -50,7 +50,8 @@ class Replica(DistributedDataParallel):
 def leave_to_caller(module: Module, names: Iterable[str]) -> None:
     """Have ``DistributedDataParallel`` neither send nor reduce some parameters of a module."""
     known = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, [*known, *names])
+    ignore: Any = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
+    ignore(module, [*known, *names])
 
 
 def flush_static_graph(module: DistributedDataParallel) -> None:

@@ -17,7 +17,7 @@ from boltmesh.telemetry import layout
 from boltmesh.telemetry.job import rank_file
 from boltmesh.telemetry.reader.rank_reader import RankReader
 from boltmesh.telemetry.reader.rank_view import RankView
-from boltmesh.telemetry.snapshot import PHASES
+from boltmesh.telemetry.snapshot import PHASES, MetricPoint
 from boltmesh.telemetry.writer import rank_file as rank_file_module
 from boltmesh.telemetry.writer.rank_file import OTHERS, RankFile
 
@@ -232,7 +232,8 @@ def test_a_series_that_is_followed_has_all_that_a_first_look_has(path, most_new)
 
 def test_a_history_that_is_followed_grows_at_its_end_and_has_all_of_the_file(path):
     file = open_file(path)
-    view, before, num_grown, step = RankView(0, RankReader(path)), ((), ()), 0, 0
+    view, num_grown, step = RankView(0, RankReader(path)), 0, 0
+    before: tuple[tuple[MetricPoint, ...], tuple[MetricPoint, ...]] = (), ()
     for _ in range(150):
         for _ in range(random.Random(step).randint(1, 40)):
             step += 1

@@ -122,21 +122,21 @@ def _read_since(
 class MetricHistory:
     """The points of a rank's series as snapshots have them.
 
-    Later looks add to the end, in the order in which values came, so that who follows a job reads
-    the new ones alone (``tui/state.py``). From time to time all are made anew, without those that
-    the file has no more.
+    Later looks append the new points, so that a viewer of a job reads these alone
+    (``tui/state.py``). From time to time the points are rebuilt without those that the file no
+    longer has.
     """
 
     def __init__(self) -> None:
         self._metrics: list[MetricPoint] = []
         self._trends: list[MetricPoint] = []
         self._names: dict[str, str] = {}
-        """As they are shown."""
+        """Names as they are shown, by metric."""
         self._newest: StepRecord | None = None
-        """Of the steps whose losses are there."""
+        """The newest step whose loss is included."""
         self._data_size = 0
         self._most_points = 0
-        """More are made anew."""
+        """More points are rebuilt."""
 
     def update(
         self, series: SeriesReader, steps: Sequence[StepRecord], data_size: int
@@ -144,7 +144,7 @@ class MetricHistory:
         """Return the points of all metrics, and those of the series that the recorder adds.
 
         Args:
-            series: Of the rank, as they were read last.
+            series: The rank's series, as they were read last.
             steps: The newest steps, whose losses have no gaps.
             data_size: Ranks with batches of their own, by which tokens are multiplied.
         """
