@@ -175,7 +175,7 @@ def write_tensor(summary: "TensorSummary", width: int | None = None) -> str:
     lines, has_steps = _table(table, width)
     if not has_steps:
         asked = _grouped((each.collectives, each.pattern) for each in table if each.collectives)
-        lines += _section("requested for every step:", asked, width)
+        lines += _section("requested in every step:", asked, width)
     return "\n".join(
         [
             *textwrap.wrap(title, width),

@@ -81,7 +81,7 @@ def test_the_table_is_no_wider_than_the_terminal(columns) -> None:
         assert words in flat
     # What a step asks for is in the table where there is room, else below it; never twice.
     assert flat.count("in every step") == 1
-    assert ("requested for every step:" in flat) == (columns < 140)
+    assert ("requested in every step:" in flat) == (columns < 140)
 
 
 def test_the_terminal_decides_on_the_width(monkeypatch) -> None:
