@@ -29,7 +29,7 @@ from boltmesh.errors import UnsupportedError, first_of
 from boltmesh.strategies.data_parallel.expected_memory import expected_held_memory
 from boltmesh.strategies.data_parallel.single_rank import SingleRankAxis
 from boltmesh.strategies.dry_run.unsupported import refuse_untrained
-from boltmesh.strategies.engine.data_axis import AxisContext, DataAxis, send_composites
+from boltmesh.strategies.engine.data_axis import AxisContext, DataAxis, broadcast_composites
 from boltmesh.strategies.lightning_compat import prepare_for_backward
 from boltmesh.strategies.torch_compat.communication import Replica, device_index, flush_static_graph
 from boltmesh.strategies.torch_compat.tensors import storage_key
@@ -90,7 +90,7 @@ class DdpAxis(DataAxis):
             _refuse_max_norm(module)
         self.other_shares = context.norm_shares
         self._is_in_buckets = self._keeps_in_buckets(context)
-        send_composites(module, group)
+        broadcast_composites(module, group)
         # Built on the stream of the steps: autograd nodes of different streams wait for each other.
         wrapped = Replica(
             module,

@@ -34,7 +34,7 @@ from boltmesh.strategies.lightning_compat.trainer import (
     zeroes_gradients,
 )
 from boltmesh.strategies.patch import patched
-from boltmesh.strategies.torch_compat.communication import leave_to_caller
+from boltmesh.strategies.torch_compat.communication import exclude_from_ddp
 from boltmesh.strategies.torch_compat.tensors import is_composite
 from boltmesh.strategies.whole_steps import WholeSteps
 from boltmesh.telemetry.snapshot import MemoryKind
@@ -317,7 +317,7 @@ class DataAxis(Axis, ABC):
         Collective over all ranks. Not called if ranks hold shards.
         """
         if not any(axis.has_equal_weights for axis in self.strategy.axes):
-            send_composites(module, self.strategy.gradient_group)
+            broadcast_composites(module, self.strategy.gradient_group)
             compat.sync_module_states(module)
 
     @property
@@ -422,14 +422,14 @@ class DataAxis(Axis, ABC):
         """Return the expected memory of one rank, by kind and place, once every state exists."""
 
 
-def send_composites(module: Module, group: ProcessGroup) -> None:
+def broadcast_composites(module: Module, group: ProcessGroup) -> None:
     """Give all ranks the first one's parameters that consist of several tensors.
 
     Collective over the group. ``DistributedDataParallel`` leaves them alone afterwards.
     """
     found = {name: each for name, each in module.named_parameters() if is_composite(each)}
     if found:
-        leave_to_caller(module, found)
+        exclude_from_ddp(module, found)
         broadcast_tensors(list(found.values()), group)
 
 

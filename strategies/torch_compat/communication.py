@@ -47,7 +47,7 @@ class Replica(DistributedDataParallel):
             super()._check_default_group()  # type: ignore[no-untyped-call]
 
 
-def leave_to_caller(module: Module, names: Iterable[str]) -> None:
+def exclude_from_ddp(module: Module, names: Iterable[str]) -> None:
     """Have ``DistributedDataParallel`` neither send nor reduce some parameters of a module."""
     known = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
     ignore: Any = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
