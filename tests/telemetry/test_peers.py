@@ -27,7 +27,7 @@ def peers_of(rank):
 
 
 def ring_worker(rank, world_size):
-    """Send ``rank + 1`` floats around the ring and against it, singly, batched and from anybody."""
+    """Send ``rank + 1`` floats around the ring, both ways, singly, batched and from any source."""
     recorder = open_counting(rank, world_size)
     after, before = (rank + 1) % world_size, (rank - 1) % world_size
     sent, received = torch.ones(rank + 1), torch.empty(before + 1)

@@ -31,7 +31,7 @@ from boltmesh.telemetry.writer.phases import COMMUNICATION, PhaseClock
 from boltmesh.telemetry.writer.rank_file import RankFile
 from boltmesh.telemetry.writer.torch_compat.hook import COLLECTIVES, Ticket
 from boltmesh.telemetry.writer.torch_compat.operators import (
-    ANYBODY,
+    ANY_SOURCE,
     group_ranks,
     uncounted_operators,
 )
@@ -217,7 +217,7 @@ class CommunicationCounter:
     def _peer_field(self, group: dist.ProcessGroup, name: str, peer: int) -> int:
         """Return a peer within a group as ``layout.TRAFFIC`` has it."""
         ranks = self._ranks_of(group, name)
-        if not ANYBODY < peer < len(ranks):
+        if not ANY_SOURCE < peer < len(ranks):
             return layout.UNKNOWN_PEER
         return min(ranks[peer] + 1, layout.UNKNOWN_PEER)
 

@@ -36,7 +36,7 @@ from typing_extensions import override
 
 from boltmesh.errors import TelemetryError
 from boltmesh.telemetry.writer.torch_compat.operators import (
-    ANYBODY,
+    ANY_SOURCE,
     PAYLOAD,
     PEER_ARGUMENTS,
     UNTIMED,
@@ -74,7 +74,7 @@ class CollectiveObserver(Protocol):
 
         With ``is_wait_told`` only ``waited`` follows. Otherwise exactly one of ``returned`` (not
         timed) and ``completed`` or ``lost`` (timed) does, unless a timed call fails. ``peer`` is
-        the other side of a point-to-point call, as a rank within the group, or ``ANYBODY``;
+        the other side of a point-to-point call, as a rank within the group, or ``ANY_SOURCE``;
         ``found_peer`` may follow then.
         """
 
@@ -352,7 +352,7 @@ class CollectiveHook:
             else:
                 size = payload_bytes(value)
             group = unbox(args[group_at])
-            peer = ANYBODY if peer_at is None else args[peer_at]
+            peer = ANY_SOURCE if peer_at is None else args[peer_at]
             if self.done:
                 self.settle()
             noted = self._notify(operator, group, size, False, False, peer)

@@ -47,7 +47,7 @@ None where the peer is known only once the caller has waited.
 UNTIMED: Final = frozenset({*PEER_ARGUMENTS, "monitored_barrier_"})
 """Operators whose work has no future, on any backend."""
 
-ANYBODY: Final = -1
+ANY_SOURCE: Final = -1
 """The peer of a receive from any source."""
 
 

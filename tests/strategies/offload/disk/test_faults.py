@@ -225,7 +225,7 @@ def test_a_block_in_the_place_of_another_is_found(store: DiskStateStore, swap: S
 def test_a_chunk_that_is_damaged_once_read_is_not_handed_out(
     store: DiskStateStore, swap: Swap, calls: FaultyCalls
 ) -> None:
-    """Read ahead and right, and changed in memory before anybody has asked for it."""
+    """Read ahead and right, and changed in memory before it is requested."""
     store._held.clear()
     store.prefetch(5)
     with store._changed:
