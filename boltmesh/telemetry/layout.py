@@ -138,9 +138,8 @@ TRAFFIC: Final = Record("qHHBBHQQQQQQ")
 """step that it belongs to (the sequence number of its record in ``steps``), group, operator,
 phase, flags, peer, sequence within the group, payload bytes, calls and payload bytes of the
 operator on the group up to and with this one, nanoseconds on the monotonic clock at the enqueue and
-at the completion (0: not complete, or not known). The peer is its global rank plus one: 0 for a
-UNKNOWN_PEER where it is not known (yet: an any-source receive learns it when it is
-waited for)."""
+at the completion (0: not complete, or not known). The peer is its global rank plus one; 0
+for a collective; UNKNOWN_PEER of a receive from any source until it is waited for."""
 
 UNKNOWN_PEER: Final = 0xFFFF
 

@@ -86,7 +86,7 @@ def simulate(num_ranks: int, folder: str, ready: Any, stop: Any) -> None:
         for _ in range(steps_per_second):
             step += 1
             for file, group, operator in ranks:
-                write_step(file, group, operator, step, collectives)
+                write_step(file, group, operator, step, step - first, collectives)
         if step >= first + 300:
             ready.set()
             stop.wait(max(0.0, 1.0 - (time.monotonic() - begun)))
@@ -94,9 +94,12 @@ def simulate(num_ranks: int, folder: str, ready: Any, stop: Any) -> None:
         file.close()
 
 
-def write_step(file: RankFile, group: int, operator: int, step: int, collectives: int) -> None:
+def write_step(
+    file: RankFile, group: int, operator: int, step: int, batch: int, collectives: int
+) -> None:
+    """Write optimizer step ``step``, the ``batch``th batch of this process."""
     for _ in range(collectives):
-        ticket = file.enqueue(step, group, operator, 3, layout.TRAFFIC_IS_TIMED, 25_000_000)
+        ticket = file.enqueue(batch, group, operator, 3, layout.TRAFFIC_IS_TIMED, 25_000_000)
         file.complete(ticket, time.monotonic_ns())
     total_ns = 200_000_000 + step % 7 * 1_000_000
     phases = [total_ns // len(PHASES)] * len(PHASES)

@@ -41,9 +41,15 @@ def read(path):
 def series(path):
     reader = RankReader(path)
     reader.read()
-    reader.read_series()
+    points, is_whole = reader.read_series(is_whole=True)
     reader.close()
-    return reader.series.points()
+    assert is_whole
+    return by_metric(points)
+
+
+def by_metric(named_points):
+    names = dict.fromkeys(name for name, _ in named_points)
+    return {each: [point for name, point in named_points if name == each] for each in names}
 
 
 def test_a_file_is_private_whole_and_allocated(path):
@@ -213,18 +219,21 @@ def test_a_series_spans_the_whole_run_evenly_and_knows_its_newest_value(path):
 def test_a_series_that_is_followed_has_all_that_a_first_look_has(path, most_new):
     file = open_file(path)
     draw, reader, step = random.Random(most_new), RankReader(path), 0
+    num_whole, num_looks = 0, 0
+    points: list[tuple[int, int, float]] = []
     while step < 9000:
         for _ in range(draw.randint(1, most_new)):
             file.point("loss", step, step / 2)
             step += 1
         reader.read()
-        assert reader.read_series()
-        assert not reader.read_series()
-        points = reader.series.points()["loss"]
+        new, is_whole = reader.read_series()
+        points = [*([] if is_whole else points), *by_metric(new)["loss"]]
+        num_whole, num_looks = num_whole + is_whole, num_looks + 1
+        assert reader.read_series() == ([], False)
         assert points[-1] == (step, step - 1, (step - 1) / 2)
+    assert num_whole == 1 if most_new <= layout.RING_POINTS else 1 < num_whole < num_looks
     assert points == sorted(set(points))
     assert {at for _, at, _ in points} >= kept(step)
-    assert len(points) <= layout.POINTS_PER_SERIES + layout.RING_POINTS
     assert all((count, value) == (at + 1, at / 2) for count, at, value in points)
     reader.close()
     file.close()
@@ -316,10 +325,8 @@ def test_metrics_beyond_the_limit_are_left_out_and_named_and_the_loss_has_room(p
         file.point("lr", step, 0.1)
         file.point(layout.TREND + "step_s", step, 0.25)
     reader = read(path)
-    reader.read_series()
-    found = {
-        name: [value for *_, value in points] for name, points in reader.series.points().items()
-    }
+    points, _ = reader.read_series(is_whole=True)
+    found = {name: [value for *_, value in each] for name, each in by_metric(points).items()}
     most = layout.MAX_METRICS - layout.OWN_METRICS
     own = {"loss": [0.5, 0.5], "lr": [0.1, 0.1], layout.TREND + "step_s": [0.25, 0.25]}
     assert found == {f"metric {at}": [at, 1000.0 + at] for at in range(most)} | own

@@ -10,12 +10,16 @@ from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 from boltmesh.telemetry import layout
+from boltmesh.telemetry.snapshot import PHASES, PhaseTime, StepRecord
+from boltmesh.telemetry.writer.phases import CHECKPOINT, VALIDATION
 
 MAX_NUMBER: Final = 1 << 60
 """Bytes, calls and nanoseconds beyond this are no measurement."""
 
 MAX_TIME_S: Final = 1e11
 """Seconds since 1970 beyond this are no wall clock."""
+
+_NO_TIME: Final = tuple(PhaseTime(name, 0.0) for name in PHASES)
 
 
 class Status(NamedTuple):
@@ -38,16 +42,11 @@ class StepRow(NamedTuple):
     """A record of the ring ``steps``."""
 
     sequence: int
-    batch_index: int
-    global_step: int
-    epoch: int
-    flags: int
-    wall_s: float
-    total_ns: int
-    phases_ns: tuple[int, ...]
-    loss: float
-    samples: int
-    tokens: int
+    busy_ns: int
+    """Time of the batch without that in validation and checkpoints."""
+    is_ordinary: bool
+    """Whether neither was in it."""
+    record: StepRecord
 
 
 class Traffic(NamedTuple):
@@ -107,13 +106,29 @@ def make_status(fields: tuple[Any, ...]) -> Status | None:
 
 def make_step(fields: tuple[Any, ...]) -> StepRow | None:
     """Return a step from the fields of its record."""
-    head, phases, tail = fields[:7], fields[7:16], fields[16:]
-    _, index, global_step, epoch, _, wall_s, total_ns = head
-    if max(fields[0], index, global_step, total_ns, *phases, tail[1], tail[2]) > MAX_NUMBER:
+    head, phases, (loss, samples, tokens) = fields[:7], fields[7:16], fields[16:]
+    sequence, index, global_step, epoch, flags, wall_s, total_ns = head
+    if max(sequence, index, global_step, total_ns, *phases, samples, tokens) > MAX_NUMBER:
         return None
     if min(index, global_step, epoch) < 0 or not is_time(wall_s):
         return None
-    return StepRow._make((*head, phases, *tail))
+    record = StepRecord(
+        index=index,
+        global_step=global_step,
+        epoch=epoch,
+        end_time=wall_s,
+        seconds=total_ns / 1e9,
+        phases=tuple(
+            # Most phases of most steps are empty, and a viewer holds very many steps.
+            PhaseTime(zero.name, nanoseconds / 1e9) if nanoseconds else zero
+            for zero, nanoseconds in zip(_NO_TIME, phases, strict=True)
+        ),
+        loss=loss if flags & layout.STEP_HAS_LOSS else None,
+        samples=None if samples < 0 else samples,
+        tokens=None if tokens < 0 else tokens,
+    )
+    interrupted_ns = phases[VALIDATION] + phases[CHECKPOINT]
+    return StepRow(sequence, total_ns - interrupted_ns, not interrupted_ns, record)
 
 
 def make_traffic(fields: tuple[Any, ...]) -> Traffic | None:

@@ -42,7 +42,7 @@ from boltmesh.telemetry.reader.file_records import (
     make_traffic,
 )
 from boltmesh.telemetry.reader.ring import Change, Ring
-from boltmesh.telemetry.reader.series_reader import SeriesReader
+from boltmesh.telemetry.reader.series_reader import NamedPoint, SeriesReader
 from boltmesh.telemetry.reader.traffic_reader import TrafficReader
 from boltmesh.telemetry.stall import RECENT_STEPS
 
@@ -304,11 +304,12 @@ class RankReader:
         finally:
             self._let_go()
 
-    def read_series(self) -> bool:
-        """Read new points of the metrics' series; return whether there are any."""
+    def read_series(self, *, is_whole: bool = False) -> tuple[list[NamedPoint], bool]:
+        """Return points of the metrics' series, as ``SeriesReader.read`` does."""
         try:
             self._open()
-            return self.series.update(self.read_at, self.facts.metrics[: layout.MAX_METRICS])
+            names = self.facts.metrics[: layout.MAX_METRICS]
+            return self.series.read(self.read_at, names, is_whole=is_whole)
         finally:
             self._let_go()
 

@@ -6,7 +6,6 @@ out at its peak beyond the kinds that are known, which includes what libraries a
 borrow. On the host the rest of the process is ``other``.
 """
 
-import contextlib
 import math
 import os
 import time
@@ -18,9 +17,9 @@ import msgspec
 
 from boltmesh.errors import TelemetryError
 from boltmesh.telemetry import layout
-from boltmesh.telemetry.reader.file_records import MAX_NUMBER, Line, Status, StepRow
+from boltmesh.telemetry.reader.file_records import MAX_NUMBER, Line, Status
 from boltmesh.telemetry.reader.rank_reader import Facts, RankReader
-from boltmesh.telemetry.reader.series_reader import MetricHistory
+from boltmesh.telemetry.reader.series_reader import MetricHistory, NamedPoint
 from boltmesh.telemetry.reader.sidecar_files import ExpertLoads, OutputTail
 from boltmesh.telemetry.reader.step_sums import StepRates, offload_totals
 from boltmesh.telemetry.reader.traffic_reader import TrafficView
@@ -35,7 +34,6 @@ from boltmesh.telemetry.snapshot import (
     Memory,
     MemoryKind,
     MetricPoint,
-    PhaseTime,
     RankSnapshot,
     RankState,
     StepRecord,
@@ -97,8 +95,6 @@ def _predicted(predicted: Sequence[Mapping[str, Any]]) -> dict[_Key, int]:
             found[str(kind), str(place)] = size
     return found
 
-
-_NO_TIME: Final = tuple(PhaseTime(name, 0.0) for name in PHASES)
 
 MOST_LINES: Final = 100
 """Lines of output kept for each rank."""
@@ -229,12 +225,14 @@ class RankView:
             self._events = self._make_events(reader.events.records.values())
         state = self._state()
         traffic, view = reader.traffic, self._traffic
-        newest_step = next(reversed(reader.steps.records.values()), None)
+        newest_step = self._steps[-1] if self._steps else None
         # The status is a tenth of a second old at most, and the newest step may be newer.
         where = [each for each in (status, newest_step) if each is not None]
         in_flight, moved_at = view.in_flight(traffic)
         now = time.time()
-        seen = [moved_at, *(each.wall_s for each in where)] if where else [header.wall_s]
+        times = [status.wall_s] if status else []
+        times += [newest_step.end_time] if newest_step else []
+        seen = [moved_at, *times] if times else [header.wall_s]
         past = [min(each, now) for each in seen if 0 < each <= now + MOST_AHEAD_S]
         memory = memory_totals(status)
         named = before if before is not None and "facts" not in changed else None
@@ -292,16 +290,16 @@ class RankView:
         )
         for step in new:
             self._rates.push(step)
-            self._steps.append(_step_record(step))
+            self._steps.append(step.record)
         while len(self._steps) > len(records):
             self._steps.popleft()
 
     def metrics(self) -> dict[str, float]:
         """Return the newest value of every metric of a rank whose series were read."""
         newest = {
-            clean(name, layout.MAX_NAME): points[-1][2]
-            for name, points in self.reader.series.points().items()
-            if points and not name.startswith(layout.TREND)
+            clean(name, layout.MAX_NAME): value
+            for name, value in self.reader.series.newest_values().items()
+            if not name.startswith(layout.TREND)
         }
         loss = next((step.loss for step in reversed(self._steps) if step.loss is not None), None)
         return newest if loss is None else newest | {"loss": loss}
@@ -312,9 +310,13 @@ class RankView:
         Args:
             data_size: Ranks with batches of their own, by which tokens are multiplied.
         """
-        with contextlib.suppress(TelemetryError, OSError):
-            self.reader.read_series()
-        return self._history.update(self.reader.series, self._steps, data_size)
+        points: list[NamedPoint] = []
+        is_whole = self._history.is_outdated(data_size)
+        try:
+            points, is_whole = self.reader.read_series(is_whole=is_whole)
+        except (TelemetryError, OSError):
+            is_whole = False
+        return self._history.update(points, self._steps, data_size, is_whole=is_whole)
 
     def peek_events(self) -> tuple[Event, ...]:
         """Read the lines alone.
@@ -413,21 +415,3 @@ def _positive(number: float | None) -> float | None:
 
 def _recomputed(number: float | None) -> float | None:
     return 0.0 if number == 0 else _positive(number)
-
-
-def _step_record(step: StepRow) -> StepRecord:
-    return StepRecord(
-        index=step.batch_index,
-        global_step=step.global_step,
-        epoch=step.epoch,
-        end_time=step.wall_s,
-        seconds=step.total_ns / 1e9,
-        phases=tuple(
-            # Most phases of most steps are empty, and a viewer holds very many steps.
-            PhaseTime(zero.name, nanoseconds / 1e9) if nanoseconds else zero
-            for zero, nanoseconds in zip(_NO_TIME, step.phases_ns, strict=True)
-        ),
-        loss=step.loss if step.flags & layout.STEP_HAS_LOSS else None,
-        samples=None if step.samples < 0 else step.samples,
-        tokens=None if step.tokens < 0 else step.tokens,
-    )

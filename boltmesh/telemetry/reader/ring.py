@@ -90,7 +90,6 @@ class Ring(Generic[T]):
             is_enough: Whether this record and all before it can be left. For a ring that is
                 searched backwards from its newest record.
         """
-        self._changes = []
         if self._is_searched:
             again, self._again = self._again, []
             for sequence in again:
@@ -105,7 +104,8 @@ class Ring(Generic[T]):
         if surplus > 0:
             for sequence in list(self.records)[:surplus]:
                 del self.records[sequence]
-        return self._changes
+        changes, self._changes = self._changes, []
+        return changes
 
     @property
     def newest(self) -> int:

@@ -5,7 +5,7 @@ the ring of the newest values, and ``MetricHistory`` adds only these to what sna
 """
 
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 from boltmesh.telemetry import layout
 from boltmesh.telemetry.layout import SECTIONS
@@ -15,83 +15,105 @@ from boltmesh.telemetry.snapshot import MetricPoint, StepRecord
 _SECTION: Final = SECTIONS["series"]
 _SIZE: Final = _SECTION.record_bytes
 
+Read = Callable[[int, int], bytes]
+"""Reads from an offset a number of bytes; fewer at the end of the file."""
+
 Point = tuple[int, int, float]
 """How many values had come with this one, its global step, the value."""
 
+NamedPoint = tuple[str, Point]
+"""Name of the metric, and a point of it."""
 
-_MOST_POINTS: Final = layout.POINTS_PER_SERIES + layout.RING_POINTS
-"""Points kept of a series that is followed, before those go that the file has no more."""
+
+_SPARE_POINTS: Final = layout.POINTS_PER_SERIES + layout.RING_POINTS
+"""Points by which a short history may grow before all points are read again."""
 
 
-class _Series:
-    """The points of one metric."""
+class _Newest(NamedTuple):
+    """The newest value of a metric at the last look."""
 
-    def __init__(self) -> None:
-        self.newest = b""
-        self.points: list[Point] = []
+    record: bytes
+    point: Point | None
+    """None while there is no valid one."""
 
 
 class SeriesReader:
-    """The points of all metrics of one rank."""
+    """Reads the series of all metrics of one rank."""
 
     def __init__(self) -> None:
         self.damaged: set[tuple[int, int]] = set()
         """Metric and slot of invalid points."""
-        self._series: dict[str, _Series] = {}
-        self._new: list[tuple[str, Point]] | None = None
+        self._newest: dict[str, _Newest] = {}
 
-    def points(self) -> dict[str, list[Point]]:
-        """Return the points that are known, by metric, oldest first."""
-        return {name: each.points for name, each in self._series.items()}
+    def newest_values(self) -> dict[str, float]:
+        """Return the newest value that was read of each metric."""
+        return {name: each.point[2] for name, each in self._newest.items() if each.point}
 
-    def take_new(self) -> list[tuple[str, Point]] | None:
-        """Return the points added since the last call; None where a series was read whole."""
-        new, self._new = self._new, []
+    def read(
+        self, read: Read, names: Sequence[str], *, is_whole: bool
+    ) -> tuple[list[NamedPoint], bool]:
+        """Return points with the names of their metrics, and whether these are all.
+
+        Args:
+            read: Reads the file.
+            names: All metrics, in the order of the file.
+            is_whole: Return all points; otherwise those since the last call, where the file still
+                has each of them.
+        """
+        new = None if is_whole else self._read_new(read, names)
+        return (self._read_all(read, names), True) if new is None else (new, False)
+
+    def _read_new(self, read: Read, names: Sequence[str]) -> list[NamedPoint] | None:
+        """Return the points since the last call; None where all slots have to be read."""
+        new: list[NamedPoint] = []
+        newest = dict(self._newest)
+        for number, name in enumerate(names):
+            base = _base(number)
+            record = read(base, _SIZE)
+            known = newest.get(name)
+            if known is not None and record == known.record:
+                continue
+            if known is None or known.point is None or self._is_damaged(number):
+                return None
+            points = _read_since(read, base, known.point, record)
+            if not points:
+                return None
+            new += [(name, point) for point in points]
+            newest[name] = _Newest(record, points[-1])
+        self._newest = newest
         return new
 
-    def update(self, read: Callable[[int, int], bytes], names: Sequence[str]) -> bool:
-        """Read new points; return whether there are any."""
-        is_new = False
+    def _read_all(self, read: Read, names: Sequence[str]) -> list[NamedPoint]:
+        """Return the points of all slots, by metric, oldest first."""
+        found: list[NamedPoint] = []
+        newest: dict[str, _Newest] = {}
         for number, name in enumerate(names):
-            series = self._series.setdefault(name, _Series())
-            base = _SECTION.offset + number * layout.POINTS_PER_SERIES * _SIZE
-            newest = read(base, _SIZE)
-            if newest != series.newest:
-                is_new = True
-                is_damaged = any(metric == number for metric, _ in self.damaged)
-                new = [] if is_damaged else _read_since(read, base, series.points, newest)
-                if new:
-                    self._add(name, series, new)
-                else:
-                    series.points = self._read_all(read, number, base)
-                    self._new = None
-                series.newest = newest
-        return is_new
+            content = read(_base(number), layout.POINTS_PER_SERIES * _SIZE)
+            points = self._points(number, content)
+            found += [(name, point) for point in points]
+            newest[name] = _Newest(content[:_SIZE], points[-1] if points else None)
+        self._newest = newest
+        return found
 
-    def _add(self, name: str, series: _Series, new: list[Point]) -> None:
-        series.points += new
-        if len(series.points) > _MOST_POINTS:
-            count = new[-1][0]
-            series.points = [
-                each for each in series.points if layout.is_in_series(each[0] - 1, count)
-            ]
-            self._new = None
-        elif self._new is not None:
-            self._new += [(name, point) for point in new]
+    def _is_damaged(self, number: int) -> bool:
+        return any(metric == number for metric, _ in self.damaged)
 
-    def _read_all(self, read: Callable[[int, int], bytes], number: int, base: int) -> list[Point]:
-        """Return the points of all slots of a series."""
-        content = read(base, layout.POINTS_PER_SERIES * _SIZE)
-        found: dict[int, Point] = {}
+    def _points(self, number: int, content: bytes) -> list[Point]:
+        by_count: dict[int, Point] = {}
         for slot in range(min(layout.POINTS_PER_SERIES, len(content) // _SIZE)):
             at = slot * _SIZE
             point = _point(content, at)
             if point is not None:
-                found[point[0]] = point
+                by_count[point[0]] = point
                 self.damaged.discard((number, slot))
             elif content[at : at + 8] != bytes(8):
                 self.damaged.add((number, slot))
-        return [found[count] for count in sorted(found)]
+        return [by_count[count] for count in sorted(by_count)]
+
+
+def _base(number: int) -> int:
+    """Return where the series of a metric begins."""
+    return _SECTION.offset + number * layout.POINTS_PER_SERIES * _SIZE
 
 
 def _point(content: bytes, at: int) -> Point | None:
@@ -99,18 +121,13 @@ def _point(content: bytes, at: int) -> Point | None:
     return point if point is not None and abs(point[1]) < 1 << 60 else None
 
 
-def _read_since(
-    read: Callable[[int, int], bytes], base: int, points: list[Point], newest: bytes
-) -> list[Point]:
+def _read_since(read: Read, base: int, known: Point, newest: bytes) -> list[Point]:
     """Return the few values that came since; none where all slots have to be read."""
     last = _point(newest, 0)
-    if last is None or not points:
-        return []
-    known, count = points[-1][0], last[0]
-    if not 0 < count - known <= layout.RING_POINTS:
+    if last is None or not 0 < last[0] - known[0] <= layout.RING_POINTS:
         return []
     new = []
-    for number in range(known, count - 1):
+    for number in range(known[0], last[0] - 1):
         at = base + layout.series_ring_slot(0, number) * _SIZE
         point = _point(read(at, _SIZE), 0)
         if point is None or point[0] != number + 1:
@@ -123,7 +140,7 @@ class MetricHistory:
     """The points of a rank's series as snapshots have them.
 
     Later looks append the new points, so that a viewer of a job reads these alone
-    (``tui/state.py``). From time to time the points are rebuilt without those that the file no
+    (``tui/state.py``). From time to time the points are read again, without those that the file no
     longer has.
     """
 
@@ -136,37 +153,41 @@ class MetricHistory:
         """The newest step whose loss is included."""
         self._data_size = 0
         self._most_points = 0
-        """More points are rebuilt."""
+        """With more points, all are read again."""
+
+    def is_outdated(self, data_size: int) -> bool:
+        """Return whether ``update`` has to have all points."""
+        is_full = len(self._metrics) + len(self._trends) > self._most_points
+        return is_full or data_size != self._data_size
 
     def update(
-        self, series: SeriesReader, steps: Sequence[StepRecord], data_size: int
+        self,
+        points: Sequence[NamedPoint],
+        steps: Sequence[StepRecord],
+        data_size: int,
+        *,
+        is_whole: bool,
     ) -> tuple[tuple[MetricPoint, ...], tuple[MetricPoint, ...]]:
         """Return the points of all metrics, and those of the series that the recorder adds.
 
         Args:
-            series: The rank's series, as they were read last.
+            points: As ``SeriesReader.read`` returned them.
             steps: The newest steps, whose losses have no gaps.
             data_size: Ranks with batches of their own, by which tokens are multiplied.
+            is_whole: Whether these are all points of the file, rather than new ones.
         """
-        new = series.take_new()
-        is_full = len(self._metrics) + len(self._trends) > self._most_points
-        if new is None or is_full or data_size != self._data_size:
+        if is_whole:
             self._metrics, self._trends = [], []
             self._newest, self._data_size = None, data_size
-            new = [(name, each) for name, points in series.points().items() for each in points]
-            self._extend(new, steps)
-            self._metrics.sort(key=lambda point: point.global_step)
-            self._most_points = 2 * (len(self._metrics) + len(self._trends)) + _MOST_POINTS
-        else:
-            self._extend(new, steps)
-        return tuple(self._metrics), tuple(self._trends)
-
-    def _extend(self, new: Sequence[tuple[str, Point]], steps: Sequence[StepRecord]) -> None:
         oldest = next((step.global_step for step in steps if step.loss is not None), None)
-        for name, point in new:
+        for name, point in points:
             self._add(name, point, oldest)
         self._metrics += self._losses_since(steps)
         self._newest = steps[-1] if steps else None
+        if is_whole:
+            self._metrics.sort(key=lambda point: point.global_step)
+            self._most_points = 2 * (len(self._metrics) + len(self._trends)) + _SPARE_POINTS
+        return tuple(self._metrics), tuple(self._trends)
 
     def _losses_since(self, steps: Sequence[StepRecord]) -> list[MetricPoint]:
         new: list[MetricPoint] = []

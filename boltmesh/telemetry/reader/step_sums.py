@@ -29,6 +29,10 @@ Key = tuple[int, int, int]
 """Group, operator and peer as in ``layout.TRAFFIC``."""
 
 
+_Batch = tuple[int, int | None, int | None]
+"""Nanoseconds, samples and tokens."""
+
+
 class StepRates:
     """Items a second over the recent optimizer steps, validation and checkpoints left out.
 
@@ -36,7 +40,7 @@ class StepRates:
     """
 
     def __init__(self) -> None:
-        self._recent: deque[tuple[int, int, int]] = deque()
+        self._recent: deque[_Batch] = deque()
         self._sums = [0, 0, 0]
         self._num_unknown = [0, 0]
         self._is_first = False
@@ -50,26 +54,28 @@ class StepRates:
         if self._is_first and self._recent:
             self._pop()
         self._is_first = step.sequence == 1
-        busy = step.total_ns - step.phases_ns[VALIDATION] - step.phases_ns[CHECKPOINT]
-        self._change((busy, step.samples, step.tokens), 1)
-        self._recent.append((busy, step.samples, step.tokens))
+        batch = step.record
+        entry = (step.busy_ns, batch.samples, batch.tokens)
+        self._change(entry, 1)
+        self._recent.append(entry)
         self._num_batches += 1
-        if self._global_step is not None and step.global_step > self._global_step:
+        if self._global_step is not None and batch.global_step > self._global_step:
             self._batches_per_step, self._num_batches = self._num_batches, 0
-        self._global_step = step.global_step
+        self._global_step = batch.global_step
         while len(self._recent) > whole_steps(RECENT_STEPS, self._batches_per_step):
             self._pop()
 
     def _pop(self) -> None:
         self._change(self._recent.popleft(), -1)
 
-    def _change(self, entry: tuple[int, int, int], sign: int) -> None:
-        self._sums[0] += sign * entry[0]
-        for at in (0, 1):
-            if entry[1 + at] < 0:
+    def _change(self, entry: _Batch, sign: int) -> None:
+        busy_ns, *items = entry
+        self._sums[0] += sign * busy_ns
+        for at, number in enumerate(items):
+            if number is None:
                 self._num_unknown[at] += sign
             else:
-                self._sums[1 + at] += sign * entry[1 + at]
+                self._sums[1 + at] += sign * number
 
     @property
     def samples(self) -> float | None:
@@ -125,16 +131,16 @@ class TrafficSums:
     def push(self, step: StepRow) -> None:
         """Note a batch that has ended."""
         is_first = step.sequence == 1
-        before = 0 if is_first else self._global_step
+        before, global_step = 0 if is_first else self._global_step, step.record.global_step
         if is_first:
             self._num_skipped = WARM_UP_STEPS - 1
         self._batches.append(step.sequence)
-        if step.phases_ns[VALIDATION] or step.phases_ns[CHECKPOINT]:
+        if not step.is_ordinary:
             self._is_ordinary = False
         if not self._is_ordinary:
             self._left_out.update(self._batches)
             self._batches.clear()
-        if before is not None and step.global_step > before:
+        if before is not None and global_step > before:
             if self._num_skipped:
                 self._num_skipped -= 1
             else:
@@ -145,7 +151,7 @@ class TrafficSums:
                 self._batches_before = len(self._batches)
             self._batches.clear()
             self._is_ordinary = True
-        self._global_step = step.global_step
+        self._global_step = global_step
 
     def break_before(self, step: int) -> None:
         """Forget all earlier batches: the beginning of this one may be missing."""
