@@ -23,7 +23,7 @@ from typing_extensions import override
 from boltmesh.configs.advice import one_line
 from boltmesh.plan.equal_blocks import EqualBlocks, equal_blocks
 from boltmesh.strategies.cost_model.model import Bytes, StepWork
-from boltmesh.strategies.expert.find import WidthMode
+from boltmesh.strategies.expert.find import ChoiceWidths
 from boltmesh.strategies.torch_compat.tensors import (
     CAST,
     COSTLY_OPERATORS,
@@ -176,7 +176,7 @@ class DryStep:
         watch = _Temporaries(names, known, shapes, self._inside, self._selective)
         saved: dict[int, Tensor] = {}
         saved_by: dict[str, int] = {}
-        widths = WidthMode()
+        widths = ChoiceWidths()
 
         def attribute(owner: str, tensor: Tensor) -> None:
             saved_by[owner] = saved_by.get(owner, 0) + tensor.untyped_storage().nbytes()

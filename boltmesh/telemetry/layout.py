@@ -382,16 +382,3 @@ def series_ring_slot(ring: int, number: int) -> int:
     """
     place = number // SERIES_RINGS[ring] % RING_POINTS
     return 1 + THINNED_POINTS + ring * RING_POINTS + place
-
-
-def is_in_series(number: int, count: int) -> bool:
-    """Return whether a series still has a value.
-
-    Args:
-        number: How many values came before this one.
-        count: How many have come in all.
-    """
-    return number % series_stride(count) == 0 or any(
-        number % stride == 0 and number // stride > (count - 1) // stride - RING_POINTS
-        for stride in SERIES_RINGS
-    )

@@ -1,8 +1,8 @@
 """Finds the experts of a model from the calls of its modules in one step.
 
-Names matter for adapters of peft only. During a step, ``WidthMode`` records the widths of choices
-(``topk``, ``argmax``), and hooks record inputs and outputs of each module. Experts are a module of
-one of these kinds:
+Names matter for adapters of peft only. During a step, ``ChoiceWidths`` records the widths of
+choices (``topk``, ``argmax``), and hooks record inputs and outputs of each module. Experts are a
+module of one of these kinds:
 
 - *routed*: gets rows, integers ``(N, K)`` below the number of experts, and possibly a weight for
   each; the first dim of all its parameters is divided over experts. The experts of transformers 5
@@ -101,7 +101,7 @@ class Findings:
     """Lists called with equal numbers of rows: they are experts if another rank finds so."""
 
 
-class WidthMode(TorchFunctionMode):
+class ChoiceWidths(TorchFunctionMode):
     """Records the widths of choices, the last dims of tensors ``(*, width)`` chosen from."""
 
     _CHOICES = frozenset({"topk", "argmax", "sort", "argsort", "max"})
@@ -131,7 +131,7 @@ def find_experts(model: Module, step: Callable[[], object]) -> Findings:
     seen: dict[str, ExpertCall] = {}
     lists = _lists_of(model)
     names = {module: name for name, module in model.named_modules()}
-    mode, trained = WidthMode(), _TrainedBefore(model)
+    mode, trained = ChoiceWidths(), _TrainedBefore(model)
     with ExitStack() as stack:
         for module, name in names.items():
             if name and next(module.parameters(), None) is not None:

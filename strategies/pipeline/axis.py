@@ -407,13 +407,13 @@ class PipelineAxis(Axis):
         if self.staged.placement is None and not self.strategy.is_fitting:
             return run()  # the tensor axis traces a step on fake tensors
         if self.staged.placement is None or self._is_in_step:
-            if self.staged.placement is not None and self.staged.runner.is_relaying:
+            if self.staged.placement is not None and self.staged.runner.runs_layerwise:
                 return run()
             raise UnsupportedError(
                 "generate runs the layers once for each token, and stages hand a batch on once. In "
                 "training, call it in a hook such as on_train_batch_end."
             )
-        return self.staged.runner.relay_outside_of_steps("generate", run)
+        return self.staged.runner.run_layerwise_outside_of_steps("generate", run)
 
     @override
     def norm_shares(self) -> Sequence[NormShare]:

@@ -47,7 +47,7 @@ class Evaluation:
 
     def __init__(self, model: "StagedModel") -> None:
         self._model = model
-        self._relayed: set[str] = set()
+        self._layerwise: set[str] = set()
         """Steps that cannot be cut into stages."""
         self._undivided: WeakSet[Tail] = WeakSet()
         """Tails of batches whose microbatches cannot be joined: these run undivided."""
@@ -84,20 +84,20 @@ class Evaluation:
         """
         model = self._model
         whole = MicrobatchRun(step, args[0], [args[0]], args[1:], kwargs, model.seeds(ordinal, 1))
-        if step in self._relayed:
-            return self._relay(whole, around)
+        if step in self._layerwise:
+            return self._run_layerwise(whole, around)
         try:
             with around():
                 run, joined = self._divided(whole, ordinal)
         except AbsentError as error:
             model.runner.refuse(error)
         except ConfigError as error:  # on all ranks, which have the same batch and plan
-            self._relayed.add(step)
+            self._layerwise.add(step)
             rank_zero_info(
                 f"boltmesh: {step} runs layer by layer, without overlap of the pipeline's ranks: "
                 f"{error}"
             )
-            return self._relay(whole, around)
+            return self._run_layerwise(whole, around)
         except Exception as error:  # noqa: BLE001 - sent to all ranks and raised again
             model.runner.refuse(error)
         tail = joined.tail
@@ -109,10 +109,10 @@ class Evaluation:
         with self._of_step(around), swapped_state(model.module, lent) if lent else nullcontext():
             return tail.end.forward(values, args, kwargs, seed=whole.seeds[0])
 
-    def _relay(self, whole: MicrobatchRun, around: Around) -> Any:
-        """Run a step that cannot be cut into stages, each layer on its rank. See ``relay_of``."""
+    def _run_layerwise(self, whole: MicrobatchRun, around: Around) -> Any:
+        """Run a step that cannot be cut into stages, each layer on its rank."""
         with self._of_step(around):
-            return self._model.runner.relay(whole)
+            return self._model.runner.run_layerwise(whole)
 
     @contextmanager
     def _of_step(self, around: Around) -> Iterator[None]:

@@ -279,10 +279,10 @@ class LayerwiseEvaluation:
             make_absent(lent)
 
 
-def relay_of(
+def layerwise_evaluation(
     root: Module, placement: StagePlacement, group: ProcessGroup, device: torch.device
 ) -> LayerwiseEvaluation:
-    """Return the relay of a model that is divided into stages."""
+    """Return the evaluation of a model that is divided into stages."""
     plans, division = placement.plans, placement.division
     rank_of_stage = division.rank_of_stage
     rank_of_unit = {unit: rank_of_stage[stage] for unit, stage in plans.stage_of_unit.items()}

@@ -15,7 +15,7 @@ from torch import Tensor
 from boltmesh.strategies.dry_run.batch_check import BatchDigest
 from boltmesh.strategies.dry_run.no_side_effects import no_side_effects
 from boltmesh.strategies.patch import patched
-from boltmesh.strategies.pipeline.layerwise_eval import relay_of
+from boltmesh.strategies.pipeline.layerwise_eval import layerwise_evaluation
 from boltmesh.strategies.pipeline.merge import BatchTail, JoinedRun
 from boltmesh.strategies.pipeline.metrics import MetricCalls
 from boltmesh.strategies.pipeline.microbatch_runs import (
@@ -56,7 +56,7 @@ class StepRunner:
         module, holdings, programs = model.module, model.holdings, model.programs
         self.digest = BatchDigest()
         """Digest of the next step's batch."""
-        self.is_relaying = False
+        self.runs_layerwise = False
         """Whether a step or function runs layer by layer now."""
         self.effects = StepEffects(module)
         """Options of optimizers and ``should_stop`` that the step of a batch sets."""
@@ -277,25 +277,27 @@ class StepRunner:
         self._signals.receive(outcome.reports[:, :NUM_SIGNALS])
         return outcome
 
-    def relay(self, run: MicrobatchRun) -> Any:
+    def run_layerwise(self, run: MicrobatchRun) -> Any:
         """Run a step on the whole batch, each unit on its rank, and return its result."""
         step = partial(getattr(self._module, run.step), run.batch, *run.rest, **run.kwargs)
-        return self._relay(run.step, step, run.seeds[0])
+        return self._run_layerwise(run.step, step, run.seeds[0])
 
-    def relay_outside_of_steps(self, name: str, function: Callable[[], Any]) -> Any:
+    def run_layerwise_outside_of_steps(self, name: str, function: Callable[[], Any]) -> Any:
         """Run a function of the model, each unit on its rank, and return its result.
 
         Args:
             name: Name of the function, for errors.
             function: The same on all ranks, with generators in the same state.
         """
-        return self._relay(name, function, self._context.seed, seeds=False)
+        return self._run_layerwise(name, function, self._context.seed, seeds=False)
 
-    def _relay(
+    def _run_layerwise(
         self, name: str, function: Callable[[], Any], seed: int, *, seeds: bool = True
     ) -> Any:
-        made = relay_of(self._module, self._placement, self._context.group, self._context.device)
-        with patched(self, is_relaying=True), self._executor.guarded(name):
+        made = layerwise_evaluation(
+            self._module, self._placement, self._context.group, self._context.device
+        )
+        with patched(self, runs_layerwise=True), self._executor.guarded(name):
             return made.run(function, seed, seeds=seeds)
 
     def refuse(self, error: Exception) -> NoReturn:

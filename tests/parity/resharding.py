@@ -30,10 +30,10 @@ from torch import Tensor
 from boltmesh.conversion.export_checkpoint import export
 from boltmesh.conversion.source import load_value, open_checkpoint
 from boltmesh.strategies.checkpoint.optimizer_state import parameter_names
+from tests.support.continued_runs import MODELS, Run
+from tests.support.continued_runs import train as run_to_its_end
 from tests.support.layouts import LAYOUTS, PLAIN
 from tests.support.ranks import RankFailure, run_ranks
-from tests.support.relays import MODELS, Run
-from tests.support.relays import train as run_to_its_end
 
 MODEL = "deep gpt"
 """Three steps in an epoch; the last has four rows, one for each of four replicas."""

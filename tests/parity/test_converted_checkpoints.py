@@ -10,10 +10,10 @@ from lightning.pytorch import Trainer, seed_everything
 from boltmesh.cli import run_command
 from boltmesh.strategies import StartingWeights
 from boltmesh.strategies.checkpoint.optimizer_state import parameter_names
+from tests.support.continued_runs import Run, different, run_all
 from tests.support.gpts import TinyGPT, text_data
 from tests.support.layouts import ALL_LAYOUTS, PLAIN
 from tests.support.ranks import run_ranks
-from tests.support.relays import Run, different, run_all
 from tests.support.shard_runs import QUIET
 
 pytestmark = pytest.mark.ranks

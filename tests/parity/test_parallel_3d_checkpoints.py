@@ -11,8 +11,8 @@ import torch
 
 from boltmesh.cli import run_command
 from boltmesh.strategies.checkpoint.optimizer_state import parameter_names
+from tests.support.continued_runs import MODELS, Run, different, run_all
 from tests.support.layouts import PLAIN
-from tests.support.relays import MODELS, Run, different, run_all
 
 pytestmark = pytest.mark.ranks
 

@@ -17,10 +17,10 @@ from typing_extensions import override
 from boltmesh.strategies.parameter_access import whole_value
 from boltmesh.telemetry.job import ID_VARIABLE, RUN_DIR_VARIABLE
 from boltmesh.telemetry.reader.job_reader import JobReader
+from tests.support.continued_runs import Run, different, merged, run_all
 from tests.support.layouts import PLAIN
 from tests.support.pipelines import MICROBATCHES, ShardedPipeline, pipeline, quiet_trainer
 from tests.support.ranks import RankFailure, run_ranks
-from tests.support.relays import Run, different, merged, run_all
 from tests.support.stack import Stack, token_data
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]

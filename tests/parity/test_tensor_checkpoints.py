@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.continued_runs import Run, different, run_all
 from tests.support.layouts import PLAIN
-from tests.support.relays import Run, different, run_all
 
 pytestmark = pytest.mark.ranks
 

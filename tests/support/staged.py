@@ -15,14 +15,14 @@ from torch.nn import Module
 from boltmesh.strategies.pipeline.partition.choose import units_in_call_order
 from boltmesh.strategies.pipeline.runtime.stage import ValueSpec
 from boltmesh.strategies.pipeline.stage.plan_cache import StagePlans
-from boltmesh.strategies.pipeline.stage.trace_step import probe
+from boltmesh.strategies.pipeline.stage.trace_step import trace_step
 from boltmesh.strategies.pipeline.stage.units import find_stage_units, make_absent
 
 
 def split_evenly(root: Module, step: str, args: tuple[Any, ...], stages: int) -> dict[str, int]:
     """As many units on every stage as on the others, in the order in which the step calls them."""
     units = find_stage_units(root)
-    names = [each.name for each in units_in_call_order(probe(root, units, step, args), units)]
+    names = [each.name for each in units_in_call_order(trace_step(root, units, step, args), units)]
     return {name: i * stages // len(names) for i, name in enumerate(names)}
 
 

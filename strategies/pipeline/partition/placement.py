@@ -40,7 +40,7 @@ from boltmesh.strategies.pipeline.stage.trace import (
     UnitOutput,
     refuse_writes,
 )
-from boltmesh.strategies.pipeline.stage.trace_step import probe
+from boltmesh.strategies.pipeline.stage.trace_step import trace_step
 from boltmesh.strategies.pipeline.stage.units import find_stage_units
 
 
@@ -277,7 +277,7 @@ def _used_parameters(
     except ConfigError:
         if step == TRAINING:
             raise
-        return []  # see relay_of in layerwise_eval.py
+        return []  # see layerwise_evaluation in layerwise_eval.py
 
 
 def _refuse_parts(module: Module, unmade: DeferredModel) -> None:
@@ -386,7 +386,7 @@ def _probe_costs(
     """
     outputs: dict[Any, UnitOutput] = {}
     look = partial(
-        probe, module, units, step, args, seed=seed, counts_flops=True, remembered=outputs
+        trace_step, module, units, step, args, seed=seed, counts_flops=True, remembered=outputs
     )
     try:
         return look(notes_kept=True), outputs

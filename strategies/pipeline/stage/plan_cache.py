@@ -27,7 +27,7 @@ from boltmesh.strategies.pipeline.stage.cut import (
 )
 from boltmesh.strategies.pipeline.stage.stage_run import ParameterWrites, StageRun, Tail
 from boltmesh.strategies.pipeline.stage.trace import StepTrace, UnitOutput, refuse_writes
-from boltmesh.strategies.pipeline.stage.trace_step import probe
+from boltmesh.strategies.pipeline.stage.trace_step import trace_step
 from boltmesh.strategies.pipeline.stage.units import unit_parameters
 from boltmesh.strategies.pytree import hidden_members, is_constant, nesting, take_apart
 from boltmesh.strategies.torch_compat.modules import ParametersInPlace
@@ -282,7 +282,7 @@ class StagePlans:
         if () in known.traces:
             return known, ()
         with self._without_collectives():
-            trace = probe(
+            trace = trace_step(
                 self.root,
                 self.units,
                 step,

@@ -83,7 +83,7 @@ class _KnownReads(BaseException):
         self.trace = trace
 
 
-def probe(
+def trace_step(
     root: Module,
     units: Mapping[str, Module],
     step: str,
@@ -171,7 +171,7 @@ def probe(
     if left := next(each.left for each in tried if each.trace is trace):
         again = _StepTracer(root, units, seed=seed, repeats=True)
         again.carried = left
-        with suppress(Exception):  # with a state the step may do what no probe can follow
+        with suppress(Exception):  # with a state the step may do what no trace can follow
             again.run(step, args, kwargs or {}, answer=False)
         _refuse_carried(again, step)
     return trace

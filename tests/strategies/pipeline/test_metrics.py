@@ -20,7 +20,7 @@ from boltmesh.strategies.dry_run.metrics import (
 )
 from boltmesh.strategies.pipeline.metrics import MetricCalls
 from boltmesh.strategies.pipeline.stage.trace import MetricTrace
-from boltmesh.strategies.pipeline.stage.trace_step import probe
+from boltmesh.strategies.pipeline.stage.trace_step import trace_step
 from boltmesh.strategies.pipeline.stage.units import find_stage_units
 from tests.support.judged import Judged, Layer, points
 
@@ -123,7 +123,7 @@ def test_rows_that_a_layer_picked_are_joined() -> None:
 def test_what_a_layer_picked_is_joined_where_microbatches_have_as_many(
     probed: int, counts: list[int], are_alike: bool
 ) -> None:
-    """The probe takes it that nothing is picked, or everything."""
+    """The trace takes it that nothing is picked, or everything."""
     total = sum(counts)
     values = torch.ones(total, 3) if are_alike else torch.arange(3.0 * total).view(total, 3)
     parts = [(each, each[:, 0]) for each in values.split(counts)]
@@ -152,4 +152,4 @@ def test_a_metric_that_a_layer_calls_is_refused() -> None:
     module.layers = nn.ModuleList(InLayer() for _ in range(3))
     batch = next(iter(points(4, 4)))
     with pytest.raises(ConfigError, match=r"layer calls the metric 'layers.0.counted'"):
-        probe(module, find_stage_units(module), "training_step", (batch, 0))
+        trace_step(module, find_stage_units(module), "training_step", (batch, 0))

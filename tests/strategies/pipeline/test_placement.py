@@ -19,7 +19,7 @@ from boltmesh.strategies.pipeline.partition.choose import MemoryBudget
 from boltmesh.strategies.pipeline.partition.materialize import DeferredModel
 from boltmesh.strategies.pipeline.partition.placement import StageAssignment, divide, place
 from boltmesh.strategies.pipeline.stage import plan_cache
-from boltmesh.strategies.pipeline.stage.trace_step import probe
+from boltmesh.strategies.pipeline.stage.trace_step import trace_step
 from boltmesh.strategies.pipeline.stage_params import StageParameters
 from boltmesh.telemetry.writer.null_recorder import NullRecorder
 from tests.support.ranks import run_ranks
@@ -76,10 +76,10 @@ def test_a_step_is_looked_at_once_to_cut_and_to_run_it(monkeypatch) -> None:
 
     def look(root: Any, units: Any, step: str, *args: Any, **options: Any) -> Any:
         looks.append(step)
-        return probe(root, units, step, *args, **options)
+        return trace_step(root, units, step, *args, **options)
 
-    monkeypatch.setattr(placement, "probe", look)
-    monkeypatch.setattr(plan_cache, "probe", look)
+    monkeypatch.setattr(placement, "trace_step", look)
+    monkeypatch.setattr(plan_cache, "trace_step", look)
     module, batch = Texts(), torch.zeros(4, 3, dtype=torch.long)
     division, plans = divided(module, "training_step", batch)
     runs = plans.stages("training_step", batch, 0, seed=1)

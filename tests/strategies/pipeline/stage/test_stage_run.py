@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from boltmesh.errors import ConfigError, DivergenceError, UnsupportedError
 from boltmesh.strategies.pipeline.partition.choose import units_in_call_order
 from boltmesh.strategies.pipeline.stage.plan_cache import StagePlans
-from boltmesh.strategies.pipeline.stage.trace_step import probe
+from boltmesh.strategies.pipeline.stage.trace_step import trace_step
 from boltmesh.strategies.pipeline.stage.units import find_stage_units, is_absent, make_absent
 from tests.support import pipeline_models as models
 from tests.support.held import held_bytes
@@ -185,7 +185,7 @@ def test_absent_parameters_keep_their_places_and_no_memory() -> None:
 def test_costs_of_units_in_call_order() -> None:
     module = Words(count=2)
     units = find_stage_units(module)
-    trace = probe(module, units, "training_step", (TOKENS, 0), counts_flops=True)
+    trace = trace_step(module, units, "training_step", (TOKENS, 0), counts_flops=True)
     costs = units_in_call_order(trace, units)
     assert [each.name for each in costs] == ["embedding", "blocks.0", "blocks.1", "norm", "head"]
     block, head = costs[1], costs[-1]
@@ -278,7 +278,7 @@ class KeepsMean(Words):
 def test_a_layer_that_gets_a_state_of_the_batch_before_is_refused() -> None:
     module = KeepsState()
     with pytest.raises(UnsupportedError, match=r"gives 'blocks\.0' a state .* kept in 'state'"):
-        probe(module, find_stage_units(module), "training_step", (TOKENS, 0))
+        trace_step(module, find_stage_units(module), "training_step", (TOKENS, 0))
     assert module.state is None
 
 

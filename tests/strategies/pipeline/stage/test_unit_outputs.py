@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from boltmesh.strategies.patch import Changes
 from boltmesh.strategies.pipeline.stage import fake_unit, trace_step
 from boltmesh.strategies.pipeline.stage.trace import StepTrace
-from boltmesh.strategies.pipeline.stage.trace_step import probe
 from boltmesh.strategies.pipeline.stage.unit_outputs import KnownUnits
 from boltmesh.strategies.pipeline.stage.units import (
     find_stage_units,
@@ -165,7 +164,7 @@ def _traced(kind: type[Plain], monkeypatch: pytest.MonkeyPatch) -> tuple[StepTra
     batch = torch.ones(2, WIDTH), torch.tensor([1, 2])
     units = find_stage_units(model)
     options: dict[str, Any] = {"seed": 1, "counts_flops": True, "notes_kept": True}
-    trace = probe(model, units, "training_step", (batch, 0), **options)
+    trace = trace_step.trace_step(model, units, "training_step", (batch, 0), **options)
     return trace, runs[-1]
 
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from boltmesh.errors import ConfigError
 from boltmesh.strategies.pipeline.stage.event_stages import EventStages
 from boltmesh.strategies.pipeline.stage.plan_cache import StagePlans
-from boltmesh.strategies.pipeline.stage.trace_step import probe
+from boltmesh.strategies.pipeline.stage.trace_step import trace_step
 from boltmesh.strategies.pipeline.stage.units import find_stage_units
 from tests.support.staged import check_parity
 
@@ -190,7 +190,7 @@ def test_a_step_in_order_has_the_stage_of_the_unit_before() -> None:
             return self(batch[0]).square().sum()
 
     module = Once()
-    trace = probe(module, find_stage_units(module), "training_step", (BATCH, 0))
+    trace = trace_step(module, find_stage_units(module), "training_step", (BATCH, 0))
     stages = EventStages(trace, SPLIT)
     assert stages.is_in_order
     assert stages.of_call == (0, 0, 1, 1, 2)

@@ -57,7 +57,7 @@ def model(kind: type[Words]) -> Words:
     return kind().eval()
 
 
-def relay(root: nn.Module, ranks: int) -> LayerwiseEvaluation:
+def evaluation(root: nn.Module, ranks: int) -> LayerwiseEvaluation:
     units = find_stage_units(root)
     holders = {name: at * ranks // len(units) for at, name in enumerate(units)}
     group = dist.group.WORLD
@@ -74,13 +74,13 @@ def relay(root: nn.Module, ranks: int) -> LayerwiseEvaluation:
 
 def write(rank: int, ranks: int) -> tuple[dict[str, Any], bool]:
     root = model(Writer)
-    made = relay(root, ranks).run(lambda: root.predict_step(texts(), 0), seed=5)
+    made = evaluation(root, ranks).run(lambda: root.predict_step(texts(), 0), seed=5)
     return made, is_absent(root.get_parameter("positions"))
 
 
 def hoard(rank: int, ranks: int) -> None:
     root = model(Hoarder)
-    relay(root, ranks).run(lambda: root.predict_step(texts(), 0), seed=5)
+    evaluation(root, ranks).run(lambda: root.predict_step(texts(), 0), seed=5)
 
 
 def texts() -> Tensor:
