@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 
 import psutil
 import torch
@@ -221,14 +222,11 @@ class _Proof:
     def _search(self) -> TensorPlan:
         plan = self.plan
         self.notes = []
-        fault = self._fault(plan, dict.fromkeys(self.kinds, "local"))
-        if fault is None:
-            return self._with(plan, dict.fromkeys(self.kinds, "local"))
+        everywhere: dict[str, Backend] = dict.fromkeys(self.kinds, "local")
+        if self._fault(plan, everywhere) is None:
+            return self._with(plan, everywhere)
         # One thing at a time: first which blocks run at all, then with a part of the sequence.
-        plan = without_sequence(plan)
-        chosen: dict[str, Backend] = {}
-        for kind in self.kinds:
-            chosen[kind], plan = self._backend_of(plan, kind)
+        chosen, plan = self._backends(without_sequence(plan))
         if self.plan.sequence is not None:
             with_sequence = replace(self.plan, attributes=plan.attributes)
             fault = self._fault(with_sequence, chosen)
@@ -246,6 +244,26 @@ class _Proof:
             chosen[kept[-1]] = "replicated"
             self.notes.append(f"{_named(kept[-1])} stays whole, as with others it {fault}")
         return self._with(plan, chosen)
+
+    def _backends(self, plan: TensorPlan) -> tuple[dict[str, Backend], TensorPlan]:
+        """Return a backend of each kind, and the plan with the sizes that they take.
+
+        Tried first is whether the fault is in the division of the sequence, in sizes outside of
+        blocks, or in what lies outside: a model may have dozens of kinds, and each trial is a step.
+        """
+        everywhere: dict[str, Backend] = dict.fromkeys(self.kinds, "local")
+        if len(self.kinds) > 1:
+            for tried in islice(_with_sizes(plan, OUTSIDE), 2):
+                if tried != self.plan and self._fault(tried, everywhere) is None:
+                    return everywhere, tried
+            inside: dict[str, Backend] = {**everywhere, OUTSIDE: "replicated"}
+            if OUTSIDE in everywhere and self._fault(plan, inside) is None:
+                backend, plan = self._backend_of(plan, OUTSIDE)
+                return {**inside, OUTSIDE: backend}, plan
+        chosen: dict[str, Backend] = {}
+        for kind in self.kinds:
+            chosen[kind], plan = self._backend_of(plan, kind)
+        return chosen, plan
 
     def _backend_of(self, plan: TensorPlan, kind: str) -> tuple[Backend, TensorPlan]:
         """Return the first backend that verifies for a kind while all others stay whole."""
@@ -376,11 +394,11 @@ def _free_bytes(stage: ProofInputs) -> int:
 
 
 def _kinds(plan: TensorPlan) -> list[str]:
-    """Return the kinds of blocks with divided parameters, in the order of the plan."""
+    """Return the kinds of blocks with divided parameters, what lies outside of blocks last."""
     found = [
         plan.kinds.get(block, block) for axis in plan.axes for block in axis.blocks or (OUTSIDE,)
     ]
-    return list(dict.fromkeys(found))
+    return sorted(dict.fromkeys(found), key=lambda kind: kind == OUTSIDE)
 
 
 def _with_sizes(plan: TensorPlan, kind: str) -> Iterator[TensorPlan]:

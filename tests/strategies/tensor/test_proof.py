@@ -214,6 +214,85 @@ def test_blocks_may_run_in_another_order_than_the_model_has_them() -> None:
         assert {"blocks.0.up.weight", "blocks.2.up.weight"} <= set(sharded)
 
 
+class Resampled(LightningModule):
+    """Checks a width that blocks leave divided, as UNets of diffusers do where they resample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.ModuleList(Leaving() for _ in range(2))
+        self.resampling = Resampling()
+        self.blocks = nn.ModuleList(Residual(width) for width in (12, 12, 16, 16, 20, 20))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = functional.one_hot(batch[0], 24).float()
+        for wide in self.wide:
+            x = self.resampling(wide(x))
+        for block in self.blocks:
+            x = block(x)
+        return functional.mse_loss(x, functional.one_hot(batch[1], 24).float())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Leaving(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(24, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.out(x))
+
+
+class Residual(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(24, width), nn.Linear(width, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x).tanh())
+
+
+class Resampling(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.channels = nn.Linear(32, 24), 32
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert x.shape[-1] == self.channels
+        result: Tensor = self.conv(x)
+        return result
+
+
+def train_resampled(rank: int, world_size: int) -> tuple[list[float], list[str], int]:
+    seed_everything(1, verbose=False)
+    find_fault, num_trials = verify._Proof._fault, 0
+
+    def counted(*args: Any) -> str | None:
+        nonlocal num_trials
+        num_trials += 1
+        return find_fault(*args)
+
+    vars(verify)["_Proof"]._fault = counted
+    losses = Losses()
+    strategy: Any = TensorParallelStrategy(telemetry=False) if world_size > 1 else "auto"
+    Trainer(
+        accelerator="cpu", devices=world_size, strategy=strategy, max_steps=3, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        callbacks=[losses],
+    ).fit(Resampled(), text_data(12, 4))  # fmt: skip
+    return losses.kept, [] if world_size == 1 else list(strategy.plan.sharded), num_trials
+
+
+def test_what_lies_outside_of_blocks_is_tried_before_each_kind_of_them() -> None:
+    reference = run_ranks(train_resampled, 1)[0][0]
+    for losses, sharded, num_trials in run_ranks(train_resampled, 2):
+        assert losses == pytest.approx(reference, rel=1e-5)
+        assert {f"blocks.{at}.up.weight" for at in range(6)} <= set(sharded)
+        assert not {"wide.0.out.weight", "resampling.conv.weight"} & set(sharded)
+        assert num_trials <= 6
+
+
 class Slots(LightningModule):
     """Blocks that leave what they made in slots by their number, and take what they find there.
 
