@@ -16,6 +16,7 @@ The launchers (``launch/``, ``lightning_compat/launchers.py``) see exit codes in
 share ``boltmesh.process.end_process``.
 """
 
+import atexit
 import contextlib
 import threading
 import time
@@ -25,6 +26,7 @@ from typing import Final
 
 from torch._C._distributed_c10d import Store
 from torch.distributed import Work
+from typing_extensions import override
 
 from boltmesh.errors import BoltMeshError
 from boltmesh.process import encodable, end_process
@@ -40,6 +42,9 @@ SPREAD_S: Final = 3 * POLL_S
 _READ_S: Final = 10.0
 _LEAST_S: Final = 3.0
 
+_EXIT_S: Final = 10.0
+"""Seconds that a process waits at its end for a thread of a monitor."""
+
 
 class Monitor:
     """Daemon thread that calls ``check`` in an interval, from ``start`` to ``stop``.
@@ -52,29 +57,49 @@ class Monitor:
 
     def __init__(self, check: Callable[[], None], interval_s: float, *, name: str) -> None:
         self._check, self._interval_s, self._name = check, interval_s, name
-        self._is_over = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._thread: _MonitorThread | None = None
 
     def start(self) -> None:
         """Start the thread unless it runs."""
         if self._thread is None:
-            # A new event: a thread that was stopped may not have seen its own yet.
-            self._is_over = threading.Event()
-            self._thread = threading.Thread(
-                target=self._run, args=(self._is_over,), name=self._name, daemon=True
-            )
+            self._thread = _MonitorThread(self._check, self._interval_s, self._name)
             self._thread.start()
 
     def stop(self) -> None:
         """Stop the thread. It has ended then, unless it waits in ``check``."""
-        self._is_over.set()
         thread, self._thread = self._thread, None
-        if thread is not None and thread is not threading.current_thread():
-            thread.join(POLL_S)
+        if thread is not None:
+            thread.end(POLL_S)
 
-    def _run(self, is_over: threading.Event) -> None:
-        while not is_over.wait(self._interval_s):
+
+class _MonitorThread(threading.Thread):
+    def __init__(self, check: Callable[[], None], interval_s: float, name: str) -> None:
+        super().__init__(name=name, daemon=True)
+        self._check, self._interval_s = check, interval_s
+        self._is_over = threading.Event()
+
+    @override
+    def run(self) -> None:
+        while not self._is_over.wait(self._interval_s):
             self._check()
+
+    def end(self, most_s: float) -> None:
+        """Stop the thread, and wait for its end for up to ``most_s`` seconds."""
+        self._is_over.set()
+        if self is not threading.current_thread():
+            self.join(most_s)
+
+
+@atexit.register
+def _end_threads() -> None:
+    """End the threads of monitors at the end of the process.
+
+    A thread that returns from a call of torch, such as one of the store, to an interpreter that is
+    ending aborts the process: ``terminate called without an active exception``.
+    """
+    for thread in threading.enumerate():
+        if isinstance(thread, _MonitorThread):
+            thread.end(_EXIT_S)
 
 
 class FailureBoard:

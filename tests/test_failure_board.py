@@ -109,6 +109,35 @@ def test_a_rank_that_hangs_is_ended_after_its_grace(monkeypatch: pytest.MonkeyPa
     assert str(stuck[0]) == "failed"
 
 
+EXIT = """
+import time
+from datetime import timedelta
+
+from torch.distributed import TCPStore
+
+from boltmesh.failure_board import Monitor
+
+store = TCPStore("127.0.0.1", 0, 1, True, timeout=timedelta(seconds=60))
+checks = 0
+
+def check():
+    global checks
+    for _ in range(200):
+        store.check(["cause"])
+        checks += 1
+
+monitor = Monitor(check, 0.0, name="checks")
+monitor.start()
+while not checks:
+    time.sleep(0.01)
+"""
+
+
+def test_a_process_ends_well_while_its_monitor_reads_the_store() -> None:
+    done = subprocess.run([sys.executable, "-c", EXIT], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_end_process_ends_a_process_whose_main_thread_hangs() -> None:
     code = (
         "import atexit, threading, time; from boltmesh.process import end_process\n"
