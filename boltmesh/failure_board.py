@@ -43,7 +43,7 @@ _READ_S: Final = 10.0
 _LEAST_S: Final = 3.0
 
 _EXIT_S: Final = 10.0
-"""Seconds that a process waits at its end for a thread of a monitor."""
+"""Seconds that a process waits at its end for the threads of its monitors."""
 
 
 class Monitor:
@@ -69,7 +69,9 @@ class Monitor:
         """Stop the thread. It has ended then, unless it waits in ``check``."""
         thread, self._thread = self._thread, None
         if thread is not None:
-            thread.end(POLL_S)
+            thread.stop()
+            if thread is not threading.current_thread():
+                thread.join(POLL_S)
 
 
 class _MonitorThread(threading.Thread):
@@ -83,11 +85,9 @@ class _MonitorThread(threading.Thread):
         while not self._is_over.wait(self._interval_s):
             self._check()
 
-    def end(self, most_s: float) -> None:
-        """Stop the thread, and wait for its end for up to ``most_s`` seconds."""
+    def stop(self) -> None:
+        """Let the thread end after the check that it is in."""
         self._is_over.set()
-        if self is not threading.current_thread():
-            self.join(most_s)
 
 
 @atexit.register
@@ -97,9 +97,12 @@ def _end_threads() -> None:
     A thread that returns from a call of torch, such as one of the store, to an interpreter that is
     ending aborts the process: ``terminate called without an active exception``.
     """
-    for thread in threading.enumerate():
-        if isinstance(thread, _MonitorThread):
-            thread.end(_EXIT_S)
+    threads = [each for each in threading.enumerate() if isinstance(each, _MonitorThread)]
+    for thread in threads:
+        thread.stop()
+    until_s = time.monotonic() + _EXIT_S
+    for thread in threads:
+        thread.join(max(0.0, until_s - time.monotonic()))
 
 
 class FailureBoard:

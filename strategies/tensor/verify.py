@@ -258,12 +258,25 @@ class _Proof:
                     return everywhere, tried
             inside: dict[str, Backend] = {**everywhere, OUTSIDE: "replicated"}
             if OUTSIDE in everywhere and self._fault(plan, inside) is None:
-                backend, plan = self._backend_of(plan, OUTSIDE)
-                return {**inside, OUTSIDE: backend}, plan
+                return self._with_outside(plan, inside)
         chosen: dict[str, Backend] = {}
         for kind in self.kinds:
             chosen[kind], plan = self._backend_of(plan, kind)
         return chosen, plan
+
+    def _with_outside(
+        self, plan: TensorPlan, inside: dict[str, Backend]
+    ) -> tuple[dict[str, Backend], TensorPlan]:
+        """Add the backend of what lies outside of blocks, if it has one beside theirs."""
+        backend, tried = self._backend_of(plan, OUTSIDE)
+        if backend == "replicated":
+            return inside, plan
+        chosen = {**inside, OUTSIDE: backend}
+        fault = self._fault(tried, chosen)
+        if fault is None:
+            return chosen, tried
+        self.notes.append(f"{_named(OUTSIDE)} stays whole, as with others it {fault}")
+        return inside, plan
 
     def _backend_of(self, plan: TensorPlan, kind: str) -> tuple[Backend, TensorPlan]:
         """Return the first backend that verifies for a kind while all others stay whole."""
@@ -394,11 +407,11 @@ def _free_bytes(stage: ProofInputs) -> int:
 
 
 def _kinds(plan: TensorPlan) -> list[str]:
-    """Return the kinds of blocks with divided parameters, what lies outside of blocks last."""
+    """Return the kinds of blocks with divided parameters, in the order of the plan."""
     found = [
         plan.kinds.get(block, block) for axis in plan.axes for block in axis.blocks or (OUTSIDE,)
     ]
-    return sorted(dict.fromkeys(found), key=lambda kind: kind == OUTSIDE)
+    return list(dict.fromkeys(found))
 
 
 def _with_sizes(plan: TensorPlan, kind: str) -> Iterator[TensorPlan]:

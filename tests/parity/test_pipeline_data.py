@@ -61,7 +61,7 @@ class Layer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(self.linear(x))
         dropped = self.dropout(x)
-        if type(dropped) is Tensor:  # and not a probe's
+        if type(dropped) is Tensor:  # and not a trace's
             self.masks.append((dropped == 0).tolist())
         return x + dropped
 

@@ -225,7 +225,8 @@ class RankView:
             self._events = self._make_events(reader.events.records.values())
         state = self._state()
         traffic, view = reader.traffic, self._traffic
-        newest_step = self._steps[-1] if self._steps else None
+        newest_row = next(reversed(reader.steps.records.values()), None)
+        newest_step = newest_row.record if newest_row else None
         # The status is a tenth of a second old at most, and the newest step may be newer.
         where = [each for each in (status, newest_step) if each is not None]
         in_flight, moved_at = view.in_flight(traffic)

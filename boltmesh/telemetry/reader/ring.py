@@ -117,6 +117,7 @@ class Ring(Generic[T]):
         self.records = {}
         self.first = 0
         self._again = []
+        self._changes = []
         self._is_searched = False
 
     def _slot(self, sequence: int) -> int:

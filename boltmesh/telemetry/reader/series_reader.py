@@ -43,11 +43,13 @@ class SeriesReader:
     def __init__(self) -> None:
         self.damaged: set[tuple[int, int]] = set()
         """Metric and slot of invalid points."""
-        self._newest: dict[str, _Newest] = {}
+        self._newest: dict[str, _Newest] | None = None
+        """By metric; None before all points were read."""
 
     def newest_values(self) -> dict[str, float]:
         """Return the newest value that was read of each metric."""
-        return {name: each.point[2] for name, each in self._newest.items() if each.point}
+        newest = self._newest or {}
+        return {name: each.point[2] for name, each in newest.items() if each.point}
 
     def read(
         self, read: Read, names: Sequence[str], *, is_whole: bool
@@ -65,6 +67,8 @@ class SeriesReader:
 
     def _read_new(self, read: Read, names: Sequence[str]) -> list[NamedPoint] | None:
         """Return the points since the last call; None where all slots have to be read."""
+        if self._newest is None:
+            return None
         new: list[NamedPoint] = []
         newest = dict(self._newest)
         for number, name in enumerate(names):

@@ -60,7 +60,7 @@ def units_in_call_order(trace: StepTrace, units: Mapping[str, Module]) -> tuple[
     skips stay with their neighbours.
 
     Args:
-        trace: One run of the step, probed with ``counts_flops=True``.
+        trace: One run of the step, traced with ``counts_flops=True``.
         units: All units by name, in the order of the model.
     """
     events = trace.unit_events()
@@ -95,7 +95,7 @@ def kept_by_stage(
     be cut there.
 
     Args:
-        trace: One run of the step, probed with ``notes_kept=True``.
+        trace: One run of the step, traced with ``notes_kept=True``.
         stage_of_unit: The stage of each unit, from 0 without gaps.
         weight_only: See ``plan_stages``.
     """

@@ -200,7 +200,7 @@ def divide(
         ConfigError: The model cannot be cut so.
     """
     with without_collectives():
-        units, trace, outputs = _probe_units(module, step, args, seed, len(rank_of_stage))
+        units, trace, outputs = _find_units(module, step, args, seed, len(rank_of_stage))
     uses = units_in_model_order(units) if trace is None else units_in_call_order(trace, units)
     if not any(each.is_called for each in uses):
         _refuse_to_train_nothing(module, step)
@@ -329,10 +329,10 @@ def _check_module(
         )
 
 
-def _probe_units(
+def _find_units(
     module: Module, step: str, args: tuple[Any, ...], seed: int, num_stages: int
 ) -> tuple[dict[str, Module], StepTrace | None, Mapping[Any, UnitOutput]]:
-    """Return the units to divide, by name, and the result of :func:`_probe_costs` for them.
+    """Return the units to divide, by name, and the result of :func:`_trace_costs` for them.
 
     A loss with parameters (a temperature, proxies of classes) is no layer but part of the end of
     the step, for which the loss of the batch is proved, or computed on the whole batch.
@@ -343,7 +343,7 @@ def _probe_units(
         if units:
             refuse_too_few(list(units), num_stages)
         try:
-            trace, outputs = _probe_costs(module, units, step, args, seed)
+            trace, outputs = _trace_costs(module, units, step, args, seed)
         except UnitError as error:
             # A loss that reads the batch's labels, which are available at the end of a step.
             losses = {error.unit} & _without_layers(units)
@@ -377,7 +377,7 @@ def _scalar_units(trace: StepTrace) -> set[str]:
     return {name for name, dims in ranks.items() if dims == {0}}
 
 
-def _probe_costs(
+def _trace_costs(
     module: Module, units: Mapping[str, Module], step: str, args: tuple[Any, ...], seed: int
 ) -> tuple[StepTrace | None, Mapping[Any, UnitOutput]]:
     """Return the trace of a step, and the outputs of its units.

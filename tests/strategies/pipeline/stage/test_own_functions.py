@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from boltmesh.errors import ConfigError
-from boltmesh.strategies.pipeline.partition.placement import _probe_costs
+from boltmesh.strategies.pipeline.partition.placement import _trace_costs
 from boltmesh.strategies.pipeline.stage.units import find_stage_units
 from tests.support.pipeline_models import WORDS, Words
 from tests.support.staged import check_parity
@@ -156,4 +156,4 @@ def test_a_derivative_by_a_transform_is_refused_by_its_line() -> None:
         r"at .*test_own_functions.* is called within torch.vmap or another transform of torch.func"
     )
     with pytest.raises(ConfigError, match=said):
-        _probe_costs(module, find_stage_units(module), "training_step", (TOKENS[0], 0), 1)
+        _trace_costs(module, find_stage_units(module), "training_step", (TOKENS[0], 0), 1)

@@ -150,7 +150,7 @@ def test_probing_and_running_leave_the_module_as_it_was() -> None:
 
 @pytest.mark.sample("DataclassState", "Streams")
 @pytest.mark.parametrize("kind", [models.DataclassState, models.Streams, models.OutsideResidual])
-def test_a_plan_holds_no_tensor_of_its_probe(kind: Any) -> None:
+def test_a_plan_holds_no_tensor_of_its_trace(kind: Any) -> None:
     def tensors() -> list[Tensor]:
         gc.collect()
         return [each for each in gc.get_objects() if type(each) in {Tensor, FakeTensor}]
