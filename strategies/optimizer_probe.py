@@ -176,7 +176,12 @@ def shard_mismatch(
         ranks = mesh.size()
         rows = 3 * ranks - 1  # the last rank has fewer, and none has no row
         many = max(3, -(-_WIDE[0] // ranks)) * ranks - 1
-        shapes = (((rows, 6), (rows, 4), (rows,)), _STEPS), (((many, _WIDE[1]),), _FEW_STEPS)
+        even = 2 * ranks  # a mean over shards of one size is another kind of sum to DTensor
+        shapes = (
+            (((rows, 6), (rows, 4), (rows,)), _STEPS),
+            (((many, _WIDE[1]),), _FEW_STEPS),
+            (((even, 6), (even,)), _FEW_STEPS),
+        )
         for several, steps in shapes:
             leaves = _leaves(several, group.is_matrices, mesh.device_type)
             whole = _run(group, leaves, steps)

@@ -42,7 +42,7 @@ _POWERSGD_MIN_RATE = 2.0
 """torch's default: a gradient is compressed if that at least halves it."""
 
 
-_LEFT_OUT = re.compile(r"not receive grad for rank \d+: ([\d ]+\d)")
+_LEFT_OUT = re.compile(r"not receive grad for rank \d+: ([\d ]*\d)")
 
 _TORCH_NAMES = (
     ("`torch.nn.parallel.DistributedDataParallel`", "`DDPStrategy`"),

@@ -222,18 +222,19 @@ class LeavesOut(Regression):
         return self.loss(batch, uses_side=False)
 
 
-def fit_leaving_out(rank: int, world_size: int) -> None:
-    trainer(world_size, max_steps=3).fit(LeavesOut(), regression_data(24, 4))
+def fit_leaving_out(rank: int, world_size: int, has_frozen_weight: bool) -> None:
+    module = LeavesOut()
+    module.side.weight.requires_grad_(not has_frozen_weight)
+    trainer(world_size, max_steps=3).fit(module, regression_data(24, 4))
 
 
 @pytest.mark.ranks
-def test_unused_parameters_are_explained() -> None:
-    message = (
-        "'side.weight', 'side.bias' took no part in .*"
-        "strategy='bolt_ddp_find_unused_parameters_true'"
-    )
-    with pytest.raises(RankFailure, match=message):
-        run_ranks(fit_leaving_out, 2)
+@pytest.mark.parametrize("has_frozen_weight", [True, False])
+def test_unused_parameters_are_explained(has_frozen_weight: bool) -> None:
+    names = "'side.bias'" if has_frozen_weight else "'side.weight', 'side.bias'"
+    message = f"{names} took no part in .*strategy='bolt_ddp_find_unused_parameters_true'"
+    with pytest.raises(RankFailure, match=f"[^,] {message}"):
+        run_ranks(fit_leaving_out, 2, has_frozen_weight)
 
 
 def test_arguments_of_torch_are_named_as_ours() -> None:

@@ -10,12 +10,19 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
 from torch.nn import Parameter
 from torch.optim import SGD, Optimizer
 
 from boltmesh.errors import CheckpointError, UnsupportedError
 from boltmesh.strategies import ZeROStrategy
-from boltmesh.strategies.optimizer_probe import mixes_elements, mixes_parameters, needs_all_ranks
+from boltmesh.strategies.optimizer_probe import (
+    mixes_elements,
+    mixes_parameters,
+    needs_all_ranks,
+    shard_mismatch,
+)
 from tests.support.matrix_optimizers import Combined
 from tests.support.ranks import run_ranks
 from tests.support.stack import Stack, token_data
@@ -293,6 +300,26 @@ def test_what_fails_on_shards_is_refused_before_the_first_step() -> None:
 @pytest.mark.ranks
 def test_what_needs_one_whole_parameter_at_a_time_is_not_refused() -> None:
     assert run_ranks(fit, 2, Rows, 1) == ["fitted", "fitted"]
+
+
+class Stable(SGD):
+    """Limits the root mean square of a step, which it computes in place, as StableAdamW does."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for each in self.param_groups[0]["params"]:
+            each.grad /= each.grad.square().mean().sqrt_().clip_(min=1.0)
+        super().step()
+
+
+def mismatch(rank: int, world_size: int) -> str | None:
+    mesh = init_device_mesh("cpu", (world_size,))
+    return shard_mismatch(Stable(parameters(), lr=0.1), mesh, [Shard(0)])
+
+
+@pytest.mark.ranks
+def test_what_fails_on_shards_of_one_size_alone_is_found() -> None:
+    said = "computes with whole parameters, and fails on shards"
+    assert run_ranks(mismatch, 2) == [said, said]
 
 
 class Gathering(Optimizer):

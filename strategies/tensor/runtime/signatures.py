@@ -109,6 +109,12 @@ class Verified:
             signature = without_sizes(signature)
         return signature in self.with_gradient and signature not in self.forward_only
 
+    def has_like(self, signature: Signature) -> bool:
+        """Whether a signature that differs in sizes of one element alone may run divided."""
+        known = self.with_gradient | self.forward_only
+        wanted = without_sizes(signature)
+        return any(is_right and without_sizes(each) == wanted for each, is_right in known.items())
+
     def leave_out_sizes(self) -> None:
         """Ignore from now on which dims have one element."""
         self.has_sizes = False
@@ -184,7 +190,8 @@ class SignatureGuard:
             reason = self._why_unverifiable(args, kwargs)
             if any(map(is_fake, tree_leaves((args, kwargs)))):
                 # Shapes are the same either way, and code that needs full sizes runs whole.
-                return (forward if reason else self._whole)(*args, **kwargs)
+                runs_divided = reason is not None or self.verified.has_like(signature)
+                return (forward if runs_divided else self._whole)(*args, **kwargs)
             if reason is not None:
                 if not has_gradient:
                     return forward(*args, **kwargs)

@@ -63,3 +63,13 @@ def test_microbatches_that_run_alike_are_counted_once() -> None:
     for short, whole, _ in run_ranks(_counted, 4, "bolt_3d", arguments):
         assert short == whole
         assert short
+
+
+@pytest.mark.full
+def test_microbatches_of_one_row_are_counted_as_those_of_two() -> None:
+    def bytes_of(microbatches: int) -> dict[str, int]:
+        arguments = {"pipeline": 2, "tensor": 2, "microbatches": microbatches}
+        counted = run_ranks(_counted, 4, "bolt_3d", arguments)[0][0]
+        return {key: each.num_bytes for key, each in counted.items()}
+
+    assert bytes_of(8) == bytes_of(4)
