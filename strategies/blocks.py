@@ -83,7 +83,7 @@ class _Search:
             elif below := list(self._within(child, f"{path}.", seen)):
                 yield from below
             elif self._is_called_in_turn(module, child) or (
-                not _is_torch_class(child) and twins[_kind_and_shapes(child)] > 1
+                not is_torch_class(child) and twins[_kind_and_shapes(child)] > 1
             ):
                 yield path, child
 
@@ -109,7 +109,7 @@ def _repeated_kinds(root: Module) -> set[object]:
                 type(one)
                 for one, other in pairwise(candidates)
                 if type(one) is type(other)
-                and not _is_torch_class(one)
+                and not is_torch_class(one)
                 and set(_shapes(one)) > set(_shapes(other)) != set()
             )
     return kinds
@@ -133,7 +133,7 @@ def _members(modules: Any) -> Iterator[Module]:
 
 def _kind(module: Module) -> object:
     """Return the kind of a module: its class, except for general-purpose classes of torch."""
-    return (type(module), _shapes(module)) if _is_torch_class(module) else type(module)
+    return (type(module), _shapes(module)) if is_torch_class(module) else type(module)
 
 
 def _kind_and_shapes(module: Module) -> tuple[object, _Signature]:
@@ -144,7 +144,8 @@ def _shapes(module: Module) -> _Signature:
     return tuple((name, tuple(each.shape)) for name, each in module.named_parameters())
 
 
-def _is_torch_class(module: Module) -> bool:
+def is_torch_class(module: Module) -> bool:
+    """Whether a module is torch's own: its forward may use its children's parameters directly."""
     return type(module).__module__.startswith("torch.")
 
 

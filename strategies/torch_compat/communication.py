@@ -46,6 +46,15 @@ class Replica(DistributedDataParallel):
         if dist.get_world_size(self.process_group) != dist.get_world_size():
             super()._check_default_group()  # type: ignore[no-untyped-call]
 
+    @override
+    def _distributed_broadcast_coalesced(
+        self, tensors: Sequence[Tensor], buffer_size: int, authoritative_rank: int = 0
+    ) -> None:
+        flat = [_flat(each) for each in tensors]
+        super()._distributed_broadcast_coalesced(  # type: ignore[no-untyped-call]
+            flat, buffer_size, authoritative_rank
+        )
+
 
 def exclude_from_ddp(module: Module, names: Iterable[str]) -> None:
     """Have ``DistributedDataParallel`` neither send nor reduce some parameters of a module."""
@@ -206,7 +215,17 @@ BROADCAST_BUCKET_BYTES = 250 << 20
 
 def broadcast_coalesced(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
     """Overwrite tensors with those of the group's first rank, in few messages. Collective."""
-    dist._broadcast_coalesced(group, tensors, BROADCAST_BUCKET_BYTES, 0)  # type: ignore[attr-defined]
+    flat = [_flat(each) for each in tensors]
+    dist._broadcast_coalesced(group, flat, BROADCAST_BUCKET_BYTES, 0)  # type: ignore[attr-defined]
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """Return a contiguous tensor as a vector over the same memory, others as they are.
+
+    A broadcast of one tensor fails in torch if a dim of one element has a stride of its own, as in
+    ``pe.unsqueeze(0).transpose(0, 1)``, the positions of torch's tutorial.
+    """
+    return tensor.view(-1) if tensor.is_contiguous() else tensor
 
 
 def all_to_all(

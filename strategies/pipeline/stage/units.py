@@ -15,7 +15,7 @@ from torch.nn import Module, Parameter
 from typing_extensions import Self
 
 from boltmesh.errors import ConfigError, UnsupportedError
-from boltmesh.strategies.blocks import find_blocks, has_forward
+from boltmesh.strategies.blocks import find_blocks, has_forward, is_torch_class
 from boltmesh.strategies.torch_compat.modules import has_full_backward_hooks, is_compiled
 
 
@@ -23,11 +23,19 @@ def find_stage_units(root: Module) -> dict[str, Module]:
     """Return the units of a model by dotted name; no unit is within another one.
 
     Units are the repeated blocks, and every outermost other module with parameters that contains
-    no block: embeddings, a final norm, a head. Modules without parameters are code between units,
-    as is the step itself, except for layers with running statistics.
+    no block: embeddings, a final norm, a head. If that is one module, which has all layers, its
+    layers are units. Modules without parameters are code between units, as is the step itself,
+    except for layers with running statistics.
     """
     blocks = set(find_blocks(root).values())
-    return dict(_within(root, "", blocks, set()))
+    units = dict(_within(root, "", blocks, set()))
+    while len(units) == 1:
+        ((name, only),) = units.items()
+        inner = dict(_within(only, f"{name}.", blocks, set()))
+        if only in blocks or is_torch_class(only) or not inner:
+            break
+        units = inner
+    return units
 
 
 def unit_parameters(root: Module, units: dict[str, Module]) -> dict[str, frozenset[str]]:

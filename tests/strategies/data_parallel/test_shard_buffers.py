@@ -1,5 +1,6 @@
 """Buffers are those of the first rank."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -7,6 +8,9 @@ import torch
 from lightning.pytorch import seed_everything
 from torch import Tensor, nn
 
+from boltmesh.check.differences import Trace, find_differences
+from boltmesh.check.parity import Problem, trace_layout, trace_one_process
+from boltmesh.strategies.registry import build_strategy
 from tests.support.ranks import run_ranks
 from tests.support.shard_runs import trainer
 from tests.support.stack import Stack, token_data
@@ -80,3 +84,42 @@ def test_ranks_evaluate_with_the_running_statistics_of_the_first() -> None:
     assert not torch.equal(first[0], first[1])
     for one, other in zip(first, second, strict=True):
         assert torch.equal(one, other)
+
+
+class Positions(Stack):
+    """Has the positions of torch's tutorial as its only buffer, with a stride of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("positions", torch.randn(5, 7).unsqueeze(0).transpose(0, 1))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens) + self.get_buffer("positions")[: tokens.shape[1], 0]
+        for each in self.blocks:
+            x = each(x)
+        return self.head(self.norm(x))
+
+
+POSITIONS = Problem(
+    module=Positions,
+    train=partial(token_data, 16, 2),
+    validation=partial(token_data, 8, 2),
+    steps=3,
+    trainer={"accelerator": "cpu"},
+)
+
+
+def in_one_process(rank: int, world_size: int) -> Trace:
+    return trace_one_process(POSITIONS, data_size=2)
+
+
+def on_two_ranks(rank: int, world_size: int, name: str) -> Trace:
+    strategy = build_strategy(name, telemetry=False)
+    return trace_layout(POSITIONS, strategy, devices=world_size)
+
+
+@pytest.mark.parametrize("name", ["bolt_ddp", "bolt_zero1", "bolt_zero3"])
+def test_a_buffer_with_a_stride_of_its_own_is_sent(name: str) -> None:
+    (reference,) = run_ranks(in_one_process, 1)
+    for trace in run_ranks(on_two_ranks, 2, name):
+        assert find_differences(reference, trace) == []
