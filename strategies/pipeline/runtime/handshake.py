@@ -19,7 +19,6 @@ beforehand, so that no sender waits for them.
 
 import contextlib
 import itertools
-from collections.abc import Mapping
 from typing import Final
 
 import torch
@@ -32,7 +31,7 @@ from boltmesh.failure_board import Deadline
 from boltmesh.strategies.dry_run.batch_check import BatchDigest, explain_difference
 from boltmesh.strategies.object_collectives import gather_objects
 from boltmesh.strategies.pipeline.runtime.p2p import HostMessages, describe_specs, digest
-from boltmesh.strategies.pipeline.runtime.stage import ValueSpec
+from boltmesh.strategies.pipeline.runtime.stage import Specs, ValueSpec
 from boltmesh.strategies.pipeline.runtime.timing import FIGURES, BubbleMeter
 from boltmesh.strategies.pipeline.schedules.actions import RankProgram
 
@@ -87,9 +86,6 @@ def exchange_size(length: int, dtype: torch.dtype, num_ranks: int) -> tuple[int,
     """Return the bytes and messages that a rank sends; it receives as many."""
     return length * dtype.itemsize * (num_ranks - 1), num_ranks - 1
 
-
-Specs = Mapping[tuple[int, int], tuple[ValueSpec, ...]]
-"""The values that a stage sends, or that it expects, by stage and microbatch."""
 
 _UNKNOWN: Final = -1
 
