@@ -144,14 +144,7 @@ class ScheduleTable:
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages of a rank, first to last."""
-        return self._stages[rank]
-
-    @cached_property
-    def _stages(self) -> tuple[tuple[int, ...], ...]:
-        return tuple(
-            tuple(stage for stage, owner in enumerate(self.rank_of_stage) if owner == rank)
-            for rank in range(self.num_ranks)
-        )
+        return tuple(stage for stage, owner in enumerate(self.rank_of_stage) if owner == rank)
 
 
 _kinds: dict[str, ScheduleKind] = {}
