@@ -33,8 +33,6 @@ class Use:
     """A parameter that met an activation element by element, or scaled the output of a norm."""
 
     parameter: str
-    dims: tuple[Dim, ...]
-    """Dims of the result."""
     module: str
     is_addend: bool = False
     """Whether it is added to a matrix product by the same operator, as a bias is."""
@@ -60,7 +58,6 @@ class Draw:
 class ShapeUse:
     """A view, a split or an expand: the code of a module names sizes of these dims."""
 
-    operator: str
     dims: tuple[Dim, ...]
     module: str
 

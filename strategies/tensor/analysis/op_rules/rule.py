@@ -14,7 +14,7 @@ from boltmesh.strategies.tensor.analysis.symbolic_dims import (
     new_dim,
     unify,
 )
-from boltmesh.strategies.tensor.analysis.trace import DimTrace, Draw, ShapeUse
+from boltmesh.strategies.tensor.analysis.trace import DimTrace, Draw, ShapeUse, Use
 
 
 @dataclass(frozen=True)
@@ -54,14 +54,34 @@ class OperatorCall:
         """Set the dims of an output; of the first one by default."""
         self.trace.set(self.output if output is None else output, dims, parameter)
 
+    def give_view(self, *dims: Dim, output: Tensor | None = None) -> None:
+        """Set the dims of a view or copy of the first input, which may be a parameter."""
+        self.give(*dims, output=output, parameter=self.trace.parameter(self.first))
+
     def give_new(self, *outputs: Tensor) -> None:
         """Give outputs dims that occur nowhere else."""
         for each in outputs:
             self.trace.set(each, (new_dim(size) for size in each.shape))
 
+    def new_whole(self, size: int) -> Dim:
+        """Return a dim with a new axis, which is needed whole."""
+        dim = new_dim(size)
+        self.whole(dim)
+        return dim
+
     def same(self, one: Dim, other: Dim) -> None:
         """Unify two dims."""
         unify(one, other, self.trace.reason(self.name))
+
+    def same_from_last(
+        self, shape: Sequence[int], one: Sequence[Dim], other: Sequence[Dim]
+    ) -> None:
+        """Unify dims from the last back, except where ``shape`` broadcasts."""
+        for size, mine, theirs in zip(
+            reversed(shape), reversed(one), reversed(other), strict=False
+        ):
+            if size > 1:
+                self.same(mine, theirs)
 
     def whole(self, *dims: Dim) -> None:
         """Mark dims as needed whole by this operator."""
@@ -69,13 +89,19 @@ class OperatorCall:
             keep_whole(each, self.trace.reason(self.name))
             self.needed.extend(leaves(each))
 
+    def uses(self, tensor: Tensor, *, is_addend: bool = False) -> None:
+        """Record a use of a tensor if it is a parameter."""
+        parameter = self.trace.parameter(tensor)
+        if parameter is not None:
+            self.trace.uses.append(Use(parameter, self.trace.module, is_addend))
+
     def draws(self, dims: Sequence[Dim]) -> None:
         """Record that random numbers were drawn for a tensor with these dims."""
         self.trace.draws.append(Draw(tuple(dims), self.trace.module))
 
     def names_sizes(self, dims: Sequence[Dim]) -> None:
         """Record that the code around this operator names sizes of these dims."""
-        self.trace.shape_uses.append(ShapeUse(self.name, tuple(dims), self.trace.module))
+        self.trace.shape_uses.append(ShapeUse(tuple(dims), self.trace.module))
 
     def forget(self) -> None:
         """Treat the operator as unknown: all its inputs and outputs are needed whole."""
