@@ -383,7 +383,7 @@ class PipelineAxis(Axis):
         Logs it once and then for batches that loggers record: a call of ``log`` takes as long as
         several chunks of a small model.
         """
-        bubble = self.staged.bubble
+        bubble = self.staged.executor.bubble
         if bubble is None:
             return
         self.strategy.recorder.trend("bubble_ratio", bubble)

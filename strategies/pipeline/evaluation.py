@@ -131,7 +131,7 @@ class Evaluation:
         if len(parts) == 1:
             return whole, undivided
         run = dataclasses.replace(whole, parts=parts, seeds=self._model.seeds(ordinal, len(parts)))
-        joined = join_run(self._plans, whole, run, sizes)
+        joined = join_run(self._plans, run, sizes)
         if isinstance(joined, str):
             self._undivided.add(tail)
             return whole, undivided

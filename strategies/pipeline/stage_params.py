@@ -163,7 +163,7 @@ class TiedWeights:
         ]
         return sum(flags) + sum(gradients), len(flags) + len(gradients)
 
-    def sum_gradients(self, gradients: Mapping[int, Tensor | None]) -> dict[int, Tensor]:
+    def sum_gradients(self, gradients: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """Sum gradients over the ranks that hold the same parameter; return the sums.
 
         Collective over those ranks. A rank without a gradient adds zeros.
@@ -367,7 +367,7 @@ class NonStageState:
         self,
         inner: During,
         plans: Sequence[StagePlan],
-        keeps: Callable[[int], bool] = lambda _: True,
+        keeps: Callable[[int], bool],
     ) -> During:
         """Return the context of a stage's microbatches.
 

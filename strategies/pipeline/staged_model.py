@@ -25,7 +25,7 @@ from boltmesh.strategies.pipeline.expected_traffic import PipelineEstimate
 from boltmesh.strategies.pipeline.loss.loss_check import LossChecks
 from boltmesh.strategies.pipeline.loss.reduction import BatchLossError
 from boltmesh.strategies.pipeline.loss.trial import Trial
-from boltmesh.strategies.pipeline.merge import JoinedRun, join_run, whole_run
+from boltmesh.strategies.pipeline.merge import JoinedRun, join_run
 from boltmesh.strategies.pipeline.metrics import MetricBroadcast
 from boltmesh.strategies.pipeline.microbatch import MicrobatchSplitter, batch_norms, fewest_rows
 from boltmesh.strategies.pipeline.microbatch_runs import Around, MicrobatchRun, See
@@ -386,7 +386,7 @@ class StagedModel:
         assert self.placement is not None
         try:
             with around():
-                return join_run(self.placement.plans, whole_run(run), run, run.sizes)
+                return join_run(self.placement.plans, run, run.sizes)
         except ConfigError as error:  # the same on all ranks: one batch, one plan
             return str(error)
         except Exception as error:  # noqa: BLE001 - raised on all ranks
@@ -428,11 +428,6 @@ class StagedModel:
                 self.holdings.shared.broadcast_gradients()
 
         self.others.run_collective(average)
-
-    @property
-    def bubble(self) -> float | None:
-        """Return the idle share of a training batch, see ``PipelineRuntime.bubble``."""
-        return self.executor.bubble
 
     # Callbacks of the runtime.
 
