@@ -206,8 +206,8 @@ def _kind_of_rank(
             plan = stages[stage].plan
             if not plan.is_in_order:
                 return tuple(own)
-            end = len(plan.events) if plan.is_last else stages[stage + 1].plan.begin
-            events = plan.events[plan.begin : end]
+            end = len(plan.trace.events) if plan.is_last else stages[stage + 1].plan.begin
+            events = plan.trace.events[plan.begin : end]
             values = [(each.shape, each.dtype, each.needs_grad) for each in plan.values_in]
             found.append((*values, *(kinds.get(each.name, each.name) for each in events)))
     return tuple(found)

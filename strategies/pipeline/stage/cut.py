@@ -16,10 +16,7 @@ from boltmesh.strategies.pipeline.stage.event_stages import (
 )
 from boltmesh.strategies.pipeline.stage.trace import (
     NO_EVENT,
-    MetricTrace,
     StepTrace,
-    TraceEvent,
-    UnitOutput,
     Value,
     write_refused,
 )
@@ -83,16 +80,11 @@ class StagePlan:
     """First event of the stage; the end of the step if the step is not in order."""
     is_in_order: bool
     """Whether the step calls no unit after one of a later stage."""
-    events: tuple[TraceEvent, ...]
-    unit_events: tuple[int, ...]
-    """The events that are calls of units, in order."""
+    trace: StepTrace
     stage_of_call: tuple[int, ...]
-    """The stage of each of these calls."""
-    outputs: dict[int, UnitOutput]
+    """The stage of each call of a unit, in the order of ``trace.unit_events()``."""
     written_outputs: frozenset[tuple[int, int]]
     """Event and leaf of unit outputs that the step changes in place."""
-    grad_queries: frozenset[tuple[int, int]]
-    """Event and leaf of unit outputs whose ``requires_grad`` the step reads."""
     handling: dict[int, EventPlan]
     last_watched: int
     """The last event between units that has to be matched by number; -1 if there is none."""
@@ -108,20 +100,12 @@ class StagePlan:
     """Whether each received value is, or may be, computed from the batch's data."""
     parameters: frozenset[str]
     """The parameters that this stage uses, by their first names."""
-    metrics: tuple[MetricTrace, ...]
-    """Calls of metrics in the whole step."""
-    draws_random: bool
-    """Whether random numbers between units need a stream apart from that of units."""
-    draws_host_random: bool
-    """The same for random numbers of numpy and Python."""
-    changed_buffers: Mapping[str, int] = field(default_factory=dict)
+    changed_buffers: Mapping[str, int]
     """Buffers outside of units that the step changes, with the stage that has their new values;
     ANY_STAGE if these depend on no unit."""
-    written_arguments: frozenset[int] = frozenset()
-    """Leaves of the step's arguments that it writes to."""
-    changed_attributes: frozenset[tuple[str, str]] = frozenset()
+    changed_attributes: frozenset[tuple[str, str]]
     """Attributes that the step changes on modules outside of units: module and name."""
-    attributes_of_last: frozenset[tuple[str, str]] = frozenset()
+    attributes_of_last: frozenset[tuple[str, str]]
     """Those of them that only the last stage keeps, because this one lacks some of their values."""
 
     @property
@@ -134,10 +118,10 @@ def plan_stages(
     trace: StepTrace,
     stage_of_unit: Mapping[str, int],
     parameters_of_unit: Mapping[str, frozenset[str]],
-    weight_only: frozenset[str] = frozenset(),
-    boundaries: StageBoundaries | None = None,
+    weight_only: frozenset[str],
+    boundaries: StageBoundaries,
     *,
-    trains: bool = False,
+    trains: bool,
 ) -> tuple[StagePlan, ...]:
     """Return the plans of all stages, first to last.
 
@@ -154,7 +138,7 @@ def plan_stages(
     Raises:
         ConfigError: The step cannot be cut there.
     """
-    cut = _StageCut(trace, stage_of_unit, weight_only, boundaries=boundaries)
+    cut = _StageCut(trace, stage_of_unit, weight_only, boundaries)
     cut.has_parameters_out = trains
     plans = [_StagePlanner(cut, stage, parameters_of_unit).plan() for stage in range(cut.count)]
     for number, event in enumerate(trace.events):
@@ -168,9 +152,9 @@ def plan_tail(
     trace: StepTrace,
     stage_of_unit: Mapping[str, int],
     parameters_of_unit: Mapping[str, frozenset[str]],
-    weight_only: frozenset[str] = frozenset(),
-    recomputed: frozenset[int] = frozenset(),
-    boundaries: StageBoundaries | None = None,
+    weight_only: frozenset[str],
+    recomputed: frozenset[int],
+    boundaries: StageBoundaries,
 ) -> tuple[StagePlan, StagePlan]:
     """Return the last stage up to its last unit, and the tail behind it as a stage of its own.
 
@@ -187,7 +171,7 @@ def plan_tail(
         ConfigError: The step cannot be cut there.
     """
     begin = trace.unit_events()[-1] + 1
-    cut = _StageCut(trace, stage_of_unit, weight_only, tail=begin, boundaries=boundaries)
+    cut = _StageCut(trace, stage_of_unit, weight_only, boundaries, tail=begin)
     cut.recompute({id(trace.values[number]) for number in recomputed})
     last, tail = (
         _StagePlanner(cut, stage, parameters_of_unit) for stage in (cut.count - 2, cut.count - 1)
@@ -203,11 +187,11 @@ class _StageCut:
         trace: StepTrace,
         stage_of_unit: Mapping[str, int],
         weight_only: frozenset[str],
+        boundaries: StageBoundaries,
         tail: int | None = None,
-        boundaries: StageBoundaries | None = None,
     ) -> None:
         self.trace = trace
-        self.divided = (boundaries or StageBoundaries()).dividing(trace)
+        self.divided = boundaries.dividing(trace)
         self.stages = EventStages(trace, stage_of_unit, weight_only)
         self.calls, self.stage_of_call = self.stages.calls, self.stages.of_call
         self.count = max(stage_of_unit.values()) + 1
@@ -404,12 +388,9 @@ class _StagePlanner:
             num_stages=self.cut.count,
             begin=self.begin,
             is_in_order=self.cut.is_in_order,
-            events=tuple(self.trace.events),
-            unit_events=self.cut.calls,
+            trace=self.trace,
             stage_of_call=self.cut.stage_of_call,
-            outputs=self.trace.outputs,
             written_outputs=self._written_outputs(),
-            grad_queries=frozenset(self.trace.grad_queries),
             handling=self.handling,
             last_watched=self.watched,
             copies=frozenset(self.copies),
@@ -419,14 +400,10 @@ class _StagePlanner:
             sent_numbers=tuple(numbers[id(each)] for each in sent),
             row_values=tuple(each.follows_batch for each in received),
             parameters=self._parameters(),
-            metrics=tuple(self.trace.metrics),
-            draws_random=self.trace.draws_random,
-            draws_host_random=self.trace.draws_host_random,
             changed_buffers={
                 name: ANY_STAGE if event == NO_EVENT else self.cut.stage_of_event(event)
                 for name, event in self.trace.changed_buffers.items()
             },
-            written_arguments=self.trace.written_arguments,
             changed_attributes=self.trace.changed_attributes,
             attributes_of_last=(
                 frozenset()

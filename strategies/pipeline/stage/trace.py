@@ -76,6 +76,10 @@ class TensorSpec:
         """Return the layout of a tensor of any shape."""
         return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
 
+    def empty(self) -> Tensor:
+        """Return a tensor of this layout with undefined values."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+
     @property
     def num_bytes(self) -> int:
         """Number of bytes of its elements."""
@@ -331,7 +335,7 @@ class StateWatch:
     def __init__(self, modules: Mapping[str, Module]) -> None:
         self._modules = modules
         self._buffers = {
-            (name, key): (each, 0 if each.is_inference() else times_written(each), _copy(each))
+            (name, key): (each, version_of(each), _copy(each))
             for name, module in modules.items()
             for key, each in _buffers_of(module)
         }
@@ -350,7 +354,7 @@ class StateWatch:
             now = dict(_buffers_of(self._modules[name])).get(key)
             if now is None:
                 continue
-            is_counted = not now.is_inference() and times_written(now) != written
+            is_counted = version_of(now) != written
             if now is not before or is_counted or is_written(now) or not _has_value(now, value):
                 changed[f"{name}.{key}" if name else key] = now
         return changed

@@ -27,6 +27,7 @@ from boltmesh.strategies.pipeline.stage.trace import (
     SavedTensorWatch,
     StateWatch,
     StepTrace,
+    TensorSpec,
     UnitOutput,
     version_of,
 )
@@ -310,9 +311,8 @@ class _StepTracer:
         """Set the attributes that a step before has left; return their tensors."""
 
         def make(tensor: Tensor) -> Tensor:
-            shape, stride = tensor.shape, tensor.stride()
             with self.mode:
-                made = torch.empty_strided(shape, stride, dtype=tensor.dtype, device=tensor.device)
+                made = TensorSpec.of(tensor).empty()
             return made.requires_grad_(tensor.requires_grad)
 
         for (module, name), value in self.carried.items():

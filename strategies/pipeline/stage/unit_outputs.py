@@ -23,13 +23,12 @@ from torch.nn import Module
 
 from boltmesh.strategies.pipeline.stage.fake_unit import FakeCall
 from boltmesh.strategies.pipeline.stage.rng import host_random_state
-from boltmesh.strategies.pipeline.stage.trace import Argument, TensorSpec, UnitOutput
+from boltmesh.strategies.pipeline.stage.trace import Argument, TensorSpec, UnitOutput, version_of
 from boltmesh.strategies.pytree import is_constant, nesting, take_apart, tensors_in
 from boltmesh.strategies.torch_compat.tensors import (
     FakeTensorMode,
     is_fake,
     storage_key,
-    times_written,
 )
 
 Key = tuple[Hashable, ...]
@@ -57,8 +56,7 @@ def key_of(unit: str, arguments: Any) -> Key | None:
     described: list[Hashable] = [unit]
     for leaf in take_apart(arguments)[0]:
         if isinstance(leaf, Tensor):
-            layout = (tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device)
-            described.append((*layout, leaf.requires_grad, is_fake(leaf)))
+            described.append((TensorSpec.of(leaf), leaf.requires_grad, is_fake(leaf)))
         elif is_constant(leaf):
             described.append((type(leaf).__qualname__, leaf))
         else:
@@ -68,12 +66,7 @@ def key_of(unit: str, arguments: Any) -> Key | None:
 
 def versions(arguments: Any) -> list[int]:
     """Return the number of writes to each tensor among arguments: a unit may change them."""
-    leaves = take_apart(arguments)[0]
-    return [
-        times_written(leaf)
-        for leaf in leaves
-        if isinstance(leaf, Tensor) and not leaf.is_inference()
-    ]
+    return list(map(version_of, tensors_in(arguments)))
 
 
 def recall(output: UnitOutput, arguments: Any, mode: FakeTensorMode) -> Any:
@@ -85,9 +78,7 @@ def recall(output: UnitOutput, arguments: Any, mode: FakeTensorMode) -> Any:
             leaves.append(given[made.index])
         elif isinstance(made, TensorSpec):
             with mode:
-                tensor = torch.empty_strided(
-                    made.shape, made.stride, dtype=made.dtype, device=made.device
-                )
+                tensor = made.empty()
             # Not a leaf: code between units may change it in place.
             leaves.append(tensor.requires_grad_().clone() if needs_grad else tensor)
         else:
@@ -229,8 +220,7 @@ def _numbers_of_hooks(attributes: Mapping[str, Any]) -> dict[int, int]:
 
 
 def _layout(tensor: Tensor) -> Hashable:
-    layout = tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
-    return (*layout, tensor.requires_grad, type(tensor))
+    return TensorSpec.of(tensor), tensor.requires_grad, type(tensor)
 
 
 def _content(value: Any, names: Mapping[Module, str]) -> Hashable:
@@ -322,20 +312,12 @@ def _reads_of(unit: Module, settings: Collection[Setting]) -> Iterator[set[Setti
                 if (setting := (names.get(module, ""), key)) in settings:
                     read.add(setting)
 
-            if key in vars(kind) or not _may_set(kind):
+            if key in vars(kind):
                 read.update(each for each in settings if each[1] == key)
                 continue
             setattr(kind, key, _Read(key, note))
             stack.callback(delattr, kind, key)
         yield read
-
-
-def _may_set(kind: type) -> bool:
-    return bool(kind.__flags__ & _HEAP_TYPE)
-
-
-_HEAP_TYPE = 1 << 9
-"""Flag of classes that are made in Python."""
 
 
 def _attributes(unit: Module) -> list[Any]:
