@@ -2,12 +2,12 @@
 
 ``expected_traffic`` counts the traffic of an optimizer step over the boundaries of a rank's
 stages. ``StageRehearsal`` runs the stages of this rank once with a batch on fake tensors, without
-communication; received values have the planned shapes. ``PipelineForecast`` computes order,
-traffic and memory of a batch from a sample; ``PipelineEstimate`` gives them to the engine and to
-telemetry.
+communication; received values have the planned shapes. ``PipelineForecast`` computes order and
+traffic of a batch from a sample; ``PipelineEstimate`` gives them and the memory of activations to
+the engine and to telemetry.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -37,21 +37,18 @@ from boltmesh.telemetry.traffic import CONTROL, ExpectedTraffic
 if TYPE_CHECKING:
     from boltmesh.strategies.pipeline.staged_model import StagedModel
 
-ValuesAt = Callable[[int, int], tuple[ValueSpec, ...]]
-"""Takes a boundary and a microbatch; returns the values sent over it.
-
-Boundary 1 is between stages 0 and 1.
-"""
+Crossing = Sequence[Sequence[tuple[ValueSpec, ...]]]
+"""Values sent over the boundary before a stage, by microbatch and stage of a training batch."""
 
 
 def expected_traffic(
-    program: RankProgram, values_at: ValuesAt, *, accumulated: int = 1
+    program: RankProgram, crossing: Crossing, *, accumulated: int = 1
 ) -> list[ExpectedTraffic]:
     """Return the payload bytes and messages of one optimizer step on one rank, by operator.
 
     Args:
         program: Actions of the rank for a batch.
-        values_at: Returns the values sent over a boundary.
+        crossing: Values sent over boundaries.
         accumulated: Batches in an optimizer step.
     """
     expected: list[ExpectedTraffic] = []
@@ -60,7 +57,7 @@ def expected_traffic(
         for action in program.actions:
             if action.kind not in kinds:
                 continue
-            specs = values_at(action.boundary, action.microbatch)
+            specs = crossing[action.microbatch][action.boundary]
             if action.kind.endswith("B"):
                 specs = tuple(spec for spec in specs if spec.needs_grad)
             num_bytes += sum(spec.num_bytes for spec in specs)
@@ -114,13 +111,11 @@ def with_second_version(
     ]
 
 
-def boundary_bytes(
-    crossing: Sequence[Sequence[Sequence[ValueSpec]]], accumulated: int
-) -> tuple[tuple[int, int], ...]:
+def boundary_bytes(crossing: Crossing, accumulated: int) -> tuple[tuple[int, int], ...]:
     """Return the bytes of an optimizer step over each boundary: values forward, gradients back.
 
     Args:
-        crossing: Values sent over the boundary before a stage, by microbatch and stage.
+        crossing: Values sent over boundaries.
         accumulated: Batches in an optimizer step.
     """
     num_stages = len(crossing[0]) if crossing else 0
@@ -185,12 +180,8 @@ class StageRehearsal:
         return value.requires_grad_() if spec.needs_grad else value
 
 
-Crossing = Sequence[Sequence[tuple[ValueSpec, ...]]]
-"""Values sent over the boundary before a stage, by microbatch and stage of a training batch."""
-
-
 class PipelineForecast:
-    """Order, traffic and memory of a model's batches before they run.
+    """Order and traffic of a model's batches before they run.
 
     Args:
         programs: The actions of this rank.
@@ -205,15 +196,14 @@ class PipelineForecast:
         self.crossing: Crossing | None = None
         """None before the first training batch."""
 
-    def plan(self, schedule: str, accumulated: int) -> PipelinePlan:
+    def plan(self, accumulated: int) -> PipelinePlan:
         """Return the plan for the run's records.
 
         Args:
-            schedule: The user's name of the schedule.
             accumulated: Batches in an optimizer step.
         """
         return PipelinePlan(
-            schedule=schedule,
+            schedule=self._programs.schedule,
             num_stages=self._programs.num_stages,
             num_microbatches=self._num_microbatches,
             order=self._programs.order(self._num_microbatches),
@@ -247,12 +237,8 @@ class PipelineForecast:
         crossing = self.crossing
         if crossing is None:
             return []
-
-        def values_at(boundary: int, microbatch: int) -> tuple[ValueSpec, ...]:
-            return crossing[microbatch][boundary]
-
         expected = expected_traffic(
-            self._programs.of(len(crossing)), values_at, accumulated=accumulated
+            self._programs.of(len(crossing)), crossing, accumulated=accumulated
         )
         if self._group.size() == 1:
             return expected
@@ -285,16 +271,6 @@ class PipelineForecast:
             *_in_sum(CONTROL, "recv", agreements),
         ]
 
-    def activations(self, kept_bytes: Sequence[int], place: MemoryPlace) -> MemoryKind:
-        """Return the peak memory of activations that this rank keeps for backward passes.
-
-        Args:
-            kept_bytes: Bytes that each stage keeps of a microbatch.
-            place: Memory of the device of this rank.
-        """
-        order = self._programs.order(self._num_microbatches)[self._group.rank()]
-        return MemoryKind("activations", place, None, peak_live_bytes(order, kept_bytes))
-
 
 class PipelineEstimate:
     """Expected order, traffic and memory of this rank for a placed model.
@@ -310,8 +286,8 @@ class PipelineEstimate:
     ) -> None:
         self._model = model
         self._placement = placement
-        group = model.context.group
-        self.forecast = PipelineForecast(model.programs, num_microbatches, group)
+        self._num_microbatches = num_microbatches
+        self.forecast = PipelineForecast(model.programs, num_microbatches, model.context.group)
 
     def look_at(self, batch: Any, rest: tuple[Any, ...], around: Around) -> None:
         """Compute the traffic of one training batch unless it is known.
@@ -373,8 +349,9 @@ class PipelineEstimate:
 
     def activations(self) -> list[MemoryKind]:
         """Return the peak memory of activations on this rank; empty if unknown."""
-        kept = self._placement.division.kept_bytes
+        kept, model = self._placement.division.kept_bytes, self._model
         if kept is None:
             return []
-        place: MemoryPlace = "host" if self._model.context.device.type == "cpu" else "device"
-        return [self.forecast.activations(kept, place)]
+        place: MemoryPlace = "host" if model.context.device.type == "cpu" else "device"
+        order = model.programs.order(self._num_microbatches)[model.context.group.rank()]
+        return [MemoryKind("activations", place, None, peak_live_bytes(order, kept))]
