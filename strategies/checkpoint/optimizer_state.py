@@ -135,7 +135,7 @@ def joined_state(state: dict[str, Any], stores: Callable[[str], bool]) -> dict[s
     """
     own = {name: values for name, values in state["state"].items() if stores(name)}
     small = {
-        name: {key: each for key, each in values.items() if not _is_stored_apart(each)}
+        name: {key: each for key, each in values.items() if not is_stored_apart(each)}
         for name, values in own.items()
     }
     of_ranks = gather_objects(small)
@@ -144,7 +144,8 @@ def joined_state(state: dict[str, Any], stores: Callable[[str], bool]) -> dict[s
     return {**state, "state": {name: joined.get(name, {}) | own.get(name, {}) for name in names}}
 
 
-def _is_stored_apart(value: Any) -> bool:
+def is_stored_apart(value: Any) -> bool:
+    """Whether a value of an optimizer's state is stored among the shards: no counter or number."""
     return isinstance(value, DTensor) or (isinstance(value, Tensor) and value.dim() > 0)
 
 
@@ -183,7 +184,8 @@ def load_states(
     keeps_whole: KeepsWhole = lambda _: None,
 ) -> None:
     """Load the saved states of all optimizers; see ``load_state``."""
-    if take is None and any(PENDING in each for state in saved for each in _values(state)):
+    values = (each for state in saved for each in state["state"].values())
+    if take is None and any(PENDING in each for each in values):
         warnings.warn(
             "The checkpoint holds a gradient that was not applied yet, as schedule="
             "'pipedream_2bw' leaves one. This run applies gradients at once, and drops it.",
@@ -204,10 +206,6 @@ def load_states(
             divide=divide,
             keeps_whole=keeps_whole,
         )
-
-
-def _values(saved: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    yield from saved["state"].values()
 
 
 def load_state(
