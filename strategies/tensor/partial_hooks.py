@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from boltmesh.strategies.tensor.plan import OUTSIDE, TensorPlan, backends_of_axes, block_of
+from boltmesh.strategies.tensor.plan import block_of, region_blocks
 from boltmesh.strategies.tensor.runtime.apply import AppliedPlan
 from boltmesh.strategies.torch_compat.modules import hooks_of
 
@@ -31,7 +31,7 @@ class PartialActivationHooks:
     def __init__(self, applied: AppliedPlan) -> None:
         plan, root = applied.plan, applied.module
         of_tokens = () if plan.sequence is None else plan.sequence.divided
-        regions = _regions(plan)
+        regions = region_blocks(plan)
         self._watched: list[tuple[str, Module, bool]] = [
             (name, root.get_submodule(name), on_outputs)
             for names, on_outputs in (
@@ -70,13 +70,3 @@ def _label(hook: Callable[..., Any]) -> str:
     if hook.__module__.partition(".")[0] in _LIBRARIES:
         return ""
     return getattr(hook, "__qualname__", type(hook).__qualname__)
-
-
-def _regions(plan: TensorPlan) -> set[str]:
-    """Return the blocks that run on DTensors, where a hook gets the whole."""
-    return {
-        block
-        for axis, backend in zip(plan.axes, backends_of_axes(plan), strict=True)
-        if backend == "region"
-        for block in axis.blocks or (OUTSIDE,)
-    }
