@@ -233,6 +233,8 @@ class StepTrace:
     kept: dict[str, dict[int, int]] = field(default_factory=dict)
     """Bytes that autograd keeps of a unit and of the code behind it up to the next one, by unit and
     storage (see :attr:`Value.storage`). Empty unless recorded."""
+    learned: dict[Hashable, UnitOutput] = field(default_factory=dict)
+    """Outputs of units without other effects, by unit and arguments."""
 
     def unit_events(self) -> list[int]:
         """Return the events that are calls of units."""

@@ -6,7 +6,7 @@ modules outside of units. Outputs of units are found once: ``unit_outputs.py``.
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -95,7 +95,7 @@ def trace_step(
     counts_flops: bool = False,
     notes_kept: bool = False,
     known: Mapping[tuple[Any, ...], StepTrace] | None = None,
-    remembered: dict[Any, UnitOutput] | None = None,
+    remembered: Mapping[Hashable, UnitOutput] | None = None,
 ) -> StepTrace:
     """Trace a step on one batch, without running any unit and without side effects.
 
@@ -115,8 +115,7 @@ def trace_step(
             fails then.
         known: Earlier traces of batches of the same signature, by the values read from them. One
             that fits is returned as soon as that is known.
-        remembered: Outputs of units in earlier traces of batches of the same signature; filled
-            here.
+        remembered: Outputs of units in earlier traces of batches of the same signature.
 
     Raises:
         ConfigError: A unit cannot be run on fake tensors, or the step uses outputs of units in a
@@ -156,7 +155,6 @@ def trace_step(
                 if answer or not is_of_guess(error):
                     raise
                 cut = tried[-1].trace
-        learned = tried[-1].learned
         if cut is not None:
             _merge(trace, cut, is_cut=True)
         elif trace.readings:
@@ -165,8 +163,6 @@ def trace_step(
             except Exception as error:
                 if not is_of_guess(error):
                     raise
-        if remembered is not None:
-            remembered.update(learned)
     except _KnownReads as known_reads:
         return known_reads.trace
     if left := next(each.left for each in tried if each.trace is trace):
@@ -209,7 +205,7 @@ class _StepTracer:
         seed: int | None,
         repeats: bool,
         known: Mapping[tuple[Any, ...], StepTrace] | None = None,
-        remembered: Mapping[Any, UnitOutput] | None = None,
+        remembered: Mapping[Hashable, UnitOutput] | None = None,
         counts_flops: bool = False,
         notes_kept: bool = False,
     ) -> None:
@@ -222,7 +218,6 @@ class _StepTracer:
         self.repeats = repeats
         self.kinds: KnownUnits | None = None
         """Outputs of units, for others of their kind."""
-        self.learned: dict[Any, UnitOutput] = {}
         self.has_recalled = False
         self.has_run: set[str] = set()
         self.calls: Counter[str] = Counter()
@@ -385,7 +380,7 @@ class _StepTracer:
                     watched.saved = self.keeping.saved_since(saved, called.result)
         shows_all = not called.answers and not called.borrowed
         if key is not None and shows_all and versions(arguments) == before:
-            self.learned[key] = called.output
+            self.trace.learned[key] = called.output
         return called
 
     def _repeat(self, first: FirstCall, key: Key | None, arguments: Any) -> FakeCall:
@@ -395,7 +390,7 @@ class _StepTracer:
         if self.keeping is not None:
             self.keeping.repeat(first.saved, result)
         if not first.call.borrowed:
-            self.learned[key] = output
+            self.trace.learned[key] = output
         return replace(first.call, result=result)
 
     @property
