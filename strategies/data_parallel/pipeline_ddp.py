@@ -7,7 +7,7 @@ all gradients in flat buckets of a bounded size.
 """
 
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -136,15 +136,11 @@ def _begin(bucket: Sequence[Tensor], group: ProcessGroup) -> _PendingAllReduce:
 def _finish(reduction: _PendingAllReduce) -> None:
     if reduction.work is not None:
         reduction.work.wait()
-    for member, part in zip(reduction.members, _parts(reduction), strict=True):
-        member.copy_(part)
-
-
-def _parts(reduction: _PendingAllReduce) -> Iterator[Tensor]:
-    at = 0
-    for member in reduction.members:
-        yield reduction.flat[at : at + member.numel()].view(member.shape)
-        at += member.numel()
+    members = reduction.members
+    if members:
+        parts = reduction.flat.split_with_sizes([each.numel() for each in members])
+        for member, part in zip(members, parts, strict=True):
+            member.copy_(part.view(member.shape))
 
 
 BUCKET_BYTES = 25 << 20

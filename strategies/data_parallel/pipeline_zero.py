@@ -42,7 +42,6 @@ from boltmesh.strategies.data_parallel.fully_shard import (
     RootModule,
     ShardedModel,
     as_units,
-    build_mesh,
 )
 from boltmesh.strategies.data_parallel.options import ZeroOptions
 from boltmesh.strategies.data_parallel.param_state import (
@@ -161,7 +160,7 @@ def shard_late(module: LightningModule, options: ZeroOptions, context: AxisConte
     held = set(module.parameters() if context.held is None else context.held)
     buffers = BufferSync(module, context.group, holds=context.holds_buffer)
     share_state([each for each in module.parameters() if each in held], buffers, context.group)
-    mesh = build_mesh(options, context)
+    mesh = ShardMesh.build(context, options.shard_size)
     absent = frozenset(each for each in module.parameters() if each not in held)
     # Parameters that are not sharded by the next holder.
     taken: set[Parameter] = {*absent, *(each for each in held if has_no_rows(each))}

@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from traceback import walk_tb
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -282,13 +283,7 @@ def explain_direct_use(error: BaseException, sharded: "ShardedModel") -> None:
 
 
 def _ways_to_gather(shards: Sequence[str], blocks: Sequence[str], called: str) -> str:
-    """Return advice on how to have the shards gathered before they are used.
-
-    Args:
-        shards: Their names.
-        blocks: Names of the units.
-        called: The module within a unit that was called without it, "" if none is found.
-    """
+    """Return advice on how to have the shards gathered before they are used."""
     patterns = {name: _NUMBER.sub("*", name) for name in blocks}
     of_shards = {
         pattern
@@ -343,12 +338,7 @@ def _find_called(error: BaseException, module: Module, units: Sequence[str]) -> 
 
 def _frames(error: BaseException) -> list[FrameType]:
     """Return the frames of an error's traceback, the outermost first."""
-    frames = []
-    trace = error.__traceback__
-    while trace is not None:
-        frames.append(trace.tb_frame)
-        trace = trace.tb_next
-    return frames
+    return [frame for frame, _ in walk_tb(error.__traceback__)]
 
 
 def _find_shards(error: BaseException, module: Module) -> list[str]:

@@ -30,7 +30,7 @@ from boltmesh.strategies.data_parallel.param_state import (
     follow_toggles,
     forget_toggles,
 )
-from boltmesh.strategies.data_parallel.shard_mesh import choose_shard_size
+from boltmesh.strategies.data_parallel.shard_mesh import divide_into_shards
 from boltmesh.strategies.data_parallel.single_rank import SingleRankAxis
 from boltmesh.strategies.data_parallel.unsupported import (
     explain_direct_use,
@@ -58,33 +58,6 @@ from boltmesh.telemetry.writer.memory import StoredBytes
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
-
-
-def open_engine(
-    model: ShardedModel,
-    options: ZeroOptions,
-    context: AxisContext,
-    shares: Sequence[NormShare],
-) -> OffloadEngine | None:
-    """Build the offload engine of the options; None if nothing leaves the device."""
-    if not options.has_offload:
-        return None
-    engine = OffloadEngine(
-        OffloadPlan(options.shares, options.offload_parameters, options.offload_path),
-        device=context.device,
-        rank=dist.get_rank(),
-        ranks_per_node=context.ranks_per_node,
-        compute_dtypes={
-            each.parameter: each.kept_dtype(context.compute_dtype) for each in model.tiled
-        },
-        recorder=context.recorder,
-        shares=shares,
-        absent=model.absent,
-    )
-    # The root is gathered first: it holds the parameters outside of blocks, such as embeddings.
-    names = ["", *(name for name in model.units if name)]
-    engine.attach(model.module, {name: model.units[name] for name in names})
-    return engine
 
 
 class ZeroAxis(DataAxis):
@@ -115,23 +88,16 @@ class ZeroAxis(DataAxis):
     def defers_building(self) -> bool:
         return self.options.stage == 3
 
-    @property
-    def serves_one_rank(self) -> bool:
-        """Whether this axis is needed for a single rank."""
-        options = self.options
-        has_experts = options.expert is not None
-        return options.has_offload or options.tile_linear_bytes is not None or has_experts
-
     @override
     def for_one_rank(self) -> DataAxis:
-        return self if self.serves_one_rank else SingleRankAxis()
+        options = self.options
+        has_parts = options.tile_linear_bytes is not None or options.expert is not None
+        return self if options.has_offload or has_parts else SingleRankAxis()
 
     @override
     def shard_groups(self, ranks: Sequence[int], *, ranks_per_node: int) -> list[list[int]]:
-        size = choose_shard_size(list(ranks), self.options.shard_size, ranks_per_node)
-        if size in {1, len(ranks)}:
-            return []
-        return [list(ranks[start : start + size]) for start in range(0, len(ranks), size)]
+        shards = divide_into_shards(ranks, self.options.shard_size, ranks_per_node)
+        return [] if len(shards) in {1, len(ranks)} else shards
 
     @override
     def refuse(self, trainer: Trainer, module: LightningModule) -> None:
@@ -264,9 +230,8 @@ class ZeroAxis(DataAxis):
                 return  # an evaluation after a run
             staging = open_staging(self.options, self.axis_context)
             self._lost = self._offload.restore(staging) or self._lost
-        shares = [*self.own_shares, *self.axis_context.norm_shares]
-        self._offload = open_engine(self.model, self.options, self.axis_context, shares)
-        if self._offload is not None:
+        if options.has_offload:
+            self._offload = self._open_engine(self.axis_context)
             self._offload.adopt(
                 optimizers,
                 {each.optimizer: each.step for each in self.whole_steps},
@@ -277,12 +242,28 @@ class ZeroAxis(DataAxis):
             if self.options.uses_disk:
                 world = dist.group.WORLD  # ranks of other axes write to disks, too
                 assert world is not None
-                announce_disks(
-                    self._offload.disk_report,
-                    group=world,
-                    recorder=self.axis_context.recorder,
-                )
+                recorder = self.axis_context.recorder
+                announce_disks(self._offload.disk_report, group=world, recorder=recorder)
             self.model.reshard()
+
+    def _open_engine(self, context: AxisContext) -> OffloadEngine:
+        options, model = self.options, self.model
+        engine = OffloadEngine(
+            OffloadPlan(options.shares, options.offload_parameters, options.offload_path),
+            device=context.device,
+            rank=dist.get_rank(),
+            ranks_per_node=context.ranks_per_node,
+            compute_dtypes={
+                each.parameter: each.kept_dtype(context.compute_dtype) for each in model.tiled
+            },
+            recorder=context.recorder,
+            shares=[*self.own_shares, *context.norm_shares],
+            absent=model.absent,
+        )
+        # The root is gathered first: it holds parameters outside of blocks, such as embeddings.
+        names = ["", *(name for name in model.units if name)]
+        engine.attach(model.module, {name: model.units[name] for name in names})
+        return engine
 
     def _forget_steps(self) -> None:
         for hook in self._step_hooks:
