@@ -194,16 +194,8 @@ def training_step(
 
     def trial() -> TailTrial:
         assert model.placement is not None
-        return TailTrial(
-            model.module,
-            model.placement.plans,
-            args,
-            kwargs,
-            around=around,
-            seed=seeds[0],
-            rows=model.cutter.rows(args[0]),
-            device=model.context.device,
-        )
+        rows = model.cutter.rows(run.batch)
+        return TailTrial(model.placement.plans, run, rows, around, model.context.device)
 
     if len(parts) > 1 and model.has_open_schedule:
         model.choose_schedule(run, around, trial)
