@@ -28,6 +28,7 @@ from boltmesh.strategies.tensor.analysis.symbolic_dims import (
     representative,
 )
 from boltmesh.strategies.tensor.analysis.trace import OperatorRecord
+from boltmesh.strategies.torch_compat.modules import has_hooks
 
 
 @dataclass(frozen=True)
@@ -145,23 +146,14 @@ class TokenwiseModules:
         for name, each in modules.items():
             module = model.get_submodule(name)
             inner = [one for one in module.modules() if one is not module]
-            if any(_is_watched(one) for one in inner):
-                continue  # by hooks, which see activations of the whole
+            if any(map(has_hooks, inner)):
+                continue  # they see activations of the whole
             run = _PlainRun(state, module, each, is_training, tile if inner else None)
             self._changes.wrap(module, run)
 
     def remove(self) -> None:
         """Restore the model."""
         self._changes.undo()
-
-
-def _is_watched(module: Module) -> bool:
-    own = vars(module)
-    return any(
-        own.get(name)
-        for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks",
-                     "_backward_pre_hooks")
-    )  # fmt: skip
 
 
 @dataclass(frozen=True)
