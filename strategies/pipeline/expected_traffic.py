@@ -71,13 +71,7 @@ def expected_traffic(
 def _in_sum(
     axis: str, operator: str, sizes: Mapping[str, tuple[int, int]]
 ) -> list[ExpectedTraffic]:
-    """Return the traffic of one operator; empty without any.
-
-    Args:
-        axis: Axis of the ranks that communicate.
-        operator: Name of the operator.
-        sizes: Bytes and calls in an optimizer step, by purpose.
-    """
+    """Return one operator's traffic from bytes and calls by purpose; empty without any."""
     named = {why: each for why, each in sizes.items() if each[1]}
     if not named:
         return []

@@ -188,13 +188,7 @@ def _is_whole(value: Tensor | float) -> bool:
 
 
 def _join_leaf(name: str, values: Sequence[Any], shape: tuple[int, ...] | None) -> Any:
-    """Return an argument for the whole batch.
-
-    Args:
-        name: Name of the metric.
-        values: The argument by microbatch.
-        shape: Shape of the tensor for the whole batch; None: unknown.
-    """
+    """Return an argument for the whole batch, of this shape if it is known."""
     first = values[0]
     if len(values) == 1:
         return first

@@ -324,13 +324,7 @@ class StagedModel:
     def choose_schedule(
         self, run: MicrobatchRun, around: Around, trial: Callable[[], Trial]
     ) -> None:
-        """Change to ``gpipe`` if the loss needs the whole batch. Collective over the pipeline.
-
-        Args:
-            run: The batch in microbatches.
-            around: The precision context.
-            trial: Makes the end of the step, for the proof.
-        """
+        """Change to ``gpipe`` if the loss needs the whole batch. Collective over the pipeline."""
         with long_phase(
             "looks for the schedule that the loss needs", is_shown=dist.get_rank() == 0
         ):
@@ -406,12 +400,7 @@ class StagedModel:
         return RowCheck(self.placement.plans, run, self.cutter.rows(run.batch)).see
 
     def seeds(self, ordinal: int, count: int) -> list[int]:
-        """Return the seed of each microbatch.
-
-        Args:
-            ordinal: Number of the batch.
-            count: Number of microbatches.
-        """
+        """Return the seed of each microbatch of the batch with this number."""
         start = self.context.seed + SEED_STRIDE * (ordinal + 1)
         return [(start + number) % 2**63 for number in range(count)]
 

@@ -238,12 +238,7 @@ def training_step(
 
 
 def _reader(checks: StepLossCheck, joined: JoinedRun | str | None) -> Read:
-    """Return the reader of a microbatch's loss.
-
-    Args:
-        checks: Loss checks of the step.
-        joined: Why microbatches cannot be joined; None if the schedule does not join them.
-    """
+    """Return the reader of a loss; its errors say why microbatches cannot be joined, if so."""
     if not isinstance(joined, str):
         return checks.read
     reason = joined
@@ -260,16 +255,7 @@ def _reader(checks: StepLossCheck, joined: JoinedRun | str | None) -> Read:
 def _take_report(
     model: "StagedModel", logs: StepLogs, rows: Tensor, numbers: Mapping[str, Tensor]
 ) -> tuple[Tensor | None, Tensor | float]:
-    """Return the loss and the divisor of gradients, and repeat the logs of the last stage.
-
-    Collective over the pipeline.
-
-    Args:
-        model: The model of the pipeline.
-        logs: Logs of the step.
-        rows: Rows of all ranks at its end, shape ``(R, length)``, fp64.
-        numbers: Arguments of metrics by key, each of shape ``()``; on the last stage's rank.
-    """
+    """Return loss and divisor of gradients, and repeat the last stage's logs. Collective."""
     loss, total, logged = model.sharing.take(rows)
     logged = model.runner.effects.apply(logged, stops=model.sharing.stops)
     given: Given = ()
@@ -287,14 +273,7 @@ def _take_report(
 
 
 class _LastStage:
-    """Weights the losses of the last stage, and combines them and other results of the batch.
-
-    Args:
-        model: The model of the pipeline.
-        checks: Loss checks of the step.
-        weights: Weights of the losses.
-        sizes: Rows of each microbatch.
-    """
+    """Weights the losses of the last stage, and combines them and other results of the batch."""
 
     def __init__(
         self,

@@ -263,11 +263,7 @@ def schedule_table(
 ) -> ScheduleTable:
     """Return the checked order of a schedule for given sizes.
 
-    Args:
-        name: One of :func:`schedules`.
-        num_ranks: Ranks of the pipeline.
-        num_microbatches: Microbatches of one optimizer step.
-        stages_per_rank: None for the schedule's default.
+    Arguments as for :func:`check_schedule`.
 
     Raises:
         ConfigError: The schedule does not support this size, or its order cannot be run.
