@@ -279,7 +279,7 @@ class OffloadEngine(StepBarrier):
     def _is_current(self, index: int) -> bool:
         """Whether a shard may be read ahead: no step of its bucket is pending."""
         stepper = self._stepper
-        return stepper is None or not stepper.is_busy(self.kept.bucket_of_index(index))
+        return stepper is None or not stepper.is_busy(self.kept.bucket_of[index])
 
     # Gradients.
 

@@ -116,13 +116,7 @@ def plan_updates(
 class GradientHandler:
     """Takes gradients as they arrive, and keeps those of the coming step.
 
-    Args:
-        kept: The state that the gradients update.
-        stepper: Runs the steps.
-        device: Device of the gradients.
-        lane: Stream for copies to the host.
-        exposes_gradients: Gradients stay in ``.grad`` until the step.
-        comes_late: All gradients appear at once, and are taken when norm or step need them.
+    Arguments are those of ``OffloadEngine`` and its ``adopt``; ``lane`` copies to the host.
     """
 
     def __init__(

@@ -196,11 +196,8 @@ def _times(reports: Sequence[DiskReport]) -> str:
 
 
 def _scratch(offset: int, num_bytes: int) -> Extent:
-    return Extent("the sample of the preflight", offset, num_bytes, [None] * _blocks(num_bytes))
-
-
-def _blocks(num_bytes: int) -> int:
-    return -(-num_bytes // BLOCK_BYTES)
+    num_blocks = -(-num_bytes // BLOCK_BYTES)
+    return Extent("the sample of the preflight", offset, num_bytes, [None] * num_blocks)
 
 
 def _seconds(begin: Callable[[], list[Ticket]], duration_s: float) -> float:
