@@ -7,7 +7,7 @@ wrap the model that the other axes have divided, average gradients over batches,
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -141,33 +141,33 @@ class AxisContext:
     device: torch.device
     cut_group: Callable[[Callable[[list[int]], Sequence[Sequence[int]]], str], ProcessGroup]
     """See ``DataAxis._cut_group``."""
-    compute_dtype: torch.dtype | None = None
+    compute_dtype: torch.dtype | None
     """Dtype of autocast under ``bf16-mixed`` and ``16-mixed``; None without autocast."""
-    ranks_per_node: int = 1
+    ranks_per_node: int
     """Ranks of this job on one host."""
-    num_microbatches: int = 1
+    num_microbatches: int
     """Batches of a rank per optimizer step, when the run begins."""
-    has_norm_clipping: bool = False
+    has_norm_clipping: bool
     """Whether the Trainer clips gradients by their norm."""
-    reads_gradients: bool = False
+    reads_gradients: bool
     """Whether code of the user may read ``.grad`` before the optimizer steps."""
-    norm_shares: Sequence[NormShare] = ()
+    norm_shares: Sequence[NormShare]
     """Parts of gradient norms on the other axes."""
-    scaler: GradScaler | None = None
+    scaler: GradScaler | None
     """Scales losses and skips steps under ``16-mixed``."""
-    zeroes_gradients: Callable[[], bool] = field(default=lambda: False)
+    zeroes_gradients: Callable[[], bool]
     """Whether the Trainer zeroes gradients after the forward pass that is about to begin, and no
     code reads them before."""
-    begins_window: Callable[[], bool] = field(default=lambda: False)
+    begins_window: Callable[[], bool]
     """Whether the current batch is known to be the first of an accumulation window."""
-    recorder: Recorder | NullRecorder = field(default_factory=NullRecorder)
-    recomputed: frozenset[Module] = frozenset()
+    recorder: Recorder | NullRecorder
+    recomputed: frozenset[Module]
     """Blocks whose forward pass runs again in the backward pass."""
-    held: Collection[Parameter] | None = None
+    held: Collection[Parameter] | None
     """The parameters that the ranks of the axis have values of; None: all of the module."""
-    holds_buffer: Callable[[str], bool] | None = None
-    """Whether these ranks have the model's value of a buffer, by its name; None: of all."""
-    owned: OwnedRows | None = None
+    holds_buffer: Callable[[str], bool]
+    """Whether these ranks have the model's value of a buffer, by its name."""
+    owned: OwnedRows | None
     """Parameters that an axis within the data axis has divided."""
 
 
@@ -275,6 +275,7 @@ class DataAxis(Axis, ABC):
     def context(self, trainer: Trainer) -> AxisContext:
         """Return the context of ``wrap`` for a run that is set up."""
         strategy = self.strategy
+        owned = (axis.owned_rows() for axis in strategy.axes)
         return AxisContext(
             group=strategy.gradient_group,
             device=strategy.root_device,
@@ -293,7 +294,7 @@ class DataAxis(Axis, ABC):
             # A model that is whole has no list: it would keep parameters that become shards.
             held=strategy.held_parameters() if strategy.divides_modules else None,
             holds_buffer=strategy.holds_buffer,
-            owned=next((each for each in map(_owned_by, strategy.axes) if each is not None), None),
+            owned=next((each for each in owned if each is not None), None),
         )
 
     def _cut_group(
@@ -431,8 +432,3 @@ def broadcast_composites(module: Module, group: ProcessGroup) -> None:
     if found:
         exclude_from_ddp(module, found)
         broadcast_tensors(list(found.values()), group)
-
-
-def _owned_by(axis: Axis) -> OwnedRows | None:
-    owned: OwnedRows | None = axis.owned_rows()
-    return owned

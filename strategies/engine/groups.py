@@ -100,7 +100,8 @@ class RankMeshStrategy(ParallelStrategy):
         """This rank's group of each axis, by name."""
         self._joint_group: ProcessGroup | None = None
         self.recorder: Recorder | NullRecorder = NullRecorder()
-        self._num_nodes = 1
+        self.num_nodes = 1
+        """Number of hosts. Set by the Trainer."""
         self._process_group_backend = process_group_backend
         self._start_method = start_method
 
@@ -168,15 +169,6 @@ class RankMeshStrategy(ParallelStrategy):
     def timeout(self) -> timedelta:
         """How long a collective may take."""
         return timedelta(seconds=self.timeout_s)
-
-    @property
-    def num_nodes(self) -> int:
-        """Number of hosts. Set by the Trainer."""
-        return self._num_nodes
-
-    @num_nodes.setter
-    def num_nodes(self, num_nodes: int) -> None:
-        self._num_nodes = num_nodes
 
     @property
     def num_processes(self) -> int:
