@@ -161,7 +161,7 @@ class TensorAxis(LayerAxis):
         return self.placement is not None and self.placement.module is module
 
     def _divide(self, module: LightningModule, step: str) -> tuple[str, ...]:
-        """Divide the model; return messages about changes in the plan. Collective over all ranks."""
+        """Divide the model; return messages about changes in the plan. Collective over the job."""
         batch, rest = self._sample
         self._join()
         placed, notes = place(
@@ -413,7 +413,7 @@ class TensorAxis(LayerAxis):
 
 @dataclass(frozen=True)
 class _Joining:
-    """Implements ``ShardOfParameter`` for one divided parameter.
+    """Implements ``JoinedPart`` for one divided parameter.
 
     It lives as long as the parameter, and must not reference the model.
     """

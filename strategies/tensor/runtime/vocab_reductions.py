@@ -217,14 +217,6 @@ def negative_log_likelihood(
     return losses, weights.to(losses.dtype)
 
 
-def reduced(losses: Tensor, counts: Tensor, reduction: str) -> Tensor:
-    """Reduce ``(N,)`` losses by ``reduction``; without targets the mean is NaN, as in torch."""
-    if reduction == "none":
-        return losses
-    total = losses.sum()
-    return total if reduction == "sum" else total / counts.sum()
-
-
 def counted(targets: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
     """Return the weight of each target, ``(N,)``; 0 if it is ignored."""
     is_ignored = targets == ignore_index
@@ -507,7 +499,9 @@ def _result_type(loss: Callable[..., Tensor], logits: VocabularyTensor) -> torch
 def _reduced(
     losses: Tensor, counted: Tensor, reduction: str, target: Tensor, kind: torch.dtype
 ) -> Any:
-    if reduction not in {"none", "mean", "sum"}:
-        return NO_RULE
-    result = reduced(losses, counted, reduction).to(kind)
-    return result.reshape(target.shape) if reduction == "none" else result
+    """Reduce ``(N,)`` losses; without targets the mean is NaN, as in torch."""
+    if reduction == "none":
+        return losses.to(kind).reshape(target.shape)
+    if reduction == "sum":
+        return losses.sum().to(kind)
+    return (losses.sum() / counted.sum()).to(kind) if reduction == "mean" else NO_RULE

@@ -122,23 +122,6 @@ class Vocabulary:
         is_others = (places < 0) | (places >= self.length)
         return places.masked_fill(is_others, 0), is_others
 
-    def note_gather(self, function: str, *, needs_grad: bool) -> None:
-        """Count a function for which a tensor was gathered.
-
-        Args:
-            function: Its name.
-            needs_grad: Whether a loss may be computed from the tensor.
-
-        Raises:
-            ConfigError: With ``loss_parallel=True``, if ``needs_grad``.
-        """
-        if self.loss_parallel is True and needs_grad:
-            raise ConfigError(
-                f"loss_parallel=True, but '{function}' needs the logits of all {self.size} "
-                "tokens. Set strategy.loss_parallel=auto to have them gathered there."
-            )
-        self.gathered_for[function] = self.gathered_for.get(function, 0) + 1
-
     @property
     def _is_even(self) -> bool:
         return self.size % self.group.size == 0
@@ -336,11 +319,21 @@ def apply_rule(
 
 
 def note(args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str) -> None:
-    """Count a gather at the vocabulary of the first divided argument."""
+    """Count a gather for a function at the vocabulary of its first divided argument.
+
+    Raises:
+        ConfigError: With ``loss_parallel=True``, if a loss may be computed from the tensor.
+    """
     found: list[VocabularyTensor] = []
     tree_map_only(VocabularyTensor, found.append, (args, kwargs))
     needs_grad = torch.is_grad_enabled() and any(each.requires_grad for each in found)
-    found[0].vocabulary.note_gather(name, needs_grad=needs_grad)
+    vocabulary = found[0].vocabulary
+    if vocabulary.loss_parallel is True and needs_grad:
+        raise ConfigError(
+            f"loss_parallel=True, but '{name}' needs the logits of all {vocabulary.size} "
+            "tokens. Set strategy.loss_parallel=auto to have them gathered there."
+        )
+    vocabulary.gathered_for[name] = vocabulary.gathered_for.get(name, 0) + 1
 
 
 def _write(
