@@ -76,7 +76,7 @@ class JoinedPart(Protocol):
         """This rank's part of the full tensor."""
 
     def join(self, part: Tensor) -> Tensor:
-        """Return the full tensor, of shape ``division.shape``. Collective."""
+        """Return the full tensor of the parameter, or of a tensor of its shape. Collective."""
 
     def cut(self, whole: Tensor) -> Tensor:
         """Return this rank's part of a full tensor. Local."""
@@ -102,11 +102,7 @@ class ShardExchange:
         return parameter.shape
 
     def gather(self, owned: Sequence[Sequence[Parameter]]) -> list[_Pair]:
-        """Return whole values and gradients of what this rank owns. Collective over the group.
-
-        Args:
-            owned: The parameters that each rank owns, in the same order on all ranks.
-        """
+        """Return whole values and gradients of what this rank owns. Collective over the group."""
         mine = owned[self.rank]
         pairs: dict[int, _Pair] = {}
         for like in _types(owned):
@@ -130,12 +126,7 @@ class ShardExchange:
         return [pairs[id(parameter)] for parameter in mine]
 
     def give_back(self, owned: Sequence[Sequence[Parameter]], wholes: Sequence[Tensor]) -> None:
-        """Write whole values into the shards of all ranks. Collective over the group.
-
-        Args:
-            owned: As for ``gather``.
-            wholes: Values of what this rank owns, in the order of ``owned``.
-        """
+        """Write whole values into the shards of all ranks. Collective over the group."""
         value_of = dict(zip(map(id, owned[self.rank]), wholes, strict=True))
         for like in _types(owned):
             splits = [

@@ -50,6 +50,7 @@ from boltmesh.errors import ConfigError, UnsupportedError
 from boltmesh.strategies.checkpoint.chunks import DimDivision
 from boltmesh.strategies.grad_norm import HeldShare, NormShare, PartShare
 from boltmesh.strategies.offload.shard_tensor import OffloadedShard
+from boltmesh.strategies.owner_exchange import JoinedPart
 from boltmesh.strategies.patch import members_replaced
 from boltmesh.strategies.pytree import tensors_in
 from boltmesh.strategies.source_line import OF_TORCH, line_outside
@@ -68,17 +69,7 @@ _units: "WeakSet[FSDPModule]" = WeakSet()
 is no part."""
 
 
-class ShardOfParameter(Protocol):
-    """Joins a parameter of which each rank of a group holds a part in a plain tensor."""
-
-    def join(self, part: Tensor) -> Tensor:
-        """Return the full tensor of the parameter, or of a tensor of its shape. Collective."""
-
-    def cut(self, whole: Tensor) -> Tensor:
-        """Return this rank's part of a full tensor. Local."""
-
-
-_parts: MutableMapping[Tensor, ShardOfParameter] = WeakTensorKeyDictionary()
+_parts: MutableMapping[Tensor, JoinedPart] = WeakTensorKeyDictionary()
 """Entries of every model of this process, by parameter."""
 
 
@@ -139,7 +130,7 @@ def _refuse_number_of_shard(tensor: DTensor) -> None:
     )
 
 
-def register_shards(parts: Mapping[Parameter, ShardOfParameter]) -> None:
+def register_shards(parts: Mapping[Parameter, JoinedPart]) -> None:
     """Register parameters of which this rank holds parts in plain tensors."""
     for parameter, part in parts.items():
         _parts[parameter] = part
