@@ -33,7 +33,6 @@ from boltmesh.strategies.pipeline.stage.trace import (
 )
 from boltmesh.strategies.pipeline.stage.trace_mode import BetweenUnitsTracer
 from boltmesh.strategies.pipeline.stage.unit_outputs import (
-    FirstCall,
     Key,
     KnownUnits,
     key_of,
@@ -365,7 +364,7 @@ class _StepTracer:
         before = versions(arguments)
         saved = None if self.keeping is None else self.keeping.saved()
         watching = nullcontext() if self.kinds is None else self.kinds.watched(name, key, arguments)
-        with watching as watched:
+        with watching as calls:
             called = run_on_fakes(
                 name,
                 self.units[name],
@@ -374,24 +373,23 @@ class _StepTracer:
                 arguments,
                 counts_flops=self.counts_flops,
             )
-            if watched is not None:
-                watched.call = called
-                if self.keeping is not None and saved is not None:
-                    watched.saved = self.keeping.saved_since(saved, called.result)
+            if calls is not None:
+                calls.append(called)
+        if self.keeping is not None and saved is not None:
+            called.saved = self.keeping.saved_since(saved, called.result)
         shows_all = not called.answers and not called.borrowed
         if key is not None and shows_all and versions(arguments) == before:
             self.trace.learned[key] = called.output
         return called
 
-    def _repeat(self, first: FirstCall, key: Key | None, arguments: Any) -> FakeCall:
+    def _repeat(self, first: FakeCall, key: Key | None, arguments: Any) -> FakeCall:
         """Return the output of another unit of the same kind, for these arguments."""
-        output = first.call.output
-        result = recall(output, arguments, self.mode)
+        result = recall(first.output, arguments, self.mode)
         if self.keeping is not None:
             self.keeping.repeat(first.saved, result)
-        if not first.call.borrowed:
-            self.trace.learned[key] = output
-        return replace(first.call, result=result)
+        if not first.borrowed:
+            self.trace.learned[key] = first.output
+        return replace(first, result=result)
 
     @property
     def has_repeated(self) -> bool:

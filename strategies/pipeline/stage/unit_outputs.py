@@ -12,7 +12,6 @@ or written), all of them are run.
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -86,19 +85,6 @@ def recall(output: UnitOutput, arguments: Any, mode: FakeTensorMode) -> Any:
     return output.build(leaves)
 
 
-@dataclass
-class FirstCall:
-    """Output of the first unit of a kind."""
-
-    call: FakeCall
-    settings: Mapping[Setting, Hashable]
-    """Constants of that unit."""
-    read: frozenset[Setting]
-    """The settings that it read, among those in which units of its kind differ."""
-    saved: Any
-    """Memory that autograd keeps of it, recorded by the caller."""
-
-
 class KnownUnits:
     """Outputs of units in one run of a step, for other units of their kind.
 
@@ -117,43 +103,43 @@ class KnownUnits:
             self._kinds[name] = numbers.setdefault(kind, len(numbers))
         self._counts = Counter(self._kinds.values())
         self._differing = _differing(self._kinds, self._settings)
-        self._calls: dict[Hashable, list[FirstCall]] = {}
+        self._calls: dict[Hashable, list[tuple[FakeCall, Mapping[Setting, Hashable]]]] = {}
+        """First calls, with the settings that they read, among those in which units differ."""
         self.has_repeated = False
         """Whether a unit got the output of another one."""
 
-    def find(self, name: str, key: Key | None, arguments: Any) -> FirstCall | None:
+    def find(self, name: str, key: Key | None, arguments: Any) -> FakeCall | None:
         """Return a call of another unit of the same kind with such arguments, or None."""
         if key is None or self._counts[self._kinds[name]] == 1:
             return None
         own = self._settings[name]
-        for first in self._calls.get(self._place(name, key, arguments), ()):
-            if all(own[each] == first.settings[each] for each in first.read):
+        for call, read in self._calls.get(self._place(name, key, arguments), ()):
+            if all(own[each] == value for each, value in read.items()):
                 self.has_repeated = True
-                return first
+                return call
         return None
 
     @contextmanager
-    def watched(self, name: str, key: Key | None, arguments: Any) -> Iterator["WatchedCall"]:
-        """Return a context for the run of a unit; set ``call`` of its value, for other units."""
-        watched = WatchedCall()
+    def watched(self, name: str, key: Key | None, arguments: Any) -> Iterator[list[FakeCall]]:
+        """Return a context for the run of a unit; its value takes the call, for other units."""
+        calls: list[FakeCall] = []
         kind = self._kinds[name]
         if key is None or self._counts[kind] == 1:
-            yield watched
+            yield calls
             return
         place = self._place(name, key, arguments)
         unit = self._units[name]
         before = _attributes(unit), _random_state(), versions(arguments)
         with _reads_of(unit, self._differing[kind]) as read:
-            yield watched
-        call = watched.call
+            yield calls
+        (call,) = calls
         if (
-            call is not None
-            and not call.answers
+            not call.answers
             and before == (_attributes(unit), _random_state(), versions(arguments))
             and _has_own_memory(call, arguments)
         ):
-            first = FirstCall(call, self._settings[name], frozenset(read), watched.saved)
-            self._calls.setdefault(place, []).append(first)
+            own = self._settings[name]
+            self._calls.setdefault(place, []).append((call, {each: own[each] for each in read}))
 
     def _place(self, name: str, key: Key, arguments: Any) -> Hashable:
         tensors = tensors_in(arguments)
@@ -170,14 +156,6 @@ class KnownUnits:
               for each in sorted(devices)),
         )  # fmt: skip
         return self._kinds[name], key[1:], nesting(arguments), tuple(shared), modes
-
-
-@dataclass
-class WatchedCall:
-    """A call of a unit whose output others may get; filled by the caller."""
-
-    call: FakeCall | None = None
-    saved: Any = None
 
 
 def describe_unit(unit: Module, forward: Any) -> tuple[Hashable, dict[Setting, Hashable]]:
