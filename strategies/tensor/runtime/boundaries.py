@@ -99,12 +99,10 @@ class ReplicatedBoundary(BlockBoundary):
 
     @override
     def after(self, parameter: Tensor) -> Tensor:
-        """Return it unchanged: its use is replicated."""
-        return parameter
+        return parameter  # its use is replicated
 
     @override
     def forget(self) -> None:
-        """Release activations. Called when the block has run."""
         self._entered = None
 
 
@@ -143,22 +141,18 @@ class GradSummedUpstream(BlockBoundary):
 
     @override
     def enter(self, value: Tensor) -> Tensor:
-        """Return it unchanged."""
         return value
 
     @override
     def leave(self, part: Tensor) -> Tensor:
-        """See the other boundary."""
         return self._boundary.leave(part)
 
     @override
     def after(self, parameter: Tensor) -> Tensor:
-        """See the other boundary."""
         return self._boundary.after(parameter)
 
     @override
     def forget(self) -> None:
-        """See the other boundary."""
         self._boundary.forget()
 
 
