@@ -38,7 +38,7 @@ from boltmesh.strategies.data_parallel.expected_traffic import ExtraTraffic, exp
 from boltmesh.strategies.data_parallel.options import ZeroOptions
 from boltmesh.strategies.dry_run.step import DryRun
 from boltmesh.strategies.engine.axis import FakeRuns
-from boltmesh.strategies.expert.expected_traffic import ExchangeShape, expected_bytes
+from boltmesh.strategies.expert.expected_traffic import ExchangeShape, exchange_traffic
 from boltmesh.strategies.lightning_compat.trainer import (
     module_keeps_gradients,
     module_reads_gradients,
@@ -365,19 +365,15 @@ def over_experts(job: MeshJob, held: Mapping[str, ExpertExchange]) -> list[Expec
         return []
     layout, parts = job.layout, max(1, len(job.parts))
     again = job.recompute is not None
-    shapes = [each.shape.part(layout.size("context") * parts) for each in held.values()]
-    batch = expected_bytes(((each.part(layout.tensor), again) for each in shapes), job.expert)
-    count = job.num_batches * parts
-    why = "rows to the ranks of their experts and back, if all experts were as likely"
-    calls, payload = count * batch.calls, count * batch.payload
-    found = [ExpectedTraffic("expert", "alltoall_base", payload, calls, why, is_mean=True)]
-    if layout.tensor > 1:
-        joined = [each.joined(layout.tensor, is_recomputed=again) for each in shapes]
-        payload = count * sum(each.payload for each in joined)
-        calls = count * sum(each.calls for each in joined)
-        why = "results of experts, and gradients of their rows and weights, of all parts"
-        found.append(ExpectedTraffic("tensor", "_allgather_base", payload, calls, why))
-    return found
+    shapes = [(each.shape.part(layout.size("context") * parts), again) for each in held.values()]
+    return exchange_traffic(
+        shapes,
+        job.expert,
+        job.num_batches * parts,
+        sharing=layout.tensor,
+        gathers_parts=layout.tensor > 1,
+        why="rows to the ranks of their experts and back, if all experts were as likely",
+    )
 
 
 def over_copies(owned: ModelShape, job: MeshJob) -> list[ExpectedTraffic]:
