@@ -130,8 +130,6 @@ class TiedWeights:
         group: ProcessGroup,
         new_group: Callable[[tuple[int, ...]], ProcessGroup | None],
     ) -> None:
-        self.names = frozenset(parameters.named())
-        """Parameters that this rank shares."""
         self._parameters = parameters
         self._members: list[tuple[ProcessGroup, list[str]]] = []
         for members in sorted(set(ranks.values())):
