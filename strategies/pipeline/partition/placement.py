@@ -180,19 +180,7 @@ def divide(
 ) -> tuple[StageAssignment, StagePlans]:
     """Cut a model into stages, from a trace of a step with one microbatch.
 
-    Args:
-        module: The whole model; its values do not change.
-        step: The method that is run as a pipeline, such as ``training_step``.
-        args: Positional arguments of the step.
-        rank_of_stage: The rank of each stage.
-        split: The user's argument.
-        seed: Seed of the step's random numbers.
-        device: Device that the model will run on.
-        budget: Memory of the ranks.
-        unmade: Parts of the model that are not materialized yet.
-        recomputed: Units whose forward pass runs again in the backward pass.
-        without_collectives: See ``PipelineContext``.
-        boundaries: See ``PipelineContext``.
+    Arguments as for :func:`place`, and as in ``PipelineContext``.
 
     Raises:
         ConfigError: The model cannot be cut so.

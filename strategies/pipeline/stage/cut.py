@@ -158,14 +158,8 @@ def plan_tail(
 ) -> tuple[StagePlan, StagePlan]:
     """Return the last stage up to its last unit, and the tail behind it as a stage of its own.
 
-    Args:
-        trace: See :func:`plan_stages`.
-        stage_of_unit: See :func:`plan_stages`.
-        parameters_of_unit: See :func:`plan_stages`.
-        weight_only: See :func:`plan_stages`.
-        recomputed: Values of code between units, by their number in the trace, that the tail
-            computes again from their sources.
-        boundaries: See :func:`plan_stages`.
+    Arguments as for :func:`plan_stages`. The tail computes the values whose numbers in the trace
+    are in ``recomputed``, of code between units, again from their sources.
 
     Raises:
         ConfigError: The step cannot be cut there.

@@ -171,7 +171,6 @@ def explain(events: Sequence[TraceEvent], event: int, what: str) -> str:
 
 NOT_READY = object()
 NOTHING = EventPlan()
-NOT_DRAWING = nullcontext()
 
 
 class _NextStage(BaseException):
@@ -282,7 +281,7 @@ class StageRun:
                 self.boundaries.running(),
                 distributions_unchecked(),
                 self._forwards,
-                NOT_DRAWING if self.streams is None else self.streams,
+                self.streams or nullcontext(),
             ):
                 result = self._run_step(args, kwargs)
             return self._finish(self.boundaries.whole(result))
@@ -357,8 +356,6 @@ class StageRun:
             event = len(self.trace.events) if call is None else call.event
             raise DivergenceError(explain(self.trace.events, event, f"it calls {name!r}"))
         if self.watch is None:
-            if call.ready is not NOT_READY:
-                return call.ready
             return self._act(call, args, kwargs)
         self.watch.pass_unit(call.event)
         self.watch.stop()
