@@ -19,6 +19,7 @@ from torch.nn import Module
 from boltmesh.errors import BoltMeshError, ConfigError, UnsupportedError
 from boltmesh.strategies.dry_run.metrics import MetricCall, answer, find_metrics, metrics_replaced
 from boltmesh.strategies.dry_run.no_side_effects import modules_unchanged
+from boltmesh.strategies.patch import patched
 from boltmesh.strategies.pipeline.stage.fake_unit import FakeCall, run_on_fakes
 from boltmesh.strategies.pipeline.stage.rng import host_random_state
 from boltmesh.strategies.pipeline.stage.trace import (
@@ -69,10 +70,6 @@ def _called(root: Module, step: str, args: tuple[Any, ...], kwargs: Mapping[str,
             f"{error}. {step} is looked at before the hooks of training run, to find out how the "
             f"model can be divided. Set the attribute in __init__ or setup."
         ) from error
-
-
-LOGGING = ("log", "log_dict")
-"""Methods of a LightningModule that take values out of the step."""
 
 
 class _KnownReads(BaseException):
@@ -259,9 +256,8 @@ class _StepTracer:
             self.stack = stack.enter_context(ExitStack())
             metrics = find_metrics(self.root)
             stack.enter_context(metrics_replaced(metrics, self._call_metric))
-            for name in LOGGING:
-                if hasattr(self.root, name):
-                    vars(self.root)[name] = self._hand_out
+            hand_out = self._hand_out
+            stack.enter_context(patched(self.root, log=hand_out, log_dict=hand_out))
             if self.seed is not None:
                 seed_random_state(self.seed, device)
             state = StateWatch(around)
