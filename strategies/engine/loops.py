@@ -353,14 +353,7 @@ class LoopStrategy(RankMeshStrategy):
         return self._run_step("predict_step", super().predict_step, args, kwargs)
 
     def _run_step(self, step: str, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run a step through the axes: each wraps the inner ones, and all wrap Lightning's.
-
-        Args:
-            step: Name of the step.
-            plain: Lightning's implementation.
-            args: Positional arguments of the step.
-            kwargs: Keyword arguments of the step.
-        """
+        """Run a step through the axes: each wraps the inner ones, and all wrap Lightning's."""
         run: StepFunction = partial(self._run_plain, step, plain)
         for axis in reversed(self.axes):
             run = partial(axis.run_step, step, run)

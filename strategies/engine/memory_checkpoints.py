@@ -29,6 +29,7 @@ from boltmesh.errors import ConfigError
 from boltmesh.strategies.checkpoint import host_memory
 from boltmesh.strategies.checkpoint.archive_check import find_damage as find_damage_in_file
 from boltmesh.strategies.checkpoint.async_save import AsyncSave, serialised
+from boltmesh.strategies.checkpoint.atomic_replace import remove
 from boltmesh.strategies.checkpoint.directory import copy_part, find_damage
 from boltmesh.strategies.checkpoint.file import write_file
 from boltmesh.strategies.checkpoint.host_part import HostRanks, send_part, write_part
@@ -319,7 +320,8 @@ class MemoryCheckpoints:
             name = None if step is None else self._path(0, step).name
             for each in self._folder.glob("part-*/*"):
                 if each.name != name:
-                    _delete(each)
+                    with contextlib.suppress(OSError):
+                        remove(each)
 
     def wait(self) -> None:
         """Wait until no copy is being written.
@@ -393,11 +395,3 @@ def _is_whole(path: Path) -> bool:
         with path.open("rb") as file:
             return find_damage_in_file(file) is None
     return False
-
-
-def _delete(path: Path) -> None:
-    with contextlib.suppress(OSError):
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
