@@ -52,10 +52,6 @@ class Float8Products:
     def refuse(self, device: torch.device, axes: Iterable[Any]) -> None:
         """Refuse a run that cannot compute float8 products.
 
-        Args:
-            device: Device of the run.
-            axes: Axes of its mesh.
-
         Raises:
             ConfigError: Naming the axis, the device or the missing package.
         """

@@ -83,11 +83,7 @@ class JoinedPart(Protocol):
 
 
 class ShardExchange:
-    """Moves parameters that are sharded by rows, between their ranks and their owners.
-
-    Args:
-        group: Ranks that hold the shards of one copy of the model.
-    """
+    """Moves parameters that are sharded by rows, between their ranks and their owners."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
@@ -166,12 +162,7 @@ class ShardExchange:
 
 
 class PartExchange:
-    """Moves parameters of which each rank of a tensor group has a part in a plain tensor.
-
-    Args:
-        group: The tensor group.
-        parts: How the parameters are joined and cut.
-    """
+    """Moves parameters of which each rank of a tensor group has a part in a plain tensor."""
 
     def __init__(self, group: ProcessGroup, parts: Mapping[Parameter, JoinedPart]) -> None:
         self._group = group

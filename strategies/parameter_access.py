@@ -352,9 +352,6 @@ class GradientReads(TorchFunctionMode):
 
     Where a hook computes a number from a gradient, that is collective over the ranks that shard the
     parameter.
-
-    Args:
-        shares: Contributions of the axes to norms of gradients.
     """
 
     def __init__(self, shares: Iterable[NormShare]) -> None:

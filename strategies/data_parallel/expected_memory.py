@@ -61,13 +61,7 @@ def held_tensors(
 def describe_units(
     module: Module, units: Mapping[str, FSDPModule], *, cast: Container[str]
 ) -> ModelShape:
-    """Return the shapes of a wrapped module.
-
-    Args:
-        module: The wrapped module.
-        units: Units by name; the root's name is empty.
-        cast: Names of the units that are gathered in autocast's dtype.
-    """
+    """Return the shapes of a wrapped module; units in ``cast`` are gathered in autocast's dtype."""
     names = {parameter: name for name, parameter in module.named_parameters()}
     shapes = []
     for unit_name, unit in units.items():

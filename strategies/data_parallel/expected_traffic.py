@@ -62,15 +62,7 @@ def expected_shard_traffic(
     num_norms: int = 0,
     more: Iterable[ExpectedTraffic] = (),
 ) -> list[ExpectedTraffic]:
-    """Return the traffic of one step on the data axis, one entry per operator.
-
-    Args:
-        model: Shapes of the units.
-        sharing: The ZeRO stage.
-        job: Ranks, dtypes and batches.
-        num_norms: Number of optimizers whose gradients are clipped by their norm.
-        more: Further traffic on the data axis.
-    """
+    """Return the traffic of one step on the data axis, one entry per operator."""
     reasons = {
         "all-gather": _GATHERS[sharing.stage],
         "reduce-scatter": _REDUCTIONS[sharing.stage],
@@ -180,20 +172,11 @@ class ExtraTraffic:
         return (self.num_batches - 1) * self.batch_bytes
 
     def per_microbatch(self, num_microbatches: int) -> float:
-        """Return the bytes of a step divided by its number of microbatches.
-
-        Args:
-            num_microbatches: Microbatches per batch.
-        """
+        """Return the bytes per microbatch, of which a batch has ``num_microbatches``."""
         return self.step_bytes / (self.num_batches * num_microbatches)
 
     def sentence(self, num_microbatches: int, *, rank: str) -> str:
-        """Format the extra traffic for the user.
-
-        Args:
-            num_microbatches: Microbatches per batch.
-            rank: Name of the rank, such as ``rank 0``.
-        """
+        """Format the extra traffic for the user; ``rank`` is a name such as ``rank 0``."""
         what = f"{self.gradient_bytes:,} bytes of gradients"
         if self.parameter_bytes:
             what += f" and {self.parameter_bytes:,} of parameters"

@@ -52,14 +52,7 @@ def find_whole_optimizers(
 ) -> list[Optimizer]:
     """Return the optimizers that must step whole parameters, one at a time, instead of shards.
 
-    Collective over the ranks of the model's shards.
-
-    Args:
-        optimizers: The user's.
-        model: The sharded model.
-        options: The options of the axis.
-        group: The ranks of the model's shards.
-        has_parts: Whether the shards are of a tensor rank's part.
+    Collective over the ranks of the model's shards; with ``has_parts`` these are of a tensor part.
 
     Raises:
         UnsupportedError: Naming an optimizer whose step of a parameter needs other parameters,
@@ -184,9 +177,6 @@ def refuse_unsharded(optimizer: Optimizer, sharded: "ShardedModel") -> None:
 def refuse_lost_write(name: str) -> None:
     """Refuse a write to either a parameter's shard or its gathered copy, but not to both.
 
-    Args:
-        name: Name of the parameter within the root.
-
     Raises:
         UnsupportedError: Naming the parameter.
     """
@@ -250,12 +240,7 @@ _TILE_FUNCTIONS = {"LinearFunctionBackward", "EmbeddingFunctionBackward"}
 
 
 def explain_direct_use(error: BaseException, sharded: "ShardedModel") -> None:
-    """Name the parameters in an error of computing with a shard; leave any other error alone.
-
-    Args:
-        error: The caught error with its traceback. May have been explained already.
-        sharded: The model.
-    """
+    """Name the parameters in an error of computing with a shard; leave any other error alone."""
     if _ADDED in str(error) or not any(sign in str(error) for sign in _SIGNS):
         return
     weights = {each.name: each.parameter for each in sharded.tiled}
@@ -304,11 +289,7 @@ def _ways_to_gather(shards: Sequence[str], blocks: Sequence[str], called: str) -
 
 
 def explain_transform(error: BaseException) -> None:
-    """Name the alternative in an error of a transform of ``torch.func`` through layers.
-
-    Args:
-        error: The caught error with its traceback. Any other error is left alone.
-    """
+    """Name the alternative in an error of a transform of ``torch.func`` through layers."""
     places = [frame.f_code.co_filename for frame in _frames(error)]
     functorch = [Path(each).stem for each in places if f"{os.sep}_functorch{os.sep}" in each]
     is_transform = bool({*functorch} - {"functional_call"})  # which transforms nothing

@@ -174,12 +174,7 @@ class BackwardStepper:
         self._complete.clear()
 
     def check(self, bucket: Bucket, doing: str) -> None:
-        """Raise if a bucket was stepped in a step that is not over.
-
-        Args:
-            bucket: Bucket whose former values are needed.
-            doing: Operation that needs them, for the message.
-        """
+        """Raise if a bucket, which ``doing`` needs, was stepped in a step that is not over."""
         if bucket in self._begun:
             raise OffloadError(
                 f"{bucket.slots[0].name} has been stepped within the backward pass, for gradients "

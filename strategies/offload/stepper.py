@@ -364,13 +364,7 @@ class _Guess:
 
 
 class Stepper:
-    """Steps buckets chunk by chunk on its own thread.
-
-    Args:
-        copies: Receives stepped parameters.
-        num_threads: Threads that torch may use within one operator.
-        device: Device of the worker.
-    """
+    """Steps buckets chunk by chunk on its own thread."""
 
     def __init__(self, copies: ParameterCopies, *, num_threads: int, device: torch.device) -> None:
         self.counts: Counter[str] = Counter()

@@ -19,12 +19,7 @@ from boltmesh.telemetry.writer.recorder import Recorder
 
 
 class CopyMeter:
-    """Records size and time of the copies on one stream once they are found to be done.
-
-    Args:
-        device: Device of the stream. On the CPU nothing is copied or measured.
-        recorder: Receives the measurements.
-    """
+    """Records size and time of the copies on one stream once they are found to be done."""
 
     def __init__(self, device: torch.device, recorder: Recorder | NullRecorder) -> None:
         self._device = device
@@ -61,12 +56,7 @@ class CopyMeter:
 
 
 class CopyStream:
-    """A stream for copies; does nothing on the CPU, where copies run in order.
-
-    Args:
-        device: Device that is copied to and from.
-        recorder: Receives the copies that ``meter`` measures.
-    """
+    """A stream for copies; does nothing on the CPU, where copies run in order."""
 
     def __init__(
         self, device: torch.device, recorder: Recorder | NullRecorder | None = None

@@ -181,10 +181,6 @@ def check_writes_to_copies(names: Iterable[str], check: Callable[[], None]) -> N
     """Call a check before a write to a view of a DTensor with other memory than its base.
 
     torch gathers such a view along a divided dim, and what is written to it is lost.
-
-    Args:
-        names: Tensor methods that write.
-        check: Raises an error.
     """
     for name in names:
         setattr(DTensor, name, _checked(getattr(Tensor, name), check))
@@ -361,11 +357,7 @@ DispatchMode = TorchDispatchMode
 
 
 class OperatorsSeen(DispatchMode):  # type: ignore[no-untyped-call]
-    """Records whether one of some operators ran.
-
-    Args:
-        is_one: Whether an operator is one of them.
-    """
+    """Records whether one of some operators ran."""
 
     def __init__(self, is_one: Callable[[Any], bool]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
