@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from boltmesh.strategies.tensor.analysis.analyse import Analysis
-from boltmesh.strategies.tensor.analysis.op_rules.arithmetic import RANDOM
+from boltmesh.strategies.tensor.analysis.arithmetic_rules import RANDOM
 from boltmesh.strategies.tensor.analysis.symbolic_dims import (
     Reason,
     SymbolicDim,

@@ -9,9 +9,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from boltmesh.strategies.tensor.analysis.op_rules.rule import OperatorCall, rule
 from boltmesh.strategies.tensor.analysis.symbolic_dims import Dim, new_dim
-from boltmesh.strategies.tensor.analysis.trace import Product
+from boltmesh.strategies.tensor.analysis.trace import OperatorCall, Product, rule
 
 
 @rule(

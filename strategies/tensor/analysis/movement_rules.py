@@ -7,9 +7,8 @@ tensors along a dim, or join them.
 import torch
 from torch import Tensor
 
-from boltmesh.strategies.tensor.analysis.op_rules.rule import OperatorCall, rule
 from boltmesh.strategies.tensor.analysis.symbolic_dims import Dim, narrow, new_dim, regroup
-from boltmesh.strategies.tensor.analysis.trace import Lookup
+from boltmesh.strategies.tensor.analysis.trace import Lookup, OperatorCall, rule
 
 
 @rule(
