@@ -37,7 +37,7 @@ from boltmesh.strategies.data_parallel.expected_traffic import (
     describe_late_units,
 )
 from boltmesh.strategies.data_parallel.pipeline_ddp import BUCKET_BYTES, replica_traffic
-from boltmesh.strategies.pipeline.expected_traffic import PipelineForecast, StageRehearsal
+from boltmesh.strategies.pipeline.expected_traffic import StageRehearsal, pipeline_traffic
 from boltmesh.strategies.pipeline.partition.placement import StageAssignment
 from boltmesh.strategies.pipeline.schedules.actions import RankPrograms
 from boltmesh.strategies.pipeline.stage.plan_cache import StagePlans
@@ -301,9 +301,10 @@ class _Stages:
         """Return the traffic of the pipeline in an optimizer step."""
         job, runs, programs = self._job, self._work.runs, self._work.programs
         group = CountingGroup(self._rank, job.layout.pipeline)
-        forecast = PipelineForecast(programs, len(job.parts), group)
-        forecast.crossing = [[each.plan.values_in for each in stages] for stages in runs]
-        return forecast.traffic(
+        return pipeline_traffic(
+            programs,
+            group.size(),
+            [[each.plan.values_in for each in stages] for stages in runs],
             accumulated=job.num_batches,
             num_norms=job.num_norms,
             shared=self._shared_by(group),

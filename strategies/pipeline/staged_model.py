@@ -211,7 +211,7 @@ class StagedModel:
             recorder.name_group(self.executor.control_group, CONTROL)
         if self.executor.gradient_group is not None:
             recorder.name_group(self.executor.gradient_group, "pipeline")
-        recorder.schedule(self.expectations.forecast.plan(accumulated))
+        recorder.schedule(self.expectations.plan(accumulated))
 
     def follow_scaler(self) -> None:
         """Make all stages skip a step if the gradients of one overflow.
