@@ -304,13 +304,7 @@ def requested_loader(trainer: Trainer) -> Any:
     """Return the loader from the user's hook for the loop about to run; usually a new one."""
     if trainer.state.fn == TrainerFn.FITTING:
         return _request_dataloader(trainer.fit_loop._data_source)
-    assert trainer.state.fn is not None
-    loop: Any = {
-        TrainerFn.VALIDATING: trainer.validate_loop,
-        TrainerFn.TESTING: trainer.test_loop,
-        TrainerFn.PREDICTING: trainer.predict_loop,
-    }[trainer.state.fn]
-    loaders = _request_dataloader(loop._data_source)
+    loaders = _request_dataloader(_evaluating_loop(trainer)._data_source)
     # Evaluations run one loader after the other.
     return loaders[0] if isinstance(loaders, list | tuple) else loaders
 
