@@ -10,6 +10,7 @@ stages runs layer by layer, see ``layerwise_eval.py``.
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
@@ -112,7 +113,9 @@ class Evaluation:
     def _run_layerwise(self, whole: MicrobatchRun, around: Around) -> Any:
         """Run a step that cannot be cut into stages, each layer on its rank."""
         with self._of_step(around):
-            return self._model.runner.run_layerwise(whole)
+            method = getattr(self._model.module, whole.step)
+            step = partial(method, whole.batch, *whole.rest, **whole.kwargs)
+            return self._model.runner.run_layerwise(whole.step, step, whole.seeds[0])
 
     @contextmanager
     def _of_step(self, around: Around) -> Iterator[None]:

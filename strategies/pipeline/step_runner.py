@@ -258,28 +258,21 @@ class StepRunner:
         self._signals.receive(outcome.reports[:, :NUM_SIGNALS])
         return outcome
 
-    def run_layerwise(self, run: MicrobatchRun) -> Any:
-        """Run a step on the whole batch, each unit on its rank, and return its result."""
-        step = partial(getattr(self._module, run.step), run.batch, *run.rest, **run.kwargs)
-        return self._run_layerwise(run.step, step, run.seeds[0])
-
-    def run_layerwise_outside_of_steps(self, name: str, function: Callable[[], Any]) -> Any:
+    def run_layerwise(self, name: str, function: Callable[[], Any], seed: int | None = None) -> Any:
         """Run a function of the model, each unit on its rank, and return its result.
 
         Args:
             name: Name of the function, for errors.
-            function: The same on all ranks, with generators in the same state.
+            function: The same on all ranks.
+            seed: Seed of random numbers. None: the run's in units; between them generators go on,
+                which are in the same state on all ranks.
         """
-        return self._run_layerwise(name, function, self._context.seed, seeds=False)
-
-    def _run_layerwise(
-        self, name: str, function: Callable[[], Any], seed: int, *, seeds: bool = True
-    ) -> Any:
         made = layerwise_evaluation(
             self._module, self._placement, self._context.group, self._context.device
         )
         with patched(self, runs_layerwise=True), self._executor.guarded(name):
-            return made.run(function, seed, seeds=seeds)
+            own_seed = self._context.seed if seed is None else seed
+            return made.run(function, own_seed, seeds=seed is not None)
 
     def refuse(self, error: Exception) -> NoReturn:
         """Raise this rank's error on all ranks, in the place of a step."""
