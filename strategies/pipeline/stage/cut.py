@@ -424,11 +424,7 @@ class _StagePlanner:
             self.copies.add(slot)
 
     def _write(self) -> None:
-        """Plan the step's writes to parameters.
-
-        Raises:
-            ConfigError: A write is between uses of its parameter.
-        """
+        """Plan the step's writes to parameters; refuse one between uses of its parameter."""
         counts: Counter[str] = Counter()
         for number, event in enumerate(self.trace.events[: self.end]):
             if not event.writes:

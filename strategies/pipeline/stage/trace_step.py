@@ -171,11 +171,7 @@ def trace_step(
 
 
 def _refuse_carried(tracer: "_StepTracer", step: str) -> None:
-    """Refuse a step that passes a state of the batch before to a layer.
-
-    Raises:
-        UnsupportedError: Naming the layer and where it is kept.
-    """
+    """Refuse a step that passes a state of the batch before to a layer."""
     if tracer.carried_to is not None:
         kept = ", ".join(f"{module}.{name}".lstrip(".") for module, name in tracer.carried)
         raise UnsupportedError(
