@@ -143,7 +143,7 @@ def plan_stages(
     plans = [_StagePlanner(cut, stage, parameters_of_unit).plan() for stage in range(cut.count)]
     for number, event in enumerate(trace.events):
         users = [plan.stage for plan in plans if event.writes in plan.parameters]
-        if event.writes and cut.stage_of_event(number) > min(users, default=0):
+        if event.writes and cut.stages.of(number) > min(users, default=0):
             raise write_refused(event.writes, event.place, "behind the stage that uses it")
     return tuple(plans)
 
@@ -187,15 +187,13 @@ class _StageCut:
         self.trace = trace
         self.divided = boundaries.dividing(trace)
         self.stages = EventStages(trace, stage_of_unit, weight_only)
-        self.calls, self.stage_of_call = self.stages.calls, self.stages.of_call
         self.count = max(stage_of_unit.values()) + 1
-        missing = set(range(self.count)) - set(self.stage_of_call)
+        missing = set(range(self.count)) - set(self.stages.of_call)
         if missing:
             raise ConfigError(
                 f"stage {min(missing)} of {self.count} runs no layer in this step: give it one of "
                 f"those that the step calls, or use fewer stages."
             )
-        self.is_in_order = self.stages.is_in_order
         self.begins = [self._begin_of(stage) for stage in range(self.count)]
         self._refuse_early_readings()
         self.has_parameters_out = self.has_tail = tail is not None
@@ -206,33 +204,29 @@ class _StageCut:
             self.begins.append(tail)
         self.alive = [self._alive_at(stage) for stage in range(self.count)]
         self.ends = [self._last_event_of(stage) for stage in range(self.count)]
-        if not self.is_in_order:
+        if not self.stages.is_in_order:
             refuse_changes_between_calls(trace, self.stages)
-
-    def stage_of_event(self, event: int) -> int:
-        """Return the stage of an event; events before the first unit run on the first stage."""
-        return self.stages.of(event)
 
     def _begin_of(self, stage: int) -> int:
         if stage == 0:
             return 0
-        if not self.is_in_order:
+        if not self.stages.is_in_order:
             return len(self.trace.events)
-        return self.calls[self.stage_of_call.index(stage)]
+        return self.stages.calls[self.stages.of_call.index(stage)]
 
     def _last_event_of(self, stage: int) -> int:
         """Return the last event that a stage has to run.
 
         It is a unit, makes a value to send or to put into a buffer, or writes to a received value.
         """
-        calls = zip(self.calls, self.stage_of_call, strict=True)
+        calls = zip(self.stages.calls, self.stages.of_call, strict=True)
         own = [event for event, at in calls if at == stage]
         sent = self.alive[stage + 1] if stage + 1 < self.count else []
         own += [each.made_at for each in sent if self.stages.of_value(each) == stage]
-        own += [e for e in self.trace.changed_buffers.values() if self.stage_of_event(e) == stage]
+        own += [e for e in self.trace.changed_buffers.values() if self.stages.of(e) == stage]
         for value in [*self.alive[stage], *sent]:
             writes = self.trace.writes.get(value.storage, ())
-            own += [write for write in writes if self.stage_of_event(write) <= stage]
+            own += [write for write in writes if self.stages.of(write) <= stage]
         return max(own, default=NO_EVENT)
 
     def _alive_at(self, stage: int) -> list[Value]:
@@ -244,8 +238,7 @@ class _StageCut:
             for value in self.trace.values
             if self.stages.of_value(value) < stage
             and (
-                any(self.stage_of_event(use) >= stage for use in value.uses)
-                or self._reads(stage, value)
+                any(self.stages.of(use) >= stage for use in value.uses) or self._reads(stage, value)
             )
             and (value.made_at != NO_EVENT or self._is_written_before(value, stage))
         ]
@@ -275,7 +268,7 @@ class _StageCut:
                 if each.made_at < value.made_at and value.made_at in each.uses
             ]
             is_here = all(
-                id(each) in on_last_stage or self.stage_of_event(each.made_at) >= self.count - 2
+                id(each) in on_last_stage or self.stages.of(each.made_at) >= self.count - 2
                 for each in sources
             )
             is_written = any(each.storage in self.trace.writes for each in (value, *sources))
@@ -295,7 +288,7 @@ class _StageCut:
 
     def _is_written_before(self, value: Value, stage: int) -> bool:
         writes = self.trace.writes.get(value.storage, ())
-        return any(self.stage_of_event(write) < stage for write in writes)
+        return any(self.stages.of(write) < stage for write in writes)
 
     def _refuse_unreachable(self, value: Value, stage: int) -> None:
         if value.is_side_effect:
@@ -317,7 +310,7 @@ class _StageCut:
             writes = [
                 each
                 for each in self.trace.writes.get(value.storage, ())
-                if self.stage_of_event(each) >= stage
+                if self.stages.of(each) >= stage
             ]
             others = [each for each in alive if each.storage == value.storage and each is not value]
             if writes and others:
@@ -330,14 +323,14 @@ class _StageCut:
 
     def reaches(self, stage: int, position: int) -> bool:
         """Return whether a stage runs the code behind the first ``position`` events."""
-        if self.is_in_order:
-            return self.stage_of_event(position - 1) <= stage
+        if self.stages.is_in_order:
+            return self.stages.of(position - 1) <= stage
         return stage == self.count - 1 or position <= self.ends[stage] + 1
 
     def _refuse_early_readings(self) -> None:
         for reading in self.trace.readings:
-            stage = self.stage_of_event(reading.event - 1)
-            is_between = not self.is_in_order and reading.event <= self.calls[-1]
+            stage = self.stages.of(reading.event - 1)
+            is_between = not self.stages.is_in_order and reading.event <= self.stages.calls[-1]
             if stage < self.count - 1 or is_between:
                 raise ConfigError(
                     f"{reading.name}() of {reading.origin} at {reading.place} looks at a value of "
@@ -374,16 +367,16 @@ class _StagePlanner:
                 self._at(value.made_at).keep[value.leaf] = numbers[id(value)]
         if self.cut.has_tail and self.stage == self.cut.count - 2:
             self._at(self.end - 1).ends = True
-        elif not self.is_last and not self.cut.is_in_order:
+        elif not self.is_last and not self.cut.stages.is_in_order:
             self._at(self.cut.ends[self.stage]).ends = True
         self._write()
         return StagePlan(
             stage=self.stage,
             num_stages=self.cut.count,
             begin=self.begin,
-            is_in_order=self.cut.is_in_order,
+            is_in_order=self.cut.stages.is_in_order,
             trace=self.trace,
-            stage_of_call=self.cut.stage_of_call,
+            stage_of_call=self.cut.stages.of_call,
             written_outputs=self._written_outputs(),
             handling=self.handling,
             last_watched=self.watched,
@@ -395,13 +388,13 @@ class _StagePlanner:
             row_values=tuple(each.follows_batch for each in received),
             parameters=self._parameters(),
             changed_buffers={
-                name: ANY_STAGE if event == NO_EVENT else self.cut.stage_of_event(event)
+                name: ANY_STAGE if event == NO_EVENT else self.cut.stages.of(event)
                 for name, event in self.trace.changed_buffers.items()
             },
             changed_attributes=self.trace.changed_attributes,
             attributes_of_last=(
                 frozenset()
-                if self.is_last or self.cut.is_in_order
+                if self.is_last or self.cut.stages.is_in_order
                 else self.trace.attributes_of_units
             ),
         )
@@ -413,7 +406,7 @@ class _StagePlanner:
 
     def _receive(self, value: Value, slot: int, number: int) -> None:
         writes = self.trace.writes.get(value.storage, ())
-        own = [each for each in writes if self.cut.stage_of_event(each) >= self.stage]
+        own = [each for each in writes if self.cut.stages.of(each) >= self.stage]
         before = [each for each in writes if value.made_at < each and each not in own]
         if before:
             self._at(value.made_at).keep[value.leaf] = number
@@ -457,11 +450,11 @@ class _StagePlanner:
 
     def _parameters(self) -> frozenset[str]:
         used: set[str] = set()
-        for event, stage in zip(self.cut.calls, self.cut.stage_of_call, strict=True):
+        for event, stage in zip(self.cut.stages.calls, self.cut.stages.of_call, strict=True):
             if stage == self.stage:
                 used |= self.parameters_of_unit[self.trace.events[event].name]
         for number, each in enumerate(self.trace.events):
-            if each.parameters and self.cut.stage_of_event(number) == self.stage:
+            if each.parameters and self.cut.stages.of(number) == self.stage:
                 used |= each.parameters
         for number, names in self.trace.parameter_reads.items():
             if self.cut.reaches(self.stage, number):
