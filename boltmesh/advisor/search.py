@@ -39,7 +39,7 @@ from boltmesh.axes import divisors
 from boltmesh.configs.advice import COMMAND_LINE
 from boltmesh.configs.load import load
 from boltmesh.errors import BoltMeshError, ConfigError
-from boltmesh.plan.strategy_options import optimizer_copies, trainer_reads_gradients
+from boltmesh.plan.strategy_options import class_of, optimizer_copies, trainer_reads_gradients
 from boltmesh.planner.layout import Layout, Recompute, Tier
 from boltmesh.planner.search import Allowed, by_kind, by_prediction, divisions, search, with_room
 from boltmesh.planner.transformer import transformer_like
@@ -114,7 +114,6 @@ class ConfigSearcher:
 
     def _search(self) -> ConfigSearch:
         from boltmesh.plan.dry_model import describe_model
-        from boltmesh.plan.stage_model import class_of
         from boltmesh.strategies.dry_run.unsupported import nothing_to_train
 
         self._end = time.monotonic() + SEARCH_S

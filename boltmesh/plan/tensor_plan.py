@@ -50,20 +50,6 @@ class TensorSummary:
         return {"schema": 1, "tensor": asdict(self)}
 
 
-def describe_division(
-    config: DictConfig, size: int, given: Mapping[str, Any], *, source: str
-) -> TensorSummary:
-    """Divide a config's model over ``size`` ranks as its strategy will.
-
-    Raises:
-        ConfigError: When the model cannot be built or divided, or its data give no batch.
-    """
-    with stand_in_model(config, source, needs="what can be divided is found") as made:
-        module, batch = made.module, made.batch
-        plan = find_division(module, batch, size, given, source=source)
-    return summarise(module, plan, made.types.stored.itemsize, made.notes)
-
-
 def find_division(
     module: "LightningModule", batch: Any, size: int, given: Mapping[str, Any], *, source: str
 ) -> TensorPlan:
@@ -136,8 +122,8 @@ _PROOF = (
 
 
 def plan_tensor(
-    config: "DictConfig", ranks_per_host: int, given: Mapping[str, Any], *, source: str
-) -> "TensorSummary":
+    config: DictConfig, ranks_per_host: int, given: Mapping[str, Any], *, source: str
+) -> TensorSummary:
     """Find the part of each rank in a config's model.
 
     Args:
@@ -156,10 +142,12 @@ def plan_tensor(
             f"ranks of a host, and the ranks of a layer are on one host. Set strategy.size=null, "
             f"or plan for other ranks with --devices."
         )
-    return describe_division(config, size, given, source=source)
+    with stand_in_model(config, source, needs="what can be divided is found") as made:
+        plan = find_division(made.module, made.batch, size, given, source=source)
+    return summarise(made.module, plan, made.types.stored.itemsize, made.notes)
 
 
-def write_tensor(summary: "TensorSummary", width: int | None = None) -> str:
+def write_tensor(summary: TensorSummary, width: int | None = None) -> str:
     """Return what each rank keeps, the collectives of a step, and why the rest is whole.
 
     Args:
