@@ -20,7 +20,6 @@ Elsewhere a Python number computed from a shard is refused, also from that of a 
 """
 
 import difflib
-import os
 from collections.abc import (
     Callable,
     Collection,
@@ -53,7 +52,7 @@ from boltmesh.strategies.offload.shard_tensor import OffloadedShard
 from boltmesh.strategies.owner_exchange import JoinedPart
 from boltmesh.strategies.patch import members_replaced
 from boltmesh.strategies.pytree import tensors_in
-from boltmesh.strategies.source_line import OF_TORCH, line_outside
+from boltmesh.strategies.source_line import line_outside
 from boltmesh.strategies.torch_compat.fsdp import is_gathered, unit_parameter_names, unit_parameters
 from boltmesh.strategies.torch_compat.gathered_writes import GatheredParameter
 from boltmesh.strategies.torch_compat.tensors import (
@@ -122,7 +121,7 @@ def _refuse_number_of_shard(tensor: DTensor) -> None:
     if all(each.is_replicate() or mesh.size(at) == 1 for at, each in enumerate(tensor.placements)):
         return
     raise UnsupportedError(
-        f"A number of a tensor is read ({line_outside(_MACHINERY)}) of which each rank has a "
+        f"A number of a tensor is read ({line_outside()}) of which each rank has a "
         f"shard, so that ranks would get different ones. The norm of gradients is "
         f"trainer.strategy.gradient_norm(optimizer) on all ranks; other numbers of gradients can "
         f"be made in on_after_backward and on_before_optimizer_step, on all ranks, and numbers of "
@@ -335,8 +334,6 @@ _GRAD: Any = Tensor.grad  # torch declares its descriptor as a plain attribute
 _READERS = {"item", "tolist", "numpy", "__array__", "__bool__", "__float__", "__format__"}
 """Methods that turn a tensor into Python or NumPy values."""
 
-_MACHINERY = (*OF_TORCH, os.path.dirname(os.path.abspath(__file__)) + os.sep)
-
 
 @dataclass(frozen=True)
 class _GradientSource:
@@ -416,7 +413,7 @@ class GradientReads(TorchFunctionMode):
             return
         has = "a part of these" if parameters & self._parts else "those of its stages alone"
         raise UnsupportedError(
-            f"A hook ({line_outside(_MACHINERY)}) makes a number of gradients, and a rank has "
+            f"A hook ({line_outside()}) makes a number of gradients, and a rank has "
             f"{has}. Take trainer.strategy.gradient_norm(optimizer), the norm over all ranks of "
             f"the model, which is finite if all gradients are, and clip by self.clip_gradients or "
             f"torch.nn.utils.clip_grad_norm_."

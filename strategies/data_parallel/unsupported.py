@@ -34,7 +34,7 @@ from boltmesh.strategies.optimizer_probe import (
     shard_mismatch,
 )
 from boltmesh.strategies.owner_exchange import is_shard_of
-from boltmesh.strategies.source_line import OF_TORCH, line_outside
+from boltmesh.strategies.source_line import line_outside
 from boltmesh.strategies.torch_compat.autograd import has_accumulation_hooks
 from boltmesh.strategies.torch_compat.optimizers import lacks_shard_rules
 
@@ -195,7 +195,7 @@ def refuse_write_to_copy() -> None:
         UnsupportedError: Naming the line of the write.
     """
     raise UnsupportedError(
-        f"A part of a tensor is written to ({line_outside(_MACHINERY)}), such as some of its rows, "
+        f"A part of a tensor is written to ({line_outside()}), such as some of its rows, "
         f"and each rank has a shard of the tensor: the part is a copy, and the write would be "
         f"lost. Write to weights inside of boltmesh.strategies.gathered_parameters(module, "
         f"writes=True), and multiply a gradient by a mask in a hook of its parameter: "
@@ -230,7 +230,6 @@ def refuse_mixed_types(unit_name: str, unit: Module) -> None:
         )
 
 
-_MACHINERY = (*OF_TORCH, str(Path(__file__).parents[1]) + os.sep)
 _SIGNS = ("mixed torch.Tensor and DTensor", "is offloaded and cannot be viewed")
 _ADDED = "The error was:"
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
