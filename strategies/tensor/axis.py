@@ -245,12 +245,7 @@ class TensorAxis(LayerAxis):
         return self._is_new and is_alike and self._placed.counted is not None
 
     def _count(self, runs: FakeRuns, device: torch.device) -> None:
-        """Count the traffic of a training batch. Called for every fit.
-
-        Args:
-            runs: Steps that this rank runs of it.
-            device: Device of the batch's tensors.
-        """
+        """Count the traffic of a training batch, on this rank."""
         module = self._placed.module
         if any(isinstance(each, DTensor) for each in module.parameters()):
             # They are shards since an earlier run, whole only while gathered; and its batches may
@@ -359,12 +354,7 @@ class TensorAxis(LayerAxis):
         return whole
 
     def _joined(self, name: str, part: Tensor) -> Tensor:
-        """Return the whole tensor of which each rank has a part. Collective over the axis.
-
-        Args:
-            name: Any name of a divided parameter.
-            part: That parameter, or a tensor of its shape.
-        """
+        """Return the whole of a divided parameter, or of a tensor of its shape. Collective."""
         applied = self._placed.applied
         first = next(each.name for each in applied.plan.sharded.values() if name in each.names)
         return applied.join(first, part)

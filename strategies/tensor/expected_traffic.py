@@ -50,7 +50,8 @@ def count_step(
     swapped: dict[str, Tensor] = {}
     for name, each in module.named_parameters():
         with mode:
-            swapped[name] = _moved(make_fake(each, mode), each, device)
+            fake = make_fake(each, mode).detach().to(device)
+            swapped[name] = Parameter(fake, requires_grad=each.requires_grad)
     for name, buffer in module.named_buffers():
         swapped[name] = buffer.detach().to(device).clone()
     total: dict[str, OperatorTraffic] = {}
@@ -72,10 +73,6 @@ def count_step(
     except Exception:  # noqa: BLE001 - the step needs values; the expectation is only displayed
         return None
     return total
-
-
-def _moved(fake: Tensor, parameter: Tensor, device: torch.device) -> Tensor:
-    return Parameter(fake.detach().to(device), requires_grad=parameter.requires_grad)
 
 
 def expected_traffic(

@@ -167,13 +167,7 @@ def read_overrides(
 
 
 def _matched(analysis: Analysis, pattern: str, *, is_deep: bool) -> list[list[str]]:
-    """Return the first names of matched parameters, grouped by module.
-
-    Args:
-        analysis: Analysis of the model.
-        pattern: Pattern for the name of a parameter or a module.
-        is_deep: Whether a module includes its children, and not only its own parameters.
-    """
+    """Return the first names of matched parameters by module; deep: children of a module, too."""
     names = {name: facts.name for facts in analysis.parameters.values() for name in facts.names}
     exact = [[first] for name, first in names.items() if fnmatchcase(name, pattern)]
     modules: dict[str, list[str]] = {}

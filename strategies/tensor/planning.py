@@ -203,14 +203,7 @@ def _attributes(analysis: Analysis, followed: set[SymbolicDim]) -> list[SizeAttr
 
 
 def _tells_apart(analysis: Analysis, sizes: Mapping[str, set[int]], module: str, name: str) -> bool:
-    """Whether an integer differs between modules of one class although their sizes do not.
-
-    Args:
-        analysis: Analysis of the model.
-        sizes: Sizes by which modules view divided axes, by name of the module.
-        module: One of the modules.
-        name: Name of its integer.
-    """
+    """Whether an integer differs between modules of one class although their sizes do not."""
     kind = analysis.classes.get(module)
     twins = [twin for twin in sizes if analysis.classes.get(twin) is kind]
     values = {twin: analysis.integers[twin].get(name) for twin in twins}
