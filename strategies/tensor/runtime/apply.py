@@ -32,7 +32,6 @@ from boltmesh.strategies.tensor.runtime.boundaries import (
     BlockBoundary,
     BlockScope,
     GradSummedUpstream,
-    ReplicatedBoundary,
     SequenceBoundary,
 )
 from boltmesh.strategies.tensor.runtime.collectives import TensorGroup
@@ -300,9 +299,7 @@ class _Application:
                 f"'{owners[0].name}' is divided together with modules outside of the blocks whose "
                 f"sequences are divided. Set strategy.sequence_parallel=false."
             )
-        return (
-            SequenceBoundary(self.group, stack.parts) if stack else ReplicatedBoundary(self.group)
-        )
+        return SequenceBoundary(self.group, stack.parts) if stack else BlockBoundary(self.group)
 
     def _put_owner(self, owner: Owner, boundary: BlockBoundary, *, is_region: bool) -> None:
         module, styles = owner.module, owner.styles
