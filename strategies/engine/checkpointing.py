@@ -99,16 +99,12 @@ class Checkpointing:
         return module
 
     def division(self, name: str) -> DimDivision | None:
-        """Return how a parameter is divided if this rank has a part as a plain tensor, else None.
-
-        Args:
-            name: Key in the module's state dict; any of them for a parameter with several.
-        """
+        """Return how a parameter is divided, see ``Axis.division``."""
         divisions = (axis.division(name) for axis in self._strategy.axes)
         return next((division for division in divisions if division is not None), None)
 
     def keeps_whole_state(self, parameter: Tensor) -> bool | None:
-        """Whether this rank keeps a parameter's whole optimizer state; None: that of its part."""
+        """Whether this rank keeps whole state, see ``Axis.keeps_whole_state``."""
         flags = (axis.keeps_whole_state(parameter) for axis in self._strategy.axes)
         return next((owns for owns in flags if owns is not None), None)
 

@@ -59,15 +59,7 @@ MAX_TIMEOUT_S = 1e8
 class RankMeshStrategy(ParallelStrategy):
     """Starts ranks, gives each its coordinates on the axes, and makes their process groups.
 
-    Args:
-        axes: Axes of the mesh, one of them the data axis.
-        timeout_s: How long a collective may take before the run ends with an error, seconds.
-        process_group_backend: ``gloo`` or ``nccl``; by default the one that fits the device.
-        start_method: How ranks of this host are started, see ``MeshStrategy``.
-        accelerator: As in any Lightning strategy, like the arguments below.
-        parallel_devices: The devices of this host's ranks.
-        cluster_environment: Source of ranks and addresses.
-        precision_plugin: Set by ``Trainer(precision=...)``.
+    Its arguments are those of ``MeshStrategy``.
     """
 
     def __init__(
