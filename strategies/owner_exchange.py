@@ -4,7 +4,7 @@ See [Note: Whole parameters at one owner].
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -16,19 +16,14 @@ from torch.nn import Parameter
 from boltmesh.strategies.checkpoint.chunks import DimDivision, OffloadedChunk
 from boltmesh.strategies.torch_compat.communication import all_to_all
 from boltmesh.strategies.torch_compat.tensors import local_tensor
+from boltmesh.telemetry.traffic import ExpectedTraffic
 
 _Type = tuple[torch.dtype, torch.device]
 _Pair = tuple[Tensor, Tensor]
 """Value and gradient of one parameter, of equal shape and dtype."""
 
 
-class AxisTraffic(NamedTuple):
-    """Bytes and calls of one rank over one axis, in a step that steps all parameters."""
-
-    axis: str
-    operator: str
-    num_bytes: int
-    num_calls: int
+WHY = "gradients and parameters to the rank that steps them whole, and parameters back"
 
 
 class Exchange(Protocol):
@@ -64,7 +59,7 @@ class Exchange(Protocol):
             wholes: Values of what this rank owns, of ``whole_shape``, in the order of ``owned``.
         """
 
-    def traffic(self, owned: Sequence[Sequence[Parameter]]) -> list[AxisTraffic]:
+    def traffic(self, owned: Sequence[Sequence[Parameter]]) -> list[ExpectedTraffic]:
         """Return what this rank sends in a step that steps all parameters."""
 
 
@@ -154,11 +149,12 @@ class ShardExchange:
         rows = shard_rows(num_rows, rank, self.size)
         return len(rows) * (parameter.numel() // max(num_rows, 1))
 
-    def traffic(self, owned: Sequence[Sequence[Parameter]]) -> list[AxisTraffic]:
+    def traffic(self, owned: Sequence[Sequence[Parameter]]) -> list[ExpectedTraffic]:
         """Return what this rank sends in a step that steps all parameters."""
         sent = sum(_local(parameter).nbytes for some in owned for parameter in some)
         own = sum(parameter.numel() * parameter.element_size() for parameter in owned[self.rank])
-        return [AxisTraffic("data", "alltoall_base", 2 * sent + own, 2 * len(_types(owned)))]
+        moved, calls = float(2 * sent + own), float(2 * len(_types(owned)))
+        return [ExpectedTraffic("data", "alltoall_base", moved, calls, WHY)]
 
 
 class PartExchange:
@@ -223,15 +219,15 @@ class PartExchange:
                 part = self._parts.get(id(parameter))
                 yield parameter, whole if part is None else part.cut(whole)
 
-    def traffic(self, owned: Sequence[Sequence[Parameter]]) -> list[AxisTraffic]:
+    def traffic(self, owned: Sequence[Sequence[Parameter]]) -> list[ExpectedTraffic]:
         """Return what this rank moves in a step that steps all parameters."""
-        num_bytes = num_calls = 0
+        num_bytes = num_calls = 0.0
         for parameter in (parameter for some in owned for parameter in some):
             is_part = id(parameter) in self._parts
             size = self.whole_shape(parameter).numel() * parameter.element_size()
             num_bytes += 3 * size if is_part else size
             num_calls += 2 * self.size + 1 if is_part else 1
-        return [AxisTraffic("tensor", "broadcast", num_bytes, num_calls)]
+        return [ExpectedTraffic("tensor", "broadcast", num_bytes, num_calls, WHY)]
 
 
 class ShardedPartExchange:
@@ -266,7 +262,7 @@ class ShardedPartExchange:
         parts = [part for _, part in self._parts.send(self._here(owned), wholes)]
         self._shards.give_back(self._by_data(owned), parts)
 
-    def traffic(self, owned: Sequence[Sequence[Parameter]]) -> list[AxisTraffic]:
+    def traffic(self, owned: Sequence[Sequence[Parameter]]) -> list[ExpectedTraffic]:
         """Return what this rank sends in a step that steps all parameters."""
         shards = self._shards.traffic(self._by_data(owned))
         return shards + self._parts.traffic(self._here(owned))

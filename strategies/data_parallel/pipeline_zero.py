@@ -80,7 +80,7 @@ from boltmesh.strategies.torch_compat.modules import set_parameter
 from boltmesh.strategies.torch_compat.tensors import dtensor_like
 from boltmesh.strategies.whole_steps import add_whole_steps
 from boltmesh.telemetry.snapshot import MemoryKind
-from boltmesh.telemetry.traffic import ExpectedTraffic, added_up
+from boltmesh.telemetry.traffic import ExpectedTraffic
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -361,7 +361,7 @@ class PipelineZeroAxis(ZeroAxis):
         num_reductions = 1 if self.options.stage == 1 else self.axis_context.num_microbatches
         for each in self.model.owned:
             expected += each.expected_traffic(num_batches=num_reductions)
-        return add_whole_steps(added_up(expected), self.whole_steps, self.name)
+        return add_whole_steps(expected, self.whole_steps, self.name)
 
     def describe_traffic(self) -> PipelineZeroTraffic:
         """Describe the axis's traffic of an optimizer step, and what other stages would add."""
