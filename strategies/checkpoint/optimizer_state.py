@@ -155,16 +155,12 @@ def as_parts(state: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         state: State of the parameter, by key.
     """
-    return {
-        key: _as_part(value) if isinstance(value, Tensor) and value.dim() > 0 else value
-        for key, value in state.items()
-    }
-
-
-def _as_part(value: Tensor) -> TensorPart:
-    """Return a ``TensorPart`` for a whole tensor that only one rank has."""
-    rows = (ElementStretch(0, 0, value.shape[0]),)
-    return TensorPart.of(value, DimDivision(value.shape, 0, rows))
+    parts = dict(state)
+    for key, value in state.items():
+        if isinstance(value, Tensor) and value.dim() > 0:
+            rows = (ElementStretch(0, 0, value.shape[0]),)
+            parts[key] = TensorPart.of(value, DimDivision(value.shape, 0, rows))
+    return parts
 
 
 def is_named(saved: Mapping[str, Any]) -> bool:
@@ -299,7 +295,7 @@ def _load_value(
     *,
     is_step: bool,
     stays: bool,
-    is_whole: bool = False,
+    is_whole: bool,
 ) -> Any:
     if not isinstance(value, Tensor):
         return value

@@ -7,7 +7,7 @@ wrap the model that the other axes have divided, average gradients over batches,
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
@@ -61,43 +61,37 @@ class OwnerExchange(Protocol):
         """Take part in an exchange without rows of this rank. Collective."""
 
 
+@dataclass(eq=False)
 class FetchedParams:
     """Parameters that a data axis sends to the ranks that compute with them, in each batch."""
 
-    def __init__(self) -> None:
-        self.called: set[int] = set()
-        """Numbers of modules that were called without rows since their parameters arrived: their
-        gradients are then zeros and not missing."""
-        self.anchors: Sequence[Tensor] = ()
-        """Tensors that this rank's results depend on, whichever parameters they used, so that
-        every rank takes part when gradients are sent back."""
+    called: set[int] = field(default_factory=set, init=False)
+    """Numbers of modules that were called without rows since their parameters arrived: their
+    gradients are then zeros and not missing."""
+    anchors: Sequence[Tensor] = field(default=(), init=False)
+    """Tensors that this rank's results depend on, whichever parameters they used, so that every
+    rank takes part when gradients are sent back."""
 
 
+@dataclass(eq=False)
 class OwnedModules(FetchedParams):
-    """Equal modules, divided in order over a group: each rank computes with equally many.
+    """Equal modules, divided in order over a group: each rank computes with equally many."""
 
-    Args:
-        modules: The modules of all ranks.
-    """
-
-    def __init__(self, modules: Sequence[Module]) -> None:
-        super().__init__()
-        self.modules = modules
+    modules: Sequence[Module]
+    """The modules of all ranks."""
 
 
+@dataclass(eq=False)
 class OwnedColumns(FetchedParams):
     """Matrices with interleaved columns of all experts: column c is of expert c % num_experts.
 
     Each rank of a group computes with the columns of its experts, equally many, in their order.
-
-    Args:
-        places: Modules and the names of their parameters.
-        num_experts: Experts of all ranks.
     """
 
-    def __init__(self, places: Sequence[tuple[Module, str]], num_experts: int) -> None:
-        super().__init__()
-        self.places, self.num_experts = places, num_experts
+    places: Sequence[tuple[Module, str]]
+    """Modules and the names of their parameters."""
+    num_experts: int
+    """Experts of all ranks."""
 
     def part(self, rows: Tensor, rank: int, num_ranks: int) -> Tensor:
         """Return the columns of a rank's experts, interleaved in the same way.
