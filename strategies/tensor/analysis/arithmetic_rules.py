@@ -31,8 +31,7 @@ def make(call: OperatorCall) -> None:
 def look(call: OperatorCall) -> None:
     """Return nothing or a number, which is equal on all ranks if the input is whole."""
     if call.name in {"_local_scalar_dense", "equal"}:
-        for each in call.inputs:
-            call.whole(*call.dims(each))
+        call.whole_tensors(*call.inputs)
 
 
 @rule(
@@ -173,8 +172,7 @@ def channel_norm(call: OperatorCall) -> None:
     call.whole(*rest)
     if call.name != "native_group_norm":
         call.whole(batch)
-    for each in call.inputs[1:]:
-        call.whole(*call.dims(each))
+    call.whole_tensors(*call.inputs[1:])
     call.give(batch, *rest)
     call.give_new(*call.outputs[1:])
 
@@ -185,8 +183,7 @@ def channel_norm(call: OperatorCall) -> None:
 )  # fmt: skip
 def loss(call: OperatorCall) -> None:
     """Compute a loss from predictions and targets, reduced or not."""
-    for each in call.inputs:
-        call.whole(*call.dims(each))
+    call.whole_tensors(*call.inputs)
     call.give_new(*call.outputs)
 
 

@@ -306,6 +306,11 @@ class OperatorCall:
             keep_whole(each, self.trace.reason(self.name))
             self.needed.extend(leaves(each))
 
+    def whole_tensors(self, *tensors: Tensor) -> None:
+        """Mark all dims of tensors as needed whole by this operator."""
+        for each in tensors:
+            self.whole(*self.dims(each))
+
     def uses(self, tensor: Tensor, *, is_addend: bool = False) -> None:
         """Record a use of a tensor if it is a parameter."""
         parameter = self.trace.parameter(tensor)
@@ -322,11 +327,9 @@ class OperatorCall:
 
     def forget(self) -> None:
         """Treat the operator as unknown: all its inputs and outputs are needed whole."""
-        for each in self.inputs:
-            self.whole(*self.dims(each))
+        self.whole_tensors(*self.inputs)
         self.give_new(*self.outputs)
-        for each in self.outputs:
-            self.whole(*self.dims(each))
+        self.whole_tensors(*self.outputs)
 
 
 Rule: TypeAlias = Callable[[OperatorCall], None]
