@@ -36,7 +36,7 @@ from boltmesh.strategies.tensor.plan import (
     TensorPlan,
     Unsharded,
 )
-from boltmesh.strategies.tensor.propagation import Propagation, axes_of, follow, refused_owners
+from boltmesh.strategies.tensor.propagation import Follower, Propagation, axes_of, refused_owners
 from boltmesh.strategies.tensor.sequence import NoSequence, divide_sequence
 
 
@@ -415,7 +415,7 @@ def _choose(
         sharded = {name: axis.atom for axis in chosen for name in axis.parameters}
         styles = {m.parameter: m.style for axis in chosen for m in axis.members}
         followed = [axis.atom for axis in chosen if not axis.is_vocabulary]
-        flow = follow(analysis, sharded, followed, styles)
+        flow = Follower(analysis, sharded, followed, styles).follow()
         flow.refused.update(refused_owners(analysis, sharded, styles, frozenset(followed)))
         for atom, why in flow.refused.items():
             if atom in forced:

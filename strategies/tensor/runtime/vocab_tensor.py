@@ -158,11 +158,13 @@ _ABOUT = frozenset(
     )
     for name in line.split()
 )
+"""Functions that read only metadata, or are part of autograd."""
 
 _COPYING = {"T", "mT", "H", "mH", "data", "real", "imag"}
 """Properties that are tensors. All others are those of the whole tensor."""
 
 _WRITING = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__"}
+"""Functions that modify their first argument, beside those whose name ends with ``_``."""
 
 
 def rule_for(*lines: str) -> Callable[[Rule], Rule]:
@@ -174,16 +176,6 @@ def rule_for(*lines: str) -> Callable[[Rule], Rule]:
         return rule
 
     return register
-
-
-def needs_no_values(name: str, *, is_property: bool) -> bool:
-    """Whether a function reads only metadata or is part of autograd, and needs no values."""
-    return name in _ABOUT or (is_property and name not in _COPYING)
-
-
-def is_writing(name: str) -> bool:
-    """Whether a function of this name modifies its first argument."""
-    return name in _WRITING or (name.endswith("_") and not name.endswith("__"))
 
 
 def name_of(func: Callable[..., Any]) -> tuple[str, bool]:
@@ -238,10 +230,10 @@ class VocabularyTensor(Tensor):
         name, is_property = name_of(func)
         if is_property and name == "data" and len(args) > 1:
             raise NotImplementedError("'data' of a divided tensor cannot be set. Use copy_().")
-        if needs_no_values(name, is_property=is_property):
+        if name in _ABOUT or (is_property and name not in _COPYING):
             with subclasses_unasked():
                 return func(*args, **kwargs)
-        if is_writing(name):
+        if name in _WRITING or (name.endswith("_") and not name.endswith("__")):
             return _write(func, name, args, kwargs)
         return apply_rule(func, name, args, kwargs)
 
