@@ -98,6 +98,10 @@ class Checkpointing:
         assert module is not None
         return module
 
+    def stores(self, name: str) -> bool:
+        """Whether this rank writes its part of a parameter or buffer into checkpoints."""
+        return all(axis.stores(name) for axis in self._strategy.axes)
+
     def division(self, name: str) -> DimDivision | None:
         """Return how a parameter is divided, see ``Axis.division``."""
         divisions = (axis.division(name) for axis in self._strategy.axes)
@@ -125,11 +129,7 @@ class Checkpointing:
             strategy.data_axis.synchronize()
             # The parameters themselves: tied ones are recognised as one object.
             state: dict[str, Any] = self._module.state_dict(keep_vars=True)
-            stored = {
-                name: each
-                for name, each in state.items()
-                if all(axis.stores(name) for axis in strategy.axes)
-            }
+            stored = {name: each for name, each in state.items() if self.stores(name)}
             return self._as_parts(stored)
 
     def begin_training(self) -> None:
