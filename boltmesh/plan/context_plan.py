@@ -24,7 +24,6 @@ from boltmesh.strategies.context.entries import (
     EntryHooks,
     SequenceEntry,
     find_entries,
-    find_sequences,
     lengths_of,
 )
 from boltmesh.strategies.context.exchange import ContextGroup
@@ -137,8 +136,7 @@ def find_sequence(run: DryRun, options: ContextOptions, *, source: str) -> Found
             f"{source}: {type(module).__name__}.{STEP} has no sequence that could be divided. "
             f"Plan another strategy, such as --strategy zero3."
         )
-    axes, _ = find_sequences(analysis, lengths)
-    return FoundSequence(entries, find_tokenwise(analysis, axes))
+    return FoundSequence(entries, find_tokenwise(analysis, lengths))
 
 
 @contextmanager

@@ -29,7 +29,6 @@ from boltmesh.strategies.context.entries import (
     EntryHooks,
     SequenceEntry,
     find_entries,
-    find_sequences,
     lengths_of,
 )
 from boltmesh.strategies.context.exchange import ContextGroup, expected_context_traffic
@@ -259,8 +258,7 @@ class ContextAxis(LayerAxis):
                 analysis = analyse(run.module, run.forward, blocks=blocks)
             self._uses_flex |= bool(calls)
             entries = find_entries(run.module, analysis, tuple(blocks), lengths)
-            axes, _ = find_sequences(analysis, lengths)
-            tokenwise = find_tokenwise(analysis, axes)
+            tokenwise = find_tokenwise(analysis, lengths)
         except Exception as error:  # noqa: BLE001 - the user's step may raise anything
             failure = error
             is_ours = isinstance(error, BoltMeshError)

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import Dropout, Module
 from torch.utils.checkpoint import checkpoint
 
+from boltmesh.strategies.context.entries import find_sequences
 from boltmesh.strategies.context.seq_shard import ContextState, SeqShard
 from boltmesh.strategies.patch import Changes
 from boltmesh.strategies.tensor.analysis.analyse import Analysis
@@ -41,17 +42,19 @@ class TokenwiseModule:
     """Whether random numbers are drawn for positions."""
 
 
-def find_tokenwise(analysis: Analysis, axes: Collection[SymbolicDim]) -> dict[str, TokenwiseModule]:
+def find_tokenwise(
+    analysis: Analysis, lengths: Collection[int] | None = None
+) -> dict[str, TokenwiseModule]:
     """Return the modules that compute each position alone, by name.
 
     Dropout is the only module returned that draws random numbers: others may draw for whole rows.
 
     Args:
         analysis: Analysis of the step.
-        axes: Sequences of the step.
+        lengths: As for ``find_entries``.
     """
     trace = analysis.trace
-    sequences = {representative(each) for each in axes}
+    sequences = set(map(representative, find_sequences(analysis, lengths)[0]))
     if any(each.form == "product" for each in sequences):
         return {}  # a view divides it somewhere
     parts = {representative(each) for atom in sequences for each in _parts_of(atom)}
