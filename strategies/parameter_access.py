@@ -57,6 +57,7 @@ from boltmesh.strategies.torch_compat.fsdp import is_gathered, unit_parameter_na
 from boltmesh.strategies.torch_compat.gathered_writes import GatheredParameter
 from boltmesh.strategies.torch_compat.tensors import (
     check_number_reads,
+    dtensor_like,
     functions_unwatched,
     is_equal,
     local_tensor,
@@ -281,14 +282,7 @@ def _gather(shard: Parameter) -> Parameter:
 def _gather_shards(shard: DTensor) -> Tensor:
     """Return the full tensor of a parameter sharded over the data axis, in its own memory."""
     local = shard_value(shard)
-    value = DTensor.from_local(
-        local.to(shard.device),
-        shard.device_mesh,
-        shard.placements,
-        run_check=False,
-        shape=shard.shape,
-        stride=shard.stride(),
-    ).full_tensor()
+    value = dtensor_like(local.to(shard.device), shard).full_tensor()
     if value.data_ptr() == local.data_ptr():
         value = value.clone()  # a single rank's shard is the full tensor
     return value
