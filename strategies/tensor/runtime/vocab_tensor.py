@@ -256,9 +256,10 @@ class VocabularyTensor(Tensor):
             divided = next(each for each in args if isinstance(each, VocabularyTensor))
             return _like(divided, func(*(part_like(divided, each) for each in args)))
         for value, is_written in written_or_viewed(func, args, kwargs):
-            if is_written and holds_divided(value):
+            if is_written and (found := _divided_in(value)):
+                length = found[0].vocabulary.length
                 raise NotImplementedError(
-                    f"{name} writes to a tensor of which each rank has {_length(value)} tokens. "
+                    f"{name} writes to a tensor of which each rank has {length} tokens. "
                     "Write to a clone, or set strategy.loss_parallel=false."
                 )
         note(args, kwargs, name)
@@ -302,7 +303,7 @@ def apply_rule(
         args, kwargs = (kwargs["input"], *args), {k: v for k, v in kwargs.items() if k != "input"}
     result = NO_RULE if rule is None or "out" in kwargs else rule(func, *args, **kwargs)
     if result is NO_RULE:
-        if holds_divided(kwargs.get("out")):
+        if _divided_in(kwargs.get("out")):
             raise NotImplementedError(f"{name} cannot write its result to a divided tensor.")
         note(args, kwargs, name)
         args, kwargs = gathered((args, kwargs))
@@ -425,12 +426,7 @@ def _gather_value(divided: VocabularyTensor) -> Tensor:
         return divided.vocabulary.gather(_local_of(divided), divided.divided_dim)
 
 
-def holds_divided(value: Any) -> bool:
-    """Whether a value, or an item of a list or tuple, is a divided tensor."""
+def _divided_in(value: Any) -> list[VocabularyTensor]:
+    """Return the divided tensors among a value, or among the items of a list or tuple."""
     values = value if isinstance(value, (list, tuple)) else [value]
-    return any(isinstance(each, VocabularyTensor) for each in values)
-
-
-def _length(value: Any) -> int:
-    values = value if isinstance(value, (list, tuple)) else [value]
-    return next(each.vocabulary.length for each in values if isinstance(each, VocabularyTensor))
+    return [each for each in values if isinstance(each, VocabularyTensor)]
