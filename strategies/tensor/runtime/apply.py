@@ -226,11 +226,10 @@ def apply_plan(
     kept = left_whole(without_replicated(plan), module)
     shard_parameters(module, kept.sharded.values(), size=group.size, rank=group.rank)
     applied = AppliedPlan(module, kept, group)
-    application = _Application(module, kept, group, applied.changes)
+    application = _Application(applied)
     application.run(verified)
     applied.sequences = [each.parts for each in application.stacks.all]
     divide_vocabularies(module, kept, group, applied.changes, loss_parallel=loss_parallel)
-    applied.guards = application.guards
     for guard in applied.guards:
         guard.originals = applied.changes.originals_of(guard.block)
     return applied
@@ -239,19 +238,14 @@ def apply_plan(
 class _Application:
     """Applies one plan to one model."""
 
-    def __init__(
-        self, root: Module, plan: TensorPlan, group: TensorGroup, changes: Changes
-    ) -> None:
-        self.root = root
-        self.plan = plan
-        self.group = group
-        self.changes = changes
-        self.draws = Draws(group)
-        self.backends = backends_of_axes(plan)
+    def __init__(self, applied: AppliedPlan) -> None:
+        self.root, self.plan, self.group = applied.module, applied.plan, applied.group
+        self.changes, self.guards = applied.changes, applied.guards
+        self.draws = Draws(self.group)
+        self.backends = backends_of_axes(self.plan)
         self.scopes: dict[str, set[bool]] = defaultdict(set)
         """Whether axes run as DTensors, by name of the module that contains them."""
-        self.stacks = Stacks(root, plan, group)
-        self.guards: list[SignatureGuard] = []
+        self.stacks = Stacks(self.root, self.plan, self.group)
 
     def run(self, verified: Mapping[str, Iterable[tuple[Signature, bool]]] | None) -> None:
         grouped: dict[tuple[int, str], list[Owner]] = defaultdict(list)
