@@ -306,13 +306,11 @@ def vocabularies(
     """
     divisible, refused = [], {}
     roles = Roles(analysis)
-    lengths = {
-        atom.size
-        for atom, where in places(analysis).items()
-        if with_heads and _is_head(analysis, atom, where, roles)
-    }
-    for atom, where in places(analysis).items():
-        is_head = _is_head(analysis, atom, where, roles)
+    found = places(analysis)
+    heads = {atom for atom, where in found.items() if _is_head(analysis, atom, where, roles)}
+    lengths = {atom.size for atom in heads if with_heads}
+    for atom, where in found.items():
+        is_head = atom in heads
         if not is_head and not _is_table(atom, where, roles):
             continue
         refusal = ""

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -54,8 +54,7 @@ def balanced_share(count: int, size: int, rank: int) -> tuple[int, int]:
     return rank * each + min(rank, left), each + (rank < left)
 
 
-@dataclass(frozen=True)
-class ElementRange:
+class ElementRange(NamedTuple):
     """Elements that are contiguous in the full dimension and in a shard."""
 
     start: int
@@ -410,18 +409,15 @@ def rows(plan: TensorPlan) -> tuple[PlannedParameters, ...]:
     grouped: dict[tuple[object, ...], PlannedParameters] = {}
     for each in _single_rows(plan):
         key = (each.pattern, each.shape, each.style, each.why, each.collectives)
-        known = grouped.get(key)
-        grouped[key] = each if known is None else _together(known, each)
+        known = grouped.setdefault(key, each)
+        if known is not each:
+            grouped[key] = msgspec.structs.replace(
+                known,
+                count=known.count + each.count,
+                rank_bytes=known.rank_bytes + each.rank_bytes,
+                whole_bytes=known.whole_bytes + each.whole_bytes,
+            )
     return tuple(grouped.values())
-
-
-def _together(one: PlannedParameters, other: PlannedParameters) -> PlannedParameters:
-    return msgspec.structs.replace(
-        one,
-        count=one.count + other.count,
-        rank_bytes=one.rank_bytes + other.rank_bytes,
-        whole_bytes=one.whole_bytes + other.whole_bytes,
-    )
 
 
 def without_numbers(name: str) -> str:

@@ -31,11 +31,8 @@ from boltmesh.strategies.torch_compat.tensors import tree_map_only
 
 def division_of(entry: ShardedParameter, size: int, rank: int) -> DimDivision:
     """Return a rank's division of a parameter."""
-    stretches = (
-        ElementStretch(each.start, each.local_start, each.length)
-        for each in runs(entry.sections, size, rank)
-    )
-    return DimDivision(torch.Size(entry.shape), entry.dim, tuple(stretches))
+    stretches = tuple(ElementStretch(*each) for each in runs(entry.sections, size, rank))
+    return DimDivision(torch.Size(entry.shape), entry.dim, stretches)
 
 
 def shard_of(whole: Tensor, entry: ShardedParameter, *, size: int, rank: int) -> Tensor:
