@@ -287,11 +287,6 @@ class ContextAxis(LayerAxis):
             )
         return entries, tokenwise
 
-    @property
-    @override
-    def has_equal_weights(self) -> bool:
-        return False  # parameters that a hook of a later run has changed are still shared
-
     # Forecasts.
 
     @override
