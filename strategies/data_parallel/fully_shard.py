@@ -235,11 +235,6 @@ class ShardedModel:
             if torch.is_grad_enabled() or not each.stays_in_evaluation:
                 each.use_dtensors()
 
-    def give_back_memory(self) -> None:
-        """Return memory that no reduction uses now to the system."""
-        if self.on_host is not None:
-            self.on_host.give_back()
-
 
 def shard_model(
     module: LightningModule, options: ZeroOptions, context: AxisContext

@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from boltmesh.strategies import grad_norm
-from boltmesh.strategies.cost_model.model import JobShape, ModelShape
 from boltmesh.strategies.data_parallel.expected_memory import held_tensors
 from boltmesh.strategies.data_parallel.expected_traffic import ZeroEstimate
 from boltmesh.strategies.data_parallel.fully_shard import ShardedModel, open_staging, shard_model
@@ -459,7 +458,8 @@ class ZeroAxis(DataAxis):
         sharded.reshard()
         if self._offload is not None:
             self._offload.close()
-        sharded.give_back_memory()
+        if sharded.on_host is not None:
+            sharded.on_host.give_back()
         forget_toggles(sharded.module)
 
     # Expected traffic and memory.
@@ -476,14 +476,6 @@ class ZeroAxis(DataAxis):
     @override
     def expected_memory(self, module: Module, optimizers: Sequence[Optimizer]) -> list[MemoryKind]:
         return self._expectations.memory(optimizers)
-
-    def describe(self) -> ModelShape:
-        """Return the model's shapes for the cost model."""
-        return self._expectations.shape
-
-    def describe_job(self) -> JobShape:
-        """Return the run's ranks and batches for the cost model."""
-        return self._expectations.job
 
     @override
     def tensors_by_kind(

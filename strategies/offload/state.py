@@ -215,8 +215,10 @@ class OffloadedState:
         """
         for optimizer in optimizers:
             if optimizer not in self.rules:
-                kind = AdamRule if AdamRule.fits(optimizer) else ElementwiseRule
-                self.rules[optimizer] = kind(optimizer)
+                is_adam = AdamRule.fits(optimizer)
+                self.rules[optimizer] = (
+                    AdamRule(optimizer) if is_adam else ElementwiseRule(optimizer)
+                )
         new = {
             name: [each for each in held if each.parameter not in self.place]
             for name, held in units.items()
