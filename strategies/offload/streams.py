@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from boltmesh.strategies.offload.host_memory import RangeAllocator
+from boltmesh.strategies.offload.host_memory import RangeAllocator, round_up
 from boltmesh.telemetry.writer.null_recorder import NullRecorder
 from boltmesh.telemetry.writer.recorder import Recorder
 
@@ -137,7 +137,7 @@ class DeviceRing:
 
 def aligned(num_bytes: int) -> int:
     """Return the bytes that a part of this size occupies in a ring."""
-    return -(-max(1, num_bytes) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    return round_up(max(1, num_bytes), ALIGNMENT_BYTES)
 
 
 class DeviceCopy:

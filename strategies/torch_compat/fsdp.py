@@ -189,10 +189,8 @@ class StepUnits:
             if getattr(group, "_orig_dtype", torch.float32) is None:  # not determined yet
                 group._init_mp_dtypes()
             for param in group.fsdp_params:
-                unsharded, is_trained = (
-                    unsharded_parameter(param),
-                    param.sharded_param.requires_grad,
-                )
+                unsharded = unsharded_parameter(param)
+                is_trained = param.sharded_param.requires_grad
                 if unsharded is not None and unsharded.requires_grad != is_trained:
                     unsharded.requires_grad_(is_trained)
 
