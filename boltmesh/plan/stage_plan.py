@@ -74,13 +74,7 @@ class StagePlanSummary:
 def plan_stages(
     config: "DictConfig", num_ranks: int, given: Mapping[str, Any], *, source: str
 ) -> StagePlanSummary:
-    """Cut a config's model, and compute its cost.
-
-    Args:
-        config: The whole.
-        num_ranks: Ranks of the job.
-        given: Arguments of the strategy.
-        source: The config's file, for errors.
+    """Cut a config's model as the strategy's arguments say, and compute its cost.
 
     Raises:
         ConfigError: When model or data cannot be cut, or options do not fit.

@@ -84,14 +84,7 @@ def find_division(
 def summarise(
     module: "LightningModule", plan: TensorPlan, element_bytes: int, notes: Sequence[str]
 ) -> TensorSummary:
-    """Return the bytes that ranks keep by a plan.
-
-    Args:
-        module: The whole model.
-        plan: The plan of the module.
-        element_bytes: Bytes of an element of its parameters.
-        notes: Assumptions and unknown values.
-    """
+    """Return the bytes that ranks keep of a whole model by a plan."""
     whole = {name: each.numel() for name, each in module.named_parameters()}
     divided = {name: math.prod(each.local_shape(plan.size)) for name, each in plan.sharded.items()}
     return TensorSummary(
@@ -124,13 +117,7 @@ _PROOF = (
 def plan_tensor(
     config: DictConfig, ranks_per_host: int, given: Mapping[str, Any], *, source: str
 ) -> TensorSummary:
-    """Find the part of each rank in a config's model.
-
-    Args:
-        config: The whole.
-        ranks_per_host: A layer is divided within one.
-        given: Arguments of the strategy.
-        source: The config's file, for errors.
+    """Find the part of each rank in a config's model, by the arguments of the strategy.
 
     Raises:
         ConfigError: When model or data cannot be built, or options do not fit.

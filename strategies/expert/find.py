@@ -122,12 +122,7 @@ class ChoiceWidths(TorchFunctionMode):
 
 
 def find_experts(model: Module, step: Callable[[], object]) -> Findings:
-    """Find the experts of a model in one step.
-
-    Args:
-        model: The model.
-        step: Runs a step of it.
-    """
+    """Find the experts of a model; ``step`` runs a step of it."""
     seen: dict[str, ExpertCall] = {}
     lists = _lists_of(model)
     names = {module: name for name, module in model.named_modules()}
