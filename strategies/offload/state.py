@@ -52,13 +52,9 @@ LOCKED_BYTES = 32 << 20
 
 
 class Staging:
-    """Stores shards before any step needs them. Its memory or file is freed with the last shard.
+    """Stores shards before any step needs them, in host memory or a file in ``folder``.
 
-    Args:
-        folder: Where to create a file, which grows with each shard; None for host memory.
-        device: Compute device.
-        rank: Owner of the file, for messages.
-        recorder: Counts transfers.
+    The file grows with each shard; it and the memory are freed with the last one.
     """
 
     def __init__(

@@ -66,11 +66,6 @@ class DiskStateStore(TransferWaiter, StateStore):
 
     The first error of any transfer is raised by every later call except ``close``: state that did
     not reach the disk completely is never returned.
-
-    Args:
-        swap: The rank's file; closed with the last store that uses it.
-        device: Compute device. For CUDA the buffers are page-locked.
-        num_buffers: Chunks in memory.
     """
 
     def __init__(self, swap: Swap, *, device: torch.device, num_buffers: int = NUM_BUFFERS) -> None:
