@@ -261,7 +261,6 @@ class PipelineZeroAxis(ZeroAxis):
         """Gather the parameters of the stages."""
         if self.is_synchronised:
             self.model.buffers.send()
-        assert self.axis_context is not None
         if self.options.stage == 1 and self.axis_context.begins_window():
             self.model.step_units.forget_gradients()  # of a window that was cut short
             self._forget_late()
@@ -284,7 +283,6 @@ class PipelineZeroAxis(ZeroAxis):
         is_last, stage = self.is_synchronised, self.options.stage
         if stage == 1 and not is_last:
             return False
-        assert self.axis_context is not None
         context, model = self.axis_context, self.model
         agree_on_gradients(self._trained(), context.group, context.device, has_loss=has_loss)
         model.root_unit.set_reshard_after_backward(is_last or stage == 3)
@@ -300,7 +298,6 @@ class PipelineZeroAxis(ZeroAxis):
 
     def _trained(self) -> list[Parameter]:
         """Return the parameters that get gradients: whole within a batch, else shards."""
-        assert self.axis_context is not None
         held = self.axis_context.held
         parameters = self.model.module.parameters() if held is None else held
         return [each for each in parameters if each.requires_grad]
@@ -342,7 +339,6 @@ class PipelineZeroAxis(ZeroAxis):
     @property
     @override
     def _expectations(self) -> ZeroEstimate:
-        assert self.axis_context is not None
         # Whole parameters have the dtype of their shards, also under autocast.
         context = replace(self.axis_context, compute_dtype=None)
         return ZeroEstimate(self.model, self.options, context)
@@ -351,12 +347,10 @@ class PipelineZeroAxis(ZeroAxis):
     def expected_memory(self, module: Module, optimizers: Sequence[Optimizer]) -> list[MemoryKind]:
         if self.options.has_offload:
             return self._expectations.memory(optimizers)
-        assert self.axis_context is not None
         return expected_held_memory(module, optimizers, self.axis_context.held)
 
     @override
     def expected_traffic(self, module: Module) -> list[ExpectedTraffic]:
-        assert self.axis_context is not None
         expected = self.describe_traffic().expected()
         num_reductions = 1 if self.options.stage == 1 else self.axis_context.num_microbatches
         for each in self.model.owned:
@@ -365,7 +359,6 @@ class PipelineZeroAxis(ZeroAxis):
 
     def describe_traffic(self) -> PipelineZeroTraffic:
         """Describe the axis's traffic of an optimizer step, and what other stages would add."""
-        assert self.axis_context is not None
         context, model = self.axis_context, self.model
         known = self._expectations
         buffers = sum(each.numel() * each.element_size() for each in model.buffers.held())

@@ -63,13 +63,13 @@ class ZeroAxis(DataAxis):
     """The data axis of ZeRO."""
 
     is_sharded = True
+    axis_context: AxisContext
+    """Ranks, device and recorder of the run; set by ``wrap``."""
 
     def __init__(self, options: ZeroOptions) -> None:
         self.options, self.operand_divider = options, options.operand_divider
         self.sharded: ShardedModel | None = None
         """None before a module is wrapped."""
-        self.axis_context: AxisContext | None = None
-        """Ranks, device and recorder of the run; None before a module is wrapped."""
         self._guard: OrderCheck | None = None
         self._stale: EarlyZeroGrad | None = None
         self._offload: OffloadEngine | None = None
@@ -150,7 +150,6 @@ class ZeroAxis(DataAxis):
         return guard
 
     def _fail(self, error: BaseException) -> None:
-        assert self.axis_context is not None
         self.axis_context.recorder.fail(error)
 
     def _record(self, text: str) -> None:
@@ -170,7 +169,6 @@ class ZeroAxis(DataAxis):
         self.refuse_lost()
         self.model.begin_forward()
         self._follow_shards()
-        assert self.axis_context is not None
         if self.options.stage == 1 and self.axis_context.begins_window():
             self.model.step_units.forget_gradients()  # of a window that was cut short
         if self._stale is not None:
@@ -202,7 +200,6 @@ class ZeroAxis(DataAxis):
 
     @override
     def adopt(self, optimizers: Sequence[Optimizer], *, reads_gradients: bool) -> None:
-        assert self.axis_context is not None
         self._forget_steps()
         module, options = self.model.module, self.options
         parts = next(filter(None, (axis.part_exchange() for axis in self.strategy.axes)), None)
@@ -230,7 +227,7 @@ class ZeroAxis(DataAxis):
             staging = open_staging(self.options, self.axis_context)
             self._lost = self._offload.restore(staging) or self._lost
         if options.has_offload:
-            self._offload = self._open_engine(self.axis_context)
+            self._offload = self._open_engine()
             self._offload.adopt(
                 optimizers,
                 {each.optimizer: each.step for each in self.whole_steps},
@@ -245,8 +242,8 @@ class ZeroAxis(DataAxis):
                 announce_disks(self._offload.disk_report, group=world, recorder=recorder)
             self.model.reshard()
 
-    def _open_engine(self, context: AxisContext) -> OffloadEngine:
-        options, model = self.options, self.model
+    def _open_engine(self) -> OffloadEngine:
+        options, context, model = self.options, self.axis_context, self.model
         engine = OffloadEngine(
             OffloadPlan(options.shares, options.offload_parameters, options.offload_path),
             device=context.device,
@@ -375,7 +372,6 @@ class ZeroAxis(DataAxis):
     @property
     @override
     def own_shares(self) -> Sequence[NormShare]:
-        assert self.axis_context is not None
         # Ranks with different experts may be of several groups with the same shards.
         has_owned = self.axis_context.owned is not None
         return (ShardShare(self.axis_context.group if has_owned else self.model.mesh.shard_group),)
@@ -466,7 +462,6 @@ class ZeroAxis(DataAxis):
 
     @property
     def _expectations(self) -> ZeroEstimate:
-        assert self.axis_context is not None
         return ZeroEstimate(self.model, self.options, self.axis_context)
 
     @override
